@@ -1,0 +1,144 @@
+"""Artefacts: folders published whole or not at all, each with a manifest.
+
+In: a kind, the hashes of its inputs, its settings. Out: a folder with `manifest.json`.
+Promise: a folder that carries a manifest is complete; work in progress stands beside it under
+a `.partial` name and is never taken for it. A re-run skips a folder whose manifest still matches.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unspool import __version__
+
+MANIFEST = "manifest.json"
+# Raised when files of a kind change their meaning, so that older folders are rebuilt.
+FORMAT = 1
+# Up to this size a re-run also compares checksums; above it only names and sizes, so that
+# skipping a terabyte of rows stays instant.
+CHECKSUM_LIMIT = 256 << 20
+
+
+def digest(value: Any) -> str:
+    """Hash of any JSON-able value, independent of key order."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def folder_digest(folder: Path) -> str:
+    """Hash of every file in a folder: names and contents."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return digest({str(path.relative_to(folder)): file_digest(path) for path in files})
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    try:
+        loaded = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return None
+    return loaded if isinstance(loaded, dict) else None
+
+
+def stale_reason(folder: Path, *, kind: str, inputs: dict[str, Any], settings: dict[str, Any]) -> str | None:
+    """None if `folder` still is what these inputs and settings give, else why it must be redone."""
+    if not folder.exists():
+        return "not built yet"
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return "its manifest is missing or unreadable"
+    if manifest.get("kind") != kind or manifest.get("format") != FORMAT:
+        return "it was made by another version of the format"
+    for name, new in (("inputs", inputs), ("settings", settings)):
+        old = manifest.get(name, {})
+        changed = sorted(key for key in {*old, *new} if digest(old.get(key)) != digest(new.get(key)))
+        if changed:
+            return f"changed {name}: {', '.join(changed)}"
+    return _damage(folder, manifest)
+
+
+def _damage(folder: Path, manifest: dict[str, Any]) -> str | None:
+    files: dict[str, dict[str, Any]] = manifest.get("files", {})
+    check_content = sum(entry["bytes"] for entry in files.values()) <= CHECKSUM_LIMIT
+    for name, entry in files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != entry["bytes"]:
+            return f"file {name} is missing or has another size"
+        if check_content and file_digest(path) != entry["sha256"]:
+            return f"file {name} has changed"
+    return None
+
+
+@dataclass
+class Draft:
+    """A folder being written; `counts` ends up in the manifest."""
+
+    folder: Path
+    counts: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def publish(out_dir: Path, *, kind: str, inputs: dict[str, Any], settings: dict[str, Any]) -> Iterator[Draft]:
+    """Write into `Draft.folder`; when the block ends without error the folder appears as `out_dir`."""
+    partial = out_dir.with_name(out_dir.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    draft = Draft(partial)
+    yield draft
+    seal(partial, out_dir, kind=kind, inputs=inputs, settings=settings, counts=draft.counts)
+
+
+def seal(
+    partial: Path,
+    out_dir: Path,
+    *,
+    kind: str,
+    inputs: dict[str, Any],
+    settings: dict[str, Any],
+    counts: dict[str, Any],
+) -> None:
+    """Give a finished work folder its manifest and its final name."""
+    files = {
+        str(path.relative_to(partial)): {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+        for path in sorted(partial.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }
+    manifest = {
+        "kind": kind,
+        "format": FORMAT,
+        "unspool": __version__,
+        "inputs": inputs,
+        "settings": settings,
+        "counts": counts,
+        "files": files,
+    }
+    write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True, default=str) + "\n")
+    if out_dir.exists():
+        # Two renames instead of delete-then-rename: at no moment is a half-deleted folder in place.
+        old = out_dir.with_name(out_dir.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        out_dir.rename(old)
+        partial.rename(out_dir)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        partial.rename(out_dir)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a file in one step, so that a reader never meets half of it."""
+    aside = path.with_name(path.name + ".tmp")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)

@@ -1,0 +1,52 @@
+"""Sizes as people write them: `64K`, `20B`, `8e6`.
+
+K, M, B and T are powers of two (1024, 1024², …), as in ProLong, so that `64K` is
+65,536 tokens and divides evenly everywhere. A plain or exponent number is itself.
+"""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "B": 1 << 30, "T": 1 << 40}
+LARGEST = 1 << 53
+_SIZE = re.compile(r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)")
+
+
+def parse_size(value: Any) -> int:
+    """`'64K'` → 65536, `'8e6'` → 8000000, 12 → 12; ValueError says what is allowed."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("write a size such as 64K, 20B, 8e6 or 4096")
+    match = _SIZE.fullmatch(str(value).strip().replace("_", ""))
+    if not match:
+        raise ValueError("write a size such as 64K, 20B, 8e6 or 4096")
+    number, unit = match.groups()
+    if unit.upper() not in UNITS:
+        raise ValueError(f"unit {unit!r} is not known; units are K, M, B and T (powers of 1024)")
+    size = float(number) * UNITS[unit.upper()]
+    # Above this limit a float no longer tells neighbouring whole numbers apart.
+    if not 1 <= size <= LARGEST:
+        raise ValueError(f"a size must be between 1 and {format_size(LARGEST)}")
+    if size != int(size):
+        raise ValueError(f"{value} is not a whole number")
+    return int(size)
+
+
+def format_size(size: int) -> str:
+    """The shortest exact spelling: 65536 → `64K`, 1000 → `1000`."""
+    for unit, factor in reversed(UNITS.items()):
+        if unit and size >= factor and size % factor == 0:
+            return f"{size // factor}{unit}"
+    return str(size)
+
+
+def format_count(count: float) -> str:
+    """A count rounded for reading, in powers of ten: 15_230_000 → `15.2M`."""
+    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g}{unit}"
+    return f"{count:.3g}"
+
+
+Size = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=int | float | str)]

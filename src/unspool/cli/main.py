@@ -1,0 +1,82 @@
+"""The `unspool` command: registers the verbs and decides how an error reaches the user.
+
+Each verb is a plain function in its own file of this package. Help must answer at once, so no
+verb's file imports torch, transformers or the recipe schema at its top: a verb imports what it
+needs when it is called. This is the only package where imports may stand inside functions.
+"""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from unspool import __version__
+from unspool.base.errors import UnspoolError
+from unspool.cli import eval, recipes, report, run
+
+USER_ERROR = 2
+INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
+
+
+class Verbs(TyperGroup):
+    """Turns errors the user can fix into plain lines, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UnspoolError as error:
+            for line in str(error).splitlines():
+                print(f"error: {line}", file=sys.stderr)
+            raise typer.Exit(USER_ERROR) from None
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"unspool {__version__}")
+        raise typer.Exit
+
+
+def unspool(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Extend the context window of open language models: one recipe from raw text to a longer, scored checkpoint."""
+
+
+def build_app() -> typer.Typer:
+    app = typer.Typer(
+        name="unspool",
+        cls=Verbs,
+        callback=unspool,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    # Verbs, in the order of a run.
+    app.command("run")(run.run)
+    app.command("corpus")(run.corpus)
+    app.command("rows")(run.rows)
+    app.command("train")(run.train)
+    app.command("eval")(eval.eval_)
+    app.command("report")(report.report)
+
+    group = typer.Typer(callback=recipes.list_recipes, invoke_without_command=True)
+    group.command("show")(recipes.show)
+    group.command("check")(recipes.check)
+    group.command("schema")(recipes.schema)
+    app.add_typer(group, name="recipes")
+    return app
+
+
+def main() -> None:
+    build_app()()
+
+
+if __name__ == "__main__":
+    main()

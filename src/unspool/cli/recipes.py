@@ -1,0 +1,89 @@
+"""`unspool recipes`: list, print and check recipes, and print their JSON schema."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+Override = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Change one value, such as stages.0.lr=2e-5. Repeatable."),
+]
+
+
+def list_recipes(
+    ctx: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
+) -> None:
+    """List the bundled recipes; `show`, `check` and `schema` do more."""
+    if ctx.invoked_subcommand:
+        return
+    from unspool.recipes.catalog import bundled_recipes
+    from unspool.recipes.check import load_recipe
+
+    entries: list[dict[str, Any]] = []
+    for bundled in bundled_recipes().values():
+        recipe = load_recipe(bundled.name).recipe
+        entries.append(
+            {
+                "name": bundled.name,
+                "summary": bundled.summary,
+                "model": recipe.model if isinstance(recipe.model, str) else recipe.model.size,
+                "stages": [{"name": s.name, "context": s.context, "tokens": s.tokens} for s in recipe.stages],
+                "path": str(bundled.path),
+            }
+        )
+    entries.sort(key=lambda entry: max(stage["context"] for stage in entry["stages"]))
+    if as_json:
+        print(json.dumps(entries, indent=1))
+    else:
+        _print_table(entries)
+
+
+def _print_table(entries: list[dict[str, Any]]) -> None:
+    from unspool.base.sizes import format_size
+
+    table = Table("recipe", "context", "tokens", "what it does", box=None, pad_edge=False)
+    for entry in entries:
+        contexts = dict.fromkeys(format_size(stage["context"]) for stage in entry["stages"])
+        tokens = [format_size(stage["tokens"]) for stage in entry["stages"]]
+        table.add_row(entry["name"], " ".join(contexts), " + ".join(tokens), entry["summary"])
+    Console(highlight=False).print(table)
+    print("\nunspool recipes show NAME > my.yaml   makes one your own.")
+
+
+def show(name: Annotated[str, typer.Argument(help="A bundled recipe.")]) -> None:
+    """Print a bundled recipe, to read or to start your own from."""
+    from unspool.recipes.catalog import find_bundled
+
+    print(find_bundled(name).path.read_text(encoding="utf-8"), end="")
+
+
+def check(
+    recipe: Annotated[str, typer.Argument(help="A recipe file or a bundled recipe.")],
+    overrides: Override = None,
+    inputs: Annotated[bool, typer.Option("--inputs", help="Also look for its files and its model.")] = False,
+) -> None:
+    """Check a recipe whole without running it."""
+    from unspool.recipes.check import check_inputs, load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    if inputs:
+        check_inputs(loaded)
+    print(f"{recipe}: no problems found.")
+
+
+def schema() -> None:
+    """Print the JSON schema of recipes, for editors.
+
+    Save it with `unspool recipes schema > unspool.schema.json` and begin a recipe with the line
+
+    # yaml-language-server: $schema=unspool.schema.json
+
+    Editors with a YAML language server (VS Code, Neovim, …) then complete keys and mark mistakes.
+    """
+    from unspool.recipes.shape import recipe_schema
+
+    print(json.dumps(recipe_schema(), indent=1))

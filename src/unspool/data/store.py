@@ -1,0 +1,292 @@
+"""The Arrow files of corpora and rows: written in batches, read through a memory map.
+
+In: token arrays. Out: `docs-00000.arrow` (id, tokens) and `rows-00000.arrow` (tokens, doc_lens,
+loss_mask, source, attention) that any Arrow reader opens.
+Promise: any document or row is found in constant time and handed out without a copy; a file is
+renamed into place when complete. The arrays are views of the file and cannot be written to.
+Elsewhere: manifests and folders (base/artefact.py), what is in a row (pack.py, tangle.py).
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+
+from unspool.base.errors import DataError
+
+# Tokens per record batch: what a writer holds in memory and a reader maps at a time.
+BATCH_TOKENS = 1 << 20
+# Tokens per rows file; a file of this size is 1 GiB.
+FILE_TOKENS = 1 << 28
+
+_DOCS = pa.schema([("id", pa.string()), ("tokens", pa.large_list(pa.uint32()))])
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One training sequence. `loss_mask` is over target tokens (labels.py); None means all of them."""
+
+    tokens: np.ndarray  # uint32[L]
+    doc_lens: np.ndarray  # int32[k], sums to L
+    loss_mask: np.ndarray | None  # bool[L]
+    source: str  # the sources it holds, joined by "+"
+    attention: str  # "documents" | "full"
+
+
+class _ArrowFile:
+    """An Arrow IPC file under a temporary name, renamed when it is closed without error."""
+
+    def __init__(self, path: Path, schema: Any) -> None:
+        self._path = path
+        self._aside = path.with_name(path.name + ".tmp")
+        self._sink = pa.OSFile(str(self._aside), "wb")
+        self._writer = pa.ipc.new_file(self._sink, schema)
+
+    def write(self, batch: Any) -> None:
+        self._writer.write_batch(batch)
+
+    def finish(self) -> None:
+        self._writer.close()
+        self._sink.close()
+        self._aside.replace(self._path)
+
+    def abandon(self) -> None:
+        self._sink.close()
+        self._aside.unlink()
+
+
+class CorpusWriter:
+    """Writes the documents of one shard: `with CorpusWriter(path) as writer: writer.append(id, tokens)`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = _ArrowFile(path, _DOCS)
+        self._ids: list[str] = []
+        self._docs: list[np.ndarray] = []
+        self._held = 0
+
+    def append(self, doc_id: str, tokens: np.ndarray) -> None:
+        self._ids.append(doc_id)
+        self._docs.append(tokens)
+        self._held += len(tokens)
+        if self._held >= BATCH_TOKENS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._docs:
+            return
+        offsets = np.cumsum([0, *map(len, self._docs)], dtype=np.int64)
+        tokens = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(self._docs)))
+        self._file.write(pa.record_batch([pa.array(self._ids, pa.string()), tokens], schema=_DOCS))
+        self._ids, self._docs, self._held = [], [], 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is not None:
+            self._file.abandon()
+            return
+        self._flush()
+        self._file.finish()
+
+
+class CorpusReader:
+    """The documents of some corpus files, in order: `len`, `reader[i]`, iteration, `lens`, `id(i)`."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._starts: list[int] = []
+        self._batches: list[tuple[np.ndarray, np.ndarray, Any]] = []
+        lens: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
+        count = 0
+        for path in paths:
+            file = _open(path)
+            for number in range(file.num_record_batches):
+                batch = file.get_batch(number)
+                offsets = batch.column("tokens").offsets.to_numpy()
+                self._starts.append(count)
+                self._batches.append((offsets, batch.column("tokens").values.to_numpy(), batch.column("id")))
+                lens.append(np.diff(offsets))
+                count += batch.num_rows
+        self.lens = np.concatenate(lens)  # tokens of each document
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lens.sum())
+
+    def __len__(self) -> int:
+        return len(self.lens)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        (offsets, tokens, _), inner = self._find(index)
+        return tokens[offsets[inner] : offsets[inner + 1]]
+
+    def id(self, index: int) -> str:
+        (_, _, ids), inner = self._find(index)
+        return str(ids[inner])
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for offsets, tokens, _ in self._batches:
+            for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+                yield tokens[start:stop]
+
+    def _find(self, index: int) -> tuple[tuple[np.ndarray, np.ndarray, Any], int]:
+        if not 0 <= index < len(self.lens):
+            raise IndexError(f"document {index} of {len(self.lens)}")
+        number = bisect_right(self._starts, index) - 1
+        return self._batches[number], index - self._starts[number]
+
+
+def open_corpus(folder: Path) -> CorpusReader:
+    return CorpusReader(sorted(folder.glob("docs-*.arrow")))
+
+
+def keep_first(path: Path, count: int) -> None:
+    """Shorten a corpus file to its first `count` documents; nothing happens if it has no more."""
+    reader = CorpusReader([path])
+    if count >= len(reader):
+        return
+    with CorpusWriter(path) as writer:
+        for index in range(count):
+            writer.append(reader.id(index), reader[index])
+
+
+class RowWriter:
+    """Writes rows of one length into `rows-00000.arrow` …, like `CorpusWriter`. Masked: every row has a loss mask."""
+
+    def __init__(self, folder: Path, *, row_len: int, masked: bool) -> None:
+        self._folder = folder
+        self._row_len = row_len
+        self._per_batch = max(1, BATCH_TOKENS // row_len)
+        self._per_file = max(1, FILE_TOKENS // (row_len * self._per_batch))
+        mask = pa.list_(pa.uint8(), row_len) if masked else pa.null()
+        columns = [
+            ("tokens", pa.list_(pa.uint32(), row_len)),
+            ("doc_lens", pa.list_(pa.int32())),
+            ("loss_mask", mask),
+            ("source", pa.string()),
+            ("attention", pa.string()),
+        ]
+        # The size of the batches lets a reader find row i by arithmetic.
+        self._schema = pa.schema(columns, metadata={"rows_per_batch": str(self._per_batch)})
+        self._rows: list[Row] = []
+        self._file: _ArrowFile | None = None
+        self._files = 0
+        self._batches = 0  # in the open file
+
+    def append(self, row: Row) -> None:
+        assert len(row.tokens) == self._row_len == row.doc_lens.sum()
+        self._rows.append(row)
+        if len(self._rows) == self._per_batch:
+            self._flush()
+
+    def _flush(self) -> None:
+        rows, self._rows = self._rows, []
+        if not rows:
+            return
+        if self._file is None:
+            self._file = _ArrowFile(self._folder / f"rows-{self._files:05d}.arrow", self._schema)
+            self._files += 1
+        self._file.write(self._batch(rows))
+        self._batches += 1
+        if self._batches == self._per_file:
+            self._file.finish()
+            self._file, self._batches = None, 0
+
+    def _batch(self, rows: list[Row]) -> Any:
+        tokens = np.concatenate([row.tokens for row in rows])
+        offsets = np.cumsum([0, *(len(row.doc_lens) for row in rows)], dtype=np.int32)
+        mask: Any = pa.nulls(len(rows))
+        if not pa.types.is_null(self._schema.field("loss_mask").type):
+            masks = np.concatenate([row.loss_mask for row in rows if row.loss_mask is not None])
+            mask = pa.FixedSizeListArray.from_arrays(pa.array(masks.view(np.uint8)), self._row_len)
+        arrays = [
+            pa.FixedSizeListArray.from_arrays(pa.array(tokens), self._row_len),
+            pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate([row.doc_lens for row in rows]))),
+            mask,
+            pa.array([row.source for row in rows], pa.string()),
+            pa.array([row.attention for row in rows], pa.string()),
+        ]
+        return pa.record_batch(arrays, schema=self._schema)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            self._flush()
+            if self._file is not None:
+                self._file.finish()
+        elif self._file is not None:
+            self._file.abandon()
+
+
+class RowSet:
+    """The rows of a folder: `len(rows)`, `rows[i]`, `rows.row_len`."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._files = [_open(path) for path in paths]
+        self._per_batch = int((self._files[0].schema.metadata or {})[b"rows_per_batch"])
+        self.row_len: int = self._files[0].schema.field("tokens").type.list_size
+        self._starts: list[int] = []
+        self._len = 0
+        for file in self._files:
+            last = file.num_record_batches - 1
+            self._starts.append(self._len)
+            self._len += last * self._per_batch + file.get_batch(last).num_rows
+        self._batches: dict[tuple[int, int], _RowBatch] = {}
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < self._len:
+            raise IndexError(f"row {index} of {self._len}")
+        file = bisect_right(self._starts, index) - 1
+        number, inner = divmod(index - self._starts[file], self._per_batch)
+        if (file, number) not in self._batches:
+            self._batches[file, number] = _RowBatch(self._files[file].get_batch(number))
+        return self._batches[file, number].row(inner)
+
+
+class _RowBatch:
+    """Views of one record batch of rows."""
+
+    def __init__(self, batch: Any) -> None:
+        tokens, lens, mask, source, attention = batch.columns
+        self._tokens = tokens.values.to_numpy().reshape(batch.num_rows, -1)
+        self._ends = lens.offsets.to_numpy()
+        self._lens = lens.values.to_numpy()
+        self._mask = None
+        if not pa.types.is_null(mask.type):
+            self._mask = mask.values.to_numpy().view(np.bool_).reshape(batch.num_rows, -1)
+        self._source = source.to_pylist()
+        self._attention = attention.to_pylist()
+
+    def row(self, inner: int) -> Row:
+        return Row(
+            tokens=self._tokens[inner],
+            doc_lens=self._lens[self._ends[inner] : self._ends[inner + 1]],
+            loss_mask=None if self._mask is None else self._mask[inner],
+            source=self._source[inner],
+            attention=self._attention[inner],
+        )
+
+
+def open_rows(folder: Path) -> RowSet:
+    paths = sorted(folder.glob("rows-*.arrow"))
+    if not paths:
+        raise DataError(f"{folder}: no rows-*.arrow files; build the rows again.")
+    return RowSet(paths)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return pa.ipc.open_file(pa.memory_map(str(path)))
+    except (OSError, pa.ArrowInvalid) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise DataError(f"{path}: not a complete Arrow file ({reason}); delete its folder and run again.") from error

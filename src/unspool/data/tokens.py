@@ -1,0 +1,70 @@
+"""Turn texts into token arrays with the model's own tokenizer.
+
+In: texts. Out: one uint32 array per text: the tokenizer's own beginning (if it has one), the text, one EOS.
+Promise: text is only text. A document that spells "<|endoftext|>" gets the tokens of those
+characters, never the control token, so no document can end or open another.
+Elsewhere: reading (read.py), the tokens that tangling adds (tangle.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from unspool.base.artefact import digest
+from unspool.base.errors import ConfigError
+
+# Only to name the type: importing it takes seconds, which every worker process would pay.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What tokenising needs of a tokenizer; small to send to worker processes."""
+
+    definition: str  # the content of tokenizer.json
+    bos: tuple[int, ...]
+    eos: int
+
+    @cached_property
+    def digest(self) -> str:
+        return digest([self.definition, self.bos, self.eos])
+
+    @cached_property
+    def _backend(self) -> Tokenizer:
+        return Tokenizer.from_str(self.definition)
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Whole documents: begun as the tokenizer begins them, ended by one EOS."""
+        return [np.array([*self.bos, *ids, self.eos], dtype=np.uint32) for ids in self._ids(texts)]
+
+    def encode_plain(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Only the texts' own tokens."""
+        return [np.array(ids, dtype=np.uint32) for ids in self._ids(texts)]
+
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        # Set on every call, because a pickled tokenizer forgets it.
+        self._backend.encode_special_tokens = True
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+
+def build_encoder(tokenizer: PreTrainedTokenizerFast) -> Encoder:
+    """An encoder that shares nothing with `tokenizer`; ConfigError if documents could not be ended."""
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"tokenizer {tokenizer.name_or_path!r} has no EOS token, so documents could not be told apart; "
+            "set eos_token in its tokenizer_config.json."
+        )
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    plain = backend.encode("a", add_special_tokens=False).ids
+    dressed = backend.encode("a", add_special_tokens=True).ids
+    begun = next(at for at in range(len(dressed) + 1) if dressed[at : at + len(plain)] == plain)
+    return Encoder(backend.to_str(), tuple(dressed[:begun]), int(tokenizer.eos_token_id))

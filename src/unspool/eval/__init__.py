@@ -1,0 +1,1 @@
+"""Frozen prompts, greedy answers, scores with `n` and intervals."""

@@ -1,0 +1,60 @@
+"""What answers prompts: a model of ours, or in tests something that only pretends to be one."""
+
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from unspool.eval.prompt import Prompt
+from unspool.eval.tasks.loss import window_losses
+from unspool.model.generate import answer
+from unspool.model.load import load_model, load_tokenizer
+
+
+class Backend(Protocol):
+    @property
+    def tokenizer(self) -> Any: ...
+
+    def answers(self, prompt: Prompt) -> list[str]:
+        """One text per question."""
+        ...
+
+    def window_losses(self, ids: np.ndarray) -> np.ndarray:
+        """−log p of every token but the first, in nats."""
+        ...
+
+
+class ModelBackend:
+    """A model on one device; its weights are loaded when the first prompt comes."""
+
+    def __init__(self, ref: str, *, device: torch.device, dtype: torch.dtype) -> None:
+        self.ref, self.device, self.dtype = ref, device, dtype
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.ref)
+
+    @cached_property
+    def model(self) -> Any:
+        return load_model(self.ref, device=self.device, dtype=self.dtype)
+
+    @cached_property
+    def stop_ids(self) -> set[int]:
+        # Chat models may end a turn with another token than the tokenizer's end of text.
+        ends = self.model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        return {end for end in [*ends, self.tokenizer.eos_token_id] if end is not None}
+
+    def answers(self, prompt: Prompt) -> list[str]:
+        generated = answer(
+            self.model,
+            prompt.context_ids,
+            [question.ids for question in prompt.questions],
+            max_new_tokens=prompt.answer_tokens,
+            stop_ids=self.stop_ids,
+        )
+        return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in generated]
+
+    def window_losses(self, ids: np.ndarray) -> np.ndarray:
+        return window_losses(self.model, ids)

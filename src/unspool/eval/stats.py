@@ -1,0 +1,66 @@
+"""From samples to the cells of a summary, each with `n` and a 95% interval.
+
+In: samples as written to samples.jsonl. Out: cells as written to summary.json.
+Promise: what was not scored is null with n 0, never zero.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+Z = 1.96  # of a 95% interval
+
+
+def wilson(successes: float, n: int) -> tuple[float, float]:
+    """Wilson's score interval, which stays within 0 and 1 and has width even at 0 or n successes."""
+    share = successes / n
+    center = share + Z**2 / (2 * n)
+    spread = Z * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
+    scale = 1 + Z**2 / n
+    # The formula holds the share; its rounding may not, by a last digit, at 0 and 1.
+    return max(0.0, min(share, (center - spread) / scale)), min(1.0, max(share, (center + spread) / scale))
+
+
+def accuracy_cell(suite: str, length: int, depth: float | None, scores: Sequence[float]) -> dict[str, Any]:
+    value = fmean(scores) if scores else None
+    low, high = wilson(sum(scores), len(scores)) if scores else (None, None)
+    cell = {"suite": suite, "metric": "accuracy", "length": length, "depth": depth}
+    return {**cell, "value": value, "n": len(scores), "low": low, "high": high}
+
+
+def accuracy_cells(
+    suite: str, length: int, depths: Sequence[float], samples: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """All depths together (depth null), then each depth of the grid."""
+    chosen = [sample for sample in samples if sample["suite"] == suite and sample["length"] == length]
+    cells = [accuracy_cell(suite, length, None, [sample["score"] for sample in chosen])]
+    for depth in depths:
+        scores = [sample["score"] for sample in chosen if sample["depth"] == depth]
+        cells.append(accuracy_cell(suite, length, depth, scores))
+    return cells
+
+
+def loss_cells(length: int, samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One cell per range of positions: the mean over tokens, its interval from the spread over windows."""
+    windows = [sample["losses"] for sample in samples if sample["suite"] == "loss" and sample["length"] == length]
+    return [_loss_cell(length, buckets) for buckets in zip(*windows, strict=True)]
+
+
+def _loss_cell(length: int, buckets: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    n = sum(bucket["n"] for bucket in buckets)
+    value = sum(bucket["value"] * bucket["n"] for bucket in buckets) / n
+    means = [bucket["value"] for bucket in buckets]
+    # One window says nothing about how windows differ.
+    half = Z * stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+    return {
+        "suite": "loss",
+        "metric": "loss",
+        "length": length,
+        "from": buckets[0]["from"],
+        "to": buckets[0]["to"],
+        "value": value,
+        "n": n,
+        "low": None if half is None else value - half,
+        "high": None if half is None else value + half,
+    }

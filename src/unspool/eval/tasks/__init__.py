@@ -1,0 +1,1 @@
+"""What each suite asks: pure functions from settings, materials and seed to prompts."""

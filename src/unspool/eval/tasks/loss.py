@@ -1,0 +1,88 @@
+"""Loss by position on held-out text.
+
+In: documents, a model. Out: windows of equal length; the loss of every token; means over ranges of positions.
+Promise: windows do not overlap and none crosses from one document into another, so that more
+context always means more of the same text. No [tokens, vocabulary] tensor ever exists.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from unspool.base.errors import ConfigError, DataError
+from unspool.base.rng import rng_for
+from unspool.eval.config import LossEval
+from unspool.eval.prompt import Materials, encode, opening_ids
+from unspool.model.loss import token_losses
+
+# Positions whose logits exist at one time.
+HEAD_CHUNK = 1024
+
+
+def windows(config: LossEval, materials: Materials, *, seed: int) -> list[np.ndarray]:
+    """Up to `config.samples` windows of exactly `config.length` tokens."""
+    opening = opening_ids(materials.tokenizer)
+    body = config.length - len(opening)
+    if body < 2:
+        raise ConfigError(f"loss: length {config.length} leaves no token to predict; use at least 64.")
+    rng = rng_for(seed, "loss", config.length)
+    found: list[np.ndarray] = []
+    longest = 0
+    for text in materials.documents:
+        ids = encode(materials.tokenizer, text)
+        longest = max(longest, len(ids))
+        if len(ids) >= body:
+            # What no window covers is left out at the start, so that windows do not always begin with it.
+            first = int(rng.integers(len(ids) % body + 1))
+            found += np.split(ids[first : first + len(ids) // body * body], len(ids) // body)
+    if not found:
+        raise DataError(
+            f"loss: no document of the held-out text has {config.length} tokens (the longest has {longest}). "
+            "Use a shorter length, or give text with longer documents."
+        )
+    chosen = rng.permutation(len(found))[: config.samples]
+    return [np.concatenate([opening, found[at]]) for at in chosen]
+
+
+def bucket_edges(length: int) -> list[int]:
+    """0, 64, 128, 256, … length; from 128 on for lengths above 4K."""
+    edges = [0, 64 if length <= 4096 else 128]
+    while edges[-1] * 2 < length:
+        edges.append(edges[-1] * 2)
+    return [edge for edge in edges if edge < length] + [length]
+
+
+def bucket_losses(losses: np.ndarray) -> list[dict[str, Any]]:
+    """Mean loss of the tokens at positions [from, to), given the loss at positions 1, 2, …"""
+    edges = bucket_edges(len(losses) + 1)
+    buckets = []
+    for start, stop in pairwise(edges):
+        # The first token has nothing before it and so no loss.
+        part = losses[max(0, start - 1) : stop - 1]
+        buckets.append({"from": start, "to": stop, "value": float(part.mean()), "n": len(part)})
+    return buckets
+
+
+@torch.inference_mode()
+def window_losses(model: Any, ids: np.ndarray) -> np.ndarray:
+    """−log p of every token but the first, in nats: float64 [len(ids) − 1]."""
+    tokens = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
+    _check_head(model, tokens[:, :8])
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    hidden = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state[0, :-1]
+    losses = token_losses(hidden, model.get_output_embeddings().weight, tokens[0, 1:], chunk=HEAD_CHUNK)
+    return losses.double().cpu().numpy()
+
+
+def _check_head(model: Any, tokens: torch.Tensor) -> None:
+    """Some architectures scale or cap the logits after their head; for those our loss would be wrong in silence."""
+    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, -1:]
+    plain = (hidden @ model.get_output_embeddings().weight.t()).float()
+    own = model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits.float()
+    if not torch.allclose(plain, own, rtol=1e-2, atol=1e-2):
+        raise ConfigError(
+            f"loss: {type(model).__name__} changes its logits after the head, which the loss suite cannot follow yet. "
+            "Leave this suite out."
+        )

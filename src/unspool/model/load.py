@@ -1,0 +1,130 @@
+"""Models and tokenizers from a Hub id, a folder, a GGUF file, or from nothing.
+
+Promise: safetensors only, no remote code; a model that we would compute wrongly is refused.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from unspool.base.artefact import digest, file_digest, folder_digest
+from unspool.base.errors import ConfigError
+from unspool.model.attention import NAME, register
+from unspool.model.export import HARPE_TYPE
+from unspool.model.rotary import apply_head_bases, rope_shape
+from unspool.model.scratch import SIZES, NewModel
+
+
+def load_tokenizer(ref: str) -> Any:
+    """The fast tokenizer that belongs to `ref`."""
+    _quiet()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**_location(ref))
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"model {ref}: no tokenizer could be loaded ({_first_line(error)}).") from error
+    if not tokenizer.is_fast:
+        raise ConfigError(f"model {ref}: its tokenizer has no fast version; save one as tokenizer.json beside it.")
+    return tokenizer
+
+
+def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
+    """The model with our attention, in evaluation mode."""
+    _quiet()
+    register()
+    bases, config = _harpe(ref)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            **_location(ref), **({"config": config} if config else {}), dtype=dtype, attn_implementation=NAME
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"model {ref}: could not be loaded ({_first_line(error)}).") from error
+    model = model.to(device).eval()
+    _check_supported(model)
+    if bases is not None:
+        apply_head_bases(model, bases)
+    return model
+
+
+def build_new(new: NewModel, tokenizer: Any, *, seed: int) -> Any:
+    """A Llama-architecture model with random weights."""
+    register()
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=new.context,
+        rope_parameters={"rope_type": "default", "rope_theta": new.base},
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        attn_implementation=NAME,
+        **SIZES[new.size],
+    )
+    return LlamaForCausalLM(config)
+
+
+def fit_vocabulary(model: Any, tokenizer: Any) -> None:
+    """Give `model` embeddings for tokens its tokenizer has gained; they start at the mean of the others."""
+    old_size = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) <= old_size:
+        return
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
+        weight = embedding.weight.data
+        weight[old_size:] = weight[:old_size].mean(dim=0)
+
+
+def model_digest(ref: str) -> str:
+    """Hash of a model's files; of the name alone for a Hub id, whose content the Hub names."""
+    path = Path(ref)
+    if path.is_dir():
+        return folder_digest(path)
+    return file_digest(path) if path.is_file() else digest(ref)
+
+
+def original_context(ref: str) -> int:
+    """The context length a model claims before any stage."""
+    _quiet()
+    if (Path(ref) / "config.json").is_file():
+        return int(json.loads((Path(ref) / "config.json").read_text())["max_position_embeddings"])
+    location = _location(ref)
+    return int(AutoConfig.from_pretrained(**location).max_position_embeddings)
+
+
+def _location(ref: str) -> dict[str, str]:
+    path = Path(ref)
+    if path.suffix == ".gguf":
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    return {"pretrained_model_name_or_path": ref}
+
+
+def _harpe(ref: str) -> tuple[Any, Any]:
+    """The bases and the plain config of a folder that we exported with a base per head."""
+    path = Path(ref) / "config.json"
+    if not path.is_file():
+        return None, None
+    content = json.loads(path.read_text())
+    if content.get("model_type") != HARPE_TYPE:
+        return None, None
+    plain = {key: value for key, value in content.items() if key not in ("model_type", "head_bases", "plain_type")}
+    return content["head_bases"], AutoConfig.for_model(content["plain_type"], **plain)
+
+
+def _check_supported(model: Any) -> None:
+    rope_shape(model.config)
+    if not hasattr(model.base_model, "rotary_emb") or not hasattr(model.base_model, "layers"):
+        raise ConfigError(f"model_type {model.config.model_type!r} keeps its layers where we cannot reach them.")
+    if getattr(model.config, "final_logit_softcapping", None):
+        raise ConfigError(f"model_type {model.config.model_type!r} caps its logits, which is not supported yet.")
+
+
+def _quiet() -> None:
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,1 @@
+"""Position methods: which rotary frequencies a longer context uses."""

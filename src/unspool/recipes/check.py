@@ -1,0 +1,166 @@
+"""Load a recipe and check it whole: what it says (`load_recipe`) and what it needs (`check_inputs`).
+
+In: a file or the name of a bundled recipe, and `--set` texts. Out: a `LoadedRecipe`.
+Promise: every problem found is told at once, one line each, with where it was written, the
+key, the value, what is allowed and the nearest valid name; nothing is read or built before.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from unspool.base.errors import ConfigError
+from unspool.base.lookup import nearest
+from unspool.data.sources import NOT_READ_YET
+from unspool.eval.config import NOT_RUN_YET
+from unspool.recipes.catalog import bundled_recipes
+from unspool.recipes.lines import Marks, Place, Problem, read_yaml
+from unspool.recipes.overrides import apply_overrides
+from unspool.recipes.paths import ASSET_PREFIX, expand_home, path_exists, resolve_path
+from unspool.recipes.problems import misplaced_booleans, refuse, validation_problems
+from unspool.recipes.schema import Recipe, reference_problems
+from unspool.recipes.shape import recipe_schema
+
+# Whoever passes a model or a data file by mistake should hear so at once.
+MAX_BYTES = 1 << 20
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedRecipe:
+    """A recipe with what is needed to find its files and to point at its lines."""
+
+    recipe: Recipe
+    root: Path  # relative paths are tried here first
+    text: str
+    marks: Marks
+
+    def path(self, value: str) -> str:
+        return resolve_path(value, self.root)
+
+
+def load_recipe(path_or_name: str | Path, overrides: list[str] | None = None) -> LoadedRecipe:
+    file, root, label = _find(str(path_or_name))
+    text = _read(file, label)
+    data, marks, problems = read_yaml(text, label)
+    if data is None:
+        raise ConfigError(f"{label}: the recipe is empty; see `unspool recipes show tiny` for a complete one.")
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{label}:1: a recipe is a mapping of keys such as name, model and stages, not a {_kind(data)}."
+        )
+    problems += apply_overrides(data, marks, overrides or [])
+    problems += misplaced_booleans(recipe_schema(), data)
+    recipe = None
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        # In this order: of two sentences about one place the first is kept.
+        problems += [*validation_problems(error, data), *reference_problems(data)]
+    refuse(problems, marks, data)
+    assert recipe is not None, "a recipe was refused without a sentence"
+    return LoadedRecipe(recipe=recipe, root=root, text=text, marks=marks)
+
+
+def _find(given: str) -> tuple[Path, Path, str]:
+    """The file, the folder its paths start from, and what to call it."""
+    path = expand_home(given)
+    bundled = bundled_recipes()
+    if path_exists(str(path)) and path.is_file():
+        return path, path.parent, given
+    if given in bundled:
+        return bundled[given].path, Path(), f"{given}.yaml"
+    if path_exists(str(path)) and path.is_dir():
+        raise ConfigError(f"{given} is a folder, not a recipe file; name a .yaml file in it.")
+    if path.suffix or len(path.parts) > 1:
+        beside = [str(other) for other in sorted(path.parent.glob("*.y*ml"))] if path_exists(str(path.parent)) else []
+        guess = nearest(given, [*beside, *bundled])
+        raise ConfigError(f"recipe file {given} does not exist{_did_you_mean(guess)}")
+    guess = nearest(given, bundled)
+    raise ConfigError(
+        f"{given!r} is neither a file nor a bundled recipe{_did_you_mean(guess)} Bundled: {', '.join(bundled)}."
+    )
+
+
+def _read(file: Path, label: str) -> str:
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{label} is too large for a recipe; a recipe is a YAML file of some kilobytes.")
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{label} is not a text file in UTF-8, so it cannot be a recipe.") from None
+    except OSError as error:
+        raise ConfigError(f"{label} cannot be read: {error.strerror}.") from None
+
+
+def check_inputs(loaded: LoadedRecipe) -> None:
+    """Refuse, before any work, what cannot be found on this machine or cannot be run yet."""
+    data = loaded.recipe.model_dump(mode="json", by_alias=True)
+    problems = [*_source_problems(loaded), *_model_problems(loaded), *_eval_problems(loaded)]
+    refuse(problems, loaded.marks, data)
+
+
+def _source_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
+    for name, source in loaded.recipe.sources.items():
+        if source.kind in NOT_READ_YET:
+            text = f"sources of this kind can be described but not read yet. {NOT_READ_YET[source.kind]}"
+            yield Problem(place=("sources", name, "kind"), text=text, show_value=True)
+            continue
+        key = "prose" if source.kind == "recall" else "path"
+        yield from _missing(loaded, ("sources", name, key), getattr(source, key))
+
+
+def _eval_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
+    for index, entry in enumerate(loaded.recipe.evals):
+        if entry.suite in NOT_RUN_YET:
+            text = f"this suite can be described but not run yet. {NOT_RUN_YET[entry.suite]}"
+            yield Problem(place=("evals", index, "suite"), text=text, show_value=True)
+        text_path = getattr(entry, "text", None)
+        if text_path is not None:
+            yield from _missing(loaded, ("evals", index, "text"), text_path)
+
+
+def _model_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
+    model = loaded.recipe.model
+    place: Place = ("model",) if isinstance(model, str) else ("model", "tokenizer")
+    value = model if isinstance(model, str) else model.tokenizer
+    looks_like_path = value.startswith((ASSET_PREFIX, ".")) or value.endswith(".gguf") or not HUB_ID.fullmatch(value)
+    if looks_like_path or path_exists(loaded.path(value)):
+        found = list(_missing(loaded, place, value))
+        yield from found
+        folder = None if found else Path(loaded.path(value))
+        wanted = "config.json" if isinstance(model, str) else "tokenizer.json"
+        if folder and folder.is_dir() and not (folder / wanted).is_file():
+            yield Problem(place=place, text=f"the folder has no {wanted}, so it holds no {place[-1]}.", show_value=True)
+
+
+def _missing(loaded: LoadedRecipe, place: Place, value: str) -> Iterator[Problem]:
+    try:
+        path = loaded.path(value)
+    except ConfigError as error:
+        yield Problem(place=place, text=str(error))
+        return
+    if not path_exists(path):
+        tried = " or ".join(dict.fromkeys(str(folder.absolute()) for folder in (loaded.root, Path())))
+        at = "" if Path(path).is_absolute() else f" in {tried}"
+        yield Problem(
+            place=place,
+            text=f"no such file or folder{at}; correct it, or --set {_dotted(place)}=PATH.",
+            show_value=True,
+        )
+
+
+def _dotted(place: Place) -> str:
+    return ".".join(map(str, place))
+
+
+def _did_you_mean(guess: str | None) -> str:
+    return f"; did you mean {guess!r}?" if guess else "."
+
+
+def _kind(data: Any) -> str:
+    return "list" if isinstance(data, list) else "single value"

@@ -1,0 +1,219 @@
+"""A recipe, box by box: corpus, rows, stages, scores, report; each is skipped while it still matches.
+
+Promise: safe to re-run and to kill; what is done is said, with the reason.
+"""
+
+import json
+import platform
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from unspool import __version__
+from unspool.base.artefact import write_atomic
+from unspool.base.errors import ConfigError
+from unspool.base.progress import say
+from unspool.data.corpus import build_corpus, check_engine
+from unspool.data.rows import build_rows
+from unspool.data.sources import RecallSource, Source
+from unspool.eval.config import Eval
+from unspool.eval.run import Scoring, score_model
+from unspool.model.load import load_tokenizer, model_digest, original_context
+from unspool.model.scratch import NewModel
+from unspool.recipes.check import LoadedRecipe, check_inputs
+from unspool.recipes.schema import dump_recipe
+from unspool.report.gather import gather
+from unspool.report.headline import headline
+from unspool.report.render import write_report
+from unspool.train.checkpoint import OPTIMIZER
+from unspool.train.config import StageConfig
+from unspool.train.stage import StageInputs, run_stage
+
+BASE = "base"
+REPORT = "report.html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a person wants to see when a run is over."""
+
+    report: Path
+    headline: list[str]
+
+
+class Run:
+    """The boxes of one recipe. Building one checks everything that can be checked without work."""
+
+    def __init__(self, loaded: LoadedRecipe) -> None:
+        check_inputs(loaded)
+        check_engine(loaded.recipe.engine)
+        self.loaded = loaded
+        self.recipe = loaded.recipe
+        self.out = self.recipe.out
+        self.device = pick_device(self.recipe.device)
+        self.model = self._model()
+        self.tokenizer = load_tokenizer(self.model if isinstance(self.model, str) else self.model.tokenizer)
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.out / "recipe.yaml", dump_recipe(self.recipe))
+        self._note(original_context=self._original_context(), base_model=str(self.recipe.model), versions=versions())
+
+    def everything(self) -> Outcome:
+        self.corpora()
+        self.rows()
+        self.score(BASE)
+        for stage in self.recipe.stages:
+            self.train(stage)
+            self.score(stage.name)
+        return self.report()
+
+    def corpora(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
+        """Tokenised documents of every source that some rows use; returns their counts."""
+        counts = {}
+        for name in names or self.recipe.sources:
+            with self._timed(f"corpus/{name}"):
+                counts[name] = build_corpus(
+                    self._resolved(self.recipe.sources[name]),
+                    self.out / "corpus" / name,
+                    tokenizer=self.tokenizer,
+                    root=self.loaded.root,
+                    engine=self.recipe.engine,
+                    seed=self.recipe.seed,
+                )
+        return counts
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """Training rows; returns their counts."""
+        counts = {}
+        for name, config in self.recipe.rows.items():
+            with self._timed(f"rows/{name}"):
+                counts[name] = build_rows(
+                    config,
+                    {source: self.out / "corpus" / source for source in config.shares},
+                    self.out / "rows" / name,
+                    tokenizer=self.tokenizer,
+                    seed=self.recipe.seed,
+                )
+        return counts
+
+    def train(self, stage: StageConfig) -> None:
+        model, moments = self._start_of(stage)
+        rows = {name: self.out / "rows" / name for name in stage.mix}
+        with self._timed(f"stages/{stage.name}"):
+            run_stage(
+                stage,
+                StageInputs(model=model, rows=rows, moments=moments),
+                self._stage_dir(stage.name),
+                seed=self.recipe.seed,
+                device=self.device,
+            )
+
+    def score(self, name: str) -> None:
+        """Score the untouched model (`base`) or a finished stage; a new model has nothing before it."""
+        ref = self.model if name == BASE else str(self._stage_dir(name) / "model")
+        if not self.recipe.evals or isinstance(ref, NewModel):
+            return
+        scoring = Scoring(
+            model=name,
+            model_hash=model_digest(ref),
+            evals=[self._resolved_eval(entry) for entry in self.recipe.evals],
+            seed=self.recipe.seed,
+            out_dir=self.out / "scores" / name,
+            root=self.loaded.root,
+        )
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        with self._timed(f"scores/{name}"):
+            score_model(ref, scoring, device=self.device, dtype=dtype)
+
+    def report(self) -> Outcome:
+        write_report([self.out], self.out / REPORT)
+        return Outcome(report=self.out / REPORT, headline=headline(gather(self.out)))
+
+    def _model(self) -> str | NewModel:
+        model = self.recipe.model
+        if isinstance(model, str):
+            return self.loaded.path(model)
+        return model.model_copy(update={"tokenizer": self.loaded.path(model.tokenizer)})
+
+    def _original_context(self) -> int:
+        return original_context(self.model) if isinstance(self.model, str) else self.model.context
+
+    def _start_of(self, stage: StageConfig) -> tuple[str | NewModel, Path | None]:
+        """The model a stage starts from, and the moments that come with it from an earlier stage."""
+        names = [other.name for other in self.recipe.stages]
+        index = names.index(stage.name)
+        start = stage.start
+        if start == "previous":
+            start = names[index - 1] if index else "model"
+        if start == "model":
+            return self.model, None
+        folder = self._stage_dir(start)
+        if not folder.is_dir():
+            raise ConfigError(
+                f"stage {stage.name} starts from stage {start}, which is not trained yet; train it first."
+            )
+        return str(folder / "model"), folder / OPTIMIZER
+
+    def _stage_dir(self, name: str) -> Path:
+        return self.out / "stages" / name
+
+    def _resolved(self, source: Source) -> Source:
+        key = "prose" if isinstance(source, RecallSource) else "path"
+        return source.model_copy(update={key: self.loaded.path(getattr(source, key))})
+
+    def _resolved_eval(self, entry: Eval) -> Eval:
+        text = getattr(entry, "text", None)
+        return entry if text is None else entry.model_copy(update={"text": self.loaded.path(text)})
+
+    @contextmanager
+    def _timed(self, box: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began
+        known = self._notes().get("seconds", {})
+        # A box that was up to date keeps the time it took when it was made.
+        if seconds >= 1 or box not in known:
+            self._note(seconds=known | {box: round(seconds, 1)})
+
+    def _notes(self) -> dict[str, Any]:
+        path = self.out / "run.json"
+        try:
+            notes: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        except ValueError:
+            return {}
+        return notes
+
+    def _note(self, **notes: Any) -> None:
+        write_atomic(self.out / "run.json", json.dumps(self._notes() | notes, indent=1) + "\n")
+
+
+def pick_device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda is not available here; use auto or cpu.")
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def versions() -> dict[str, str]:
+    """What a result depends on besides the recipe."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {
+        "unspool": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": device,
+    }
+
+
+def run_recipe(loaded: LoadedRecipe) -> Outcome:
+    """The whole road."""
+    run = Run(loaded)
+    say(f"{run.recipe.name}: {len(run.recipe.stages)} stages on {run.device.type}, into {run.out}")
+    return run.everything()

@@ -1,0 +1,153 @@
+"""What a recipe may say: the config classes of every package, put together and checked against each other.
+
+A class checks itself; this module checks what only shows between them: names that refer to
+nothing, lengths that do not divide, names that cannot be folders.
+Elsewhere: reading a file with line numbers (check.py), sentences (problems.py).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, model_validator
+
+from unspool.base.config import Config
+from unspool.base.lookup import nearest
+from unspool.base.sizes import format_size, parse_size
+from unspool.data.config import EngineConfig, RowsConfig
+from unspool.data.sources import Source
+from unspool.eval.config import Eval
+from unspool.model.scratch import NewModel
+from unspool.recipes.lines import CoreDumper, Place, Problem
+from unspool.train.config import StageConfig
+
+FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+# Work in progress stands beside the finished folder under these endings.
+WORK_ENDINGS = (".work", ".partial", ".old", ".tmp")
+# `start:` gives the first two a meaning, and the scores of the untouched model are kept under the third.
+RESERVED_STAGES = ("previous", "model", "base")
+
+
+class Recipe(Config):
+    """A whole run: from sources to scores."""
+
+    name: str = Field(min_length=1, description="letters, digits, '-', '_' and '.'; names the run")
+    seed: int = Field(0, ge=0)
+    model: Annotated[str, Field(min_length=1)] | NewModel = Field(
+        description="Hub id, folder, .gguf file or asset:NAME; or {size, tokenizer, context} to start from scratch"
+    )
+    out: Path = Field(
+        default_factory=lambda fields: Path("runs", fields.get("name", "")),
+        description="folder for everything the run makes; runs/NAME when not given",
+    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    engine: EngineConfig = EngineConfig.model_validate({})
+    sources: dict[str, Source] = Field(description="name: where documents come from")
+    rows: dict[str, RowsConfig] = Field(description="name: how documents become training rows")
+    stages: list[StageConfig] = Field(description="training stages, in order")
+    evals: list[Eval] = Field([], description="suites to score before and after")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Recipe":
+        data = self.model_dump(mode="json", by_alias=True)
+        found = [f"{'.'.join(map(str, problem.place))}: {problem.text}" for problem in reference_problems(data)]
+        if found:
+            raise ValueError(" ".join(found))
+        return self
+
+
+def reference_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
+    """What does not fit together in a recipe's plain data.
+
+    Takes data that may be wrong in other ways, so that every problem of a file is told at once:
+    what has the wrong type here is passed over, since its class refuses it.
+    """
+    sources, rows = _entries(data.get("sources")), _entries(data.get("rows"))
+    stages = [_entries(stage) for stage in _items(data.get("stages"))]
+    stage_names = [_text(stage.get("name")) for stage in stages]
+    yield from _name_problems(_text(data.get("name")), list(sources), list(rows), stage_names)
+    for name, entry in rows.items():
+        wanted = _entries(entry).get("from")
+        for source in [wanted] if isinstance(wanted, str) else _entries(wanted):
+            if source not in sources:
+                place = ("rows", name, "from") if isinstance(wanted, str) else ("rows", name, "from", source)
+                yield Problem(place=place, text=_unknown("source", source, list(sources)))
+    for index, stage in enumerate(stages):
+        yield from _mix_problems(index, stage, rows)
+        yield from _start_problems(index, stage.get("start", "previous"), stage_names)
+
+
+def _name_problems(
+    name: str, source_names: list[str], row_names: list[str], stage_names: list[str]
+) -> Iterator[Problem]:
+    named: list[tuple[Place, str]] = [(("name",), name)] if name else []
+    named += [(("sources", name), name) for name in source_names]
+    named += [(("rows", name), name) for name in row_names]
+    named += [(("stages", index, "name"), name) for index, name in enumerate(stage_names) if name]
+    for place, given in named:
+        if not FOLDER_NAME.fullmatch(given) or given.endswith(WORK_ENDINGS):
+            allowed = "begin with a letter or digit, use only those, '-', '_' and '.'"
+            endings = ", ".join(WORK_ENDINGS)
+            yield Problem(place=place, text=f"{given!r} cannot name a folder; {allowed}, and do not end in {endings}.")
+    for index, given in enumerate(stage_names):
+        if given in RESERVED_STAGES:
+            text = f"{given!r} has a meaning of its own; call the stage something else."
+            yield Problem(place=("stages", index, "name"), text=text)
+        if given and given in stage_names[:index]:
+            text = f"{given!r} is already the name of stages.{stage_names.index(given)}; stages need unique names."
+            yield Problem(place=("stages", index, "name"), text=text)
+
+
+def _mix_problems(index: int, stage: Mapping[str, Any], rows: Mapping[str, Any]) -> Iterator[Problem]:
+    context = _size(stage.get("context"))
+    for name in _entries(stage.get("mix")):
+        place = ("stages", index, "mix", name)
+        length = _size(_entries(rows.get(name)).get("length"))
+        if name not in rows:
+            yield Problem(place=place, text=_unknown("rows", name, list(rows)))
+        elif context and length and context % length:
+            text = f"rows of length {format_size(length)} do not divide the stage's context of {format_size(context)}"
+            yield Problem(place=place, text=f"{text}; change rows.{name}.length or stages.{index}.context.")
+
+
+def _start_problems(index: int, start: Any, stage_names: list[str]) -> Iterator[Problem]:
+    earlier = [name for name in stage_names[:index] if name]
+    if not isinstance(start, str) or start in ("previous", "model", *earlier):
+        return
+    text = _unknown("start", start, ["previous", "model", *earlier])
+    if start in stage_names:
+        text = f"stage {start!r} does not come before this one; start from previous, model or an earlier stage."
+    yield Problem(place=("stages", index, "start"), text=text)
+
+
+def _entries(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _size(value: Any) -> int | None:
+    try:
+        return parse_size(value)
+    except ValueError:
+        return None
+
+
+def _unknown(kind: str, name: str, known: list[str]) -> str:
+    guess = nearest(name, known)
+    hint = f"; did you mean {guess!r}?" if guess else "."
+    return f"{kind} {name!r} is not known{hint} Known: {', '.join(known) or 'none'}."
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe as YAML with every default written out; reading it gives an equal recipe."""
+    plain: dict[str, Any] = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return yaml.dump(plain, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=120)

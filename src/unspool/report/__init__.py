@@ -1,0 +1,1 @@
+"""One self-contained HTML page from the result files of a run."""

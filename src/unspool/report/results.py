@@ -1,0 +1,165 @@
+"""What a report knows of one run: plain values, no files.
+
+Made by gather.py; every chart, table and sentence is computed from these.
+Promise: a number that was not measured is None, never 0.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BASE = "base"
+LOSS = "loss"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One mean with its n and 95% interval: a recall at (length, depth), or a loss over positions [start, stop)."""
+
+    suite: str
+    metric: str
+    length: int
+    value: float | None
+    n: int
+    low: float | None = None
+    high: float | None = None
+    depth: float | None = None  # None: all depths together
+    start: int | None = None
+    stop: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One scored question."""
+
+    suite: str
+    length: int
+    depth: float | None
+    index: int
+    hash: str
+    prompt_tokens: int | None
+    reference: str
+    output: str
+    score: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelScores:
+    """One scored model: `base` or a stage."""
+
+    name: str
+    cells: tuple[Cell, ...]
+    samples: tuple[Sample, ...] = ()  # a few per suite, at its longest length
+    question_sets: dict[str, str] = field(default_factory=dict)  # suite: hash over all prompts
+
+    def recall(self, suite: str, length: int, depth: float | None = None) -> Cell | None:
+        wanted = (suite, length, depth)
+        return next((cell for cell in self.cells if (cell.suite, cell.length, cell.depth) == wanted), None)
+
+    def losses(self) -> tuple[Cell, ...]:
+        """Loss by position in the longest windows this model was scored on."""
+        found = [cell for cell in self.cells if cell.suite == LOSS and cell.stop is not None]
+        longest = max((cell.length for cell in found), default=0)
+        return tuple(sorted((cell for cell in found if cell.length == longest), key=lambda cell: cell.start or 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One optimizer step; `tokens` counts from the start of the stage."""
+
+    step: int
+    tokens: int
+    loss: float | None
+    lr: float | None
+    tokens_per_second: float | None
+    losses: dict[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    name: str
+    parent: str | None  # the stage it starts from; None: the base model
+    context: int | None
+    planned_tokens: int | None
+    finished: bool
+    steps: tuple[Step, ...]
+
+    @property
+    def tokens(self) -> int:
+        return self.steps[-1].tokens if self.steps else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artefact:
+    """A published folder, as its manifest describes it."""
+
+    path: str  # relative to the run, such as rows/books-2k
+    kind: str
+    version: str
+    counts: dict[str, Any]
+    inputs: dict[str, Any]
+    content_hash: str
+    num_files: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResults:
+    run_dir: Path
+    name: str
+    recipe_text: str | None
+    base_model: str | None
+    original_context: int | None
+    versions: dict[str, str]
+    seconds: dict[str, float]
+    models: tuple[ModelScores, ...]  # base first, then stages as in the recipe
+    stages: tuple[Stage, ...]
+    artefacts: tuple[Artefact, ...]
+
+    @property
+    def before(self) -> ModelScores | None:
+        return next((model for model in self.models if model.name == BASE), None)
+
+    @property
+    def after(self) -> tuple[ModelScores, ...]:
+        return tuple(model for model in self.models if model.name != BASE)
+
+    @property
+    def arms(self) -> tuple[ModelScores, ...]:
+        """The scored models that nothing continues: the ends of the run, comparable with each other."""
+        continued = {stage.parent for stage in self.stages}
+        return tuple(model for model in self.after if model.name not in continued) or self.after
+
+    @property
+    def target_context(self) -> int | None:
+        return max((stage.context for stage in self.stages if stage.context), default=None)
+
+    @property
+    def model_names(self) -> list[str]:
+        """Every name that gets a colour, in a fixed order: charts of scores and of training agree."""
+        names = [BASE, *(stage.name for stage in self.stages), *(model.name for model in self.models)]
+        return list(dict.fromkeys(names))
+
+    @property
+    def recall_suites(self) -> list[str]:
+        """Needles and key-values first, then any other suite that was scored."""
+        found = {cell.suite for model in self.models for cell in model.cells} - {LOSS}
+        return sorted(found, key=lambda suite: ({"niah": 0, "kv": 1}.get(suite, 2), suite))
+
+    def lengths(self, suite: str) -> list[int]:
+        return sorted({cell.length for model in self.models for cell in model.cells if cell.suite == suite})
+
+    def depths(self, suite: str) -> list[float]:
+        cells = [cell for model in self.models for cell in model.cells if cell.suite == suite]
+        return sorted({cell.depth for cell in cells if cell.depth is not None})
+
+    def trained_tokens(self, name: str) -> int:
+        """Tokens from the base model to the end of this stage, over all stages in between."""
+        stages = {stage.name: stage for stage in self.stages}
+        total, seen = 0, set[str]()
+        at: str | None = name
+        while at in stages and at not in seen:
+            seen.add(at)
+            total += stages[at].tokens
+            at = stages[at].parent
+        return total

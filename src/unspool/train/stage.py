@@ -1,0 +1,205 @@
+"""One stage, top to bottom: load, resume or start, step until done, export, publish.
+
+In: a model, the rows of a mix, a `StageConfig`. Out: `stages/<name>/` with the model as a Hugging
+Face folder, `metrics.jsonl` and the optimizer's moments for a stage that follows.
+Promise: killed at any moment and run again, it ends with the same weights.
+"""
+
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unspool.base.artefact import digest, publish, read_manifest, stale_reason, write_atomic
+from unspool.base.errors import UnspoolError
+from unspool.base.progress import Advance, progress_bar, say
+from unspool.base.sizes import format_count, format_size
+from unspool.data.mix import Mix
+from unspool.data.store import RowSet, open_rows
+from unspool.data.tangle import knot_ids
+from unspool.model.export import save_model
+from unspool.model.load import build_new, fit_vocabulary, load_model, load_tokenizer, model_digest
+from unspool.model.rotary import apply_position
+from unspool.model.scratch import NewModel
+from unspool.train.checkpoint import OPTIMIZER, load_checkpoint, load_moments, save_checkpoint, save_moments
+from unspool.train.config import StageConfig
+from unspool.train.schedule import learning_rate
+from unspool.train.step import StepResult, build_optimizer, train_step
+
+KIND = "stage"
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageInputs:
+    """What a stage starts from."""
+
+    model: str | NewModel  # folder, GGUF file, Hub id, or a new model
+    rows: dict[str, Path]
+    moments: Path | None = None  # an earlier stage's optimizer file
+
+
+def run_stage(stage: StageConfig, inputs: StageInputs, out_dir: Path, *, seed: int, device: torch.device) -> None:
+    """Train `stage` unless `out_dir` already holds what it would give."""
+    identity = _identity(stage, inputs, seed=seed, device=device)
+    reason = stale_reason(out_dir, **identity)
+    if reason is None:
+        say(f"stage {stage.name}: up to date")
+        return
+    work = _work_folder(out_dir, digest(identity))
+    rows = {name: open_rows(folder) for name, folder in inputs.rows.items()}
+    model, tokenizer = _build(stage, inputs, seed=seed, device=device)
+    optimizer = build_optimizer(stage, model)
+    done = load_checkpoint(work / "checkpoints", model, optimizer)
+    if not done and inputs.moments:
+        load_moments(inputs.moments, model, optimizer)
+    resumed = f", resuming after step {done}" if done else ""
+    tokens = f"{format_count(stage.steps * stage.batch)} tokens at {format_size(stage.context)}"
+    say(f"stage {stage.name}: {stage.steps} steps, {tokens} on {device.type} ({reason}{resumed})")
+    mix = Mix(
+        stage.mix,
+        {name: len(row_set) for name, row_set in rows.items()},
+        {name: row_set.row_len for name, row_set in rows.items()},
+        stage.context,
+        seed,
+    )
+    _keep_metrics(work / METRICS, done)
+    with progress_bar(f"stage {stage.name}", stage.steps) as advance:
+        advance(done, "")
+        _run_steps(stage, _Training(model, optimizer, mix, rows, device), work, done=done, advance=advance)
+    _publish(stage, model, tokenizer, optimizer, work, out_dir, identity)
+
+
+@dataclass(frozen=True)
+class _Training:
+    model: Any
+    optimizer: torch.optim.Optimizer
+    mix: Mix
+    rows: dict[str, RowSet]
+    device: torch.device
+
+
+def _run_steps(stage: StageConfig, training: _Training, work: Path, *, done: int, advance: Advance) -> None:
+    every = stage.checkpoint_every or max(1, stage.steps // 10)
+    slots = stage.batch // stage.context
+    training.model.train()
+    with (work / METRICS).open("a") as metrics:
+        for step in range(done + 1, stage.steps + 1):
+            began = time.perf_counter()
+            lr = learning_rate(stage, step)
+            for group in training.optimizer.param_groups:
+                group["lr"] = lr
+            picks = [training.mix.slot(index) for index in range((step - 1) * slots, step * slots)]
+            result = train_step(stage, training.model, training.optimizer, training.rows, picks)
+            _refuse_nonsense(result, stage, step, picks)
+            seconds = time.perf_counter() - began
+            line = {
+                "step": step,
+                "tokens": step * stage.batch,
+                "loss": result.loss,
+                "lr": lr,
+                "grad_norm": result.grad_norm,
+                "seconds": round(seconds, 4),
+                "tokens_per_second": round(stage.batch / seconds, 1),
+                "losses": result.losses,
+            }
+            metrics.write(json.dumps(line) + "\n")
+            metrics.flush()
+            advance(1, f"loss {result.loss:.3f}  {format_count(stage.batch / seconds)} tok/s")
+            if step % every == 0 or step == stage.steps:
+                save_checkpoint(work / "checkpoints", training.model, training.optimizer, step=step)
+
+
+def _refuse_nonsense(result: StepResult, stage: StageConfig, step: int, picks: list[list[tuple[str, int]]]) -> None:
+    if result.finite:
+        return
+    rows = ", ".join(f"{name}[{index}]" for slot in picks for name, index in slot[:4])
+    raise UnspoolError(
+        f"stage {stage.name}: the loss or gradient of step {step} is not a number (rows {rows}); nothing was "
+        f"updated by it. Lower stages.{stage.name}.lr, or take those rows out; a re-run resumes before this step."
+    )
+
+
+def _identity(stage: StageConfig, inputs: StageInputs, *, seed: int, device: torch.device) -> dict[str, Any]:
+    model = inputs.model
+    start = model_digest(model) if isinstance(model, str) else digest(model.model_dump() | {"seed": seed})
+    hashes = {f"rows {name}": _rows_digest(folder) for name, folder in inputs.rows.items()}
+    if isinstance(model, NewModel):
+        hashes["tokenizer"] = model_digest(model.tokenizer)
+    # How often checkpoints are written does not change the result, and neither does moving to another GPU.
+    settings = stage.model_dump(mode="json", exclude={"checkpoint_every", "start"})
+    return {
+        "kind": KIND,
+        "inputs": {"model": start} | hashes,
+        "settings": {"stage": settings, "seed": seed, "device": device.type},
+    }
+
+
+def _rows_digest(folder: Path) -> str:
+    return digest((read_manifest(folder) or {}).get("files"))
+
+
+def _work_folder(out_dir: Path, key: str) -> Path:
+    """The folder of the work in progress; one that belongs to other inputs is thrown away."""
+    work = out_dir.with_name(out_dir.name + ".work")
+    key_path = work / "key"
+    if work.exists() and (not key_path.is_file() or key_path.read_text() != key):
+        shutil.rmtree(work)
+    work.mkdir(parents=True, exist_ok=True)
+    write_atomic(key_path, key)
+    return work
+
+
+def _build(stage: StageConfig, inputs: StageInputs, *, seed: int, device: torch.device) -> tuple[Any, Any]:
+    """Model in fp32 (the optimizer's precision) and tokenizer, with the stage's positions and tokens."""
+    if isinstance(inputs.model, NewModel):
+        tokenizer = load_tokenizer(inputs.model.tokenizer)
+        model = build_new(inputs.model, tokenizer, seed=seed).to(device)
+    else:
+        tokenizer = load_tokenizer(inputs.model)
+        model = load_model(inputs.model, device=device, dtype=torch.float32)
+    if any(_tangled(folder) for folder in inputs.rows.values()):
+        knot_ids(tokenizer)
+        fit_vocabulary(model, tokenizer)
+    apply_position(model, stage.position, stage.context)
+    if stage.recompute == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if stage.compile:
+        for layer in model.base_model.layers:
+            for part in (layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):
+                part.compile()
+    return model, tokenizer
+
+
+def _tangled(rows_dir: Path) -> bool:
+    return bool((read_manifest(rows_dir) or {}).get("counts", {}).get("added_tokens"))
+
+
+def _keep_metrics(path: Path, done: int) -> None:
+    """Drop lines of steps after the checkpoint: they will be made again."""
+    if path.is_file():
+        lines = path.read_text().splitlines(keepends=True)
+        write_atomic(path, "".join(lines[:done]))
+
+
+def _publish(
+    stage: StageConfig,
+    model: Any,
+    tokenizer: Any,
+    optimizer: torch.optim.Optimizer,
+    work: Path,
+    out_dir: Path,
+    identity: dict[str, Any],
+) -> None:
+    dtype = torch.float32 if next(model.parameters()).device.type == "cpu" else torch.bfloat16
+    with publish(out_dir, **identity) as draft:
+        save_model(model, tokenizer, draft.folder / "model", dtype=dtype)
+        save_moments(draft.folder / OPTIMIZER, model, optimizer)
+        shutil.copy(work / METRICS, draft.folder / METRICS)
+        draft.counts |= {"steps": stage.steps, "tokens": stage.steps * stage.batch}
+    # Only now: a kill before this line costs nothing but the export.
+    shutil.rmtree(work)

@@ -1,0 +1,95 @@
+"""One optimizer step: the loss is a sum over valid tokens divided by the step's count of them.
+
+So the split into micro-batches changes neither loss nor gradient. Weights and moments are fp32;
+on CUDA the forward pass runs in bf16 under autocast.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+
+from unspool.data.labels import IGNORE
+from unspool.data.store import RowSet
+from unspool.model.loss import summed_loss
+from unspool.train.batch import Batch, build_batch, count_valid
+from unspool.train.config import StageConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    loss: float  # mean over the step's valid tokens
+    losses: dict[str, float]  # the same by rows set
+    grad_norm: float  # before clipping
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+def build_optimizer(stage: StageConfig, model: Any) -> Optimizer:
+    """AdamW; norms and biases are not decayed."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": stage.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return AdamW(groups, lr=stage.lr, betas=stage.betas, fused=matrices[0].is_cuda)
+
+
+def train_step(
+    stage: StageConfig,
+    model: Any,
+    optimizer: Optimizer,
+    rows: dict[str, RowSet],
+    picks: Sequence[Sequence[tuple[str, int]]],
+) -> StepResult:
+    """Forward and backward over the picked rows in micro-batches, then one update, unless it is not finite."""
+    device = next(model.parameters()).device
+    slots_per_micro = (stage.micro_batch or stage.context) // stage.context
+    micro_picks = [
+        [pick for slot in picks[start : start + slots_per_micro] for pick in slot]
+        for start in range(0, len(picks), slots_per_micro)
+    ]
+    batches = [
+        build_batch([rows[name][index] for name, index in micro], attention=stage.attention) for micro in micro_picks
+    ]
+    num_valid = max(1, count_valid(batches))
+    sums: dict[str, list[Tensor]] = defaultdict(list)
+    counts: dict[str, int] = defaultdict(int)
+    for micro, batch in zip(micro_picks, batches, strict=True):
+        losses = _backward(model, batch.to(device), num_valid)
+        start = 0
+        for (name, _), end in zip(micro, batch.row_ends, strict=True):
+            sums[name].append(losses[start:end].sum())
+            counts[name] += int((batch.labels[start:end] != IGNORE).sum())
+            start = end
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), stage.clip)
+    totals = {name: float(torch.stack(values).sum()) for name, values in sums.items()}
+    result = StepResult(
+        loss=sum(totals.values()) / num_valid,
+        losses={name: total / max(1, counts[name]) for name, total in sorted(totals.items())},
+        grad_norm=float(grad_norm),
+    )
+    if result.finite:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return result
+
+
+def _backward(model: Any, batch: Batch, num_valid: int) -> Tensor:
+    """Add this micro-batch's share of the step's gradient; returns every token's loss."""
+    device = batch.tokens.device
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        hidden = model.base_model(**batch.model_inputs, use_cache=False).last_hidden_state[0]
+        if device.type == "cuda":
+            hidden = hidden.to(torch.bfloat16)
+        total, losses = summed_loss(hidden, model.get_output_embeddings().weight, batch.labels)
+    (total / num_valid).backward()  # type: ignore[no-untyped-call]
+    return losses

@@ -1,0 +1,258 @@
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from unspool.base.artefact import read_manifest
+from unspool.base.errors import ConfigError, DataError
+from unspool.data import corpus
+from unspool.data.config import EngineConfig
+from unspool.data.corpus import ReadDocuments, build_corpus
+from unspool.data.sources import JsonlSource, RecallSource, TextSource
+from unspool.data.store import open_corpus
+from unspool.data.tokens import build_encoder
+
+from .conftest import build_tokenizer, prose
+
+ONE = EngineConfig(workers=1)
+
+
+def write_texts(folder: Path, num_files: int, per_file: int) -> list[str]:
+    texts = [prose(20 + number % 7, seed=number) for number in range(num_files * per_file)]
+    for file in range(num_files):
+        part = texts[file * per_file : (file + 1) * per_file]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in part)
+        (folder / f"part-{file}.jsonl").write_text(lines)
+    return texts
+
+
+def build(root: Path, name: str = "books", *, engine=ONE, tokenizer=None, **source) -> dict:
+    return build_corpus(
+        JsonlSource(kind="jsonl", path="part-*.jsonl", **source),
+        root / "out" / name,
+        tokenizer=tokenizer or build_tokenizer(),
+        root=root,
+        engine=engine,
+        seed=0,
+    )
+
+
+@pytest.fixture
+def small_groups(monkeypatch):
+    monkeypatch.setattr(corpus, "GROUP_BYTES", 1)  # every file is a shard of its own
+
+
+def contents(folder: Path) -> list[tuple[str, list[int]]]:
+    reader = open_corpus(folder)
+    return [(reader.id(index), reader[index].tolist()) for index in range(len(reader))]
+
+
+def test_a_corpus_holds_every_document_tokenised_and_counted(tmp_path, small_groups, tokenizer):
+    texts = write_texts(tmp_path, num_files=3, per_file=4)
+    counts = build(tmp_path)
+
+    encoded = [tokens.tolist() for tokens in build_encoder(tokenizer).encode(texts)]
+    ids = [f"part-{file}.jsonl:{line}" for file in range(3) for line in range(1, 5)]
+    assert contents(tmp_path / "out/books") == list(zip(ids, encoded, strict=True))
+    expected = {
+        "documents": 12,
+        "tokens": sum(map(len, encoded)),
+        "characters": sum(map(len, texts)),
+        "files": 3,
+    }
+    assert counts == expected == read_manifest(tmp_path / "out/books")["counts"]
+    files = sorted(path.name for path in (tmp_path / "out/books").rglob("*"))
+    assert files == ["docs-00000.arrow", "docs-00001.arrow", "docs-00002.arrow", "manifest.json"]
+
+
+TWO_WORKERS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from data.test_corpus import EngineConfig, build, corpus
+corpus.GROUP_BYTES = 1
+build(Path(sys.argv[1]), "two", engine=EngineConfig(workers=2))
+"""
+
+
+def script(code: str, root: Path) -> list[str]:
+    return [sys.executable, "-c", code, str(root), str(Path(__file__).parents[1])]
+
+
+def test_two_worker_processes_make_the_same_bytes_as_one_and_print_nothing(tmp_path, small_groups):
+    write_texts(tmp_path, num_files=3, per_file=3)
+    build(tmp_path, "one")
+    done = subprocess.run(script(TWO_WORKERS, tmp_path), capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    assert done.stderr == "corpus two: tokenising (not built yet)\n"
+    for file in (tmp_path / "out/one").glob("*.arrow"):
+        assert file.read_bytes() == (tmp_path / "out/two" / file.name).read_bytes()
+
+
+def test_small_files_share_a_shard(tmp_path):
+    write_texts(tmp_path, num_files=5, per_file=2)
+    build(tmp_path)
+    assert [path.name for path in (tmp_path / "out/books").glob("*.arrow")] == ["docs-00000.arrow"]
+    assert len(open_corpus(tmp_path / "out/books")) == 10
+
+
+def test_a_corpus_is_rebuilt_only_when_its_files_settings_or_tokenizer_change(tmp_path, capfd):
+    write_texts(tmp_path, num_files=2, per_file=2)
+
+    def said(**changes) -> str:
+        build(tmp_path, **changes)
+        return capfd.readouterr().err
+
+    assert "not built yet" in said()
+    assert said() == "corpus books: up to date\n"
+    assert "(changed inputs: tokenizer)" in said(tokenizer=build_tokenizer(bos=True))
+    assert "(changed inputs: tokenizer)" in said()
+    write_texts(tmp_path, num_files=2, per_file=3)
+    assert "(changed inputs: files)" in said()
+    assert "(changed settings: source)" in said(limit=30)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_limit_keeps_documents_in_order_up_to_the_one_that_reaches_it(tmp_path, small_groups, workers):
+    write_texts(tmp_path, num_files=4, per_file=3)
+    build(tmp_path, "all")
+    everything = contents(tmp_path / "out/all")
+    ends = np.cumsum([len(tokens) for _, tokens in everything])
+
+    for limit, kept in ((1, 1), (int(ends[1]), 2), (int(ends[3]) - 1, 4), (int(ends[-1]) + 1, 12)):
+        counts = build(tmp_path, "some", engine=EngineConfig(workers=workers), limit=limit)
+        assert contents(tmp_path / "out/some") == everything[:kept]
+        assert (counts["documents"], counts["tokens"]) == (kept, ends[kept - 1])
+        assert counts == read_manifest(tmp_path / "out/some")["counts"]
+
+
+def test_finished_shards_are_kept_after_a_failure_unless_the_inputs_changed(tmp_path, small_groups, monkeypatch):
+    write_texts(tmp_path, num_files=3, per_file=2)
+    original = ReadDocuments.run
+    read: list[int] = []
+    fails = True
+
+    def watched(self, data=None, rank=0, world_size=1):
+        read.append(rank)
+        if rank == 2 and fails:
+            raise KeyboardInterrupt
+        return original(self, data, rank, world_size)
+
+    monkeypatch.setattr(ReadDocuments, "run", watched)
+    for num_docs, again in ((6, [2]), (9, [0, 1, 2])):
+        fails = True
+        with pytest.raises(KeyboardInterrupt):
+            build(tmp_path)
+        write_texts(tmp_path, num_files=3, per_file=num_docs // 3)
+        fails, read[:] = False, []
+        build(tmp_path)
+        assert read == again
+        assert len(open_corpus(tmp_path / "out/books")) == num_docs
+        assert not (tmp_path / "out/books.partial").exists()
+        write_texts(tmp_path, num_files=3, per_file=4)
+
+
+def test_shards_that_an_earlier_run_made_beyond_the_limit_are_not_published(tmp_path, small_groups, monkeypatch):
+    write_texts(tmp_path, num_files=3, per_file=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(ReadDocuments, "run", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            build(tmp_path, limit=1)
+    for name in ("docs-00002.arrow", "docs-00001.arrow.tmp"):
+        (tmp_path / "out/books.partial" / name).write_bytes(b"left over")
+
+    build(tmp_path, limit=1)
+
+    assert sorted(path.name for path in (tmp_path / "out/books").iterdir()) == ["docs-00000.arrow", "manifest.json"]
+
+
+STOPS_IN_SHARD_3 = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from data.test_corpus import ReadDocuments, build, corpus
+
+def stopping(self, data=None, rank=0, world_size=1, original=ReadDocuments.run):
+    for number, document in enumerate(original(self, data, rank, world_size)):
+        if rank == 3 and number == 20:
+            (Path(sys.argv[1]) / "stopped").touch()
+            time.sleep(60)
+        yield document
+
+corpus.GROUP_BYTES = 1
+corpus._BATCH_CHARS = 1
+ReadDocuments.run = stopping
+build(Path(sys.argv[1]), "killed")
+"""
+
+
+def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(tmp_path, small_groups):
+    write_texts(tmp_path, num_files=6, per_file=40)
+    build(tmp_path, "whole")
+    child = subprocess.Popen(script(STOPS_IN_SHARD_3, tmp_path))
+    while child.poll() is None and not (tmp_path / "stopped").exists():
+        time.sleep(0.01)
+    child.kill()
+    child.wait()
+    left = sorted(path.name for path in (tmp_path / "out/killed.partial").glob("docs-*"))
+    assert left == [*(f"docs-0000{rank}.arrow" for rank in range(3)), "docs-00003.arrow.tmp"]
+
+    build(tmp_path, "killed")
+
+    for file in (tmp_path / "out/whole").glob("*.arrow"):
+        assert file.read_bytes() == (tmp_path / "out/killed" / file.name).read_bytes()
+    assert len(list((tmp_path / "out/killed").iterdir())) == 7
+
+
+def test_documents_without_text_are_left_out(tmp_path):
+    (tmp_path / "part-0.jsonl").write_text('{"text": ""}\n{"text": "the mill"}\n')
+    assert build(tmp_path)["documents"] == 1
+    (tmp_path / "part-0.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(DataError, match="corpus books: no document holds any text"):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bad_record_stops_the_build_with_its_name_and_without_noise(tmp_path, small_groups, capfd, workers):
+    write_texts(tmp_path, num_files=3, per_file=2)
+    (tmp_path / "part-1.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
+    with pytest.raises(DataError, match=r"part-1.jsonl, line 2: field 'text' must be a string, not int"):
+        build(tmp_path, engine=EngineConfig(workers=workers))
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_generated_documents_come_from_the_prose_and_the_seed(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "prose.txt").write_text("Some prose. And more of it.")
+
+    def generate(source, tokenizer, prose, seed):
+        text = " ".join(prose)
+        return iter([f"{text} {seed}", f"{source.tokens}"])
+
+    monkeypatch.setattr(corpus, "recall_documents", generate)
+    source = RecallSource(kind="recall", tokens=1000, length=(64, 128), prose="prose.txt")
+
+    def texts(seed: int) -> list[str]:
+        out = tmp_path / "out"
+        build_corpus(source, out, tokenizer=tokenizer, root=tmp_path, engine=ONE, seed=seed)
+        return [tokenizer.decode(tokens[:-1]) for tokens in open_corpus(out)]
+
+    assert texts(0) == ["Some prose. And more of it. 0", "1000"]
+    assert texts(5)[0].endswith("5")
+
+
+@pytest.mark.parametrize("kind", ["slurm", "ray"])
+def test_engines_of_later_versions_are_refused(tmp_path, tokenizer, kind):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ConfigError, match=f"engine.kind={kind}: this version prepares documents on one machine only"):
+        build_corpus(
+            TextSource(kind="text", path="a.txt"),
+            tmp_path / "out",
+            tokenizer=tokenizer,
+            root=tmp_path,
+            engine=EngineConfig(kind=kind),
+            seed=0,
+        )

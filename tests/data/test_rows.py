@@ -1,0 +1,156 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from unspool.base.artefact import read_manifest, seal
+from unspool.base.errors import DataError
+from unspool.data.config import RowsConfig
+from unspool.data.rows import build_rows
+from unspool.data.store import CorpusWriter, open_rows
+from unspool.data.tangle import KNOTS
+
+
+def write_corpus(out: Path, lens: list[int], start: int) -> None:
+    """A published corpus whose tokens are all different: start, start + 1, …"""
+    partial = out.with_name(out.name + ".making")
+    partial.mkdir(parents=True)
+    with CorpusWriter(partial / "docs-00000.arrow") as writer:
+        for number, size in enumerate(lens):
+            writer.append(f"d:{number}", np.arange(start, start + size, dtype=np.uint32))
+            start += size
+    seal(partial, out, kind="corpus", inputs={}, settings={}, counts={})
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    rng = np.random.default_rng(0)
+    write_corpus(tmp_path / "corpus/a", rng.integers(1, 60, size=200).tolist(), start=100_000)
+    write_corpus(tmp_path / "corpus/b", rng.integers(1, 20, size=900).tolist(), start=200_000)
+    return {"a": tmp_path / "corpus/a", "b": tmp_path / "corpus/b"}
+
+
+def build(corpora, tokenizer, out: Path, seed: int = 0, **config) -> dict:
+    rows = RowsConfig.model_validate({"from": "a", "length": 32, **config})
+    return build_rows(rows, corpora, out, tokenizer=tokenizer, seed=seed)
+
+
+TANGLE = {"min_split": 8, "probability": 1.0, "hops": {2: 1.0}}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"pack": "intact"},
+        {"pack": "whole"},
+        {"pack": "whole", "from": {"a": 0.7, "b": 0.3}, "length": 12},
+        {"from": {"a": 0.5, "b": 0.5}, "limit": 1000},
+        {"tangle": TANGLE, "length": 128},
+        {"tangle": {**TANGLE, "longest": 10}, "length": 128},
+        {"tangle": TANGLE, "length": 128, "pack": "intact", "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
+    ],
+)
+def test_tokens_in_plus_added_are_tokens_in_rows_plus_dropped(corpora, tokenizer, tmp_path, config):
+    counts = build(corpora, tokenizer, tmp_path / "out", **config)
+    rows = open_rows(tmp_path / "out")
+
+    length = config.get("length", 32)
+    assert counts["rows"] == len(rows) > 3
+    assert counts["tokens"] == len(rows) * length
+    assert counts["tokens_in"] + counts["tokens_added"] == counts["tokens"] + sum(counts["dropped"].values())
+    assert counts == read_manifest(tmp_path / "out")["counts"]
+    if "limit" in config:
+        assert len(rows) == -(-config["limit"] // length)
+    texts = np.concatenate([rows[index].tokens[rows[index].tokens >= 100_000] for index in range(len(rows))])
+    assert len(np.unique(texts)) == len(texts), "a token of the corpus was used twice"
+    assert len(texts) == counts["tokens"] - sum((rows[index].tokens < 100_000).sum() for index in range(len(rows)))
+
+
+def test_rows_follow_the_shares_of_their_sources(corpora, tokenizer, tmp_path):
+    build(corpora, tokenizer, tmp_path / "out", **{"from": {"a": 3, "b": 1}, "limit": 4000})
+    rows = open_rows(tmp_path / "out")
+    tokens = np.concatenate([rows[index].tokens for index in range(len(rows))])
+    assert (tokens < 200_000).mean() == pytest.approx(0.75, abs=0.02)
+    assert {rows[index].source for index in range(len(rows))} <= {"a", "b", "a+b", "b+a"}
+
+
+def test_whole_rows_follow_the_shares_although_short_documents_are_dropped(corpora, tokenizer, tmp_path):
+    build(corpora, tokenizer, tmp_path / "out", **{"from": {"a": 1, "b": 1}, "length": 16, "pack": "whole"})
+    rows = open_rows(tmp_path / "out")
+    firsts = np.array([rows[index].tokens[0] for index in range(len(rows))])
+    assert (firsts < 200_000).mean() == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_source_that_runs_out_ends_the_rows_and_is_named(corpora, tokenizer, tmp_path, capfd):
+    counts = build(corpora, tokenizer, tmp_path / "out", **{"from": {"a": 0.9, "b": 0.1}})
+    assert "source a ran out" in capfd.readouterr().err
+    assert counts["dropped"]["unread"] > 1000
+
+
+def test_documents_are_shuffled_by_the_seed(corpora, tokenizer, tmp_path):
+    def tokens(name: str, seed: int) -> list[int]:
+        build(corpora, tokenizer, tmp_path / name / "rows", seed)
+        rows = open_rows(tmp_path / name / "rows")
+        return np.concatenate([rows[index].tokens for index in range(len(rows))]).tolist()
+
+    assert tokens("first", 0) == tokens("again", 0)
+    assert tokens("first", 0) != tokens("other", 1)
+    assert tokens("first", 0) != sorted(tokens("first", 0))
+
+
+def test_tangled_rows_attend_fully_and_name_the_tokens_they_add(corpora, tokenizer, tmp_path):
+    size = len(tokenizer)
+    counts = build(corpora, tokenizer, tmp_path / "out", tangle=TANGLE, length=128)
+    row = open_rows(tmp_path / "out")[0]
+
+    assert len(tokenizer) == size, "the caller's tokenizer was changed"
+    assert counts["added_tokens"] == list(KNOTS)
+    assert row.attention == "full"
+    assert set(range(size, size + 7)) <= set(row.tokens.tolist()), "two hops use all knots but the last two"
+    assert row.loss_mask.dtype == np.bool_
+    assert not row.loss_mask[0]
+
+
+def test_longest_lets_pieces_of_long_documents_share_a_row_with_others(corpora, tokenizer, tmp_path):
+    write_corpus(corpora["b"], [5000, 5000], start=200_000)
+    tangle = {"probability": 0.0, "longest": 16}
+    build(corpora, tokenizer, tmp_path / "out", **{"from": "b", "tangle": tangle, "length": 4096})
+    row = open_rows(tmp_path / "out")[0]
+    starts = row.tokens[np.cumsum(row.doc_lens) - row.doc_lens]
+    assert row.doc_lens.max() == 16
+    assert 0.3 < (starts < 205_000).mean() < 0.7
+
+
+def test_plain_rows_attend_within_documents_and_have_no_mask(corpora, tokenizer, tmp_path):
+    counts = build(corpora, tokenizer, tmp_path / "out")
+    row = open_rows(tmp_path / "out")[0]
+    assert (row.attention, row.loss_mask, row.source) == ("documents", None, "a")
+    assert "added_tokens" not in counts
+
+
+def test_rows_are_rebuilt_only_when_something_changed(corpora, tokenizer, tmp_path, capfd):
+    def said(**changes) -> str:
+        build(corpora, tokenizer, tmp_path / "out", **changes)
+        return capfd.readouterr().err
+
+    assert "not built yet" in said()
+    assert said() == "rows out: up to date\n"
+    assert "changed settings: rows" in said(length=16)
+    assert "changed settings: rows, seed" in said(seed=3)
+    write_corpus(corpora["a"], [500], start=0)
+    assert "changed inputs: corpus a" in said(seed=3)
+
+
+def test_too_little_text_is_refused(corpora, tokenizer, tmp_path):
+    with pytest.raises(DataError, match=r"rows out: .* tokens do not fill one row of 64K"):
+        build(corpora, tokenizer, tmp_path / "out", length="64K")
+    with pytest.raises(DataError, match=r"rows out: pack: whole needs documents of at least 64 .* source a has 59;"):
+        build(corpora, tokenizer, tmp_path / "out", length=64, pack="whole")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_manifest_is_plain_json(corpora, tokenizer, tmp_path):
+    build(corpora, tokenizer, tmp_path / "out", tangle=TANGLE, length=128)
+    assert json.loads((tmp_path / "out/manifest.json").read_text())["settings"]["rows"]["from"] == "a"

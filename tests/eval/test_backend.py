@@ -1,0 +1,76 @@
+"""The road from a model folder to scores, with a small random model."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from unspool.eval import backend
+from unspool.eval.backend import ModelBackend
+from unspool.eval.config import KvEval, LossEval, NiahEval
+from unspool.eval.run import Scoring, score_model
+
+CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory, tokenizer) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=[tokenizer.eos_token_id, 7],
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def scoring(tmp_path: Path, documents: list[str]) -> Scoring:
+    (tmp_path / "held.txt").write_text(documents[0])
+    evals = [
+        NiahEval.model_validate({"suite": "niah", "lengths": [256], "samples": 4, "needles": 2, "text": "held.txt"}),
+        KvEval.model_validate({"suite": "kv", "lengths": [256], "samples": 4, "value": "words"}),
+        LossEval.model_validate({"suite": "loss", "length": 256, "samples": 2, "text": "held.txt"}),
+    ]
+    return Scoring(model="base", model_hash="m", evals=evals, seed=0, out_dir=tmp_path / "scores", root=tmp_path)
+
+
+def test_a_random_model_recalls_nothing_and_loses_about_the_logarithm_of_its_vocabulary(scoring, model_dir, tokenizer):
+    cells = score_model(str(model_dir), scoring, **CPU)["cells"]
+
+    assert {cell["value"] for cell in cells if cell["metric"] == "accuracy"} == {0.0, None}
+    losses = [cell["value"] for cell in cells if cell["metric"] == "loss"]
+    np.testing.assert_allclose(losses, np.log(len(tokenizer)), atol=0.2)
+
+
+def test_two_runs_give_the_same_bytes(scoring, model_dir):
+    again = replace(scoring, out_dir=scoring.root / "again")
+    score_model(str(model_dir), scoring, **CPU)
+    score_model(str(model_dir), again, **CPU)
+
+    assert (scoring.out_dir / "samples.jsonl").read_bytes() == (again.out_dir / "samples.jsonl").read_bytes()
+    outputs = [json.loads(line).get("output") for line in (again.out_dir / "samples.jsonl").read_text().splitlines()]
+    assert len({output for output in outputs if output}) > 1, "empty answers would hide a difference"
+
+
+def test_weights_are_not_loaded_for_scores_that_stand(scoring, model_dir, monkeypatch):
+    summary = score_model(str(model_dir), scoring, **CPU)
+    monkeypatch.setattr(backend, "load_model", None)
+    monkeypatch.setattr(backend, "load_tokenizer", None)
+
+    assert score_model(str(model_dir), scoring, **CPU) == summary
+
+
+def test_every_end_token_of_model_and_tokenizer_stops_an_answer(model_dir, tokenizer):
+    assert ModelBackend(str(model_dir), **CPU).stop_ids == {tokenizer.eos_token_id, 7}

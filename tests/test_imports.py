@@ -1,0 +1,107 @@
+"""Imports point one way, wherever they are written, and the command answers without torch."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import unspool
+
+ORDER = ("base", "data", "position", "model", "train", "eval", "report", "recipes", "cli")
+SOURCE = Path(unspool.__file__).parent
+
+
+def imported_modules(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything a file imports, also inside functions and under TYPE_CHECKING."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            # One dot is the file's own package, each further dot one level up.
+            parents = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            # `from unspool import cli` imports a package under the name of an attribute.
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            texts = (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
+            yield from ((node.lineno, text) for text in texts if isinstance(text, str))
+
+
+def violations(source: Path) -> list[str]:
+    found = []
+    for path in sorted(source.rglob("*.py")):
+        inside = path.relative_to(source).parts
+        mine = inside[0] if len(inside) > 1 else None
+        if mine is not None and mine not in ORDER:
+            found.append(f"{path}: package {mine!r} has no place in ORDER")
+            continue
+        # What stands beside the packages, such as `__version__`, is imported by all and imports none.
+        rank = ORDER.index(mine) if mine else -1
+        for line, name in imported_modules(ast.parse(path.read_text()), ["unspool", *inside[:-1]]):
+            parts = name.split(".")
+            if parts[0] == "unspool" and len(parts) > 1 and parts[1] in ORDER and ORDER.index(parts[1]) > rank:
+                found.append(f"{'/'.join(inside)}:{line}: {mine} imports {name}, which lies to its right")
+    return found
+
+
+def test_no_package_imports_from_its_right():
+    assert len(list(SOURCE.rglob("*.py"))) > 20, "hardly any files found, so the next line would check nothing"
+    assert violations(SOURCE) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import unspool.eval.run",
+        "import unspool.eval.run as run",
+        "from unspool.eval.run import run_suite",
+        "from unspool.eval import run",
+        "from unspool import eval",
+        "from ..eval import run",
+        "from ..eval.run import run_suite",
+        "from .. import eval",
+        "def later():\n    from unspool.eval.run import run_suite",
+        "class Later:\n    def now(self):\n        import unspool.cli.main",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from unspool.report.page import Page",
+        "import importlib\nrun = importlib.import_module('unspool.eval.run')",
+        "try:\n    from unspool.recipes import check\nexcept ImportError:\n    pass",
+    ],
+)
+def test_a_planted_violation_is_caught(code, tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "loop.py").write_text(code + "\n")
+    (found,) = violations(tmp_path)
+    assert found.startswith("train/loop.py:")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from unspool.base.errors import ConfigError",
+        "from . import config",
+        "from unspool import __version__",
+        "import os",
+    ],
+)
+def test_imports_from_the_left_are_welcome(code, tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "loop.py").write_text(code + "\n")
+    assert violations(tmp_path) == []
+
+
+def test_a_package_without_a_place_is_caught(tmp_path):
+    (tmp_path / "helpers").mkdir()
+    (tmp_path / "helpers" / "x.py").write_text("")
+    assert len(violations(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("module", ["unspool.cli.main", "unspool.recipes.check"])
+def test_help_and_the_recipe_checker_load_neither_torch_nor_transformers(module):
+    code = (
+        f"import sys, {module}; print(sorted({{'torch', 'transformers', 'datatrove', 'pyarrow'}} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
