@@ -3,7 +3,8 @@
     python tools/train_tokenizer.py OUT_DIR BOOKS.jsonl.zst …
 
 Every word of the shipped list becomes one token, with and without a space before it, so that recalling
-a word is recalling one token. The knot tokens of UtK are part of the vocabulary from the start.
+a word is recalling one token; so do the words that facts are stated in. The knot tokens of UtK are part of
+the vocabulary from the start.
 """
 
 import sys
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from unspool.data.read import read_files
 from unspool.data.sources import JsonlSource
 from unspool.data.tangle import KNOTS
-from unspool.data.wording import pairs_text, word_list
+from unspool.data.wording import fact, pairs_text, word_list
 
 VOCABULARY = 4096
 END = "<|endoftext|>"
@@ -36,7 +37,7 @@ def training_text(paths: list[Path]) -> Iterator[str]:
     for _ in range(WORD_LISTS):
         keys, values = rng.permutation(len(words)), rng.permutation(len(words))
         yield pairs_text([(words[key], words[value]) for key, value in zip(keys, values, strict=True)])
-        yield " ".join(words[key] for key in keys)
+        yield " ".join(fact(words[key], words[value], "word") for key, value in zip(keys, values, strict=True))
 
 
 def train(paths: list[Path]) -> PreTrainedTokenizerFast:

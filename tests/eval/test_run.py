@@ -96,7 +96,7 @@ def replace_lengths(config):
     return config.model_copy(update={"lengths": [512]})
 
 
-@pytest.mark.parametrize("after", [0, 1, 7, 13, 15])
+@pytest.mark.parametrize("after", [0, 7, 13, 16])
 def test_a_killed_run_resumes_to_the_same_bytes(scoring, tokenizer, after):
     whole = replace(scoring, out_dir=scoring.root / "whole")
     score(whole, Oracle(tokenizer))
@@ -113,7 +113,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(scoring, tokenizer, after):
     assert not scoring.out_dir.with_name("base.work").exists()
 
 
-@pytest.mark.parametrize("cut", [1, 40, 300, 600])
+@pytest.mark.parametrize("cut", [1, 300])
 def test_a_torn_last_line_is_dropped_and_redone(scoring, tokenizer, cut):
     whole = replace(scoring, out_dir=scoring.root / "whole")
     score(whole, Oracle(tokenizer))

@@ -10,7 +10,7 @@ Entry = TypeVar("Entry")
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
-    found = get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    found = get_close_matches(name, list(allowed), n=1, cutoff=0.6)
     return found[0] if found else None
 
 

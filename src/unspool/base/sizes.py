@@ -43,10 +43,12 @@ def format_size(size: int) -> str:
 
 def format_count(count: float) -> str:
     """A count rounded for reading, in powers of ten: 15_230_000 → `15.2M`."""
-    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.3g}{unit}"
-    return f"{count:.3g}"
+    for unit, factor in (("", 1.0), ("K", 1e3), ("M", 1e6), ("B", 1e9), ("T", 1e12)):
+        rounded = f"{count / factor:.3g}"
+        # Rounding can reach the next unit: 999_999 is `1M`, not a thousand thousands.
+        if float(rounded) < 1000:
+            return rounded + unit
+    return f"{count / 1e12:.0f}T"
 
 
 Size = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=int | float | str)]

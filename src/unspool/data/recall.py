@@ -87,22 +87,28 @@ def repeats_document(words: list[str], costs: Costs, room: int, rng: np.random.G
 def facts_document(
     words: list[str], sentences: list[str], lengths: np.ndarray, costs: Costs, room: int, rng: np.random.Generator
 ) -> str:
-    """Prose with facts in it, then a question for every fact, in another order."""
-    most = max(2, int(0.6 * room / (costs.fact + costs.question)))
-    count = int(rng.integers(1, min(most, len(words)) + 1))
-    keys = rng.choice(len(words), size=count, replace=False)
-    values = rng.integers(len(words), size=count)
-    facts = [fact(words[key], words[value], KIND) for key, value in zip(keys, values, strict=True)]
+    """Prose with facts in it, then every fact again, in another order, as a question or just restated.
+
+    Restating is half as long as asking, so it gives twice the practice in the same room.
+    """
+    restated = (costs.fact + costs.question) / 2
+    most = max(2, int(0.7 * room / (costs.fact + restated)))
+    # Few facts are more frequent than many: finding the only one is learnt before telling several apart.
+    count = int(rng.integers(1, rng.integers(1, min(most, len(words) // 2) + 1) + 1))
+    drawn = rng.choice(len(words), size=2 * count, replace=False)
+    pairs = [(words[key], words[value]) for key, value in zip(drawn[:count], drawn[count:], strict=True)]
 
     start = int(rng.integers(len(sentences)))
-    prose_room = room - count * (costs.fact + costs.question)
+    prose_room = room - count * (costs.fact + restated)
     order = (start + np.arange(min(len(sentences), max(1, int(prose_room))))) % len(sentences)
     taken = int(np.searchsorted(np.cumsum(lengths[order]), prose_room, side="right"))
     parts = [sentences[index] for index in order[:taken]]
-    for text in facts:
-        parts.insert(int(rng.integers(len(parts) + 1)), text)
-    asked = rng.permutation(count)
-    answers = [f"{question(words[keys[index]], KIND)} {words[values[index]]}." for index in asked]
+    for key, value in pairs:
+        parts.insert(int(rng.integers(len(parts) + 1)), fact(key, value, KIND))
+    answers = [
+        f"{question(key, KIND)} {value}." if rng.random() < 0.5 else fact(key, value, KIND)
+        for key, value in (pairs[index] for index in rng.permutation(count))
+    ]
     return " ".join(parts) + "\n" + "\n".join(answers)
 
 

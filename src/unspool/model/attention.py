@@ -41,13 +41,14 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function `transformers` calls in every layer."""
-    _refuse_what_is_not_exact(key, kwargs)
+    _refuse_what_is_not_exact(key, attention_mask, kwargs)
     inv_freq = getattr(module, "head_inv_freq", None)
     if inv_freq is not None:
         query, key = rotate_heads(query, key, inv_freq, kwargs.get("position_ids"))
     # Per-head rotation and mixed precision leave queries and keys in fp32; the kernels want one dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
     doc_lens = kwargs.get("doc_lens")
+    assert doc_lens is None or (len(query), sum(doc_lens)) == (1, key.shape[2]), "doc_lens must cover one packed row"
     if doc_lens is None:
         out = _causal(query, key, value, scaling)
     elif query.is_cuda:
@@ -57,7 +58,9 @@ def attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _refuse_what_is_not_exact(key: Tensor, kwargs: dict[str, Any]) -> None:
+def _refuse_what_is_not_exact(key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    if mask is not None:
+        raise ConfigError("This model makes attention masks of its own, which is not supported yet; use another one.")
     window = kwargs.get("sliding_window")
     if window is not None and key.shape[2] > window:
         raise ConfigError(
@@ -66,6 +69,8 @@ def _refuse_what_is_not_exact(key: Tensor, kwargs: dict[str, Any]) -> None:
         )
     if kwargs.get("softcap") is not None:
         raise ConfigError("This model caps its attention scores, which is not supported yet; use another model.")
+    if kwargs.get("s_aux") is not None:
+        raise ConfigError("This model adds sinks to its attention scores, which is not supported yet; use another.")
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
@@ -85,7 +90,6 @@ def _documents_loop(
     borders = [0]
     for doc_len in doc_lens:
         borders.append(borders[-1] + doc_len)
-    assert borders[-1] == query.shape[2], "doc_lens must sum to the packed length"
     parts = [
         F.scaled_dot_product_attention(
             query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], is_causal=True, scale=scaling

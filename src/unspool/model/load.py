@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -23,7 +24,7 @@ def load_tokenizer(ref: str) -> Any:
     """The fast tokenizer that belongs to `ref`."""
     _quiet()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**_location(ref))
+        tokenizer = AutoTokenizer.from_pretrained(**_location(ref), trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"model {ref}: no tokenizer could be loaded ({_first_line(error)}).") from error
     if not tokenizer.is_fast:
@@ -35,18 +36,37 @@ def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
     """The model with our attention, in evaluation mode."""
     _quiet()
     register()
-    bases, config = _harpe(ref)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            **_location(ref), **({"config": config} if config else {}), dtype=dtype, attn_implementation=NAME
+        bases, config = _harpe(ref)
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            **_location(ref),
+            **({"config": config} if config else {}),
+            dtype=dtype,
+            attn_implementation=NAME,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ConfigError(f"model {ref}: could not be loaded ({_first_line(error)}).") from error
+    if loading["missing_keys"]:
+        # `transformers` would start them from random numbers and only warn.
+        missing = ", ".join(sorted(loading["missing_keys"])[:3])
+        raise ConfigError(f"model {ref}: its files lack weights that its config asks for ({missing}, …); get it again.")
+    if ref.endswith(".gguf"):
+        _forget_quantization(model)
     model = model.to(device).eval()
     _check_supported(model)
     if bases is not None:
         apply_head_bases(model, bases)
     return model
+
+
+def _forget_quantization(model: Any) -> None:
+    """A GGUF file is dequantised on loading; `transformers` would still refuse to save such a model."""
+    for holder, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
+        if hasattr(holder, name):
+            delattr(holder, name)
 
 
 def build_new(new: NewModel, tokenizer: Any, *, seed: int) -> Any:
@@ -60,21 +80,28 @@ def build_new(new: NewModel, tokenizer: Any, *, seed: int) -> Any:
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
+        # Llama's 0.02 is meant for widths of thousands. At 256 it starts attention out flat, and the heads
+        # that copy from earlier text form late or never.
+        initializer_range=SIZES[new.size]["hidden_size"] ** -0.5,
         attn_implementation=NAME,
         **SIZES[new.size],
     )
     return LlamaForCausalLM(config)
 
 
-def fit_vocabulary(model: Any, tokenizer: Any) -> None:
-    """Give `model` embeddings for tokens its tokenizer has gained; they start at the mean of the others."""
-    old_size = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) <= old_size:
+def fit_vocabulary(model: Any, tokenizer: Any, *, known: int) -> None:
+    """Let tokens beyond the first `known` start at the mean of the others, with new embeddings where there are none.
+
+    Models often have more embeddings than tokens; what a new token would find there was never trained.
+    """
+    known = min(known, model.get_input_embeddings().weight.shape[0])
+    if len(tokenizer) <= known:
         return
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
         weight = embedding.weight.data
-        weight[old_size:] = weight[:old_size].mean(dim=0)
+        weight[known : len(tokenizer)] = weight[:known].mean(dim=0)
 
 
 def model_digest(ref: str) -> str:
@@ -88,10 +115,21 @@ def model_digest(ref: str) -> str:
 def original_context(ref: str) -> int:
     """The context length a model claims before any stage."""
     _quiet()
-    if (Path(ref) / "config.json").is_file():
-        return int(json.loads((Path(ref) / "config.json").read_text())["max_position_embeddings"])
-    location = _location(ref)
-    return int(AutoConfig.from_pretrained(**location).max_position_embeddings)
+    path = Path(ref) / "config.json"
+    try:
+        # A folder of ours may name a model_type that only we know, so its file is read as it is.
+        if path.is_file():
+            found = json.loads(path.read_text())
+        else:
+            found = AutoConfig.from_pretrained(**_location(ref), trust_remote_code=False).to_dict()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {ref}: its config could not be read ({_first_line(error)}).") from error
+    if not found.get("max_position_embeddings"):
+        raise ConfigError(
+            f"model {ref}: its config gives no max_position_embeddings, so it has no rotary positions to extend; "
+            "use a model such as Llama, Qwen or Mistral."
+        )
+    return int(found["max_position_embeddings"])
 
 
 def _location(ref: str) -> dict[str, str]:

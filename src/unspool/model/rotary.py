@@ -12,7 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from unspool.base.errors import ConfigError
+from unspool.model.trial import DOC_LEN, alike, last_states
 from unspool.position.scaling import Position, RopeShape, Unchanged, frequencies
+
+# Scalings of `transformers` whose frequencies depend on max_position_embeddings.
+BY_CONTEXT = ("dynamic", "longrope")
 
 
 def rope_shape(config: Any) -> RopeShape:
@@ -34,14 +38,22 @@ def rope_shape(config: Any) -> RopeShape:
 def apply_position(model: Any, position: Position, context_len: int) -> None:
     """Change `model` in place to the positions of a stage, and its config to match."""
     config = model.config
+    rope_type = config.rope_parameters.get("rope_type")
+    if isinstance(position, Unchanged) and rope_type in BY_CONTEXT and context_len > config.max_position_embeddings:
+        raise ConfigError(
+            f"position unchanged: this model's {rope_type} scaling changes with its longest context, so a longer one "
+            "would be trained with other positions than it is loaded with later; use method abf."
+        )
     config.max_position_embeddings = max(config.max_position_embeddings, context_len)
     if isinstance(position, Unchanged):
         return
     bases = position.bases(rope_shape(config))
     if len(bases) == 1:
         apply_base(model, float(bases[0]))
-    else:
-        apply_head_bases(model, bases)
+        return
+    if head_bases(model) is None:
+        _try_head_bases(model)
+    apply_head_bases(model, bases)
 
 
 def apply_base(model: Any, base: float) -> None:
@@ -71,6 +83,19 @@ def apply_head_bases(model: Any, bases: np.ndarray) -> None:
     backbone.head_bases = [float(base) for base in bases]
     for layer in backbone.layers:
         layer.self_attn.register_buffer("head_inv_freq", inv_freq, persistent=False)
+
+
+def _try_head_bases(model: Any) -> None:
+    """Refuse a model that rotates otherwise than we do: pairs of neighbours, or some layers only."""
+    shape = rope_shape(model.config)
+    apply_base(model, shape.base)
+    own = last_states(model, (DOC_LEN,))
+    apply_head_bases(model, np.full(shape.num_kv_heads, shape.base))
+    if not alike(last_states(model, (DOC_LEN,)), own):
+        raise ConfigError(
+            f"position harpe: {type(model).__name__} rotates its heads in another way than Llama, "
+            "which is not supported yet; use method abf."
+        )
 
 
 def head_bases(model: Any) -> list[float] | None:

@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from unspool.base.config import Config
+from unspool.base.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,8 @@ class Harpe(Config):
         return self
 
     def bases(self, rope: RopeShape) -> np.ndarray:
+        if rope.num_kv_heads == 1:
+            raise ConfigError("position harpe: this model has a single KV head, so only one base; use method abf.")
         spread = np.linspace(self.low, self.high, rope.num_kv_heads)
         return spread if self.order == "ascending" else spread[::-1].copy()
 

@@ -16,13 +16,14 @@ import torch
 import transformers
 
 from unspool import __version__
-from unspool.base.artefact import write_atomic
+from unspool.base.artefact import MANIFEST, write_atomic
 from unspool.base.errors import ConfigError
 from unspool.base.progress import say
 from unspool.data.corpus import build_corpus, check_engine
 from unspool.data.rows import build_rows
 from unspool.data.sources import RecallSource, Source
 from unspool.eval.config import Eval
+from unspool.eval.plan import Plan, runnable
 from unspool.eval.run import Scoring, score_model
 from unspool.model.load import load_tokenizer, model_digest, original_context
 from unspool.model.scratch import NewModel
@@ -59,11 +60,13 @@ class Run:
         self.device = pick_device(self.recipe.device)
         self.model = self._model()
         self.tokenizer = load_tokenizer(self.model if isinstance(self.model, str) else self.model.tokenizer)
+        original_context = self._original_context()
         self.out.mkdir(parents=True, exist_ok=True)
         write_atomic(self.out / "recipe.yaml", dump_recipe(self.recipe))
-        self._note(original_context=self._original_context(), base_model=str(self.recipe.model), versions=versions())
+        self._note(original_context=original_context, base_model=str(self.recipe.model), versions=versions())
 
     def everything(self) -> Outcome:
+        self._check_evals()
         self.corpora()
         self.rows()
         self.score(BASE)
@@ -81,7 +84,7 @@ class Run:
                     self._resolved(self.recipe.sources[name]),
                     self.out / "corpus" / name,
                     tokenizer=self.tokenizer,
-                    root=self.loaded.root,
+                    root=Path(),
                     engine=self.recipe.engine,
                     seed=self.recipe.seed,
                 )
@@ -124,7 +127,7 @@ class Run:
             evals=[self._resolved_eval(entry) for entry in self.recipe.evals],
             seed=self.recipe.seed,
             out_dir=self.out / "scores" / name,
-            root=self.loaded.root,
+            root=Path(),
         )
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         with self._timed(f"scores/{name}"):
@@ -133,6 +136,11 @@ class Run:
     def report(self) -> Outcome:
         write_report([self.out], self.out / REPORT)
         return Outcome(report=self.out / REPORT, headline=headline(gather(self.out)))
+
+    def _check_evals(self) -> None:
+        """Find a suite that cannot work (too short a text or length) now, not after hours of training."""
+        evals = runnable([self._resolved_eval(entry) for entry in self.recipe.evals])
+        Plan(evals, self.tokenizer, seed=self.recipe.seed, root=Path()).check()
 
     def _model(self) -> str | NewModel:
         model = self.recipe.model
@@ -172,13 +180,14 @@ class Run:
 
     @contextmanager
     def _timed(self, box: str) -> Iterator[None]:
+        manifest = self.out / box / MANIFEST
+        before = manifest.stat().st_mtime_ns if manifest.is_file() else None
         began = time.perf_counter()
         yield
-        seconds = time.perf_counter() - began
-        known = self._notes().get("seconds", {})
         # A box that was up to date keeps the time it took when it was made.
-        if seconds >= 1 or box not in known:
-            self._note(seconds=known | {box: round(seconds, 1)})
+        if manifest.is_file() and manifest.stat().st_mtime_ns != before:
+            seconds = round(time.perf_counter() - began, 1)
+            self._note(seconds=self._notes().get("seconds", {}) | {box: seconds})
 
     def _notes(self) -> dict[str, Any]:
         path = self.out / "run.json"

@@ -4,7 +4,7 @@ Flattening makes one case of all: rows of one document, packed rows, several row
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,12 @@ class Batch:
     labels: Tensor  # int64[T]
     position_ids: Tensor  # int64[T]
     doc_lens: tuple[int, ...]  # attended lengths, summing to T
-    row_ends: tuple[int, ...]  # where each row ends in T
+    row_lens: tuple[int, ...]  # tokens of each row, summing to T
+    num_valid: tuple[int, ...]  # labels of each row that carry loss
 
     def to(self, device: torch.device) -> "Batch":
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True) for name in ("tokens", "labels", "position_ids")
-        }
-        return Batch(**moved, doc_lens=self.doc_lens, row_ends=self.row_ends)
+        moved = {name: getattr(self, name).to(device) for name in ("tokens", "labels", "position_ids")}
+        return replace(self, **moved)
 
     @property
     def model_inputs(self) -> dict[str, Any]:
@@ -36,16 +35,34 @@ class Batch:
 
 def build_batch(rows: Sequence[Row], *, attention: str) -> Batch:
     """`attention: full` makes every row one document; `documents` leaves rows marked full as they are."""
-    lens = [attended_lens(row.doc_lens, "full" if attention == "full" else row.attention) for row in rows]
+    tokens = np.concatenate([row.tokens for row in rows])
+    row_lens = [len(row.tokens) for row in rows]
+    # Every row ends with a document, so the labels of all rows can be made at once.
+    targets = labels(tokens, np.concatenate([row.doc_lens for row in rows]), _loss_mask(rows))
+    attended = np.concatenate(
+        [attended_lens(row.doc_lens, "full" if attention == "full" else row.attention) for row in rows]
+    )
+    valid = np.add.reduceat(targets != IGNORE, np.cumsum([0, *row_lens[:-1]]), dtype=np.int64)
     return Batch(
-        tokens=torch.from_numpy(np.concatenate([row.tokens for row in rows]).astype(np.int64)),
-        labels=torch.from_numpy(np.concatenate([labels(row.tokens, row.doc_lens, row.loss_mask) for row in rows])),
-        position_ids=torch.from_numpy(np.concatenate([position_ids(row_lens) for row_lens in lens])),
-        doc_lens=tuple(int(doc_len) for row_lens in lens for doc_len in row_lens),
-        row_ends=tuple(int(end) for end in np.cumsum([len(row.tokens) for row in rows])),
+        tokens=torch.from_numpy(tokens.astype(np.int64)),
+        labels=torch.from_numpy(targets),
+        position_ids=torch.from_numpy(position_ids(attended)),
+        doc_lens=tuple(attended.tolist()),
+        row_lens=tuple(row_lens),
+        num_valid=tuple(valid.tolist()),
     )
 
 
-def count_valid(batches: Sequence[Batch]) -> int:
-    """Labels that carry loss, over all micro-batches of a step."""
-    return sum(int((batch.labels != IGNORE).sum()) for batch in batches)
+def row_sums(losses: Tensor, row_lens: Sequence[int]) -> Tensor:
+    """Sum of token losses by row, float64, without a transfer per row."""
+    ends = torch.tensor(row_lens, device=losses.device).cumsum(0)
+    until = losses.double().cumsum(0)[ends - 1]
+    return torch.diff(until, prepend=until.new_zeros(1))
+
+
+def _loss_mask(rows: Sequence[Row]) -> np.ndarray | None:
+    if all(row.loss_mask is None for row in rows):
+        return None
+    return np.concatenate(
+        [np.ones(len(row.tokens), dtype=bool) if row.loss_mask is None else row.loss_mask for row in rows]
+    )

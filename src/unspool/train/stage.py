@@ -25,6 +25,7 @@ from unspool.model.export import save_model
 from unspool.model.load import build_new, fit_vocabulary, load_model, load_tokenizer, model_digest
 from unspool.model.rotary import apply_position
 from unspool.model.scratch import NewModel
+from unspool.model.trial import check_trainable
 from unspool.train.checkpoint import OPTIMIZER, load_checkpoint, load_moments, save_checkpoint, save_moments
 from unspool.train.config import StageConfig
 from unspool.train.schedule import learning_rate
@@ -48,6 +49,8 @@ def run_stage(stage: StageConfig, inputs: StageInputs, out_dir: Path, *, seed: i
     identity = _identity(stage, inputs, seed=seed, device=device)
     reason = stale_reason(out_dir, **identity)
     if reason is None:
+        # A kill just after publishing leaves checkpoints behind.
+        shutil.rmtree(_work_path(out_dir), ignore_errors=True)
         say(f"stage {stage.name}: up to date")
         return
     work = _work_folder(out_dir, digest(identity))
@@ -143,9 +146,13 @@ def _rows_digest(folder: Path) -> str:
     return digest((read_manifest(folder) or {}).get("files"))
 
 
+def _work_path(out_dir: Path) -> Path:
+    return out_dir.with_name(out_dir.name + ".work")
+
+
 def _work_folder(out_dir: Path, key: str) -> Path:
     """The folder of the work in progress; one that belongs to other inputs is thrown away."""
-    work = out_dir.with_name(out_dir.name + ".work")
+    work = _work_path(out_dir)
     key_path = work / "key"
     if work.exists() and (not key_path.is_file() or key_path.read_text() != key):
         shutil.rmtree(work)
@@ -162,9 +169,11 @@ def _build(stage: StageConfig, inputs: StageInputs, *, seed: int, device: torch.
     else:
         tokenizer = load_tokenizer(inputs.model)
         model = load_model(inputs.model, device=device, dtype=torch.float32)
+        check_trainable(model)
     if any(_tangled(folder) for folder in inputs.rows.values()):
+        known = len(tokenizer)
         knot_ids(tokenizer)
-        fit_vocabulary(model, tokenizer)
+        fit_vocabulary(model, tokenizer, known=known)
     apply_position(model, stage.position, stage.context)
     if stage.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})

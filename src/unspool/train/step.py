@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from unspool.data.labels import IGNORE
 from unspool.data.store import RowSet
 from unspool.model.loss import summed_loss
-from unspool.train.batch import Batch, build_batch, count_valid
+from unspool.train.batch import Batch, build_batch, row_sums
 from unspool.train.config import StageConfig
 
 
@@ -60,18 +59,16 @@ def train_step(
     batches = [
         build_batch([rows[name][index] for name, index in micro], attention=stage.attention) for micro in micro_picks
     ]
-    num_valid = max(1, count_valid(batches))
-    sums: dict[str, list[Tensor]] = defaultdict(list)
-    counts: dict[str, int] = defaultdict(int)
-    for micro, batch in zip(micro_picks, batches, strict=True):
-        losses = _backward(model, batch.to(device), num_valid)
-        start = 0
-        for (name, _), end in zip(micro, batch.row_ends, strict=True):
-            sums[name].append(losses[start:end].sum())
-            counts[name] += int((batch.labels[start:end] != IGNORE).sum())
-            start = end
+    num_valid = max(1, sum(sum(batch.num_valid) for batch in batches))
+    sums = [row_sums(_backward(model, batch.to(device), num_valid), batch.row_lens) for batch in batches]
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), stage.clip)
-    totals = {name: float(torch.stack(values).sum()) for name, values in sums.items()}
+    totals: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    names = [name for micro in micro_picks for name, _ in micro]
+    valid = [count for batch in batches for count in batch.num_valid]
+    for name, total, count in zip(names, torch.cat(sums).tolist(), valid, strict=True):
+        totals[name] += total
+        counts[name] += count
     result = StepResult(
         loss=sum(totals.values()) / num_valid,
         losses={name: total / max(1, counts[name]) for name, total in sorted(totals.items())},

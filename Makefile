@@ -1,0 +1,59 @@
+# `make` lists what can be done. Everything is installed into .venv and nowhere else.
+
+VENV := .venv
+PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
+ARGS ?=
+STAMPS := $(VENV)/.runtime $(VENV)/.dev
+
+.PHONY: help setup demo test check bench clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@echo "make TARGET, where TARGET is one of"
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  \1\t\2/' | expand -t 10
+
+setup: $(VENV)/.dev  ## install Unspool and its developers' tools into .venv
+
+demo: $(VENV)/.runtime  ## extend the shipped model from 256 to 2K tokens, score it, write the report
+	@began=$$(date +%s); \
+	$(VENV)/bin/unspool run tiny $(ARGS) && echo "demo: $$(( $$(date +%s) - began )) s"
+
+test: $(VENV)/.dev  ## run the tests; ARGS="tests/data -x" narrows them, ARGS="-m slow" takes the slow ones
+	@$(VENV)/bin/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev  ## lint, formatting, types, import direction
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m pytest tests/test_imports.py
+
+bench: $(VENV)/.dev  ## run the benchmarks
+	@ran=; for file in benchmarks/*.py; do \
+	  [ -f "$$file" ] || continue; \
+	  ran=yes; echo "== $$file"; $(VENV)/bin/python "$$file" $(ARGS) || exit 1; \
+	done; \
+	[ -n "$$ran" ] || echo "There are no benchmarks yet: benchmarks/ holds no Python file."
+
+clean:  ## remove .venv, caches and build output; runs/ stays
+	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp per kind of installation: made once, again only when what is to be installed changes.
+# -qq leaves only errors to be seen. What has no pip is the rest of a .venv that could not be made.
+$(VENV)/.dev: EXTRA := [dev]
+$(STAMPS): pyproject.toml constraints.txt
+	@began=$$(date +%s); \
+	if [ ! -x $(VENV)/bin/pip ]; then \
+	  for python in $(PYTHON) ""; do \
+	    [ -z "$$python" ] || ! $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || break; \
+	  done; \
+	  if [ -z "$$python" ]; then \
+	    echo "Unspool needs Python 3.11 or newer, which none of these is: $(PYTHON). Name one with PYTHON=/path/to/python." >&2; \
+	    exit 1; \
+	  fi; \
+	  $$python -m venv --clear $(VENV) || exit 1; \
+	fi; \
+	echo "setup: installing into $(VENV); the first time takes a minute or more"; \
+	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.$(EXTRA)' || exit 1; \
+	touch $(VENV)/.runtime $@; \
+	echo "setup: $$(( $$(date +%s) - began )) s"

@@ -1,0 +1,191 @@
+"""What cannot be loaded, or only in part, is refused in a sentence; nothing foreign is run."""
+
+import json
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from factory import CPU, VOCAB, build_model, build_tokenizer, random_tokens, save_folder
+from unspool.base.errors import ConfigError
+from unspool.data.tangle import KNOTS, knot_ids
+from unspool.model.load import (
+    build_new,
+    fit_vocabulary,
+    load_model,
+    load_tokenizer,
+    model_digest,
+    original_context,
+)
+from unspool.model.scratch import SIZES, NewModel
+
+
+def load(folder):
+    return load_model(str(folder), device=CPU, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "qwen3", "mistral"])
+def test_a_folder_loads_with_our_attention_in_evaluation_mode(family, tmp_path):
+    stock = build_model(family, attention="eager")
+    save_folder(tmp_path, stock)
+
+    model = load(tmp_path)
+
+    assert model.config._attn_implementation == "unspool"
+    assert not model.training
+    with torch.no_grad():
+        torch.testing.assert_close(model(random_tokens(9)).logits, stock(random_tokens(9)).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_are_missing_are_refused_not_invented(tmp_path):
+    save_folder(tmp_path, build_model(num_hidden_layers=1))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 2}))
+
+    with pytest.raises(ConfigError, match=r"lack weights.*model\.layers\.1\."):
+        load(tmp_path)
+
+
+def test_a_file_cut_short_is_refused(tmp_path):
+    save_folder(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+    with pytest.raises(ConfigError, match="could not be loaded"):
+        load(tmp_path)
+
+
+def test_pickled_weights_are_not_loaded(tmp_path):
+    model = build_model()
+    save_folder(tmp_path, model)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+
+    with pytest.raises(ConfigError, match=r"model\.safetensors"):
+        load(tmp_path)
+
+
+def test_code_in_a_model_folder_is_never_run_nor_asked_about(tmp_path, monkeypatch):
+    marker = tmp_path / "ran"
+    code = f"open({str(marker)!r}, 'w')\nfrom transformers import PretrainedConfig as Own\n"
+    (tmp_path / "own.py").write_text(code)
+    settings = {"model_type": "of-its-own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("the user was asked to trust it"))
+
+    with pytest.raises(ConfigError, match="could not be loaded"):
+        load(tmp_path)
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("content", [None, "{}", "not json"])
+def test_a_folder_without_a_model_is_refused(content, tmp_path):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+
+    with pytest.raises(ConfigError, match=f"^model {tmp_path}"):
+        load(tmp_path)
+    with pytest.raises(ConfigError, match=f"^model {tmp_path}: no tokenizer"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(ConfigError, match=f"^model {tmp_path}"):
+        original_context(str(tmp_path))
+
+
+def test_capped_logits_are_refused(tmp_path):
+    save_folder(tmp_path, build_model("Gemma2", head_dim=8, attention="eager"))
+
+    with pytest.raises(ConfigError, match="'gemma2' caps its logits"):
+        load(tmp_path)
+
+
+def test_the_original_context_is_what_the_config_says(tmp_path):
+    save_folder(tmp_path)
+
+    assert original_context(str(tmp_path)) == 64
+
+
+def test_a_config_without_a_context_is_refused(tmp_path):
+    save_folder(tmp_path, GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2)))
+
+    with pytest.raises(ConfigError, match="no max_position_embeddings"):
+        original_context(str(tmp_path))
+
+
+# New models
+
+
+def test_a_new_model_is_the_same_for_the_same_seed_and_runs_our_attention():
+    new = NewModel.model_validate({"size": "4M", "tokenizer": "unused", "context": "1K", "base": 5e5})
+    tokenizer = build_tokenizer()
+
+    first, again, other = (build_new(new, tokenizer, seed=seed) for seed in (1, 1, 2))
+
+    weights = [model.get_input_embeddings().weight for model in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    assert first.config.max_position_embeddings == 1024
+    assert first.config.rope_parameters["rope_theta"] == 5e5
+    assert first.config._attn_implementation == "unspool"
+    assert first.config.vocab_size == len(tokenizer)
+    assert first.config.eos_token_id == tokenizer.eos_token_id
+    assert first.config.hidden_size == SIZES["4M"]["hidden_size"]
+    assert first.get_output_embeddings().weight is first.get_input_embeddings().weight
+
+
+def test_an_unknown_size_is_refused():
+    with pytest.raises(ValueError, match="size must be one of 4M"):
+        NewModel.model_validate({"size": "4T", "tokenizer": "unused", "context": 64})
+
+
+# Added tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+@pytest.mark.parametrize("num_embeddings", [281, 285, VOCAB])
+def test_added_tokens_start_at_the_mean_and_others_stay(family, num_embeddings):
+    """Also where the model has embeddings to spare, which no text has ever trained."""
+    tokenizer = build_tokenizer()
+    known = len(tokenizer)
+    assert known == 281, "the sizes above mean: none, some and more than enough to spare"
+    model = build_model(family, vocab_size=num_embeddings)
+    before = [layer.weight.detach().clone() for layer in (model.get_input_embeddings(), model.get_output_embeddings())]
+    new = sorted(knot_ids(tokenizer).values())
+
+    fit_vocabulary(model, tokenizer, known=known)
+
+    assert new == list(range(known, known + len(KNOTS)))
+    size = max(num_embeddings, known + len(KNOTS))
+    assert model.config.vocab_size == size
+    for layer, old in zip((model.get_input_embeddings(), model.get_output_embeddings()), before, strict=True):
+        weight = layer.weight.detach()
+        assert weight.shape == (size, 32)
+        assert torch.equal(weight[:known], old[:known])
+        torch.testing.assert_close(weight[new], old[:known].mean(dim=0).expand(len(new), -1))
+        assert torch.equal(weight[new[-1] + 1 :], old[new[-1] + 1 :])
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert tied == (family == "llama-tied")
+
+
+def test_a_tokenizer_that_gained_nothing_leaves_the_model_alone():
+    model, tokenizer = build_model(), build_tokenizer()
+    before = model.get_input_embeddings().weight.detach().clone()
+
+    fit_vocabulary(model, tokenizer, known=len(tokenizer))
+
+    assert torch.equal(model.get_input_embeddings().weight, before)
+
+
+# Identity
+
+
+def test_a_digest_follows_the_content_of_a_folder_and_the_name_of_a_hub_id(tmp_path):
+    first, second = save_folder(tmp_path / "a"), save_folder(tmp_path / "b")
+    assert model_digest(str(first)) == model_digest(str(second))
+
+    save_folder(second, build_model(seed=1))
+
+    assert model_digest(str(first)) != model_digest(str(second))
+    assert model_digest("org/name") == model_digest("org/name") != model_digest("org/other")

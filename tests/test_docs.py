@@ -1,0 +1,233 @@
+"""The documents name only what exists, and leave out nothing they promise to hold."""
+
+import re
+import shlex
+import tomllib
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+from typer.testing import CliRunner
+
+from test_imports import ORDER
+from unspool.base.config import Config
+from unspool.cli.main import build_app
+from unspool.data.config import EngineConfig, RowsConfig, TangleConfig
+from unspool.data.sources import ChatSource, JsonlSource, ParquetSource, RecallSource, ReposSource, TextSource
+from unspool.eval.config import KvEval, LossEval, NiahEval, RulerEval
+from unspool.model.scratch import NewModel
+from unspool.position.scaling import Abf, Harpe, Unchanged
+from unspool.recipes.catalog import bundled_recipes
+from unspool.recipes.check import load_recipe
+from unspool.recipes.schema import Recipe
+from unspool.train.config import StageConfig
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "unspool"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+RECIPES = ROOT / "docs" / "recipes.md"
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((PACKAGE / "assets").rglob("*.md")),
+]
+# Where a path written in a document begins, as opposed to a path of the reader's.
+FOLDERS = ("src/", "tests/", "docs/", "tools/", "benchmarks/", ".ci/")
+
+
+def code_spans(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def code(text: str) -> str:
+    """Everything set as code, inline or in blocks."""
+    return "\n".join([*re.findall(r"```[a-z]*\n(.*?)```", text, re.DOTALL), *code_spans(text)])
+
+
+def sections(path: Path) -> dict[str, str]:
+    """The text under each heading, up to the next heading of any depth."""
+    parts = re.split(r"^#+ (.+)$", path.read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def by_name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def verbs() -> set[str]:
+    command: Any = typer.main.get_command(build_app())
+    return set(command.commands)
+
+
+# Every document
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
+def test_every_path_named_exists(document):
+    named = [span for span in code_spans(document.read_text()) if span.startswith(FOLDERS) and " " not in span]
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
+def test_every_link_leads_somewhere(document):
+    links = re.findall(r"\]\(([^)\s]+)\)", document.read_text())
+    for link in (link for link in links if "://" not in link):
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path) if path else document
+        assert target.exists(), link
+        if anchor:
+            assert anchor in {_anchor(heading) for heading in sections(target)}, link
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
+def test_every_verb_named_is_one(document):
+    named = set(re.findall(r"\bunspool ([a-z]+)\b", code(document.read_text())))
+    assert named <= verbs()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
+def test_every_make_target_named_is_one(document):
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"setup", "demo", "test", "check", "bench", "clean"} <= targets
+    assert set(re.findall(r"\bmake ([a-z]+)\b", code(document.read_text()))) <= targets
+
+
+def test_every_dependency_has_its_version_in_the_constraints_and_nothing_else_stands_there():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    wanted = {re.split(r"[<>=\[]", text)[0] for text in [*project["dependencies"], *(t for e in extras for t in e)]}
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    # A build tag such as +cpu would decide for everybody which torch they get.
+    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
+    assert {_plain(name) for name in wanted} - {_plain(line.split("==")[0]) for line in lines} == set()
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+# The map
+
+
+def test_every_package_is_described_and_every_file_named_is_in_it():
+    described = sections(ARCHITECTURE)
+    for package in ORDER:
+        assert f"`src/unspool/{package}/`" in described[package]
+        named = re.findall(r"`([\w/]+\.(?:py|j2|css))`", described[package])
+        assert named, package
+        assert [file for file in named if not (PACKAGE / package / file).exists()] == []
+
+
+def test_the_map_shows_the_import_order_that_is_enforced():
+    assert " → ".join(ORDER) in ARCHITECTURE.read_text()
+    assert " → ".join(ORDER) in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_every_verb_is_on_the_map_and_none_of_the_missing_ones_exists():
+    described = sections(ARCHITECTURE)
+    named = set(re.findall(r"^\| `unspool ([a-z]+)", described["The flow of data"], re.MULTILINE))
+    assert named == verbs()
+    missing = set(code_spans(described["Not there yet"].partition("Verbs of the plan:")[2].partition(".")[0]))
+    assert missing
+    assert not missing & verbs()
+
+
+# The recipe file
+
+TABLES: dict[str, type[Config]] = {
+    "Top level": Recipe,
+    "model": NewModel,
+    "engine": EngineConfig,
+    "kind: text": TextSource,
+    "kind: jsonl": JsonlSource,
+    "kind: parquet": ParquetSource,
+    "kind: recall": RecallSource,
+    "kind: repos": ReposSource,
+    "kind: chat": ChatSource,
+    "rows": RowsConfig,
+    "rows: tangle": TangleConfig,
+    "stages": StageConfig,
+    "method: unchanged": Unchanged,
+    "method: abf": Abf,
+    "method: harpe": Harpe,
+    "suite: niah": NiahEval,
+    "suite: kv": KvEval,
+    "suite: loss": LossEval,
+    "suite: ruler": RulerEval,
+}
+
+
+def table(text: str) -> dict[str, str]:
+    """Key and default of each line of a section's table."""
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", text, re.MULTILINE)
+    assert len(rows) == len(dict(rows)), "a key stands twice"
+    return dict(rows)
+
+
+def default_of(config: type[Config], name: str) -> Any:
+    """A default as a recipe would spell it; "required" and "none" where there is no value to spell."""
+    field = config.model_fields[name]
+    if field.default_factory is not None:
+        return "runs/NAME" if (config, name) == (Recipe, "out") else field.default_factory
+    if field.default is PydanticUndefined:
+        return "required"
+    if field.default is None:
+        return "none"
+    if isinstance(field.default, BaseModel):
+        return field.default.model_dump(mode="json")
+    return list(field.default) if isinstance(field.default, tuple) else field.default
+
+
+@pytest.mark.parametrize("heading", TABLES)
+def test_every_key_is_described_with_its_default(heading):
+    config = TABLES[heading]
+    described = {
+        key: yaml.safe_load(cell.strip("`")) if cell.startswith("`") else cell
+        for key, cell in table(sections(RECIPES)[heading]).items()
+    }
+    expected = {field.alias or name: default_of(config, name) for name, field in config.model_fields.items()}
+    assert described == expected
+
+
+def test_every_part_of_a_recipe_has_its_table():
+    # What pydantic's schema of a recipe is made of, apart from the recipe itself.
+    parts = {*Recipe.model_json_schema()["$defs"], "Recipe"}
+    assert {config.__name__ for config in TABLES.values()} == parts
+
+
+def test_every_bundled_recipe_is_listed():
+    names = re.findall(r"^\| `([\w-]+)` \| [^|]+ \|$", sections(RECIPES)["The recipe file"], re.MULTILINE)
+    assert sorted(names) == sorted(bundled_recipes())
+
+
+def test_the_example_recipe_is_valid(tmp_path):
+    (example,) = re.findall(r"```yaml\n(name: .*?)```", RECIPES.read_text(), re.DOTALL)
+    (tmp_path / "example.yaml").write_text(example)
+    assert load_recipe(tmp_path / "example.yaml").recipe.name == "books-8k"
+
+
+def test_what_the_console_shows_is_what_the_command_says():
+    (shown,) = re.findall(r"```console\n(.*?)```", RECIPES.read_text(), re.DOTALL)
+    examples = re.findall(r"^\$ unspool (.+)\n((?:(?!\$ ).+\n)+)", shown, re.MULTILINE)
+    assert examples
+    for command, output in examples:
+        done = CliRunner().invoke(build_app(), command.split())
+        assert (done.exit_code, done.stderr) == (2, output)
+
+
+def test_the_example_overrides_are_taken():
+    (shown,) = re.findall(r"```sh\n(.*?)```", RECIPES.read_text(), re.DOTALL)
+    for line in shown.splitlines():
+        words = shlex.split(line)
+        given = [value for option, value in pairwise(words) if option == "--set"]
+        assert given, line
+        load_recipe("tiny", given)

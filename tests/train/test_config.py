@@ -1,0 +1,38 @@
+import pytest
+from pydantic import ValidationError
+
+from factory import build_stage
+from unspool.position.scaling import Unchanged
+
+
+def test_sizes_and_defaults_are_read():
+    stage = build_stage(context="1K", batch="4K", tokens="1M")
+
+    assert (stage.context, stage.batch, stage.steps) == (1024, 4096, 256)
+    assert stage.position == Unchanged()
+    assert stage.start == "previous"
+
+
+def test_a_last_step_that_would_not_be_full_is_left_out():
+    assert build_stage(tokens=64 * 3 + 63).steps == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"batch": 48}, r"batch must be a multiple of context \(32 tokens\)"),
+        ({"micro_batch": 48}, "micro_batch must be a multiple of context and divide batch"),
+        ({"batch": 96, "micro_batch": 64}, "micro_batch must be a multiple of context and divide batch"),
+        ({"tokens": 32}, "tokens must be at least one batch"),
+        ({"mix": {}}, "every share must be above 0"),
+        ({"mix": {"long": 0}}, "every share must be above 0"),
+        ({"lr": 0}, "greater than 0"),
+        ({"warmup": 1}, "less than 1"),
+        ({"name": "../out"}, "pattern"),
+        ({"attention": "window"}, "'documents' or 'full'"),
+        ({"learning_rate": 1}, "Extra inputs"),
+    ],
+)
+def test_impossible_stages_are_refused(changes, wanted):
+    with pytest.raises(ValidationError, match=wanted):
+        build_stage(**changes)
