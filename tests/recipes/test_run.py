@@ -17,7 +17,7 @@ from factory import SMALL_SIZE, count_file_events, in_child_dying_at_file_event,
 from unspool.base.errors import ConfigError
 from unspool.model.scratch import SIZES
 from unspool.recipes.check import load_recipe
-from unspool.recipes.run import Run, pick_device, run_recipe
+from unspool.recipes.run import Run, pick_device
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +45,7 @@ def finished(whole, tmp_path) -> Path:
 
 
 def run(recipe: Path, out: Path, *sets: str):
-    return run_recipe(load_recipe(recipe, [f"out={out}", *sets]))
+    return Run(load_recipe(recipe, [f"out={out}", *sets])).everything()
 
 
 def results(out: Path) -> dict[str, bytes]:

@@ -22,10 +22,7 @@ def run(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = Fa
 
         unspool run my.yaml --set stages.0.lr=2e-5 --set out=runs/other-lr
     """
-    from unspool.recipes.check import load_recipe
-    from unspool.recipes.run import run_recipe
-
-    outcome = run_recipe(load_recipe(recipe, overrides))
+    outcome = _prepared(recipe, overrides).everything()
     if as_json:
         typer.echo(json.dumps({"headline": outcome.headline, "report": str(outcome.report)}, indent=1))
         return
@@ -64,10 +61,14 @@ def train(
 
 
 def _prepared(recipe: str, overrides: list[str] | None) -> Any:
-    from unspool.recipes.check import load_recipe
+    from unspool.recipes.check import check_inputs, load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    check_inputs(loaded)
+    # Only now: it loads torch, and a mistake in a recipe should be told at once.
     from unspool.recipes.run import Run
 
-    return Run(load_recipe(recipe, overrides))
+    return Run(loaded)
 
 
 def _show_counts(counts: dict[str, dict[str, Any]], *, as_json: bool) -> None:

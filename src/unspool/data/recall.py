@@ -93,8 +93,7 @@ def facts_document(
     """
     restated = (costs.fact + costs.question) / 2
     most = max(2, int(0.7 * room / (costs.fact + restated)))
-    # Few facts are more frequent than many: finding the only one is learnt before telling several apart.
-    count = int(rng.integers(1, rng.integers(1, min(most, len(words) // 2) + 1) + 1))
+    count = int(rng.integers(1, min(most, len(words) // 2) + 1))
     drawn = rng.choice(len(words), size=2 * count, replace=False)
     pairs = [(words[key], words[value]) for key, value in zip(drawn[:count], drawn[count:], strict=True)]
 

@@ -6,7 +6,7 @@ Promise: safe to re-run and to kill; what is done is said, with the reason.
 import json
 import platform
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +66,7 @@ class Run:
         self._note(original_context=original_context, base_model=str(self.recipe.model), versions=versions())
 
     def everything(self) -> Outcome:
+        say(f"{self.recipe.name}: {len(self.recipe.stages)} stages on {self.device.type}, into {self.out}")
         self._check_evals()
         self.corpora()
         self.rows()
@@ -75,10 +76,11 @@ class Run:
             self.score(stage.name)
         return self.report()
 
-    def corpora(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
+    def corpora(self) -> dict[str, dict[str, Any]]:
         """Tokenised documents of every source that some rows use; returns their counts."""
         counts = {}
-        for name in names or self.recipe.sources:
+        used = {source for config in self.recipe.rows.values() for source in config.shares}
+        for name in (name for name in self.recipe.sources if name in used):
             with self._timed(f"corpus/{name}"):
                 counts[name] = build_corpus(
                     self._resolved(self.recipe.sources[name]),
@@ -219,10 +221,3 @@ def versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "device": device,
     }
-
-
-def run_recipe(loaded: LoadedRecipe) -> Outcome:
-    """The whole road."""
-    run = Run(loaded)
-    say(f"{run.recipe.name}: {len(run.recipe.stages)} stages on {run.device.type}, into {run.out}")
-    return run.everything()

@@ -123,7 +123,7 @@ def _refuse_nonsense(result: StepResult, stage: StageConfig, step: int, picks: l
     rows = ", ".join(f"{name}[{index}]" for slot in picks for name, index in slot[:4])
     raise UnspoolError(
         f"stage {stage.name}: the loss or gradient of step {step} is not a number (rows {rows}); nothing was "
-        f"updated by it. Lower stages.{stage.name}.lr, or take those rows out; a re-run resumes before this step."
+        f"updated by it. A re-run resumes before this step; lowering stages.{stage.name}.lr starts the stage anew."
     )
 
 
