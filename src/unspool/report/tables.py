@@ -145,13 +145,13 @@ def _count_order(name: str) -> tuple[int, str]:
 
 
 def _show_count(value: Any) -> str:
-    """A count as people read it; `{"tail": 12, "short": 3}` becomes `tail 12, short 3`."""
+    """A count as people read it; `{"tail": 12, "short": 3}` becomes `tail 12, short 3`, a list its length."""
     if value is None:
         return MISSING
     if isinstance(value, dict):
         return ", ".join(f"{name} {_show_count(part)}" for name, part in value.items()) or "none"
     if isinstance(value, list):
-        return ", ".join(_show_count(part) for part in value) or "none"
+        return f"{len(value)}"
     if isinstance(value, float):
         return f"{value:,.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
