@@ -7,8 +7,8 @@ from pydantic import Field, field_validator
 from unspool.base.config import Config
 from unspool.base.sizes import Size
 
-# Llama-architecture shapes; the vocabulary comes from the tokenizer. Eight small heads rather than four larger
-# ones: in trials of 200M tokens recall of a stated fact reached 91% with eight and 55% with four (LOG.md).
+# Llama-architecture shapes; the vocabulary comes from the tokenizer. Eight small heads: the only one of ten trials
+# that learnt to recall a stated fact had them, though three others with eight did not (LOG.md).
 SIZES: dict[str, dict[str, Any]] = {
     "4M": {
         "hidden_size": 256,
