@@ -14,11 +14,21 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 from typer.testing import CliRunner
 
-from test_imports import ORDER
+from test_imports import ORDER, PACKAGES
 from unspool.base.config import Config
 from unspool.cli.main import build_app
 from unspool.data.config import EngineConfig, RowsConfig, TangleConfig
-from unspool.data.sources import ChatSource, JsonlSource, ParquetSource, RecallSource, ReposSource, TextSource
+from unspool.data.sources import (
+    ChatSource,
+    HfSource,
+    JsonlSource,
+    MdsSource,
+    ParquetSource,
+    RecallSource,
+    ReposSource,
+    TextbooksSource,
+    TextSource,
+)
 from unspool.eval.config import KvEval, LossEval, NiahEval, RulerEval
 from unspool.model.scratch import NewModel
 from unspool.position.scaling import Abf, Harpe, Unchanged
@@ -120,7 +130,7 @@ def _plain(name: str) -> str:
 
 def test_every_package_is_described_and_every_file_named_is_in_it():
     described = sections(ARCHITECTURE)
-    for package in ORDER:
+    for package in PACKAGES:
         assert f"`src/unspool/{package}/`" in described[package]
         named = re.findall(r"`([\w/]+\.(?:py|j2|css))`", described[package])
         assert named, package
@@ -150,8 +160,11 @@ TABLES: dict[str, type[Config]] = {
     "kind: text": TextSource,
     "kind: jsonl": JsonlSource,
     "kind: parquet": ParquetSource,
+    "kind: hf": HfSource,
     "kind: recall": RecallSource,
     "kind: repos": ReposSource,
+    "kind: textbooks": TextbooksSource,
+    "kind: mds": MdsSource,
     "kind: chat": ChatSource,
     "rows": RowsConfig,
     "rows: tangle": TangleConfig,
@@ -183,7 +196,8 @@ def default_of(config: type[Config], name: str) -> Any:
     if field.default is None:
         return "none"
     if isinstance(field.default, BaseModel):
-        return field.default.model_dump(mode="json")
+        # What it sets; options without a value stand in the table of their own.
+        return {key: value for key, value in field.default.model_dump(mode="json").items() if value}
     return list(field.default) if isinstance(field.default, tuple) else field.default
 
 

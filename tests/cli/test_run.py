@@ -69,7 +69,8 @@ def test_the_first_boxes_can_be_made_alone_and_counted(verb, made, recipe, tmp_p
     assert (counts["books"]["documents"] == 20) if verb == "corpus" else (counts["long"]["rows"] > 10)
     assert sorted(path.name for path in out.iterdir() if path.is_dir()) == made
     again = invoke(verb, str(recipe), "--set", f"out={out}")
-    assert json.loads(result.stdout).keys() == {line.split(":")[0] for line in again.stdout.splitlines()}
+    assert all(name in again.stdout for name in counts)
+    assert ("records" if verb == "corpus" else "tokens in") in again.stdout
 
 
 def test_stages_can_be_trained_alone(recipe, tmp_path):

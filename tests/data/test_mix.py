@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unspool.base.errors import ConfigError
-from unspool.data.mix import PERIOD, Mix
+from unspool.data.mix import MOST_EPOCHS, PERIOD, Mix, epoch_warnings
 
 
 def build(weights, *, size=50, row_len=16, context=16, seed=0):
@@ -24,6 +24,57 @@ def test_every_prefix_has_each_sets_share_to_within_one_slot(weights):
     rounded = counts[-1] / PERIOD
     assert (np.abs(counts - slots * rounded) < 1).all()
     assert (np.abs(rounded - shares) <= len(weights) / PERIOD).all()
+
+
+mixes = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(1, 30), st.sampled_from([1, 2, 4, 8])), min_size=1, max_size=7
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(mixes, st.integers(0, 3))
+def test_every_prefix_of_any_mix_has_exact_shares_to_within_one_slot_and_uses_sets_up(entries, seed):
+    """Weights in whole numbers repeat within a period, so nothing is rounded, however long the run is."""
+    names = [f"set{number}" for number in range(len(entries))]
+    weights = dict(zip(names, (weight for weight, _, _ in entries), strict=True))
+    sizes = dict(zip(names, (size for _, size, _ in entries), strict=True))
+    row_lens = dict(zip(names, (length for _, _, length in entries), strict=True))
+    total = sum(weights.values())
+    mix = Mix(weights, sizes, row_lens, 8, seed)
+
+    used: dict[str, list[int]] = {name: [] for name in names}
+    slots_of = dict.fromkeys(names, 0)
+    for index in range(200):
+        picks = mix.slot(index)
+        assert len({name for name, _ in picks}) == 1
+        name = picks[0][0]
+        assert len(picks) * row_lens[name] == 8
+        slots_of[name] += 1
+        used[name] += [row for _, row in picks]
+        for other, count in slots_of.items():
+            assert abs(count * total - weights[other] * (index + 1)) < total
+    for name, rows in used.items():
+        for start in range(0, len(rows), sizes[name]):
+            epoch = rows[start : start + sizes[name]]
+            assert len(set(epoch)) == len(epoch), "a row returned before the set was used up"
+    assert mix.epochs(200) == pytest.approx({name: len(rows) / sizes[name] for name, rows in used.items()})
+
+
+def test_shares_that_repeat_are_exact_even_after_a_billion_slots():
+    mix = build({"a": 1, "b": 2})
+    assert mix.epochs(3 * 10**9) == {"a": 10**9 / 50, "b": 2 * 10**9 / 50}
+
+
+def test_steps_take_the_same_rows_on_any_number_of_ranks():
+    mix = build({"a": 0.6, "b": 0.4})
+    for step in range(10):
+        together = [mix.slot(step * 8 + inner) for inner in range(8)]
+        for ranks in (1, 2, 4, 8):
+            each = [
+                [build({"a": 0.6, "b": 0.4}).slot(step * 8 + inner) for inner in range(rank, 8, ranks)]
+                for rank in range(ranks)
+            ]
+            assert sorted(pick for slots in each for pick in slots) == sorted(together)
 
 
 def test_a_share_below_what_a_period_can_hold_still_gets_a_slot():
@@ -67,6 +118,37 @@ def test_the_order_depends_on_the_seed_and_not_on_how_the_mix_was_written_down()
     there = slots(build({"a": 0.6, "b": 0.4}), range(50))
     assert there == slots(build({"b": 0.4, "a": 0.6}), range(50))
     assert there != slots(build({"a": 0.6, "b": 0.4}, seed=1), range(50))
+
+
+def test_stages_that_tell_their_names_see_different_rows_first():
+    names = {"a": 1.0}
+    plain = Mix(names, {"a": 500}, {"a": 16}, 16, 0)
+    first, second = (Mix(names, {"a": 500}, {"a": 16}, 16, 0, stage=stage) for stage in ("one", "two"))
+    orders = [[mix.slot(index)[0][1] for index in range(500)] for mix in (plain, first, second)]
+    assert all(sorted(order) == list(range(500)) for order in orders)
+    assert sum(len(set(order[:100])) for order in orders) == 300
+    assert len({tuple(order) for order in orders}) == 3
+    unnamed = slots(Mix(names, {"a": 500}, {"a": 16}, 16, 0, stage=""), range(500))
+    assert unnamed == slots(plain, range(500)), "the order of runs without names must not change"
+
+
+def test_a_curriculum_mixes_one_long_document_with_eight_shorter_ones():
+    lens = {"repos-512k": 512 << 10, "repos-64k": 64 << 10}
+    mix = Mix({"repos-512k": 0.5, "repos-64k": 0.5}, {"repos-512k": 5, "repos-64k": 40}, lens, 512 << 10, 0)
+    filled = [mix.slot(index) for index in range(10)]
+    assert [len(picks) for picks in filled].count(1) == 5
+    assert [len(picks) for picks in filled].count(8) == 5
+    assert all(sum(lens[name] for name, _ in picks) == 512 << 10 for picks in filled)
+    assert len({pick for picks in filled for pick in picks}) == 45, "every row of both was used once"
+
+
+def test_repeated_rows_are_warned_of():
+    epochs = build({"a": 0.9, "b": 0.1}, size=100).epochs(500)
+    assert epochs == {"a": 4.5, "b": 0.5}
+    (warning,) = epoch_warnings(epochs)
+    assert warning.startswith("rows a are repeated 4.5 times; beyond 4 times")
+    assert epoch_warnings({"a": MOST_EPOCHS}) == []
+    assert len(epoch_warnings(epochs, most=0.1)) == 2
 
 
 def test_a_slot_is_filled_by_as_many_rows_as_fit_its_context():

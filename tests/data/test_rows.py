@@ -1,14 +1,17 @@
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from unspool.base.artefact import read_manifest, seal
 from unspool.base.errors import DataError
 from unspool.data.config import RowsConfig
+from unspool.data.lengths import add_up, histogram, imbalance_of
 from unspool.data.rows import build_rows
-from unspool.data.store import CorpusWriter, open_rows
+from unspool.data.store import CorpusWriter, RowWriter, open_rows
 from unspool.data.tangle import KNOTS
 
 
@@ -47,6 +50,8 @@ TANGLE = {"min_split": 8, "probability": 1.0, "hops": {2: 1.0}}
         {"pack": "whole"},
         {"pack": "whole", "from": {"a": 0.7, "b": 0.3}, "length": 12},
         {"from": {"a": 0.5, "b": 0.5}, "limit": 1000},
+        {"pack": "fit"},
+        {"pack": "fit", "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
         {"tangle": TANGLE, "length": 128},
         {"tangle": {**TANGLE, "longest": 10}, "length": 128},
         {"tangle": TANGLE, "length": 128, "pack": "intact", "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
@@ -61,6 +66,12 @@ def test_tokens_in_plus_added_are_tokens_in_rows_plus_dropped(corpora, tokenizer
     assert counts["tokens"] == len(rows) * length
     assert counts["tokens_in"] + counts["tokens_added"] == counts["tokens"] + sum(counts["dropped"].values())
     assert counts == read_manifest(tmp_path / "out")["counts"]
+    sources = counts["sources"]
+    assert list(sources) == (["a", "b"] if isinstance(config.get("from"), dict) else ["a"])
+    assert all(imbalance_of(entry) == 0 for entry in sources.values())
+    assert imbalance_of(counts) == 0
+    assert sum(entry["tokens"] for entry in sources.values()) + counts["tokens_added"] == counts["tokens"]
+    assert counts["dropped"] == dict(sum((Counter(entry["dropped"]) for entry in sources.values()), Counter()))
     if "limit" in config:
         assert len(rows) == -(-config["limit"] // length)
     texts = np.concatenate([rows[index].tokens[rows[index].tokens >= 100_000] for index in range(len(rows))])
@@ -98,6 +109,70 @@ def test_documents_are_shuffled_by_the_seed(corpora, tokenizer, tmp_path):
     assert tokens("first", 0) == tokens("again", 0)
     assert tokens("first", 0) != tokens("other", 1)
     assert tokens("first", 0) != sorted(tokens("first", 0))
+
+
+@pytest.mark.parametrize("pack", ["concat", "intact", "whole", "fit"])
+def test_the_counts_say_what_is_in_the_rows(corpora, tokenizer, tmp_path, pack):
+    counts = build(corpora, tokenizer, tmp_path / "out", **{"from": {"a": 0.5, "b": 0.5}, "length": 16, "pack": pack})
+    rows = [open_rows(tmp_path / "out")[index] for index in range(counts["rows"])]
+    lens: dict[str, list[int]] = {"a": [], "b": []}
+    for row in rows:
+        for begin, size in zip(np.cumsum(row.doc_lens) - row.doc_lens, row.doc_lens.tolist(), strict=True):
+            if row.tokens[begin] >= 100_000:
+                lens["b" if row.tokens[begin] >= 200_000 else "a"].append(size)
+
+    for name, entry in counts["sources"].items():
+        assert entry["lengths"] == histogram(np.array(lens[name]))
+        assert entry["tokens"] == sum(lens[name])
+        assert entry["truncated"] <= entry["documents"] <= entry["documents_in"] == {"a": 200, "b": 900}[name]
+    assert counts["lengths"] == add_up(entry["lengths"] for entry in counts["sources"].values())
+    assert counts["truncated"] == sum(entry["truncated"] for entry in counts["sources"].values()) > 0
+    used = sum(entry["documents"] for entry in counts["sources"].values())
+    assert counts["truncation_rate"] == counts["truncated"] / used
+    assert counts["padding"] == sum((row.tokens < 100_000).sum() for row in rows)
+    assert counts["fill_rate"] == 1 - counts["padding"] / counts["tokens"]
+    assert (counts["padding"] > 0) == (pack == "fit")
+
+
+def test_fit_drops_nothing_and_pads_with_eos(corpora, tokenizer, tmp_path):
+    counts = build(corpora, tokenizer, tmp_path / "out", **{"from": "b", "pack": "fit", "length": 64})
+    rows = [open_rows(tmp_path / "out")[index] for index in range(counts["rows"])]
+    assert counts["dropped"] == {}
+    assert counts["truncated"] == 0
+    assert counts["tokens_added"] == counts["padding"] < 64 + 0.01 * counts["tokens"]
+    padding = np.concatenate([row.tokens[~row.loss_mask] for row in rows])
+    assert set(padding.tolist()) == {tokenizer.eos_token_id}
+    assert (np.concatenate([row.tokens[row.loss_mask] for row in rows]) >= 100_000).all()
+
+
+def test_a_limit_keeps_the_shares_under_fit(corpora, tokenizer, tmp_path):
+    build(corpora, tokenizer, tmp_path / "out", **{"from": {"a": 3, "b": 1}, "limit": 2000, "pack": "fit"})
+    rows = open_rows(tmp_path / "out")
+    tokens = np.concatenate([rows[index].tokens for index in range(len(rows))])
+    assert (tokens[tokens >= 100_000] < 200_000).mean() == pytest.approx(0.75, abs=0.04)
+
+
+def test_reaching_the_limit_is_not_running_out(corpora, tokenizer, tmp_path, capfd):
+    counts = build(corpora, tokenizer, tmp_path / "out", **{"from": {"a": 0.9, "b": 0.1}, "limit": 100})
+    assert counts["dropped"]["unread"] > 1000
+    assert counts["documents"] < 20, "documents that were only drawn ahead are not counted"
+    assert "ran out" not in capfd.readouterr().err
+
+
+def test_an_error_while_writing_reaches_the_caller(corpora, tokenizer, tmp_path, monkeypatch):
+    def refuse(self, row):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(RowWriter, "append", refuse)
+    with pytest.raises(OSError, match="disk full"):
+        build(corpora, tokenizer, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("pack", ["whole", "fit"])
+def test_what_cannot_be_tangled_is_refused(pack):
+    with pytest.raises(ValidationError, match=f"pack: {pack} .* use concat or intact"):
+        RowsConfig.model_validate({"from": "a", "length": 128, "pack": pack, "tangle": TANGLE})
 
 
 def test_tangled_rows_attend_fully_and_name_the_tokens_they_add(corpora, tokenizer, tmp_path):

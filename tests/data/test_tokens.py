@@ -1,5 +1,6 @@
 import pickle
 
+import numpy as np
 import pytest
 
 from unspool.base.errors import ConfigError
@@ -53,3 +54,10 @@ def test_a_tokenizer_without_eos_is_refused():
 def test_the_digest_follows_the_tokenizer():
     assert build_encoder(build_tokenizer()).digest == build_encoder(build_tokenizer()).digest
     assert build_encoder(build_tokenizer()).digest != build_encoder(build_tokenizer(bos=True)).digest
+
+
+def test_the_same_ids_come_from_a_batch_and_one_by_one(tokenizer):
+    encoder = build_encoder(tokenizer)
+    texts = ["the river runs past", "", "an old mill\n"]
+    assert [ids.tolist() for ids in encoder.encode(texts)] == [encoder.encode([text])[0].tolist() for text in texts]
+    assert all(ids.dtype == np.uint32 for ids in encoder.encode_plain(texts))

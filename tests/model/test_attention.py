@@ -282,8 +282,8 @@ def test_cuda_documents_match_the_reference_to_bfloat16(doc_lens, num_kv_heads, 
 
     # bf16 keeps 8 bits; gradients add up more of its roundings.
     for name, ours, reference in zip(("out", "query", "key", "value"), found, wanted, strict=True):
-        # A document of one token has no choice, so its queries and keys get exactly nothing.
-        if reference.norm() == 0:
+        # A document of one token has no choice, so its queries and keys get nothing but rounding.
+        if reference.abs().max() < 1e-5:
             assert ours.float().abs().max() < 1e-2, name
         else:
             assert relative_error(ours, reference) < 2e-2, name

@@ -13,11 +13,11 @@ from unspool.model.load import (
     build_new,
     fit_vocabulary,
     load_model,
-    load_tokenizer,
     model_digest,
     original_context,
 )
 from unspool.model.scratch import SIZES, NewModel
+from unspool.model.tokenizer import load_tokenizer
 
 
 def load(folder):

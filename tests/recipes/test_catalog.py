@@ -57,6 +57,12 @@ def test_prolong_follows_table_9():
     assert (repos, books) == (pytest.approx(0.3), pytest.approx(0.3))
 
 
+def test_both_stages_of_prolong_read_the_same_sources_as_what_they_are():
+    first, second = load("prolong-64k").sources, load("prolong-512k").sources
+    assert first == second
+    assert (first["repos"].kind, first["textbooks"].kind, first["fineweb"].kind) == ("repos", "textbooks", "hf")
+
+
 def test_utk_and_harpe_follow_their_papers():
     utk, harpe = load("utk-128k"), load("harpe-128k").stages[0]
     stage = utk.stages[0]
@@ -81,7 +87,7 @@ def test_the_two_arms_of_a_comparison_differ_in_their_rows_only(name):
 def test_smollm2_trains_on_whole_batches_of_held_apart_books():
     recipe = load("smollm2-32k")
     assert [stage.tokens % stage.batch for stage in recipe.stages] == [0, 0]
-    assert recipe.stages[0].steps == 60
+    assert [stage.steps for stage in recipe.stages] == [96, 96]
     trained_on = {source.path for source in recipe.sources.values()}
     assert trained_on.isdisjoint({entry.text for entry in recipe.evals if hasattr(entry, "text")})
 

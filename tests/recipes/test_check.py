@@ -34,7 +34,7 @@ MISTAKES = {
         27,
         ["evals.0.suite = rulr", "did you mean 'ruler'?", "kv, loss, niah"],
     ),
-    "missing kind": ("kind: jsonl, ", "", 4, ["sources.books.kind: missing", "jsonl, parquet"]),
+    "missing kind": ("kind: jsonl, ", "", 4, ["sources.books.kind: missing", "jsonl, mds, parquet"]),
     "unknown choice": ("pack: whole", "pack: hole", 7, ["rows.long.pack = hole", "did you mean 'whole'?", "concat"]),
     "wrong unit": ("tokens: 1M", "tokens: 64Q", 16, ["stages.0.tokens = 64Q", "unit 'Q'", "K, M, B and T"]),
     "not a size": ("length: 1K", "length: long", 10, ["rows.short.length = long", "64K"]),
@@ -202,6 +202,22 @@ def test_inputs_beside_the_recipe_are_found(valid):
     assert loaded.path("wiki") == str(valid.parent / "wiki")
 
 
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "hf", "repos", "textbooks", "mds"])
+def test_a_folder_and_a_pattern_are_found_for_every_kind_that_is_read(valid, kind):
+    write_inputs(valid.parent)
+    for path in ("wiki", "data/*"):
+        check_inputs(load_recipe(valid, [f"sources.wiki.kind={kind}", f"sources.wiki.path={path}"]))
+
+
+def test_a_dataset_of_the_hub_needs_no_file_here_and_a_path_does(valid):
+    write_inputs(valid.parent)
+    check_inputs(load_recipe(valid, ["sources.wiki={kind: hf, path: org/some-dataset}"]))
+    for path in ("./nowhere", "~/no-such-folder", "/no/such/folder", "a/b/c", "data/*.parquet"):
+        loaded = load_recipe(valid, [f"sources.wiki={{kind: hf, path: '{path}'}}"])
+        with pytest.raises(ConfigError, match=r"sources\.wiki\.path = .*: no such file"):
+            check_inputs(loaded)
+
+
 def test_missing_inputs_are_told_together_before_work_starts(valid, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     loaded = load_recipe(valid, ["model=./nowhere", "evals.0.text=held/*.txt"])
@@ -227,9 +243,9 @@ def test_a_model_folder_must_hold_a_model_and_a_hub_id_is_left_alone(valid, tmp_
 
 def test_what_cannot_be_run_yet_is_refused_with_a_way_out(valid):
     write_inputs(valid.parent)
-    loaded = load_recipe(valid, ["sources.wiki.kind=repos", "evals.0.suite=ruler"])
+    loaded = load_recipe(valid, ["sources.wiki.kind=chat", "evals.0.suite=ruler"])
     with pytest.raises(ConfigError) as error:
         check_inputs(loaded)
     kind, suite = str(error.value).split("\n")
-    assert "sources.wiki.kind = repos" in kind and "use kind: jsonl" in kind
+    assert "sources.wiki.kind = chat" in kind and "use kind: jsonl" in kind
     assert "evals.0.suite = ruler" in suite and "Use niah" in suite

@@ -296,9 +296,9 @@ def test_moments_of_an_earlier_stage_are_carried_on_and_only_if_given(materials,
     name = "model.norm.weight/step"
     assert float(load_file(tmp_path / "cold" / "one" / OPTIMIZER)[name]) == 6
     assert float(load_file(tmp_path / "warm" / "one" / OPTIMIZER)[name]) == 12
-    losses = [[line["loss"] for line in metrics(tmp_path / kind / "one")] for kind in ("cold", "warm")]
-    assert losses[0][0] == losses[1][0]
-    assert losses[0][1:] != losses[1][1:]
+    # A stage that goes on from another draws the same rows in another order, so not even its first step is the same.
+    losses = [metrics(tmp_path / kind / "one")[0]["loss"] for kind in ("cold", "warm")]
+    assert losses[0] != losses[1]
 
 
 def test_carried_moments_survive_a_kill(materials, never_killed, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from unspool import __version__
 from unspool.base.errors import UnspoolError
-from unspool.cli import eval, recipes, report, run
+from unspool.cli import eval, look, recipes, report, run
 
 USER_ERROR = 2
 INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
@@ -65,6 +65,7 @@ def build_app() -> typer.Typer:
     app.command("train")(run.train)
     app.command("eval")(eval.eval_)
     app.command("report")(report.report)
+    app.command("look")(look.look)
 
     group = typer.Typer(callback=recipes.list_recipes, invoke_without_command=True)
     group.command("show")(recipes.show)

@@ -1,6 +1,7 @@
 """`unspool run`, and its boxes one by one: `corpus`, `rows`, `train`."""
 
 import json
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -33,15 +34,41 @@ def run(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = Fa
 
 
 def corpus(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = False) -> None:
-    """Only the first box: tokenise the documents of every source."""
-    _show_counts(_prepared(recipe, overrides).corpora(), as_json=as_json)
+    """Only the first box: read and tokenise the documents of every source.
+
+    Shows how long the documents are and what became of every record. What
+    could not be read is listed in quarantine.jsonl beside the documents.
+
+        unspool corpus my.yaml
+
+        unspool corpus my.yaml --set sources.web.max_bad=0.01 --json
+    """
+    counts = _prepared(recipe, overrides, data_only=True).corpora()
+    if as_json:
+        typer.echo(json.dumps(counts, indent=1))
+        return
+    from unspool.cli.data_tables import length_table, records_table
+
+    _print(records_table(counts), length_table(counts))
 
 
 def rows(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = False) -> None:
-    """The first two boxes: documents, then the training rows made of them."""
-    prepared = _prepared(recipe, overrides)
+    """The first two boxes: documents, then the training rows made of them.
+
+    Shows for every rows set what it holds, how full it is, and where each
+    token of its sources went: into a row, or dropped for a named reason.
+
+        unspool rows my.yaml
+    """
+    prepared = _prepared(recipe, overrides, data_only=True)
     prepared.corpora()
-    _show_counts(prepared.rows(), as_json=as_json)
+    counts = prepared.rows()
+    if as_json:
+        typer.echo(json.dumps(counts, indent=1))
+        return
+    from unspool.cli.data_tables import accounting_table, rows_table
+
+    _print(rows_table(counts), *(accounting_table(entry, title=name) for name, entry in counts.items()))
 
 
 def train(
@@ -60,23 +87,25 @@ def train(
         typer.echo(str((prepared.out / "stages" / entry.name / "model").absolute()))
 
 
-def _prepared(recipe: str, overrides: list[str] | None) -> Any:
+def _prepared(recipe: str, overrides: list[str] | None, *, data_only: bool = False) -> Any:
     from unspool.recipes.check import check_inputs, load_recipe
 
     loaded = load_recipe(recipe, overrides)
     check_inputs(loaded)
     # Only now: it loads torch, and a mistake in a recipe should be told at once.
+    if data_only:
+        from unspool.recipes.prepare import Preparation
+
+        return Preparation(loaded)
     from unspool.recipes.run import Run
 
     return Run(loaded)
 
 
-def _show_counts(counts: dict[str, dict[str, Any]], *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(counts, indent=1))
-        return
-    for name, entry in counts.items():
-        numbers = ", ".join(
-            f"{key.replace('_', ' ')} {value:,}" for key, value in entry.items() if isinstance(value, int)
-        )
-        typer.echo(f"{name}: {numbers}")
+def _print(*tables: Any) -> None:
+    from rich.console import Console
+
+    # Wide enough for all columns where the output is not a terminal and nobody would see them cut.
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    for table in tables:
+        console.print(table)

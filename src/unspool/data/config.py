@@ -6,13 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from unspool.base.config import Config
 from unspool.base.sizes import Size
-
-
-class EngineConfig(Config):
-    """Where document preparation runs."""
-
-    kind: Literal["local", "slurm", "ray"] = "local"
-    workers: int = Field(2, ge=1)
+from unspool.data.engine import EngineConfig as EngineConfig
 
 
 class TangleConfig(Config):
@@ -38,7 +32,7 @@ class RowsConfig(Config):
 
     from_: str | dict[str, float] = Field(alias="from", description="a source, or sources with shares of tokens")
     length: Size
-    pack: Literal["concat", "whole", "intact"] = "concat"
+    pack: Literal["concat", "whole", "intact", "fit"] = "concat"
     tangle: TangleConfig | None = None
     limit: Size | None = Field(None, description="stop after about this many tokens of rows")
 
@@ -59,4 +53,6 @@ class RowsConfig(Config):
             raise ValueError(f"tangle.min_split needs at most a quarter of length, here {self.length // 4}")
         if self.tangle and self.pack == "whole":
             raise ValueError("pack: whole puts one document in a row, so nothing can be tangled; use concat or intact")
+        if self.tangle and self.pack == "fit":
+            raise ValueError("pack: fit leaves padding that tangling has no place for; use concat or intact")
         return self

@@ -1,4 +1,4 @@
-"""What a recipe's `sources` may be. Reading them is read.py's and recall.py's work."""
+"""What a recipe's `sources` may be. Reading them is the readers' work (readers/), making them up recall.py's."""
 
 from typing import Annotated, Literal
 
@@ -8,30 +8,67 @@ from unspool.base.config import Config
 from unspool.base.sizes import Size
 
 
-class TextSource(Config):
+class ReadSource(Config):
+    """What all sources that are read from disk have in common."""
+
+    path: str
+    limit: Size | None = Field(None, description="stop after about this many tokens")
+    max_bad: float = Field(0.001, ge=0, le=1, description="share of unreadable records above which the run stops")
+
+
+class TextSource(ReadSource):
     """Plain text files, a folder of them or a glob; one document each."""
 
     kind: Literal["text"]
-    path: str
-    limit: Size | None = Field(None, description="stop after about this many tokens")
 
 
-class JsonlSource(Config):
+class JsonlSource(ReadSource):
     """JSON lines (plain, .gz or .zst); one document per line."""
 
     kind: Literal["jsonl"]
-    path: str
     text: str = Field("text", description="the field that holds the text")
-    limit: Size | None = Field(None, description="stop after about this many tokens")
 
 
-class ParquetSource(Config):
+class ParquetSource(ReadSource):
     """Parquet files; one document per record."""
 
     kind: Literal["parquet"]
-    path: str
     text: str = Field("text", description="the column that holds the text")
-    limit: Size | None = Field(None, description="stop after about this many tokens")
+
+
+class HfSource(ReadSource):
+    """A Hugging Face dataset: a Hub id, or a folder with its Parquet, JSONL or `save_to_disk` files."""
+
+    kind: Literal["hf"]
+    path: str = Field(description="Hub id such as org/name, or a folder")
+    config: str | None = Field(None, description="the dataset's configuration, where it has several")
+    split: str = Field("train", description="which split")
+    text: str = Field("text", description="the column that holds the text")
+    revision: str | None = Field(None, description="a commit of the dataset, to read the same bytes again")
+
+
+class ReposSource(ReadSource):
+    """Code repositories, one document each: folders, .tar.gz, .zip, source distributions, wheels."""
+
+    kind: Literal["repos"]
+    path: str = Field(description="a folder of repositories and archives, one archive, or a pattern")
+
+
+class TextbooksSource(ReadSource):
+    """Chapters (one JSONL record each) joined to books, and the books of one subject to one document."""
+
+    kind: Literal["textbooks"]
+    text: str = Field("text", description="the field that holds a chapter's text")
+    book: str = Field("book", description="the field that names the book")
+    subject: str | None = Field("subject", description="the field that names the subject; null: one document per book")
+    chapter: str | None = Field("chapter", description="the field chapters are ordered by; null: file order")
+
+
+class MdsSource(ReadSource):
+    """Folders in MosaicML's MDS format, tokenised already, such as ProLong's public data."""
+
+    kind: Literal["mds"]
+    tokens: str = Field("input_ids", description="the column that holds the tokens")
 
 
 class RecallSource(Config):
@@ -53,14 +90,6 @@ class RecallSource(Config):
         return self
 
 
-class ReposSource(Config):
-    """Code repositories, one document each. Can be described, not read yet (see `NOT_READ_YET`)."""
-
-    kind: Literal["repos"]
-    path: str
-    limit: Size | None = None
-
-
 class ChatSource(Config):
     """Conversations for instruction tuning. Can be described, not read yet (see `NOT_READ_YET`)."""
 
@@ -70,14 +99,11 @@ class ChatSource(Config):
     limit: Size | None = None
 
 
-Source = Annotated[
-    TextSource | JsonlSource | ParquetSource | RecallSource | ReposSource | ChatSource,
-    Field(discriminator="kind"),
-]
+FileSource = TextSource | JsonlSource | ParquetSource | HfSource | ReposSource | TextbooksSource | MdsSource
+Source = Annotated[FileSource | RecallSource | ChatSource, Field(discriminator="kind")]
 
 # Recipes may name these kinds, so that they can be written and checked in full; running one is
 # refused before any work starts.
 NOT_READ_YET = {
-    "repos": "Concatenate each repository into one line of a JSONL file and use kind: jsonl.",
     "chat": "Render the conversations with the model's chat template into JSONL and use kind: jsonl.",
 }

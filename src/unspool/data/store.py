@@ -7,12 +7,13 @@ renamed into place when complete. The arrays are views of the file and cannot be
 Elsewhere: manifests and folders (base/artefact.py), what is in a row (pack.py, tangle.py).
 """
 
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import pyarrow as pa
@@ -95,10 +96,29 @@ class CorpusWriter:
         self._file.finish()
 
 
+class StoredTokens:
+    """A document's tokens, read when sliced and not mapped: `len(tokens)`, `tokens[start:stop]`."""
+
+    __slots__ = ("_file", "_len", "_offset")
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self._file, self._offset, self._len = file, offset, length
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        start, stop, _ = span.indices(self._len)
+        data = os.pread(self._file.fileno(), 4 * (stop - start), self._offset + 4 * start)
+        return np.frombuffer(data, dtype=np.uint32)
+
+
 class CorpusReader:
-    """The documents of some corpus files, in order: `len`, `reader[i]`, iteration, `lens`, `id(i)`."""
+    """The documents of some corpus files, in order: `len`, `reader[i]`, iteration, `lens`, `id(i)`, `stored(i)`."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self._places: list[tuple[BinaryIO, int]] = []  # of each batch's tokens: file and offset
         self._starts: list[int] = []
         self._batches: list[tuple[np.ndarray, np.ndarray, Any]] = []
         lens: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
@@ -125,6 +145,18 @@ class CorpusReader:
         (offsets, tokens, _), inner = self._find(index)
         return tokens[offsets[inner] : offsets[inner + 1]]
 
+    def stored(self, index: int) -> StoredTokens:
+        """The same as `reader[index]`, for reading a whole corpus in random order.
+
+        A page that is mapped counts as this process's memory, and the kernel maps a megabyte and more around
+        each access, so that random access soon counts the whole corpus.
+        """
+        if not self._places:
+            self._places = [place for path in self._paths for place in _token_places(path)]
+        (offsets, _, _), inner = self._find(index)
+        file, start = self._places[bisect_right(self._starts, index) - 1]
+        return StoredTokens(file, start + 4 * int(offsets[inner]), int(offsets[inner + 1] - offsets[inner]))
+
     def id(self, index: int) -> str:
         (_, _, ids), inner = self._find(index)
         return str(ids[inner])
@@ -139,6 +171,18 @@ class CorpusReader:
             raise IndexError(f"document {index} of {len(self.lens)}")
         number = bisect_right(self._starts, index) - 1
         return self._batches[number], index - self._starts[number]
+
+
+def _token_places(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """Where in a corpus file the tokens of each batch begin."""
+    mapped = pa.memory_map(str(path))
+    base = mapped.read_buffer(1).address
+    mapped.seek(0)
+    arrow = pa.ipc.open_file(mapped)
+    file = path.open("rb", buffering=0)
+    for number in range(arrow.num_record_batches):
+        values = arrow.get_batch(number).column("tokens").values
+        yield file, values.buffers()[1].address - base + 4 * values.offset
 
 
 def open_corpus(folder: Path) -> CorpusReader:

@@ -147,7 +147,8 @@ class Tangler:
                     held -= taken
                     yield row
         finally:
-            tally.dropped["last_row"] += held
+            for doc in waiting:
+                tally.drop("last_row", doc.source, len(doc.tokens))
 
     def _next_row(self, waiting: deque[Doc], row_len: int, tally: Tally) -> tuple[Row, int]:
         """A row, and how many of the waiting tokens it used up."""
@@ -164,7 +165,7 @@ class Tangler:
         if len(rest) and self.keep_rest:
             waiting.appendleft(Doc(rest, doc.source))
             rest = rest[:0]
-        tally.dropped["cut"] += len(rest)
+        tally.drop("cut", doc.source, len(rest))
         row = Row(tangled.tokens, tangled.doc_lens, tangled.loss_mask, "+".join(sources), "full")
         return row, tangled.text_tokens + len(rest)
 

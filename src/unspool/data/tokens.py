@@ -2,8 +2,9 @@
 
 In: texts. Out: one uint32 array per text: the tokenizer's own beginning (if it has one), the text, one EOS.
 Promise: text is only text. A document that spells "<|endoftext|>" gets the tokens of those
-characters, never the control token, so no document can end or open another.
-Elsewhere: reading (read.py), the tokens that tangling adds (tangle.py).
+characters, never the control token, so no document can end or open another. The route changes the
+speed, never an id, so it is no part of the digest.
+Elsewhere: choosing the route (fast_tokens.py), reading (readers/), the tokens that tangling adds (tangle.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from tokenizers import Tokenizer
 
 from unspool.base.artefact import digest
 from unspool.base.errors import ConfigError
+from unspool.data.tokens_checked import load_checked
+from unspool.data.tokens_plain import NotFastError, load_reference
 
 # Only to name the type: importing it takes seconds, which every worker process would pay.
 if TYPE_CHECKING:
@@ -26,32 +29,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Encoder:
-    """What tokenising needs of a tokenizer; small to send to worker processes."""
+    """What tokenising needs of a tokenizer; small to send to worker processes, which load what they need of it."""
 
     definition: str  # the content of tokenizer.json
     bos: tuple[int, ...]
     eos: int
+    route: str = "tokenizers"  # or gigatoken, tiktoken: only as `choose_route` says
+    why: str = ""  # of the route, for people
 
     @cached_property
     def digest(self) -> str:
         return digest([self.definition, self.bos, self.eos])
 
-    @cached_property
-    def _backend(self) -> Tokenizer:
-        return Tokenizer.from_str(self.definition)
-
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Whole documents: begun as the tokenizer begins them, ended by one EOS."""
-        return [np.array([*self.bos, *ids, self.eos], dtype=np.uint32) for ids in self._ids(texts)]
+        begin, end = np.array(self.bos, dtype=np.uint32), np.array([self.eos], dtype=np.uint32)
+        return [np.concatenate([begin, ids, end]) for ids in self.encode_plain(texts)]
 
     def encode_plain(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Only the texts' own tokens."""
-        return [np.array(ids, dtype=np.uint32) for ids in self._ids(texts)]
-
-    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
-        # Set on every call, because a pickled tokenizer forgets it.
-        self._backend.encode_special_tokens = True
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        if self.route == "tokenizers":
+            encodings = load_reference(self.definition).encode_batch_fast(list(texts), add_special_tokens=False)
+            return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        try:
+            engine = load_checked(self.definition, self.route)
+        except NotFastError as refusal:
+            raise ConfigError(
+                f"tokenising: {self.route} was chosen but does not work in this process ({refusal}); "
+                "install the same packages on every machine."
+            ) from refusal
+        return [engine.encode(text) for text in texts]
 
 
 def build_encoder(tokenizer: PreTrainedTokenizerFast) -> Encoder:

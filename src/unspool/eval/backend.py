@@ -9,7 +9,8 @@ import torch
 from unspool.eval.prompt import Prompt
 from unspool.eval.tasks.loss import window_losses
 from unspool.model.generate import answer
-from unspool.model.load import load_model, load_tokenizer
+from unspool.model.load import load_model
+from unspool.model.tokenizer import load_tokenizer
 
 
 class Backend(Protocol):

@@ -2,14 +2,14 @@
 
 In: files as a recipe names them, or none for the shipped book. Out: documents, in file order.
 Price: only as much is read as the evaluations could use, counted in characters.
-Elsewhere: file formats (data/read.py).
+Elsewhere: file formats (data/readers).
 """
 
 from importlib.resources import files
 from pathlib import Path
 
 from unspool.base.artefact import file_digest
-from unspool.data.read import read_files, source_files
+from unspool.data.readers import read_strictly, source_units
 from unspool.data.sources import JsonlSource, TextSource
 
 SHIPPED = "assets/demo/heldout.jsonl.zst"
@@ -28,7 +28,7 @@ def heldout_source(text: str | None) -> JsonlSource | TextSource:
 
 def heldout_files(text: str | None, root: Path) -> list[Path]:
     """The files; ConfigError if there are none."""
-    return source_files(heldout_source(text), root)
+    return source_units(heldout_source(text), root)
 
 
 def heldout_digest(text: str | None, root: Path) -> dict[str, str]:
@@ -39,7 +39,7 @@ def heldout_documents(text: str | None, root: Path, *, tokens: int) -> list[str]
     """Documents with text for at least `tokens` tokens, or all there are."""
     documents: list[str] = []
     missing = max(FEWEST_CHARS, tokens * CHARS_PER_TOKEN)
-    for document in read_files(heldout_source(text), heldout_files(text, root)):
+    for document in read_strictly(heldout_source(text), heldout_files(text, root)):
         if missing <= 0:
             break
         documents.append(document.text)

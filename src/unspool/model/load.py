@@ -1,4 +1,4 @@
-"""Models and tokenizers from a Hub id, a folder, a GGUF file, or from nothing.
+"""Models from a Hub id, a folder, a GGUF file, or from nothing.
 
 Promise: safetensors only, no remote code; a model that we would compute wrongly is refused.
 """
@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging as transformers_logging
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from unspool.base.artefact import digest, file_digest, folder_digest
 from unspool.base.errors import ConfigError
@@ -18,28 +17,17 @@ from unspool.model.attention import NAME, register
 from unspool.model.export import HARPE_TYPE
 from unspool.model.rotary import apply_head_bases, rope_shape
 from unspool.model.scratch import SIZES, NewModel
-
-
-def load_tokenizer(ref: str) -> Any:
-    """The fast tokenizer that belongs to `ref`."""
-    _quiet()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(**_location(ref), trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"model {ref}: no tokenizer could be loaded ({_first_line(error)}).") from error
-    if not tokenizer.is_fast:
-        raise ConfigError(f"model {ref}: its tokenizer has no fast version; save one as tokenizer.json beside it.")
-    return tokenizer
+from unspool.model.tokenizer import first_line, location, quiet
 
 
 def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
     """The model with our attention, in evaluation mode."""
-    _quiet()
+    quiet()
     register()
     try:
         bases, config = _harpe(ref)
         model, loading = AutoModelForCausalLM.from_pretrained(
-            **_location(ref),
+            **location(ref),
             **({"config": config} if config else {}),
             dtype=dtype,
             attn_implementation=NAME,
@@ -48,7 +36,7 @@ def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
             output_loading_info=True,
         )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise ConfigError(f"model {ref}: could not be loaded ({_first_line(error)}).") from error
+        raise ConfigError(f"model {ref}: could not be loaded ({first_line(error)}).") from error
     if loading["missing_keys"]:
         # `transformers` would start them from random numbers and only warn.
         missing = ", ".join(sorted(loading["missing_keys"])[:3])
@@ -80,8 +68,6 @@ def build_new(new: NewModel, tokenizer: Any, *, seed: int) -> Any:
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        # Unit gain at this width, as the shipped model had it; LOG.md suspects that 0.02 would have been better.
-        initializer_range=SIZES[new.size]["hidden_size"] ** -0.5,
         attn_implementation=NAME,
         **SIZES[new.size],
     )
@@ -113,29 +99,22 @@ def model_digest(ref: str) -> str:
 
 def original_context(ref: str) -> int:
     """The context length a model claims before any stage."""
-    _quiet()
+    quiet()
     path = Path(ref) / "config.json"
     try:
         # A folder of ours may name a model_type that only we know, so its file is read as it is.
         if path.is_file():
             found = json.loads(path.read_text())
         else:
-            found = AutoConfig.from_pretrained(**_location(ref), trust_remote_code=False).to_dict()
+            found = AutoConfig.from_pretrained(**location(ref), trust_remote_code=False).to_dict()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model {ref}: its config could not be read ({_first_line(error)}).") from error
+        raise ConfigError(f"model {ref}: its config could not be read ({first_line(error)}).") from error
     if not found.get("max_position_embeddings"):
         raise ConfigError(
             f"model {ref}: its config gives no max_position_embeddings, so it has no rotary positions to extend; "
             "use a model such as Llama, Qwen or Mistral."
         )
     return int(found["max_position_embeddings"])
-
-
-def _location(ref: str) -> dict[str, str]:
-    path = Path(ref)
-    if path.suffix == ".gguf":
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    return {"pretrained_model_name_or_path": ref}
 
 
 def _harpe(ref: str) -> tuple[Any, Any]:
@@ -156,12 +135,3 @@ def _check_supported(model: Any) -> None:
         raise ConfigError(f"model_type {model.config.model_type!r} keeps its layers where we cannot reach them.")
     if getattr(model.config, "final_logit_softcapping", None):
         raise ConfigError(f"model_type {model.config.model_type!r} caps its logits, which is not supported yet.")
-
-
-def _quiet() -> None:
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -12,19 +12,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100
-# 2,048 × 128K logits in fp32 are 1 GiB; larger chunks gain nothing.
-CHUNK = 2048
+# Logits held at a time: 1 GiB in fp32, 2,048 tokens of a vocabulary of 128K. Larger chunks gain nothing on a GPU,
+# smaller ones would leave it waiting for the next launch.
+GPU_LOGITS = 1 << 28
+# What stays in a CPU's cache is faster there.
+CPU_CHUNK = 2048
 
 
-def summed_loss(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+def _chunk(hidden: Tensor, weight: Tensor) -> int:
+    return max(1, GPU_LOGITS // len(weight)) if hidden.is_cuda else CPU_CHUNK
+
+
+def summed_loss(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int | None = None) -> tuple[Tensor, Tensor]:
     """(differentiable sum of token losses, every token's loss without gradient); in the dtype of `hidden`."""
-    total, losses = _ChunkedLoss.apply(hidden, weight, labels, chunk)  # type: ignore[no-untyped-call]
+    total, losses = _ChunkedLoss.apply(hidden, weight, labels, chunk or _chunk(hidden, weight))  # type: ignore[no-untyped-call]
     return total, losses
 
 
 @torch.no_grad()
-def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int = CHUNK) -> Tensor:
+def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int | None = None) -> Tensor:
     """The loss of every token, 0 where ignored: for evaluation and per-source means."""
+    chunk = chunk or _chunk(hidden, weight)
     pieces = [
         F.cross_entropy(_logits(part, weight), label, ignore_index=IGNORE, reduction="none")
         for part, label in zip(torch.split(hidden, chunk), torch.split(labels, chunk), strict=True)

@@ -111,7 +111,10 @@ def _source_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
             yield Problem(place=("sources", name, "kind"), text=text, show_value=True)
             continue
         key = "prose" if source.kind == "recall" else "path"
-        yield from _missing(loaded, ("sources", name, key), getattr(source, key))
+        value = getattr(source, key)
+        # What could be a Hub id is left to the reader, which asks the Hub.
+        if source.kind != "hf" or not HUB_ID.fullmatch(value):
+            yield from _missing(loaded, ("sources", name, key), value)
 
 
 def _eval_problems(loaded: LoadedRecipe) -> Iterator[Problem]:

@@ -1,13 +1,9 @@
-"""A recipe, box by box: corpus, rows, stages, scores, report; each is skipped while it still matches.
+"""A recipe, box by box: corpus and rows (prepare.py), stages, scores, report; each is skipped while it still matches.
 
 Promise: safe to re-run and to kill; what is done is said, with the reason.
 """
 
-import json
 import platform
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +12,15 @@ import torch
 import transformers
 
 from unspool import __version__
-from unspool.base.artefact import MANIFEST, write_atomic
 from unspool.base.errors import ConfigError
 from unspool.base.progress import say
-from unspool.data.corpus import build_corpus, check_engine
-from unspool.data.rows import build_rows
-from unspool.data.sources import RecallSource, Source
 from unspool.eval.config import Eval
 from unspool.eval.plan import Plan, runnable
 from unspool.eval.run import Scoring, score_model
-from unspool.model.load import load_tokenizer, model_digest, original_context
+from unspool.model.load import model_digest, original_context
 from unspool.model.scratch import NewModel
-from unspool.recipes.check import LoadedRecipe, check_inputs
-from unspool.recipes.schema import dump_recipe
+from unspool.recipes.check import LoadedRecipe
+from unspool.recipes.prepare import Preparation
 from unspool.report.gather import gather
 from unspool.report.headline import headline
 from unspool.report.render import write_report
@@ -48,22 +40,19 @@ class Outcome:
     headline: list[str]
 
 
-class Run:
+class Run(Preparation):
     """The boxes of one recipe. Building one checks everything that can be checked without work."""
 
     def __init__(self, loaded: LoadedRecipe) -> None:
-        check_inputs(loaded)
-        check_engine(loaded.recipe.engine)
-        self.loaded = loaded
-        self.recipe = loaded.recipe
-        self.out = self.recipe.out
-        self.device = pick_device(self.recipe.device)
-        self.model = self._model()
-        self.tokenizer = load_tokenizer(self.model if isinstance(self.model, str) else self.model.tokenizer)
-        original_context = self._original_context()
-        self.out.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.out / "recipe.yaml", dump_recipe(self.recipe))
-        self._note(original_context=original_context, base_model=str(self.recipe.model), versions=versions())
+        self.device = pick_device(loaded.recipe.device)
+        super().__init__(loaded)
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "original_context": self._original_context(),
+            "base_model": str(self.recipe.model),
+            "versions": versions(),
+        }
 
     def everything(self) -> Outcome:
         say(f"{self.recipe.name}: {len(self.recipe.stages)} stages on {self.device.type}, into {self.out}")
@@ -75,36 +64,6 @@ class Run:
             self.train(stage)
             self.score(stage.name)
         return self.report()
-
-    def corpora(self) -> dict[str, dict[str, Any]]:
-        """Tokenised documents of every source that some rows use; returns their counts."""
-        counts = {}
-        used = {source for config in self.recipe.rows.values() for source in config.shares}
-        for name in (name for name in self.recipe.sources if name in used):
-            with self._timed(f"corpus/{name}"):
-                counts[name] = build_corpus(
-                    self._resolved(self.recipe.sources[name]),
-                    self.out / "corpus" / name,
-                    tokenizer=self.tokenizer,
-                    root=Path(),
-                    engine=self.recipe.engine,
-                    seed=self.recipe.seed,
-                )
-        return counts
-
-    def rows(self) -> dict[str, dict[str, Any]]:
-        """Training rows; returns their counts."""
-        counts = {}
-        for name, config in self.recipe.rows.items():
-            with self._timed(f"rows/{name}"):
-                counts[name] = build_rows(
-                    config,
-                    {source: self.out / "corpus" / source for source in config.shares},
-                    self.out / "rows" / name,
-                    tokenizer=self.tokenizer,
-                    seed=self.recipe.seed,
-                )
-        return counts
 
     def train(self, stage: StageConfig) -> None:
         model, moments = self._start_of(stage)
@@ -144,12 +103,6 @@ class Run:
         evals = runnable([self._resolved_eval(entry) for entry in self.recipe.evals])
         Plan(evals, self.tokenizer, seed=self.recipe.seed, root=Path()).check()
 
-    def _model(self) -> str | NewModel:
-        model = self.recipe.model
-        if isinstance(model, str):
-            return self.loaded.path(model)
-        return model.model_copy(update={"tokenizer": self.loaded.path(model.tokenizer)})
-
     def _original_context(self) -> int:
         return original_context(self.model) if isinstance(self.model, str) else self.model.context
 
@@ -172,35 +125,9 @@ class Run:
     def _stage_dir(self, name: str) -> Path:
         return self.out / "stages" / name
 
-    def _resolved(self, source: Source) -> Source:
-        key = "prose" if isinstance(source, RecallSource) else "path"
-        return source.model_copy(update={key: self.loaded.path(getattr(source, key))})
-
     def _resolved_eval(self, entry: Eval) -> Eval:
         text = getattr(entry, "text", None)
         return entry if text is None else entry.model_copy(update={"text": self.loaded.path(text)})
-
-    @contextmanager
-    def _timed(self, box: str) -> Iterator[None]:
-        manifest = self.out / box / MANIFEST
-        before = manifest.stat().st_mtime_ns if manifest.is_file() else None
-        began = time.perf_counter()
-        yield
-        # A box that was up to date keeps the time it took when it was made.
-        if manifest.is_file() and manifest.stat().st_mtime_ns != before:
-            seconds = round(time.perf_counter() - began, 1)
-            self._note(seconds=self._notes().get("seconds", {}) | {box: seconds})
-
-    def _notes(self) -> dict[str, Any]:
-        path = self.out / "run.json"
-        try:
-            notes: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-        except ValueError:
-            return {}
-        return notes
-
-    def _note(self, **notes: Any) -> None:
-        write_atomic(self.out / "run.json", json.dumps(self._notes() | notes, indent=1) + "\n")
 
 
 def pick_device(wanted: str) -> torch.device:

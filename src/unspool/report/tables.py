@@ -124,6 +124,8 @@ def _mean(values: Iterable[float | None]) -> str:
 # These counts come first, in this order; drops last, since they are spelled out by reason.
 _COUNTS = ("documents", "rows", "tokens")
 _DROPS = "dropped"
+# Tables of their own, too large for a cell.
+_DETAILS = {"sources", "lengths"}
 
 
 def data_table(artefacts: Sequence[Artefact], group: str, caption: str) -> Table | None:
@@ -131,7 +133,7 @@ def data_table(artefacts: Sequence[Artefact], group: str, caption: str) -> Table
     chosen = [artefact for artefact in artefacts if artefact.path.startswith(f"{group}/")]
     if not chosen:
         return None
-    names = sorted({name for artefact in chosen for name in artefact.counts}, key=_count_order)
+    names = sorted({name for artefact in chosen for name in artefact.counts} - _DETAILS, key=_count_order)
     rows = []
     for artefact in chosen:
         numbers = [_show_count(artefact.counts.get(name)) for name in names]

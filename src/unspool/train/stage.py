@@ -18,13 +18,14 @@ from unspool.base.artefact import digest, publish, read_manifest, stale_reason, 
 from unspool.base.errors import UnspoolError
 from unspool.base.progress import Advance, progress_bar, say
 from unspool.base.sizes import format_count, format_size
-from unspool.data.mix import Mix
+from unspool.data.mix import Mix, epoch_warnings
 from unspool.data.store import RowSet, open_rows
 from unspool.data.tangle import knot_ids
 from unspool.model.export import save_model
-from unspool.model.load import build_new, fit_vocabulary, load_model, load_tokenizer, model_digest
+from unspool.model.load import build_new, fit_vocabulary, load_model, model_digest
 from unspool.model.rotary import apply_position
 from unspool.model.scratch import NewModel
+from unspool.model.tokenizer import load_tokenizer
 from unspool.model.trial import check_trainable
 from unspool.train.checkpoint import OPTIMIZER, load_checkpoint, load_moments, save_checkpoint, save_moments
 from unspool.train.config import StageConfig
@@ -62,14 +63,20 @@ def run_stage(stage: StageConfig, inputs: StageInputs, out_dir: Path, *, seed: i
         load_moments(inputs.moments, model, optimizer)
     resumed = f", resuming after step {done}" if done else ""
     tokens = f"{format_count(stage.steps * stage.batch)} tokens at {format_size(stage.context)}"
-    say(f"stage {stage.name}: {stage.steps} steps, {tokens} on {device.type} ({reason}{resumed})")
     mix = Mix(
         stage.mix,
         {name: len(row_set) for name, row_set in rows.items()},
         {name: row_set.row_len for name, row_set in rows.items()},
         stage.context,
         seed,
+        # Arms that start from the same model see the same rows; a stage that goes on from another sees new ones.
+        stage.name if inputs.moments else "",
     )
+    epochs = mix.epochs(stage.steps * stage.batch // stage.context)
+    repeated = ", ".join(f"{name} {epoch:.2g}" for name, epoch in epochs.items())
+    say(f"stage {stage.name}: {stage.steps} steps, {tokens} on {device.type} ({reason}{resumed}); epochs: {repeated}")
+    for warning in epoch_warnings(epochs):
+        say(f"stage {stage.name}: {warning}")
     _keep_metrics(work / METRICS, done)
     with progress_bar(f"stage {stage.name}", stage.steps) as advance:
         advance(done, "")

@@ -1,0 +1,114 @@
+"""What became of every record: in the corpus, in quarantine, or left out for a counted reason.
+
+In: items as readers yield them. Out: per task a small file of counts, `quarantine.jsonl` (file, record, reason,
+detail) and `left_out.jsonl` (document, part, reason), which the corpus joins in the order of its tasks.
+Promise: records = documents + quarantined + filtered, for every corpus and any number of workers.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unspool.base.errors import DataError
+from unspool.data.documents import Bad, Document, Filtered, Item
+
+QUARANTINE = "quarantine.jsonl"
+LEFT_OUT = "left_out.jsonl"
+# So many unreadable records, and more of them than readable ones: a wrong field or format, not a bad record.
+HOPELESS = 1000
+
+
+@dataclass
+class Ledger:
+    """The records of one task, or of a whole corpus."""
+
+    records: int = 0
+    filtered: Counter[str] = field(default_factory=Counter)  # by reason
+    bad: list[Bad] = field(default_factory=list)
+    left_out: list[tuple[str, str, str]] = field(default_factory=list)  # document, part of it, reason
+
+    def clear(self) -> None:
+        self.records = 0
+        self.filtered.clear()
+        self.bad.clear()
+        self.left_out.clear()
+
+    def enter(self, item: Item) -> None:
+        self.records += 1
+        if isinstance(item, Filtered):
+            self.filtered[item.reason] += 1
+        elif isinstance(item, Bad):
+            self.bad.append(item)
+            if len(self.bad) >= HOPELESS and 2 * len(self.bad) > self.records:
+                raise DataError(
+                    f"{len(self.bad):,} of the first {self.records:,} records cannot be read; {describe(self.bad)} "
+                    "Check the source's kind and fields."
+                )
+        elif isinstance(item, Document):
+            self.left_out += [(item.id, part, reason) for part, reason in item.left_out]
+
+    def save(self, path: Path) -> None:
+        """Written by a task when its documents are in place."""
+        bad = [[entry.file, entry.record, entry.reason, entry.detail] for entry in self.bad]
+        content = {"records": self.records, "filtered": self.filtered, "bad": bad, "left_out": self.left_out}
+        path.write_text(json.dumps(content, ensure_ascii=True))
+
+    def publish(self, folder: Path) -> None:
+        """Write the lists for people into a corpus folder, if there is anything in them."""
+        quarantine = [
+            {"file": entry.file, "record": entry.record, "reason": entry.reason, "detail": entry.detail}
+            for entry in self.bad
+        ]
+        left_out = [{"document": document, "part": part, "reason": reason} for document, part, reason in self.left_out]
+        for name, entries in ((QUARANTINE, quarantine), (LEFT_OUT, left_out)):
+            path = folder / name
+            path.unlink(missing_ok=True)
+            if entries:
+                path.write_text("".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries))
+
+    def counts(self, *, documents: int) -> dict[str, Any]:
+        """For the manifest. Records that were read and are not in the corpus for no other reason hit the limit."""
+        rest = self.records - documents - len(self.bad) - self.filtered.total()
+        assert rest >= 0, (self.records, documents, len(self.bad), self.filtered)
+        filtered = self.filtered + Counter({"limit": rest})
+        return {
+            "records": self.records,
+            "quarantined": dict(sorted(Counter(entry.reason for entry in self.bad).items())),
+            "filtered": dict(sorted(filtered.items())),
+            "left_out": dict(sorted(Counter(reason for _, _, reason in self.left_out).items())),
+        }
+
+
+def load_ledgers(paths: Iterable[Path]) -> Ledger:
+    """The ledgers of several tasks as one, in the order given."""
+    whole = Ledger()
+    for path in paths:
+        content = json.loads(path.read_text())
+        whole.records += content["records"]
+        whole.filtered.update(content["filtered"])
+        whole.bad += [Bad(*entry) for entry in content["bad"]]
+        whole.left_out += [(document, part, reason) for document, part, reason in content["left_out"]]
+    return whole
+
+
+def refuse_too_many(ledger: Ledger, *, name: str, max_bad: float, listed: Path) -> None:
+    """DataError if a larger share of the records is unreadable than the source allows."""
+    if len(ledger.bad) <= max_bad * ledger.records:
+        return
+    share = len(ledger.bad) / ledger.records
+    raise DataError(
+        f"corpus {name}: {len(ledger.bad):,} of {ledger.records:,} records ({share:.2g}) cannot be read, more than "
+        f"max_bad={max_bad:g} allows; {describe(ledger.bad)} All are listed in {listed}. "
+        f"Repair the input or set sources.{name}.max_bad higher; what was read is kept."
+    )
+
+
+def describe(bad: list[Bad]) -> str:
+    """One sentence: how many of what, and the first of them."""
+    reasons = Counter(entry.reason for entry in bad).most_common()
+    first = bad[0]
+    counted = ", ".join(f"{count:,} {reason}" for reason, count in reasons)
+    return f"{counted}; the first is {first.file}, {first.record}: {first.detail}."

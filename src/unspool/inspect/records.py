@@ -1,0 +1,125 @@
+"""A plain input file, read as a source of a recipe would read it, so that its documents are seen before any work.
+
+Promise: records come in file order and only as far as they are shown; what a source would set aside or leave out
+is shown as that, with its reason. With a tokenizer the documents are shown as its tokens.
+Price: the last of many records is found by reading all before it.
+"""
+
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from unspool.base.errors import ConfigError
+from unspool.data.documents import Bad, Document, Filtered
+from unspool.data.documents import Item as Record
+from unspool.data.readers import read_units
+from unspool.data.sources import FileSource
+from unspool.inspect.place import Place
+from unspool.inspect.reading import Reading
+from unspool.inspect.summary import Summary
+from unspool.inspect.views import Item, Part, Show, Span, control_roles, spans_of, text_spans
+
+# Which kind of source reads a file, by its name; everything else is text.
+KINDS = {
+    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
+    "parquet": (".parquet",),
+    "repos": (".tar.gz", ".tgz", ".tar", ".zip", ".whl"),
+}
+
+
+class Records:
+    """A `Collection` of the records of one file."""
+
+    def __init__(self, place: Place, reading: Reading, *, field: str | None, seed: int) -> None:
+        self._path = place.path
+        self._reading = reading
+        self._seed = seed
+        self._source = _source(self._path, field)
+        self._read: list[Record] = []
+        self._ended = False
+
+    def summary(self) -> Summary:
+        count = len(self._read)
+        headline = f"{count:,} records" if self._ended else f"the first {count:,} records"
+        if count == 1:
+            headline = "1 record" if self._ended else "the first record"
+        return Summary(
+            path=self._path,
+            kind="records",
+            headline=headline,
+            facts=[
+                ("file", f"{self._path.stat().st_size:,} bytes"),
+                ("read as", f"kind: {self._source.kind}"),
+                ("tokenizer", self._reading.name or "none; --tokenizer shows tokens"),
+            ],
+            notes=self._reading.notes,
+        )
+
+    def pick(self, *, indices: list[int], count: int, seed: int, source: str | None) -> list[int]:
+        if source is not None:
+            raise ConfigError("--source is for rows, which can mix several; this is one input file.")
+        if min(indices, default=0) < 0:
+            raise ConfigError(f"--index {min(indices)}: records are counted from 0.")
+        self._load(max(indices, default=count - 1) + 1)
+        for index in indices:
+            if index >= len(self._read):
+                raise ConfigError(f"--index {index}: {self._path} ends after {len(self._read):,} records, from 0.")
+        return indices or list(range(min(count, len(self._read))))
+
+    def item(self, index: int, show: Show) -> Item:
+        record = self._read[index]
+        name = f"record {index}"
+        if isinstance(record, Bad):
+            why = Span(f"{record.reason}: {record.detail}", "bad")
+            return Item(index=index, name=name, among="", facts=[record.record, "cannot be read"], parts=[_part(why)])
+        if isinstance(record, Filtered) or not (record.text.strip() or record.tokens is not None):
+            reason = record.reason if isinstance(record, Filtered) else "empty"
+            facts = [record.id, "left out"]
+            return Item(index=index, name=name, among="", facts=facts, parts=[_part(Span(reason, "bad"))])
+        return self._document(index, name, record, show)
+
+    def _document(self, index: int, name: str, record: Document, show: Show) -> Item:
+        left_out = Counter(reason for _, reason in record.left_out)
+        facts = [record.id, f"{len(record.text):,} characters" if record.text else ""]
+        facts += (
+            [f"left out: {', '.join(f'{count} {reason}' for reason, count in left_out.items())}"] if left_out else []
+        )
+        tokens, decoder = record.tokens, self._reading.decoder
+        if tokens is None and self._reading.encoder is not None:
+            (tokens,) = self._reading.encoder.encode([record.text])
+        if tokens is None:
+            spans = text_spans(record.text, show)
+            part = Part(title=record.id, length=len(record.text), unit="characters", spans=spans, group=index)
+            return Item(index=index, name=name, among="", facts=facts, parts=[part])
+        asked = np.ones(len(tokens), dtype=np.bool_)
+        spans = spans_of(tokens, control_roles(tokens, decoder), asked, decoder, show)
+        part = Part(title=record.id, length=len(tokens), spans=spans, group=index)
+        return Item(index=index, name=name, among="", facts=[*facts, f"{len(tokens):,} tokens"], parts=[part])
+
+    def _load(self, count: int) -> None:
+        self._read = list(islice(read_units(self._source, [self._path], self._seed), count))
+        self._ended = len(self._read) < count
+        if not self._read:
+            raise ConfigError(f"{self._path}: holds no record; a source of kind {self._source.kind} would be empty.")
+
+
+def kind_of(path: Path) -> str:
+    return next((kind for kind, endings in KINDS.items() if path.name.lower().endswith(endings)), "text")
+
+
+def _source(path: Path, field: str | None) -> FileSource:
+    settings: dict[str, Any] = {"kind": kind_of(path), "path": str(path)}
+    if field is not None:
+        if settings["kind"] not in ("jsonl", "parquet"):
+            raise ConfigError(f"--text {field}: {path.name} is read as kind: {settings['kind']}, which has no fields.")
+        settings["text"] = field
+    source: FileSource = TypeAdapter(FileSource).validate_python(settings)
+    return source
+
+
+def _part(span: Span) -> Part:
+    return Part(title="", length=0, spans=[span], group=-1)

@@ -1,0 +1,66 @@
+"""What a corpus or rows are as a whole: counts, sources, and how long their documents are."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unspool.base.sizes import format_size
+from unspool.data.lengths import Histogram, histogram
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    path: Path
+    kind: str  # "rows", "documents", "records"
+    headline: str  # "464 rows of 2K tokens"
+    facts: list[tuple[str, str]]
+    part: str = "document"  # what the lengths are lengths of
+    lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    sample: str = ""  # what the lengths were taken from, unless it is everything
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def bins(self) -> Histogram:
+        return histogram(self.lengths[self.lengths > 0])
+
+    @property
+    def length_line(self) -> str:
+        if not len(self.lengths):
+            return ""
+        median, most = np.quantile(self.lengths, [0.5, 0.9], method="lower").tolist()
+        line = (
+            f"{self.part}s: {len(self.lengths):,}, median {median:,.0f} tokens, 9 of 10 have at most {most:,.0f}, "
+            f"longest {self.lengths.max():,}"
+        )
+        return f"{line} ({self.sample})" if self.sample else line
+
+
+def manifest_facts(counts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The numbers of a manifest, whatever it counts: `tokens_in` reads "tokens in", reasons stand on one line."""
+    facts = []
+    for name, value in counts.items():
+        shown = show_count(value)
+        if shown:
+            facts.append((name.replace("_", " "), shown))
+    return facts
+
+
+def show_count(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, str):
+        return value
+    # A table of its own, such as lengths by source, is not for one line.
+    if isinstance(value, dict) and value and all(isinstance(number, int) for number in value.values()):
+        return ", ".join(f"{name} {number:,}" for name, number in value.items())
+    return ""
+
+
+def show_length(tokens: int) -> str:
+    return f"{format_size(tokens)} tokens"

@@ -1,0 +1,141 @@
+"""What is shown of a row or a document, ready for terminal, page and JSON.
+
+In: tokens with what is known about them. Out: `Item`s made of `Part`s (a document, or a piece of a tangled
+row) made of `Span`s (text that looks alike).
+Promise: nothing is claimed that the tokens do not show; what is left out for space is counted.
+Elsewhere: spelling tokens (decode.py), tangled rows (knots.py), drawing (terminal.py, page.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from unspool.inspect.decode import Decoder
+from unspool.inspect.visible import NEWLINE, SPACE, one_line, raw_bytes
+
+Role = Literal["text", "control", "knot", "label", "hidden", "bad"]
+# In the order of the codes that arrays of roles hold.
+ROLES: tuple[Role, ...] = ("text", "control", "knot", "label")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    text: str  # as it is; `visible` makes it safe to show
+    role: Role
+    loss: bool = True  # whether its tokens are asked for in training
+    ids: tuple[int, ...] = ()  # one id: the span is a token shown with its border
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A document of a row, or what there is of it."""
+
+    title: str  # "document 3 of 7"
+    length: int
+    unit: str = "tokens"
+    facts: list[str] = field(default_factory=list)  # "cut at the start"
+    spans: list[Span] = field(default_factory=list)
+    group: int = 0  # parts of one document share it
+    start: int = 0  # in the row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A row, a document, or a record of an input file."""
+
+    index: int
+    name: str  # "row 12"
+    among: str  # "of 0–463"; empty where nobody knows how many there are
+    facts: list[str]
+    parts: list[Part]
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} {self.among}".rstrip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """How much of a part is shown, and how."""
+
+    tokens: bool = False  # borders and ids instead of running text
+    head: int | None = None  # tokens shown at the start of a long part; None: all of it
+    tail: int = 0
+
+    def is_long(self, length: int) -> bool:
+        # Leaving out a few tokens would cost a reader more than it saves.
+        return self.head is not None and length > 1.4 * (self.head + self.tail)
+
+
+def spans_of(
+    tokens: np.ndarray, roles: np.ndarray, loss: np.ndarray, decoder: Decoder | None, show: Show
+) -> list[Span]:
+    """A part's tokens as spans, those in the middle of a long one left out."""
+    count = len(tokens)
+    head, tail = count, count
+    if show.is_long(count):
+        assert show.head is not None
+        head, tail = show.head, count - show.tail
+        if decoder is not None:
+            head, tail = decoder.next_border(tokens, head), decoder.next_border(tokens, tail)
+    spans = _stretch(tokens[:head], roles[:head], loss[:head], decoder, show)
+    if tail > head:
+        spans.append(Span(f"{tail - head:,} tokens hidden", "hidden"))
+        spans += _stretch(tokens[tail:], roles[tail:], loss[tail:], decoder, show)
+    return spans
+
+
+def text_spans(text: str, show: Show, *, chars_per_token: int = 4) -> list[Span]:
+    """The same for text that was never tokenised."""
+    if show.head is None or not show.is_long(len(text) // chars_per_token):
+        return [Span(text, "text")]
+    head, tail = show.head * chars_per_token, len(text) - show.tail * chars_per_token
+    return [
+        Span(text[:head], "text"),
+        Span(f"{tail - head:,} characters hidden", "hidden"),
+        Span(text[tail:], "text"),
+    ]
+
+
+def control_roles(tokens: np.ndarray, decoder: Decoder | None) -> np.ndarray:
+    """Codes of `ROLES`: control tokens and ids beyond the vocabulary apart from text."""
+    if decoder is None:
+        return np.zeros(len(tokens), dtype=np.uint8)
+    return np.isin(tokens, list(decoder.special)).astype(np.uint8)
+
+
+def _stretch(
+    tokens: np.ndarray, roles: np.ndarray, loss: np.ndarray, decoder: Decoder | None, show: Show
+) -> list[Span]:
+    if not len(tokens):
+        return []
+    if show.tokens or decoder is None:
+        return [
+            Span(_token_text(token, decoder), ROLES[role], bool(asked), (token,))
+            for token, role, asked in zip(tokens.tolist(), roles.tolist(), loss.tolist(), strict=True)
+        ]
+    changes = np.flatnonzero((np.diff(roles) != 0) | (np.diff(loss) != 0)) + 1
+    runs = np.split(tokens, changes)
+    firsts = [0, *changes.tolist()]
+    texts = decoder.texts(runs)
+    return [
+        Span(text, ROLES[roles[first]], bool(loss[first])) for text, first in zip(texts, firsts, strict=True) if text
+    ]
+
+
+def _token_text(token: int, decoder: Decoder | None) -> str:
+    """One token on one line; its bytes where it is only part of a character."""
+    if decoder is None:
+        return ""
+    data = decoder.bytes_of(token)
+    try:
+        return data.decode("utf-8").replace("\n", NEWLINE).replace(" ", SPACE)
+    except UnicodeDecodeError:
+        return raw_bytes(data)
+
+
+def shown_line(parts: Sequence[str]) -> str:
+    """Facts on one line, whatever was in them."""
+    return " · ".join(one_line(part) for part in parts if part)

@@ -1,0 +1,61 @@
+"""Tokenizers from a Hub id, a folder or a GGUF file.
+
+Apart from load.py, since preparing documents needs a tokenizer and none of what models are made of, which takes
+seconds and hundreds of megabytes to import.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from unspool.base.errors import ConfigError
+
+# Names of the class that does what tokenizer.json says and nothing else.
+_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+def load_tokenizer(ref: str) -> Any:
+    """The fast tokenizer that belongs to `ref`."""
+    quiet()
+    try:
+        tokenizer = _loader(ref).from_pretrained(**location(ref), trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"model {ref}: no tokenizer could be loaded ({first_line(error)}).") from error
+    if not tokenizer.is_fast:
+        raise ConfigError(f"model {ref}: its tokenizer has no fast version; save one as tokenizer.json beside it.")
+    return tokenizer
+
+
+def _loader(ref: str) -> Any:
+    """`AutoTokenizer`, or what it would take in the end, without importing torch to find that out."""
+    try:
+        named = json.loads((Path(ref) / "tokenizer_config.json").read_text()).get("tokenizer_class")
+    except (OSError, ValueError, AttributeError):
+        named = None
+    if named in _GENERIC:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def location(ref: str) -> dict[str, str]:
+    """What `from_pretrained` wants to be told."""
+    path = Path(ref)
+    if path.suffix == ".gguf":
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    return {"pretrained_model_name_or_path": ref}
+
+
+def quiet() -> None:
+    """Keep `transformers` from printing."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

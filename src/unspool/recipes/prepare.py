@@ -1,0 +1,105 @@
+"""The boxes of a recipe that need no model: corpora and rows.
+
+Apart from run.py, so that preparing documents starts without importing what trains and scores.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from unspool.base.artefact import MANIFEST, write_atomic
+from unspool.data.corpus import build_corpus
+from unspool.data.executors import check_engine
+from unspool.data.rows import build_rows
+from unspool.data.sources import RecallSource, Source
+from unspool.model.scratch import NewModel
+from unspool.model.tokenizer import load_tokenizer
+from unspool.recipes.check import LoadedRecipe, check_inputs
+from unspool.recipes.schema import dump_recipe
+
+
+class Preparation:
+    """Corpora and rows of one recipe. Building one checks everything that can be checked without work."""
+
+    def __init__(self, loaded: LoadedRecipe) -> None:
+        check_inputs(loaded)
+        check_engine(loaded.recipe.engine)
+        self.loaded = loaded
+        self.recipe = loaded.recipe
+        self.out = self.recipe.out
+        self.model = self._model()
+        self.tokenizer = load_tokenizer(self.model if isinstance(self.model, str) else self.model.tokenizer)
+        facts = self._facts()
+        # Nothing is written before everything is checked.
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.out / "recipe.yaml", dump_recipe(self.recipe))
+        self._note(**facts)
+
+    def _facts(self) -> dict[str, Any]:
+        """What is worth noting about this run from the start."""
+        return {}
+
+    def corpora(self) -> dict[str, dict[str, Any]]:
+        """Tokenised documents of every source that some rows use; returns their counts."""
+        counts = {}
+        used = {source for config in self.recipe.rows.values() for source in config.shares}
+        for name in (name for name in self.recipe.sources if name in used):
+            with self._timed(f"corpus/{name}"):
+                counts[name] = build_corpus(
+                    self._resolved(self.recipe.sources[name]),
+                    self.out / "corpus" / name,
+                    tokenizer=self.tokenizer,
+                    root=Path(),
+                    engine=self.recipe.engine,
+                    seed=self.recipe.seed,
+                )
+        return counts
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """Training rows; returns their counts."""
+        counts = {}
+        for name, config in self.recipe.rows.items():
+            with self._timed(f"rows/{name}"):
+                counts[name] = build_rows(
+                    config,
+                    {source: self.out / "corpus" / source for source in config.shares},
+                    self.out / "rows" / name,
+                    tokenizer=self.tokenizer,
+                    seed=self.recipe.seed,
+                )
+        return counts
+
+    def _model(self) -> str | NewModel:
+        model = self.recipe.model
+        if isinstance(model, str):
+            return self.loaded.path(model)
+        return model.model_copy(update={"tokenizer": self.loaded.path(model.tokenizer)})
+
+    def _resolved(self, source: Source) -> Source:
+        key = "prose" if isinstance(source, RecallSource) else "path"
+        return source.model_copy(update={key: self.loaded.path(getattr(source, key))})
+
+    @contextmanager
+    def _timed(self, box: str) -> Iterator[None]:
+        manifest = self.out / box / MANIFEST
+        before = manifest.stat().st_mtime_ns if manifest.is_file() else None
+        began = time.perf_counter()
+        yield
+        # A box that was up to date keeps the time it took when it was made.
+        if manifest.is_file() and manifest.stat().st_mtime_ns != before:
+            seconds = round(time.perf_counter() - began, 1)
+            self._note(seconds=self._notes().get("seconds", {}) | {box: seconds})
+
+    def _notes(self) -> dict[str, Any]:
+        path = self.out / "run.json"
+        try:
+            notes: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        except ValueError:
+            return {}
+        return notes
+
+    def _note(self, **notes: Any) -> None:
+        write_atomic(self.out / "run.json", json.dumps(self._notes() | notes, indent=1) + "\n")

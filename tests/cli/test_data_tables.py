@@ -1,0 +1,91 @@
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from unspool.cli.data_tables import accounting_table, histogram_table, length_table, rows_table, share_table
+from unspool.data.lengths import histogram
+from unspool.data.lengths import length_table as measure
+
+K = 1024
+SOURCES = measure({"books": np.array([100, 9 * K, 70 * K, 600 * K]), "wiki": np.array([500] * 3)})
+COUNTS: dict[str, Any] = {
+    "rows": 10,
+    "tokens": 640,
+    "documents": 50,
+    "tokens_in": 1000,
+    "tokens_added": 7,
+    "dropped": {"last_row": 60, "unread": 307},
+    "fill_rate": 633 / 640,
+    "truncation_rate": 0.125,
+    "sources": {
+        "a": {"tokens_in": 600, "tokens": 540, "dropped": {"last_row": 60}, "lengths": histogram(np.array([540]))},
+        "b": {"tokens_in": 400, "tokens": 93, "dropped": {"unread": 307}, "lengths": histogram(np.array([93]))},
+    },
+}
+
+
+def lines(table: Table) -> list[list[str]]:
+    """The cells of every line, headings first."""
+    console = Console(width=300)
+    with console.capture() as capture:
+        console.print(table)
+    return [
+        [cell.strip() for cell in line.split("  ") if cell.strip()]
+        for line in capture.get().splitlines()
+        if line.strip()
+    ]
+
+
+def test_a_length_table_counts_documents_by_length_and_long_tokens():
+    head, books, wiki = lines(length_table(SOURCES))
+    assert head[3:] == [
+        *("<8K", "8K–16K", "16K–32K", "32K–64K", "64K–128K", "128K–256K", "256K–512K", "≥512K"),
+        "tokens in ≥64K",
+    ]
+    assert books == ["books", "4", "695K", "1", "1", "1", "1", "686K"]
+    assert wiki == ["wiki", "3", "1.5K", "3", "0"]
+
+
+def test_a_share_table_gives_shares_of_documents():
+    head, books, wiki = lines(share_table(SOURCES))
+    assert head == ["source", "≥4K", "≥8K", "≥16K", "≥32K"]
+    assert books == ["books", "75.0%", "75.0%", "50.0%", "50.0%"]
+    assert wiki == ["wiki", "0.0%", "0.0%", "0.0%", "0.0%"]
+
+
+def test_a_histogram_has_a_bar_for_each_power_of_two():
+    head, short, long = lines(histogram_table(histogram(np.array([3, 3, 4, 4, 4, 4, 4, 4])), width=8))
+    assert head == ["tokens", "documents", "of tokens"]
+    assert short == ["2–4", "2", "20.0%", "██"]
+    assert long == ["4–8", "6", "80.0%", "████████"]
+
+
+def test_no_documents_give_an_empty_histogram():
+    assert len(lines(histogram_table(histogram(np.zeros(0, dtype=np.int64))))) == 1
+
+
+def test_a_rows_table_says_how_full_and_how_often_cut():
+    _, entry = lines(rows_table({"long": COUNTS}))
+    assert entry == ["long", "10", "640", "50", "98.9%", "12.5%", "last row 60, unread 307"]
+
+
+def test_counts_of_an_older_manifest_are_shown_without_what_they_lack():
+    old = {name: COUNTS[name] for name in ("rows", "tokens", "documents", "tokens_in", "tokens_added", "dropped")}
+    assert lines(rows_table({"long": old}))[1][4:6] == ["–", "–"]
+    assert lines(accounting_table(old))[1:] == [["all", "1,000", "7", "640", "60", "307"]]
+
+
+def test_an_accounting_table_adds_up_by_source_and_in_all():
+    head, first, second, everything = lines(accounting_table(COUNTS))
+    assert head == ["source", "tokens in", "added", "in rows", "last row", "unread"]
+    assert first == ["a", "600", "540", "60"]
+    assert second == ["b", "400", "93", "307"]
+    assert everything == ["all", "1,000", "7", "640", "60", "307"]
+
+
+@pytest.mark.parametrize("build", [length_table, share_table])
+def test_sources_without_lengths_are_left_out(build):
+    assert len(lines(build({"tangled": {"tokens": 3}}))) == 1

@@ -1,0 +1,128 @@
+"""`unspool look` from the command line: what it prints, what it writes, and one sentence for every mistake."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from unspool.cli.main import build_app
+
+# tests/inspect has no __init__.py, because a package of that name would hide Python's own `inspect`.
+sys.path.insert(0, str(Path(__file__).parents[1] / "inspect"))
+
+from look_factory import save_run
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_run(tmp_path_factory.mktemp("runs") / "small")
+
+
+def look(*args: object) -> str:
+    done = CliRunner().invoke(build_app(), ["look", *map(str, args)])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def refused(*args: object) -> str:
+    done = CliRunner().invoke(build_app(), ["look", *map(str, args)])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_a_run_lists_what_it_holds_and_the_commands_work(run_dir):
+    shown = look(run_dir)
+    assert "3 documents" in shown
+    commands = [line.split()[2] for line in shown.splitlines() if line.startswith("  unspool look ")]
+    assert [Path(path).name for path in commands] == ["books", "short", "tangled"]
+    for path in commands:
+        assert look(path, "--count", 1)
+
+
+def test_a_run_is_listed_by_source_and_as_json(run_dir):
+    entries = json.loads(look(run_dir, "--json", "--source", "books"))
+    assert [(entry["kind"], entry["count"]) for entry in entries] == [
+        ("corpus", 3),
+        ("rows", entries[1]["count"]),
+        ("rows", 1),
+    ]
+    assert "there are books" in refused(run_dir, "--source", "wiki")
+
+
+def test_rows_are_shown_with_borders_and_the_number_of_rows(run_dir):
+    shown = look(run_dir / "rows" / "short", "--count", 2)
+    assert "── document 1 of " in shown
+    assert shown.count("━━ row ") == 2
+    assert "━━ row 0 of 0–" in shown
+    assert "\x1b" not in shown
+
+
+def test_a_single_file_and_chosen_indices(run_dir):
+    shown = look(run_dir / "corpus" / "books" / "docs-00000.arrow", "--index", 2, "--index", 0)
+    assert shown.index("━━ document 2 of 0–2") < shown.index("━━ document 0 of 0–2")
+    assert "a bridge⇥   and␍\n␛[31mred ⟨U+202E⟩turned<|end|>" in shown
+
+
+def test_tokens_are_shown_with_ids(run_dir):
+    assert "⟨<|end|>⟩" in look(run_dir / "corpus" / "books", "--tokens", "--index", 0)
+
+
+def test_json_holds_texts_as_they_are(run_dir):
+    values = json.loads(look(run_dir / "corpus" / "books", "--json", "--index", 2))
+    (item,) = values["items"]
+    assert (
+        "".join(span["text"] for span in item["parts"][0]["spans"])
+        == "a bridge\tand\r\n\x1b[31mred \u202eturned<|end|>"
+    )
+    assert values["facts"]["documents"] == "3"
+    assert sum(values["lengths"]["documents"]) == 3
+
+
+def test_a_page_is_written_and_named(run_dir, tmp_path):
+    shown = look(run_dir / "rows" / "tangled", "--html", tmp_path / "look.html")
+    assert shown == f"page: {tmp_path / 'look.html'}\n"
+    assert "Ab12Cd" in (tmp_path / "look.html").read_text()
+
+
+def test_an_input_file_is_shown_as_a_source_would_read_it(tmp_path):
+    path = tmp_path / "books.jsonl"
+    path.write_text('{"text": "the old mill"}\n{"text": 1}\n')
+    shown = look(path)
+    assert "the old mill" in shown
+    assert "not_text" in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "wanted"),
+    [
+        (["nowhere"], "nowhere: no such file or folder"),
+        (["rows/short", "--index", "99"], "--index 99: there are "),
+        (["rows/short", "--source", "bookz"], "did you mean 'books'?"),
+        (["rows/short", "--text", "body"], "--text is for JSONL and Parquet files"),
+        (["rows/short", "--tokenizer", "corpus"], "no tokenizer could be loaded"),
+        (["corpus/books", "--source", "books"], "--source is for rows"),
+        (["corpus/books", "--html", "."], "is a folder; name the file to write"),
+        ([".", "--html", "page.html"], "--html shows one folder"),
+        (["recipe.yaml", "--text", "body"], "is read as kind: text, which has no fields"),
+    ],
+)
+def test_every_mistake_is_one_sentence(args, wanted, run_dir, monkeypatch):
+    monkeypatch.chdir(run_dir)
+    assert wanted in refused(*args)
+
+
+def test_an_empty_folder_and_a_broken_file_are_one_sentence(tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "the folder is empty" in refused(tmp_path / "empty")
+    (tmp_path / "rows-00000.arrow").write_bytes(b"ARROW1")
+    assert "not a complete Arrow file" in refused(tmp_path / "rows-00000.arrow")
+
+
+def test_help_teaches_with_examples():
+    done = CliRunner().invoke(build_app(), ["look", "--help"])
+    assert done.exit_code == 0
+    assert "unspool look runs/tiny/rows/utk-2k --index 7 --full" in done.stdout

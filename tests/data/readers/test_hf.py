@@ -1,0 +1,491 @@
+"""Datasets in the forms the Hub and `save_to_disk` give them; the Hub itself is played by a folder."""
+
+import gzip
+import json
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from huggingface_hub.errors import RepositoryNotFoundError
+
+from unspool.base.errors import ConfigError, DataError
+from unspool.data.documents import Bad, Document, Filtered, Item
+from unspool.data.readers import hf
+from unspool.data.sources import HfSource
+
+
+def source(path: str = ".", **settings: Any) -> HfSource:
+    return HfSource(kind="hf", path=path, **settings)
+
+
+def write(path: Path, *texts: str) -> None:
+    """A data file of the format its name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"text": texts}), path)
+    elif path.suffix == ".arrow":
+        write_stream(path, [pa.record_batch({"text": pa.array(texts, type=pa.string())})])
+    else:
+        data = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+        pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
+        path.write_bytes(pack(data))
+
+
+def write_stream(path: Path, batches: Sequence[pa.RecordBatch]) -> None:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+
+
+def save_to_disk(folder: Path, texts: Sequence[str], *, split: str | None = None, num_files: int = 1) -> None:
+    """What `datasets` writes: Arrow streams and two JSON files that describe them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"data-{number:05}-of-{num_files:05}.arrow" for number in range(num_files)]
+    for name, chosen in zip(names, np.array_split(np.array(texts, dtype=object), num_files), strict=True):
+        write(folder / name, *chosen)
+    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "0", "_split": split}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def card(folder: Path, configs: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text(f"---\nlicense: mit\n{configs}\n---\n# A dataset\n\n---\nnot: yaml\n---\n")
+
+
+def names(root: Path, settings: HfSource) -> list[str]:
+    return [
+        path.relative_to((root / settings.path).resolve()).as_posix() for path in hf.units(settings, root.resolve())
+    ]
+
+
+def read(root: Path, settings: HfSource) -> list[Item]:
+    return list(hf.read(settings, hf.units(settings, root), seed=0))
+
+
+def texts_of(items: list[Item]) -> list[str]:
+    return [item.text for item in items if isinstance(item, Document)]
+
+
+def bad(items: list[Item]) -> list[tuple[str, str]]:
+    return [(item.record, item.reason) for item in items if isinstance(item, Bad)]
+
+
+# Saved with save_to_disk
+
+
+def test_a_saved_dataset_is_read_in_order(tmp_path):
+    texts = [f"text {number}" for number in range(25)]
+    save_to_disk(tmp_path, texts, num_files=3)
+
+    items = read(tmp_path, source())
+
+    assert texts_of(items) == texts
+    assert isinstance(items[0], Document) and items[0].id == "data-00000-of-00003.arrow:1"
+
+
+def test_a_saved_dictionary_of_splits_gives_the_split_that_was_asked_for(tmp_path):
+    for split in ("train", "test"):
+        save_to_disk(tmp_path / split, [f"of {split}"], split=split)
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+
+    assert texts_of(read(tmp_path, source())) == ["of train"]
+    assert texts_of(read(tmp_path, source(split="test"))) == ["of test"]
+    with pytest.raises(ConfigError, match="no split 'dev'; set split to one of: 'train', 'test'"):
+        hf.units(source(split="dev"), tmp_path)
+
+
+def test_a_saved_split_is_not_taken_for_another(tmp_path):
+    save_to_disk(tmp_path / "test", ["one"], split="test")
+    save_to_disk(tmp_path / "part", ["two"], split="train[:1%]")
+
+    with pytest.raises(ConfigError, match="no split 'train'; set split to one of: 'test'"):
+        hf.units(source("test"), tmp_path)
+    assert texts_of(read(tmp_path, source("part"))) == ["two"]
+
+
+@pytest.mark.parametrize(
+    "state",
+    ["{", "[]", "{}", '{"_data_files": [{"filename": "../x.arrow"}]}', '{"_data_files": [{"filename": "gone.arrow"}]}'],
+)
+def test_a_saved_dataset_that_is_not_whole_is_refused(tmp_path, state):
+    write(tmp_path / "x.arrow", "outside")
+    save_to_disk(tmp_path / "saved", ["one"])
+    (tmp_path / "saved" / "state.json").write_text(state)
+    with pytest.raises(DataError, match=r"state\.json"):
+        hf.units(source("saved"), tmp_path)
+
+
+# Arrow
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view(), pa.binary()])
+def test_arrow_files_and_streams_of_any_text_type_are_read(tmp_path, kind):
+    values = pa.array(["ä", "b" * 3000, "c"]).cast(pa.binary()).cast(kind)
+    table = pa.table({"n": [1, 2, 3], "text": values})
+    with pa.OSFile(str(tmp_path / "file.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    write_stream(tmp_path / "stream.arrow", table.to_batches(max_chunksize=2))
+
+    assert texts_of(read(tmp_path, source("file.arrow"))) == ["ä", "b" * 3000, "c"]
+    assert texts_of(read(tmp_path, source("stream.arrow"))) == ["ä", "b" * 3000, "c"]
+
+
+def test_dictionaries_and_struct_fields_of_arrow_files_are_read(tmp_path):
+    batch = pa.record_batch(
+        {"text": pa.array(["a", "b", "a"]).dictionary_encode(), "s": [{"t": "x"}, None, {"t": None}]}
+    )
+    write_stream(tmp_path / "a.arrow", [batch])
+
+    assert texts_of(read(tmp_path, source("a.arrow"))) == ["a", "b", "a"]
+    items = read(tmp_path, source("a.arrow", text="s.t"))
+    assert texts_of(items) == ["x"] and bad(items) == [("record 2", "not_text"), ("record 3", "not_text")]
+
+
+def test_bad_records_of_an_arrow_file_are_set_aside_one_by_one(tmp_path):
+    values = pa.array([b"one", b"\xff", None, b"", b"a\0"], type=pa.binary()).view(pa.string())
+    write_stream(tmp_path / "a.arrow", [pa.record_batch({"text": values})] * 2)
+
+    items = read(tmp_path, source("a.arrow"))
+
+    assert texts_of(items) == ["one", "one"]
+    reasons = ["invalid_utf8", "not_text", "nul"]
+    assert bad(items) == [(f"record {n}", r) for n, r in zip((2, 3, 5, 7, 8, 10), reasons * 2, strict=True)]
+    assert [item.id for item in items if isinstance(item, Filtered)] == ["a.arrow:4", "a.arrow:9"]
+
+
+def test_a_missing_or_wrong_column_is_one_bad_record(tmp_path):
+    write_stream(tmp_path / "a.arrow", [pa.record_batch({"body": ["x"], "n": [1]})])
+    assert bad(read(tmp_path, source("a.arrow"))) == [("whole file", "missing_field")]
+    assert bad(read(tmp_path, source("a.arrow", text="n"))) == [("whole file", "not_text")]
+
+
+def test_an_arrow_stream_cut_short_is_told_from_one_that_ends(tmp_path):
+    path = tmp_path / "a.arrow"
+    batch = pa.record_batch({"text": ["one", "two"]})
+    write_stream(path, [batch, batch])
+    whole = path.read_bytes()
+
+    path.write_bytes(whole[:-8])  # between two batches: nothing is missing but the mark
+    items = read(tmp_path, source("a.arrow"))
+    assert texts_of(items) == ["one", "two"] * 2 and bad(items) == [("after record 4", "truncated")]
+
+    path.write_bytes(whole[:-40])
+    items = read(tmp_path, source("a.arrow"))
+    assert texts_of(items) == ["one", "two"] and bad(items) == [("after record 2", "truncated")]
+
+    for content in (b"", b"no Arrow", b"ARROW1 but nothing more"):
+        path.write_bytes(content)
+        assert [record for record, _ in bad(read(tmp_path, source("a.arrow")))] == ["whole file"]
+    assert bad(list(hf.read(source(), [tmp_path / "gone.arrow"], seed=0))) == [("whole file", "unreadable")]
+
+
+def test_records_behind_an_early_end_of_an_arrow_stream_are_not_lost_in_silence(tmp_path):
+    path = tmp_path / "a.arrow"
+    write(path, "one", "two")
+    path.write_bytes(path.read_bytes() * 2)
+
+    items = read(tmp_path, source("a.arrow"))
+
+    assert texts_of(items) == ["one", "two"] and bad(items) == [("after record 2", "corrupt_page")]
+
+
+def test_offsets_that_leave_an_arrow_file_cost_only_their_batch(tmp_path):
+    path = tmp_path / "a.arrow"
+    write_stream(path, [pa.record_batch({"text": ["one", "two", "three" * 5]}), pa.record_batch({"text": ["four"]})])
+    data = path.read_bytes()
+    offsets = np.array([0, 3, 6, 31], dtype="<i4").tobytes()
+    assert data.count(offsets) == 1
+    path.write_bytes(data.replace(offsets, np.array([0, 1 << 30, 6, 31], dtype="<i4").tobytes()))
+
+    items = read(tmp_path, source("a.arrow"))
+
+    assert bad(items) == [("after record 0", "corrupt_page")] and texts_of(items) == ["four"]
+    assert isinstance(items[1], Document) and items[1].id == "a.arrow:4"
+
+
+def test_mutated_arrow_streams_give_items_and_never_an_error(tmp_path):
+    path = tmp_path / "a.arrow"
+    rng = np.random.default_rng(0)
+    batches = [pa.record_batch({"text": [f"{number} " + "word " * 5 for number in range(9)]})] * 3
+    write_stream(path, batches)
+    whole = path.read_bytes()
+    reasons: Counter[str] = Counter()
+    for _ in range(300):
+        data = bytearray(whole)
+        for position in rng.integers(0, len(data), size=int(rng.integers(1, 4))):
+            data[position] = int(rng.integers(256))
+        path.write_bytes(data[: int(rng.integers(1, len(data)))] if rng.random() < 0.2 else data)
+        items = read(tmp_path, source("a.arrow"))
+        assert 1 <= len(items) <= 28
+        reasons.update(reason for _, reason in bad(items))
+    assert len(reasons) > 2, "the mutations hardly broke anything"
+
+
+# The Hub's layout
+
+
+@pytest.mark.parametrize(
+    ("files", "train", "test"),
+    [
+        (["data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet", "x.parquet"], 1, 1),
+        (["data/train-00000-of-00002-ab12.parquet", "data/train-00001-of-00002-cd34.parquet"], 2, 0),
+        (["train.jsonl", "test.jsonl"], 1, 1),
+        (["sub/my_train_0.jsonl", "sub/my-training.jsonl", "sub/evaluation.1.jsonl"], 2, 1),
+        (["train/a.jsonl.gz", "train/deep/b.jsonl.gz", "test/c.jsonl.gz"], 2, 1),
+        (["en-train/a.jsonl.zst", "en.test/train.jsonl.zst"], 1, 1),
+        (["books/a.parquet", "books/trainer.parquet", "b.parquet"], 3, 0),
+        ([".cache/x.parquet", "__old/y.parquet", "a.parquet", "notes.csv"], 1, 0),
+        (
+            [
+                "c4-train.00000-of-00002.json.gz",
+                "c4-train.00001-of-00002.json.gz",
+                "c4-validation.00000-of-00001.json.gz",
+            ],
+            2,
+            0,
+        ),
+        (["train/dataset_info.json", "config.json", "test.jsonl"], 0, 1),
+        (["cache-train.arrow", "cache-test.arrow"], 1, 1),
+    ],
+)
+def test_splits_are_recognised_by_name_as_the_hub_does(tmp_path, files, train, test):
+    for file in files:
+        write(tmp_path / file, file)
+
+    for split, count in (("train", train), ("test", test)):
+        if count:
+            items = read(tmp_path, source(split=split))
+            assert len(items) == len(texts_of(items)) == count
+        else:
+            with pytest.raises(ConfigError, match="no split"):
+                hf.units(source(split=split), tmp_path)
+
+
+def test_a_split_with_a_name_of_its_own_is_found_in_numbered_files(tmp_path):
+    write(tmp_path / "data/long_books-00000-of-00001.parquet", "one")
+    assert texts_of(read(tmp_path, source(split="long_books"))) == ["one"]
+    with pytest.raises(ConfigError, match="set split to one of: 'long_books'"):
+        hf.units(source(), tmp_path)
+
+
+def test_of_several_formats_the_most_frequent_is_read(tmp_path):
+    for file in ("a.parquet", "b.parquet", "copy.jsonl"):
+        write(tmp_path / file, file)
+    assert names(tmp_path, source()) == ["a.parquet", "b.parquet"]
+
+
+FORMS = {
+    "data_files: en/*.jsonl": ["en/a.jsonl", "en/b.jsonl"],
+    "data_files: ['en/a*', 'de/*']": ["de/a.jsonl", "de/deep/a.jsonl", "en/a.jsonl"][::2],
+    "data_files: [{split: train, path: 'en/[!b]*'}, {split: test, path: de/a.jsonl}]": ["en/a.jsonl"],
+    "data_files: [{split: train, path: [./en/b.jsonl, 'de/**']}]": ["de/a.jsonl", "de/deep/a.jsonl", "en/b.jsonl"],
+    "data_files: '**/a.jsonl'": ["a.jsonl", "de/a.jsonl", "de/deep/a.jsonl", "en/a.jsonl"],
+    "data_files: '**/d??p/*'": ["de/deep/a.jsonl"],
+    "data_dir: en": ["en/a.jsonl", "en/b.jsonl"],
+    "data_dir: de\n  data_files: deep/*": ["de/deep/a.jsonl"],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_card_says_which_files_belong_to_a_split(tmp_path, form):
+    for file in ("a.jsonl", "en/a.jsonl", "en/b.jsonl", "de/a.jsonl", "de/deep/a.jsonl"):
+        write(tmp_path / file, file)
+    card(tmp_path, f"configs:\n- config_name: default\n  {form}")
+
+    assert names(tmp_path, source()) == FORMS[form]
+
+
+def test_a_configuration_is_chosen_by_name_or_is_the_default_one(tmp_path):
+    for file in ("en/a.jsonl", "de/a.jsonl"):
+        write(tmp_path / file, file)
+    both = "configs:\n- {config_name: en, data_files: en/*}\n- {config_name: de, data_files: de/*"
+    card(tmp_path, both + "}")
+    assert names(tmp_path, source(config="de")) == ["de/a.jsonl"]
+    with pytest.raises(ConfigError, match="several configurations; set config to one of: 'en', 'de'"):
+        hf.units(source(), tmp_path)
+    with pytest.raises(ConfigError, match="no configuration 'fr'; set config to one of: 'en', 'de'"):
+        hf.units(source(config="fr"), tmp_path)
+    card(tmp_path, both + ", default: true}")
+    assert names(tmp_path, source()) == ["de/a.jsonl"]
+
+
+def test_without_a_card_a_configuration_is_a_folder(tmp_path):
+    for file in ("en/train.jsonl", "de/train.jsonl"):
+        write(tmp_path / file, file)
+    assert names(tmp_path, source(config="de")) == ["de/train.jsonl"]
+    with pytest.raises(ConfigError, match="no configuration 'fr'"):
+        hf.units(source(config="fr"), tmp_path)
+
+
+@pytest.mark.parametrize("configs", ["configs: [", "configs:\n- {config_name: a, data_files: [{split: train}]}"])
+def test_a_card_that_makes_no_sense_is_refused(tmp_path, configs):
+    write(tmp_path / "a.jsonl", "one")
+    card(tmp_path, configs)
+    with pytest.raises(DataError, match=r"README\.md"):
+        hf.units(source(), tmp_path)
+
+
+@pytest.mark.parametrize("configs", ["configs: 7", "configs: []", "tags: [a]", "configs: [1, {a: 2}]"])
+def test_a_card_without_configurations_changes_nothing(tmp_path, configs):
+    write(tmp_path / "a.jsonl", "one")
+    card(tmp_path, configs)
+    assert names(tmp_path, source()) == ["a.jsonl"]
+
+
+def test_a_folder_without_data_and_a_path_that_is_neither_are_refused(tmp_path):
+    (tmp_path / "table.csv").touch()
+    with pytest.raises(ConfigError, match="holds no Parquet, JSONL or Arrow files"):
+        hf.units(source(), tmp_path)
+    with pytest.raises(ConfigError, match="no Hub id such as org/name"):
+        hf.units(source("a/b/c"), tmp_path)
+
+
+# The Hub
+
+
+class FakeHub:
+    """Two calls of huggingface_hub, answered from folders: one per revision."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.fetched: list[tuple[str, str]] = []
+        monkeypatch.setattr(huggingface_hub, "HfApi", lambda: self)
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", self.download)
+
+    def revision(self, revision: str | None) -> Path:
+        folder = self.folder / (revision or "main").replace("/", "-").removesuffix("-commit")
+        if not folder.is_dir():
+            raise OSError(f"404: no revision {revision}")
+        return folder
+
+    def dataset_info(self, name: str, *, revision: str | None) -> SimpleNamespace:
+        return SimpleNamespace(sha=f"{self.revision(revision).name}-commit")
+
+    def list_repo_files(self, name: str, *, repo_type: str, revision: str) -> list[str]:
+        assert (name, repo_type) == ("org/name", "dataset")
+        folder = self.revision(revision)
+        return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+
+    def download(self, name: str, filename: str, *, repo_type: str, revision: str) -> str:
+        assert (name, repo_type) == ("org/name", "dataset")
+        self.fetched.append((revision, filename))
+        return str(self.revision(revision) / filename)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    return FakeHub(tmp_path / "hub", monkeypatch)
+
+
+def test_a_hub_dataset_is_fetched_split_by_split_at_one_commit(tmp_path, hub):
+    main = hub.folder / "main"
+    write(main / "data/train-00000-of-00002.parquet", "one")
+    write(main / "data/train-00001-of-00002.parquet", "two")
+    write(main / "data/test-00000-of-00001.parquet", "three")
+    card(main, "tags: [a]")
+
+    assert texts_of(read(tmp_path, source("org/name"))) == ["one", "two"]
+    assert hub.fetched == [
+        ("main-commit", "README.md"),
+        ("main-commit", "data/train-00000-of-00002.parquet"),
+        ("main-commit", "data/train-00001-of-00002.parquet"),
+    ]
+
+
+def test_a_revision_is_honoured_and_so_is_the_card(tmp_path, hub):
+    write(hub.folder / "main/en/a.jsonl", "new")
+    write(hub.folder / "v1/en/a.jsonl", "old")
+    card(hub.folder / "v1", "configs: [{config_name: en, data_files: en/*}]")
+    assert texts_of(read(tmp_path, source("org/name", revision="v1", config="en"))) == ["old"]
+
+
+def test_a_dataset_in_other_formats_is_read_from_the_parquet_copy(tmp_path, hub):
+    (hub.folder / "main").mkdir(parents=True)
+    (hub.folder / "main/train.csv").touch()
+    copy = hub.folder / "refs-convert-parquet"
+    for config in ("default", "other"):
+        write(copy / config / "train/0000.parquet", f"{config} 0")
+        write(copy / config / "train/0001.parquet", f"{config} 1")
+        write(copy / config / "partial-test/0000.parquet", "part")
+
+    assert texts_of(read(tmp_path, source("org/name"))) == ["default 0", "default 1"]
+    assert texts_of(read(tmp_path, source("org/name", config="other"))) == ["other 0", "other 1"]
+    assert texts_of(read(tmp_path, source("org/name", revision="refs/convert/parquet"))) == ["default 0", "default 1"]
+    with pytest.raises(ConfigError, match=r"only the first part of 'test'.*split: partial-test"):
+        hf.units(source("org/name", split="test"), tmp_path)
+    assert texts_of(read(tmp_path, source("org/name", split="partial-test"))) == ["part"]
+    with pytest.raises(ConfigError, match="no split 'dev'"):
+        hf.units(source("org/name", split="dev"), tmp_path)
+
+
+def test_the_parquet_copy_never_stands_in_for_a_revision(tmp_path, hub):
+    (hub.folder / "v1").mkdir(parents=True)
+    (hub.folder / "v1/train.csv").touch()
+    write(hub.folder / "refs-convert-parquet/default/train/0000.parquet", "newest")
+    with pytest.raises(ConfigError, match="holds no Parquet, JSONL or Arrow files for split 'train'"):
+        hf.units(source("org/name", revision="v1"), tmp_path)
+
+
+def test_without_the_hub_one_sentence_says_what_to_do(tmp_path, hub):
+    with pytest.raises(ConfigError, match="hf download --repo-type dataset org/name --local-dir") as caught:
+        hf.units(source("org/name"), tmp_path)
+    assert "404" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_name_the_hub_does_not_know_is_told_from_a_missing_network(tmp_path, hub, monkeypatch):
+    def unknown(*_: Any, **__: Any) -> None:
+        raise RepositoryNotFoundError("404", response=SimpleNamespace(headers={}, request=None))
+
+    monkeypatch.setattr(hub, "dataset_info", unknown)
+    with pytest.raises(ConfigError, match="no such dataset 'org/name' on the Hub; check the name"):
+        hf.units(source("org/name"), tmp_path)
+
+
+def test_a_folder_goes_before_the_hub(tmp_path, hub):
+    write(tmp_path / "org/name/a.jsonl", "local")
+    assert texts_of(read(tmp_path, source("org/name"))) == ["local"]
+    assert hub.fetched == []
+
+
+# The library itself, where it is installed
+
+
+def test_what_the_library_saves_is_what_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    texts = [f"{number} äöü" for number in range(50)]
+    whole = datasets.Dataset.from_dict({"n": list(range(50)), "text": texts})
+    whole.save_to_disk(tmp_path / "one", num_shards=3)
+    datasets.DatasetDict({"train": whole, "test": whole.select(range(5))}).save_to_disk(tmp_path / "two")
+    whole.select([7, 3, 9]).save_to_disk(tmp_path / "three")
+
+    assert texts_of(read(tmp_path, source("one"))) == texts
+    assert texts_of(read(tmp_path, source("two", split="test"))) == texts[:5]
+    assert texts_of(read(tmp_path, source("three"))) == [texts[index] for index in (7, 3, 9)]
+
+
+def test_splits_come_out_as_in_the_library(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    layouts = [
+        ["data/train-00000-of-00001.jsonl", "data/odd-00000-of-00001.jsonl", "x.jsonl"],
+        ["my_train_0.jsonl", "training/a.jsonl", "dev/b.jsonl", "latest.jsonl"],
+        ["a/train.jsonl", "b/train-1.jsonl", "eval.jsonl", "contest.jsonl"],
+        ["one.jsonl", "sub/two.jsonl"],
+    ]
+    for number, layout in enumerate(layouts):
+        folder = tmp_path / str(number)
+        for file in layout:
+            write(folder / file, file)
+        expected = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))
+        for split in expected:
+            assert sorted(texts_of(read(folder, source(split=str(split))))) == sorted(expected[split]["text"])
+    shutil.rmtree(tmp_path / "cache")
