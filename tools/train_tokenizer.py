@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from unspool.data.read import read_files
+from unspool.data.readers import read_strictly
 from unspool.data.sources import JsonlSource
 from unspool.data.tangle import KNOTS
 from unspool.data.wording import fact, pairs_text, word_list
@@ -30,7 +30,7 @@ WORD_LISTS = 1500
 
 def training_text(paths: list[Path]) -> Iterator[str]:
     source = JsonlSource(kind="jsonl", path="unused")
-    for document in read_files(source, paths):
+    for document in read_strictly(source, paths):
         yield document.text[:CHARS_PER_BOOK]
     words = word_list()
     rng = np.random.default_rng(0)

@@ -108,4 +108,4 @@ def _print(*tables: Any) -> None:
     # Wide enough for all columns where the output is not a terminal and nobody would see them cut.
     console = Console() if sys.stdout.isatty() else Console(width=200)
     for table in tables:
-        console.print(table)
+        console.print(table, end="\n\n")

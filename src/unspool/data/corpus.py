@@ -46,7 +46,7 @@ from unspool.data.steps import (
     sizes_path,
 )
 from unspool.data.store import keep_first
-from unspool.data.tokens import build_encoder
+from unspool.data.tokens import build_encoder, forget_engines
 
 # Only to name the type: importing it takes seconds, which every worker process would pay.
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ SEEDED = ("recall", "repos", "textbooks")
 GROUP_BYTES = 8 << 20
 # The text on which a fast tokenizer has to agree with the model's own: a piece from each of so many places.
 SAMPLE_PLACES = 16
-SAMPLE_CHARS = 1 << 17
+SAMPLE_CHARS = 1 << 16
 # Records looked at in each place, so that a file of bad ones is not read whole.
 SAMPLE_RECORDS = 10_000
 
@@ -90,6 +90,7 @@ def build_corpus(
 
     partial = _resumable(out_dir, digest([inputs, settings, FORMAT]))
     encoder = choose_route(encoder, list(_sample(source, units, seed)))
+    forget_engines()
     say(f"corpus {name}: tokenising with {encoder.route} ({reason})")
     ledger = Ledger()
     limit = None if isinstance(source, RecallSource) else source.limit

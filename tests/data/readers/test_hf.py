@@ -489,3 +489,12 @@ def test_splits_come_out_as_in_the_library(tmp_path):
         for split in expected:
             assert sorted(texts_of(read(folder, source(split=str(split))))) == sorted(expected[split]["text"])
     shutil.rmtree(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("listed", [3, "data", [{"filename": "x" * 5000}], [{"filename": "\0"}], [{"filename": ["a"]}]])
+def test_a_state_file_that_names_what_cannot_be_a_file_is_refused_with_a_sentence(tmp_path, listed):
+    save_to_disk(tmp_path, ["one"])
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": listed}))
+    with pytest.raises(DataError, match=r"state\.json: names") as caught:
+        hf.units(source(), tmp_path)
+    assert len(str(caught.value)) < 400

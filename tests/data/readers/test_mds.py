@@ -4,6 +4,7 @@ import bz2
 import gzip
 import hashlib
 import json
+import os
 import pickle
 import struct
 from collections import Counter
@@ -271,6 +272,29 @@ def test_a_shard_that_several_indexes_name_is_read_once(tmp_path, compression, k
 
     assert len(mds.units(source(), tmp_path)) == 4
     assert tokens_of(read(tmp_path)) == expected
+
+
+def test_a_shard_that_is_not_there_is_one_bad_record_and_no_unit(tmp_path):
+    rng = np.random.default_rng(0)
+    shards = {"part": write(tmp_path / "book/part", UNPACKED, unpacked(rng, 6), per_shard=3)}
+    merged(tmp_path / "book", shards)
+    (tmp_path / "book/part/shard.00000.mds").unlink()
+
+    units = mds.units(source(), tmp_path)
+    items = read(tmp_path)
+
+    assert all(unit.is_file() for unit in units)
+    assert len(tokens_of(items)) == 3
+    assert [(Path(item.file).name, item.reason) for item in items if isinstance(item, Bad)] == [
+        ("shard.00000.mds", "unreadable")
+    ]
+
+
+def test_a_shard_that_is_a_pipe_is_not_waited_for(tmp_path):
+    write(tmp_path, UNPACKED, unpacked(np.random.default_rng(0), 2))
+    (tmp_path / "shard.00000.mds").unlink()
+    os.mkfifo(tmp_path / "shard.00000.mds")
+    assert bad(read(tmp_path)) == [("whole file", "unreadable")]
 
 
 def test_units_are_sorted_shards_that_can_be_read_apart(tmp_path):

@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import zstandard
 
 from unspool.base.errors import ConfigError, DataError
 from unspool.data.documents import Bad, Document
-from unspool.data.readers import file_source, files, jsonl, read_strictly, source_units, text
+from unspool.data.readers import file_source, files, jsonl, read_strictly, read_units, source_units, text
 from unspool.data.sources import ChatSource, JsonlSource, RecallSource, TextSource
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
@@ -245,3 +246,12 @@ def test_every_line_gives_exactly_one_item(tmp_path):
     path.write_bytes(lines("good", "") + b"{\n" + b'{"x": 1}\n')
     kinds = [type(item) for item in read_jsonl(path)]
     assert kinds == [Document, Document, Bad, Bad]
+
+
+def test_a_file_whose_name_is_not_utf8_is_read_under_a_name_that_can_be_stored(tmp_path):
+    name = os.fsdecode(b"\xff.jsonl")
+    (tmp_path / name).write_bytes(lines("one") + b"{")
+    good, bad = read_units(jsonl_source(name), [tmp_path / name])
+    assert isinstance(good, Document) and isinstance(bad, Bad)
+    assert good.id == r"\xff.jsonl:1"
+    assert bad.file == str(tmp_path / r"\xff.jsonl")

@@ -75,6 +75,7 @@ def test_every_record_is_counted_once(tmp_path):
         ["1.2", "1.10", "2.1", "10"],
         [1, "2", 3, "10"],
         [-1, 0, "1", "9" * 5000],
+        [-1, 1, 1.5, 10**400],
         ["1", "2", "Appendix A", "Appendix B"],
     ],
 )

@@ -39,6 +39,7 @@ from unspool.data.sources import MdsSource
 
 INDEX = "index.json"
 BORDERS = "indices"
+_NOT_THERE = f"{INDEX} names this shard, but the file is not there"
 _CHUNK = 1 << 20
 _XXHASHES = ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128")
 _MAX_COMPRESSED = 1 << 30  # what a compressed shard may unfold to
@@ -63,7 +64,7 @@ class _Shard:
 def units(source: MdsSource, root: Path) -> list[Path]:
     """Every shard once, however many index.json files name it (ProLong's have one per part and one for them all).
 
-    An index.json that cannot be read, or that names a file outside its folder, stands for itself.
+    An index.json that cannot be read, or that names what is no file or lies outside its folder, stands for itself.
     """
     found: set[Path] = set()
     for path in find_files(source.path, root, kind="mds", endings=(INDEX,)):
@@ -77,9 +78,10 @@ def units(source: MdsSource, root: Path) -> list[Path]:
             continue
         for entry in entries:
             try:
-                found.add(_shard_path(path, entry))
+                shard = _shard_path(path, entry)
             except Unreadable:
-                found.add(path)
+                shard = path
+            found.add(shard if shard.is_file() else path)
     if not found:
         raise ConfigError(f"path {source.path!r}: the {INDEX} files there name no shard; was the writing finished?")
     return sorted(found)
@@ -87,9 +89,10 @@ def units(source: MdsSource, root: Path) -> list[Path]:
 
 def read(source: MdsSource, units: Sequence[Path], seed: int) -> Iterator[Item]:
     known: dict[Path, dict[Path, Any]] = {}
+    missing: set[Path] = set()
     for path in units:
         if path.name == INDEX:
-            yield from _index_problems(path)
+            yield from _index_problems(path, missing)
             continue
         try:
             yield from _read_shard(path, _described(path, known), source.tokens)
@@ -149,7 +152,8 @@ def _file_path(index: Path, entry: Any, key: str) -> Path | None:
     return index.parent / name
 
 
-def _index_problems(index: Path) -> Iterator[Item]:
+def _index_problems(index: Path, missing: set[Path]) -> Iterator[Item]:
+    """What cannot be read of an index; shards that are not there only if they are not in `missing` yet."""
     try:
         entries = _entries(index)
     except Unreadable as error:
@@ -157,9 +161,13 @@ def _index_problems(index: Path) -> Iterator[Item]:
         return
     for number, entry in enumerate(entries, start=1):
         try:
-            _shard_path(index, entry)
+            shard = _shard_path(index, entry)
         except Unreadable as error:
             yield Bad(str(index), f"shard {number}", error.reason, error.detail)
+            continue
+        if not shard.is_file() and shard not in missing:
+            missing.add(shard)
+            yield Bad(str(shard), "whole file", "unreadable", _NOT_THERE)
 
 
 def _described(path: Path, known: dict[Path, dict[Path, Any]]) -> _Shard:
@@ -226,7 +234,7 @@ def _content(path: Path, shard: _Shard) -> BinaryIO:
         _check_hashes(path, shard)
         return path.open("rb") if shard.compression is None else _unfolded(path, shard, shard.compression)
     except FileNotFoundError as error:
-        raise Unreadable("unreadable", f"{INDEX} names this shard, but the file is not there") from error
+        raise Unreadable("unreadable", _NOT_THERE) from error
     except (OSError, zlib.error, zstandard.ZstdError) as error:
         raise Unreadable("unreadable", first_line(error)) from error
 
