@@ -139,3 +139,19 @@ def test_a_cut_off_file_and_an_empty_folder_are_named(tmp_path):
     file.unlink()
     with pytest.raises(DataError, match=r"no rows-\*.arrow files"):
         open_rows(tmp_path)
+
+
+def test_stored_documents_are_the_mapped_ones_in_any_slice(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "BATCH_TOKENS", 40)  # several batches in a file
+    rng = np.random.default_rng(0)
+    docs = [rng.integers(0, 1 << 32, size=size, dtype=np.uint32) for size in (1, 39, 3, 100, 2, 0, 7, 41)]
+    for number, part in enumerate((docs[:5], docs[5:])):
+        with CorpusWriter(tmp_path / f"docs-0000{number}.arrow") as writer:
+            for index, tokens in enumerate(part):
+                writer.append(f"{number}:{index}", tokens)
+    reader = open_corpus(tmp_path)
+    for index, tokens in enumerate(docs):
+        stored = reader.stored(index)
+        assert len(stored) == len(tokens)
+        for span in (slice(None), slice(0, 1), slice(1, 3), slice(5, 1000)):
+            assert stored[span].tolist() == tokens[span].tolist() == reader[index][span].tolist()

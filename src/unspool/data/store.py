@@ -118,7 +118,9 @@ class CorpusReader:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
-        self._places: list[tuple[BinaryIO, int]] = []  # of each batch's tokens: file and offset
+        self._files: list[BinaryIO] = []  # opened when a document is first asked for as stored
+        self._first_docs: list[int] = []  # of each file
+        self._byte_starts = np.zeros(0, dtype=np.int64)  # where in its file each document's tokens begin
         self._starts: list[int] = []
         self._batches: list[tuple[np.ndarray, np.ndarray, Any]] = []
         lens: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
@@ -151,11 +153,20 @@ class CorpusReader:
         A page that is mapped counts as this process's memory, and the kernel maps a megabyte and more around
         each access, so that random access soon counts the whole corpus.
         """
-        if not self._places:
-            self._places = [place for path in self._paths for place in _token_places(path)]
-        (offsets, _, _), inner = self._find(index)
-        file, start = self._places[bisect_right(self._starts, index) - 1]
-        return StoredTokens(file, start + 4 * int(offsets[inner]), int(offsets[inner + 1] - offsets[inner]))
+        if not self._files:
+            self._locate()
+        file = self._files[bisect_right(self._first_docs, index) - 1]
+        return StoredTokens(file, int(self._byte_starts[index]), int(self.lens[index]))
+
+    def _locate(self) -> None:
+        starts: list[np.ndarray] = []
+        batch_numbers = iter(range(len(self._batches)))
+        for path in self._paths:
+            self._files.append(path.open("rb", buffering=0))
+            self._first_docs.append(sum(map(len, starts)))
+            for begin, number in zip(_token_places(path), batch_numbers, strict=False):
+                starts.append(begin + 4 * self._batches[number][0][:-1])
+        self._byte_starts = np.concatenate(starts)
 
     def id(self, index: int) -> str:
         (_, _, ids), inner = self._find(index)
@@ -173,16 +184,14 @@ class CorpusReader:
         return self._batches[number], index - self._starts[number]
 
 
-def _token_places(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """Where in a corpus file the tokens of each batch begin."""
+def _token_places(path: Path) -> list[int]:
+    """Where in a corpus file the tokens of each batch begin, in bytes."""
     mapped = pa.memory_map(str(path))
     base = mapped.read_buffer(1).address
     mapped.seek(0)
     arrow = pa.ipc.open_file(mapped)
-    file = path.open("rb", buffering=0)
-    for number in range(arrow.num_record_batches):
-        values = arrow.get_batch(number).column("tokens").values
-        yield file, values.buffers()[1].address - base + 4 * values.offset
+    columns = [arrow.get_batch(number).column("tokens").values for number in range(arrow.num_record_batches)]
+    return [values.buffers()[1].address - base + 4 * values.offset for values in columns]
 
 
 def open_corpus(folder: Path) -> CorpusReader:
