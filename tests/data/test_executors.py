@@ -105,8 +105,10 @@ def test_a_worker_that_is_killed_is_an_error_and_not_a_wait_without_end(tmp_path
 
 
 SLEEPS = """
-import sys
+import signal, sys
 from pathlib import Path
+# As from a terminal, also where the tests run in the background of a shell, which ignores Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, sys.argv[2])
 from data.test_executors import run
 run(Path(sys.argv[1]), {2: "sleep", 3: "sleep"}, workers=2)

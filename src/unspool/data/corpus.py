@@ -34,7 +34,7 @@ from unspool.data.fast_tokens import choose_route
 from unspool.data.ledger import QUARANTINE, Ledger, describe, load_ledgers, refuse_too_many
 from unspool.data.lengths import histogram
 from unspool.data.readers import file_source, read_units, source_units
-from unspool.data.sources import FileSource, RecallSource, Source, TextbooksSource
+from unspool.data.sources import FileSource, MdsSource, RecallSource, Source, TextbooksSource
 from unspool.data.steps import (
     WORK,
     GenerateDocuments,
@@ -79,7 +79,7 @@ def build_corpus(
     root, out_dir = root.resolve(), out_dir.resolve()  # a task may run in another folder
     units = source_units(source, root)
     encoder = build_encoder(tokenizer)
-    inputs = {"files": _units_digest(units), "tokenizer": encoder.digest}
+    inputs = {"files": _units_digest(source, units), "tokenizer": encoder.digest}
     settings: dict[str, Any] = {"source": source.model_dump(mode="json", exclude={"path", "prose", "max_bad"})}
     if source.kind in SEEDED:
         settings["seed"] = seed
@@ -212,8 +212,12 @@ def _files_of(unit: Path) -> list[Path]:
     return sorted(file for file in unit.rglob("*") if file.is_file() and not file.is_symlink())
 
 
-def _units_digest(units: list[Path]) -> str:
+def _units_digest(source: Source, units: list[Path]) -> str:
     files = [(unit, file) for unit in units for file in _files_of(unit)]
+    if isinstance(source, MdsSource):
+        # What a shard holds is said by the index beside it.
+        indexes = sorted({unit.parent / "index.json" for unit in units})
+        files += [(index, index) for index in indexes if index.is_file() and index not in units]
     # Above the limit hashing would cost more than it protects from; a changed file changes its time.
     by_content = sum(file.stat().st_size for _, file in files) <= CHECKSUM_LIMIT
     marks = [

@@ -97,6 +97,7 @@ class GenerateDocuments(PipelineStep):  # type: ignore[misc]
         self.ledger = ledger
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[PipelineDocument]:
+        self.ledger.clear()
         prose = (document.text for document in read_strictly(file_source(self.source), self.units))
         for number, text in enumerate(recall_documents(self.source, self.tokenizer, prose, self.seed), start=1):
             document = Document(f"recall:{number}", text)
