@@ -1,6 +1,6 @@
 """From text to rows: speed and memory of the whole preparation, and of tokenising against `tokenizers`.
 
-    python benchmarks/prep.py [--tokenizers FOLDER...] [--texts BOOKS.jsonl.zst...] [--sizes 200M 2G] [--save]
+    python benchmarks/prep.py [--tokenizers FOLDER...] [--texts BOOKS.jsonl.zst...] [--sizes 64M 256M] [--save]
 
 For every tokenizer: tokenising speed of the chosen route against `tokenizers` in this process, then `unspool corpus`
 as a user runs it, with two workers, over as much text as each size says (the texts are repeated, each time cut at
@@ -122,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Speed and memory from text to rows.")
     parser.add_argument("--tokenizers", nargs="+", default=[str(ASSETS / "tiny-base")], help="folders")
     parser.add_argument("--texts", nargs="+", type=Path, default=[ASSETS / "demo/train.jsonl.zst"], help="JSONL files")
-    parser.add_argument("--sizes", nargs="+", default=["200M", "2G"], help="bytes of text; all for the first tokenizer")
+    parser.add_argument("--sizes", nargs="+", default=["64M", "256M"], help="bytes of text")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
     texts = [text for path in options.texts for text in read_texts(path)]
