@@ -251,7 +251,7 @@ def test_too_many_bad_records_stop_the_run_and_raising_max_bad_goes_on_from_ther
     with pytest.raises(DataError) as caught:
         build(tmp_path)
     text = str(caught.value)
-    assert "3 of 124 records (0.024) cannot be read, more than max_bad=0.001 allows" in text
+    assert "3 of 124 records (2.42%) cannot be read, more than max_bad=0.001 allows" in text
     assert (
         "1 not_text, 1 missing_field, 1 broken_json; the first is part-1.jsonl, line 21: field 'text' must be" in text
     )

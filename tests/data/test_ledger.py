@@ -64,5 +64,5 @@ def test_the_share_of_bad_records_may_reach_the_limit_but_not_exceed_it(tmp_path
     if allowed:
         refuse_too_many(ledger, name="web", max_bad=0.001, listed=tmp_path)
     else:
-        with pytest.raises(DataError, match=r"corpus web: 1 of 999 records \(0.001\) cannot be read"):
+        with pytest.raises(DataError, match=r"corpus web: 1 of 999 records \(0.1%\) cannot be read"):
             refuse_too_many(ledger, name="web", max_bad=0.001, listed=tmp_path)

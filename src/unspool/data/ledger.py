@@ -98,9 +98,9 @@ def refuse_too_many(ledger: Ledger, *, name: str, max_bad: float, listed: Path) 
     """DataError if a larger share of the records is unreadable than the source allows."""
     if len(ledger.bad) <= max_bad * ledger.records:
         return
-    share = len(ledger.bad) / ledger.records
+    percent = 100 * len(ledger.bad) / ledger.records
     raise DataError(
-        f"corpus {name}: {len(ledger.bad):,} of {ledger.records:,} records ({share:.2g}) cannot be read, more than "
+        f"corpus {name}: {len(ledger.bad):,} of {ledger.records:,} records ({percent:.3g}%) cannot be read, more than "
         f"max_bad={max_bad:g} allows; {describe(ledger.bad)} All are listed in {listed}. "
         f"Repair the input or set sources.{name}.max_bad higher; what was read is kept."
     )
