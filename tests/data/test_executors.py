@@ -24,7 +24,7 @@ TESTS = Path(__file__).parents[1]
 
 def run(folder: Path, does=None, *, workers: int = 1, ranks: range = range(5), num_tasks: int = 5) -> None:
     engine = EngineConfig(workers=workers)
-    run_tasks([Write(folder, does)], folder / "work", ranks=ranks, num_tasks=num_tasks, engine=engine, label="test")
+    run_tasks([Write(folder, does)], folder / "tasks", ranks=ranks, num_tasks=num_tasks, engine=engine, label="test")
 
 
 def whole(num_tasks: int) -> dict[str, str]:
@@ -37,7 +37,7 @@ def test_every_task_runs_once_whatever_the_number_of_workers_and_prints_nothing(
 
     assert outputs(tmp_path) == whole(5)
     assert sorted(int(rank) for rank, *_ in ran(tmp_path)) == list(range(5))
-    assert sorted(path.name for path in (tmp_path / "work/completions").iterdir()) == [f"0000{n}" for n in range(5)]
+    assert sorted(path.name for path in (tmp_path / "tasks/completions").iterdir()) == [f"0000{n}" for n in range(5)]
     assert capfd.readouterr() == ("", "")
 
 
@@ -67,7 +67,7 @@ def test_one_worker_or_one_rank_stays_in_this_process_and_several_leave_it(tmp_p
 def test_statistics_are_those_of_one_task_although_processes_are_used_again(tmp_path):
     run(tmp_path)
     for rank in range(5):
-        (step,) = json.loads((tmp_path / f"work/stats/0000{rank}.json").read_text())
+        (step,) = json.loads((tmp_path / f"tasks/stats/0000{rank}.json").read_text())
         assert step["stats"]["tasks"] == 1
 
 
@@ -75,16 +75,16 @@ def test_statistics_are_those_of_one_task_although_processes_are_used_again(tmp_
 def test_a_failed_task_speaks_for_itself_and_a_repeat_does_what_is_missing(tmp_path, capfd, workers):
     with pytest.raises(DataError, match=r"^file-3.jsonl, line 7: broken\.$"):
         run(tmp_path, {3: "fail"}, workers=workers)
-    assert (tmp_path / "work/error-00003.txt").read_text() == "file-3.jsonl, line 7: broken."
+    assert (tmp_path / "tasks/error-00003.txt").read_text() == "file-3.jsonl, line 7: broken."
     assert capfd.readouterr() == ("", "")
-    done = {path.name for path in (tmp_path / "work/completions").iterdir()}
+    done = {path.name for path in (tmp_path / "tasks/completions").iterdir()}
     assert done and "00003" not in done
 
     ran(tmp_path)
     run(tmp_path, workers=workers)
     assert {f"0000{rank}" for rank, *_ in ran(tmp_path)} == {f"0000{rank}" for rank in range(5)} - done
     assert outputs(tmp_path) == whole(5)
-    assert not list((tmp_path / "work").glob("error-*"))
+    assert not list((tmp_path / "tasks").glob("error-*"))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -165,7 +165,7 @@ def holding(path: Path, mode: int):
 
 
 def test_a_run_waits_for_tasks_that_a_killed_one_left_at_work(tmp_path):
-    with holding(tmp_path / "work/tasks.lock", fcntl.LOCK_SH) as orphan:
+    with holding(tmp_path / "tasks/tasks.lock", fcntl.LOCK_SH) as orphan:
         seen = []
 
         def end() -> None:
@@ -183,7 +183,7 @@ def test_a_run_waits_for_tasks_that_a_killed_one_left_at_work(tmp_path):
 def test_tasks_of_an_earlier_run_that_do_not_end_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "ORPHAN_SECONDS", 0.05)
     with (
-        holding(tmp_path / "work/tasks.lock", fcntl.LOCK_SH),
+        holding(tmp_path / "tasks/tasks.lock", fcntl.LOCK_SH),
         pytest.raises(DataError, match="tasks of an earlier run are still at work here"),
     ):
         run(tmp_path)
@@ -191,13 +191,13 @@ def test_tasks_of_an_earlier_run_that_do_not_end_are_an_error(tmp_path, monkeypa
 
 
 def test_a_task_at_work_holds_the_lock_that_a_later_run_waits_for(tmp_path):
-    with sleeping_run(tmp_path), (tmp_path / "work/tasks.lock").open("a+b") as file, pytest.raises(BlockingIOError):
+    with sleeping_run(tmp_path), (tmp_path / "tasks/tasks.lock").open("a+b") as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path):
     with (
-        holding(tmp_path / "work/run.lock", fcntl.LOCK_EX),
+        holding(tmp_path / "tasks/run.lock", fcntl.LOCK_EX),
         pytest.raises(DataError, match="another run is preparing documents here"),
     ):
         run(tmp_path)
@@ -272,8 +272,8 @@ def test_engines_that_cannot_run_here_are_refused_before_any_work(tmp_path, monk
         with pytest.raises(ConfigError, match=said):
             check_engine(engine)
         with pytest.raises(ConfigError, match=said):
-            run_tasks([], tmp_path / "work", ranks=range(1), num_tasks=1, engine=engine, label="test")
-    assert not (tmp_path / "work").exists()
+            run_tasks([], tmp_path / "tasks", ranks=range(1), num_tasks=1, engine=engine, label="test")
+    assert not (tmp_path / "tasks").exists()
 
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
     with pytest.raises(ConfigError, match="use kind: local in it"):

@@ -26,7 +26,7 @@ ENGINE = EngineConfig(kind="ray", workers=2)
 def run(folder: Path, does=None, *, kind="ray", ranks=range(5), num_tasks=5) -> None:
     folder.mkdir(exist_ok=True)
     engine = ENGINE if kind == "ray" else EngineConfig(kind=kind)
-    run_tasks([Write(folder, does)], folder / "work", ranks=ranks, num_tasks=num_tasks, engine=engine, label="test")
+    run_tasks([Write(folder, does)], folder / "tasks", ranks=ranks, num_tasks=num_tasks, engine=engine, label="test")
 
 
 SCRIPT = """
@@ -98,7 +98,7 @@ def test_an_address_where_no_cluster_answers_is_refused(tmp_path, monkeypatch, a
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     engine = EngineConfig(kind="ray", address=address)
     with pytest.raises(ConfigError, match=f"engine.address={address}: no Ray cluster answers there"):
-        run_tasks([Write(tmp_path)], tmp_path / "work", ranks=range(1), num_tasks=1, engine=engine, label="test")
+        run_tasks([Write(tmp_path)], tmp_path / "tasks", ranks=range(1), num_tasks=1, engine=engine, label="test")
 
 
 SLEEPS = """

@@ -78,7 +78,7 @@ def slurm(tmp_path, monkeypatch) -> Path:
 def run(folder: Path, does=None, *, ranks=range(3), num_tasks=3, kind="slurm", **options) -> None:
     folder.mkdir(exist_ok=True)
     engine = EngineConfig(kind=kind, partition="cpu", **options) if kind == "slurm" else EngineConfig(kind=kind)
-    run_tasks([Write(folder, does)], folder / "work", ranks=ranks, num_tasks=num_tasks, engine=engine, label="test")
+    run_tasks([Write(folder, does)], folder / "tasks", ranks=ranks, num_tasks=num_tasks, engine=engine, label="test")
 
 
 def test_a_job_array_makes_the_same_files_as_local_processes_and_prints_nothing(tmp_path, slurm, capfd):
@@ -102,8 +102,8 @@ def test_a_job_array_makes_the_same_files_as_local_processes_and_prints_nothing(
         "array": "0-1%2",  # of three tasks one was complete
         "job-name": "unspool",
         "requeue": "",
-        "output": str(tmp_path / "slurm-out/work/slurm_logs/%A_%a.out"),
-        "error": str(tmp_path / "slurm-out/work/slurm_logs/%A_%a.out"),
+        "output": str(tmp_path / "slurm-out/tasks/slurm_logs/%A_%a.out"),
+        "error": str(tmp_path / "slurm-out/tasks/slurm_logs/%A_%a.out"),
     }
     activate = Path(sys.executable).with_name("activate")
     assert f"source {activate}" in script or f"export PATH={activate.parent}:$PATH" in script
@@ -114,12 +114,12 @@ def test_a_failed_task_ends_the_job_and_speaks_for_itself(tmp_path, slurm):
     with pytest.raises(DataError, match=r"^file-0.jsonl, line 7: broken\.$"):
         run(tmp_path / "out", {0: "fail"}, ranks=range(1), num_tasks=1)
     assert (slurm / "cancelled").read_text() == "17\n"
-    assert "line 7: broken" in (tmp_path / "out/work/slurm_logs/17_0.out").read_text()
+    assert "line 7: broken" in (tmp_path / "out/tasks/slurm_logs/17_0.out").read_text()
 
 
 def test_a_job_that_vanishes_is_an_error_that_names_its_logs(tmp_path, slurm, monkeypatch):
     monkeypatch.setenv("MODE", "lose")
-    said = r"Slurm job 17 ended without task 0 and 2 others: .*; the logs are in .*/out/work/slurm_logs\.$"
+    said = r"Slurm job 17 ended without task 0 and 2 others: .*; the logs are in .*/out/tasks/slurm_logs\.$"
     with pytest.raises(DataError, match=said):
         run(tmp_path / "out")
     assert set((slurm / "asked").read_text().splitlines()) == {"-h -j 17"}
@@ -148,14 +148,14 @@ def test_a_folder_with_a_space_is_refused(tmp_path, slurm):
 
 def test_a_run_that_was_killed_finds_its_job_again_and_submits_no_other(tmp_path, slurm):
     out = tmp_path / "out"
-    (out / "work/completions").mkdir(parents=True)
-    (out / "work/slurm_job").write_text("12")
+    (out / "tasks/completions").mkdir(parents=True)
+    (out / "tasks/slurm_job").write_text("12")
     (slurm / "queue/12").touch()
 
     def job() -> None:
         wait_until((slurm / "asked").exists)
         for rank in range(3):
-            (out / f"work/completions/0000{rank}").touch()
+            (out / f"tasks/completions/0000{rank}").touch()
         (slurm / "queue/12").unlink()
 
     earlier = threading.Thread(target=job)

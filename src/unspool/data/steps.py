@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Characters tokenised, or tokens passed on, in one go.
 BATCH_CHARS = 1 << 20
-WORK = "work"
+WORK = "tasks"
 
 
 def shard_path(folder: Path, rank: int) -> Path:

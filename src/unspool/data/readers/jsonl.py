@@ -1,12 +1,16 @@
 """JSON lines, plain, .gz or .zst: one document per line that is not blank."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from unspool.data.documents import MAX_RECORD_BYTES, Bad, Document, Item
 from unspool.data.readers.files import Unreadable, checked_text, chunks, decode, find_files, lines
 from unspool.data.sources import JsonlSource
+
+T = TypeVar("T")
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
@@ -17,17 +21,22 @@ def units(source: JsonlSource, root: Path) -> list[Path]:
 
 def read(source: JsonlSource, units: Sequence[Path], seed: int) -> Iterator[Item]:
     for path in units:
-        yield from _read_file(path, source.text)
+        yield from records(path, partial(_document, path.name, source.text))
 
 
-def _read_file(path: Path, field: str) -> Iterator[Item]:
+def _document(name: str, field: str, number: int, record: dict[str, object]) -> Document:
+    return Document(f"{name}:{number}", checked_text(text_field(record, field)))
+
+
+def records(path: Path, use: Callable[[int, dict[str, object]], T]) -> Iterator[T | Bad]:
+    """For every line that is not blank what `use` makes of its number and its object, or why that cannot be."""
     number = 0
     try:
         for number, line in enumerate(lines(chunks(path), MAX_RECORD_BYTES), start=1):
             if line is not None and not line.strip():
                 continue
             try:
-                yield Document(f"{path.name}:{number}", checked_text(text_field(record_of(line), field)))
+                yield use(number, record_of(line))
             except Unreadable as error:
                 yield Bad(str(path), f"line {number}", error.reason, error.detail)
     except Unreadable as error:

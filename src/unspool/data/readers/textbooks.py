@@ -14,12 +14,13 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from unspool.base.rng import rng_for
-from unspool.data.documents import MAX_RECORD_BYTES, Bad, Document, Filtered, Item
-from unspool.data.readers.files import Unreadable, checked_text, chunks, find_files, lines
-from unspool.data.readers.jsonl import ENDINGS, record_of, text_field
+from unspool.data.documents import Bad, Document, Filtered, Item
+from unspool.data.readers.files import checked_text, find_files
+from unspool.data.readers.jsonl import ENDINGS, records, text_field
 from unspool.data.sources import TextbooksSource
 
 _Order = tuple[tuple[int, float, str], ...]
@@ -80,27 +81,19 @@ def _in_order(chapters: list[_Chapter]) -> list[_Chapter]:
 
 def _records(source: TextbooksSource, units: Sequence[Path]) -> Iterator[_Chapter | Bad | Filtered]:
     for index, path in enumerate(units):
-        number = 0
-        try:
-            for number, line in enumerate(lines(chunks(path), MAX_RECORD_BYTES), start=1):
-                if line is not None and not line.strip():
-                    continue
-                try:
-                    chapter = _chapter(source, record_of(line), f"{path.name}:{number}", (index, number))
-                except Unreadable as error:
-                    yield Bad(str(path), f"line {number}", error.reason, error.detail)
-                else:
-                    yield chapter if chapter.text.strip() else Filtered(chapter.id, "empty")
-        except Unreadable as error:
-            yield Bad(str(path), f"after line {number}", error.reason, error.detail)
+        for found in records(path, partial(_chapter, source, path.name, index)):
+            if isinstance(found, _Chapter) and not found.text.strip():
+                yield Filtered(found.id, "empty")
+            else:
+                yield found
 
 
-def _chapter(source: TextbooksSource, record: dict[str, object], id: str, place: tuple[int, int]) -> _Chapter:
+def _chapter(source: TextbooksSource, name: str, index: int, number: int, record: dict[str, object]) -> _Chapter:
     text = checked_text(text_field(record, source.text))
     book = checked_text(text_field(record, source.book))
     group = book if source.subject is None else checked_text(text_field(record, source.subject))
     order = None if source.chapter is None else _natural(record.get(source.chapter))
-    return _Chapter(id, place, group, book, order, text)
+    return _Chapter(f"{name}:{number}", (index, number), group, book, order, text)
 
 
 def _natural(chapter: object) -> _Order | None:
