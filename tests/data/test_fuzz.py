@@ -26,7 +26,7 @@ from unspool.data import corpus
 from unspool.data.config import EngineConfig
 from unspool.data.corpus import build_corpus
 from unspool.data.documents import Bad, Document, Filtered, Item
-from unspool.data.readers import archives, jsonl, mds, parquet, read_units, repos, source_units, text, textbooks
+from unspool.data.readers import archives, jsonl, mds, parquet, read_units, repos, source_units, text
 from unspool.data.store import open_corpus
 from unspool.data.tokens import build_encoder
 
@@ -66,7 +66,7 @@ def watched(what: str) -> Iterator[None]:
 @pytest.fixture
 def low_limits(monkeypatch):
     """So that small inputs can be too long, and can unpack to too much."""
-    for module in (text, jsonl, textbooks, parquet, mds):
+    for module in (text, jsonl, parquet, mds):
         monkeypatch.setattr(module, "MAX_RECORD_BYTES", LIMIT)
     monkeypatch.setattr(repos, "MAX_TEXT_BYTES", 4 * LIMIT)
     monkeypatch.setattr(archives, "SMALL_BYTES", UNPACKED_LIMIT)
