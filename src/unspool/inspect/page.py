@@ -7,11 +7,10 @@ made visible, the file replaced in one step. Parts of one document have one colo
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from unspool import __version__
-from unspool.base.artefact import write_atomic
+from unspool.base.html import templates_in, write_html
 from unspool.inspect.collection import Collection
 from unspool.inspect.histogram import length_chart
 from unspool.inspect.summary import Summary
@@ -54,19 +53,11 @@ class ItemView:
 def write_page(collection: Collection, chosen: list[int], out_file: Path, *, tokens: bool, full: bool) -> None:
     show = Show(tokens=tokens) if full else replace(LONG, tokens=tokens)
     page = render(collection.summary(), [collection.item(index, show) for index in chosen])
-    out_file.parent.mkdir(parents=True, exist_ok=True)
-    # Names of files may carry lone surrogates, which no file can hold.
-    write_atomic(out_file, page.encode("utf-8", "replace").decode("utf-8"))
+    write_html(out_file, page)
 
 
 def render(summary: Summary, items: list[Item]) -> str:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates_in(Path(__file__).parent)
     roles = {span.role for item in items for part in item.parts for span in part.spans}
     return environment.get_template("page.html.j2").render(
         title=one_line(summary.path.name or str(summary.path)),

@@ -8,11 +8,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from unspool import __version__
-from unspool.base.artefact import write_atomic
 from unspool.base.errors import ConfigError
+from unspool.base.html import templates_in, write_html
 from unspool.base.sizes import format_size
 from unspool.report.charts import MODEL_STYLES, heat_scale, swatch
 from unspool.report.figures import Figure, Line, heat_figure, loss_figure, recall_figure, training_figures
@@ -115,19 +113,11 @@ def write_report(run_dirs: list[Path], out_file: Path) -> None:
     if out_file.is_dir():
         raise ConfigError(f"{out_file} is a folder. Name the file to write, such as {out_file / 'report.html'}.")
     page = render([gather(run_dir) for run_dir in run_dirs])
-    out_file.parent.mkdir(parents=True, exist_ok=True)
-    # JSON may carry lone surrogates, which no file can hold.
-    write_atomic(out_file, page.encode("utf-8", "replace").decode("utf-8"))
+    write_html(out_file, page)
 
 
 def render(runs: list[RunResults]) -> str:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates_in(Path(__file__).parent)
     environment.filters["unbroken"] = unbroken
     environment.globals.update(swatch=swatch, heat_scale=heat_scale, styles=MODEL_STYLES)
     return environment.get_template("page.html.j2").render(
