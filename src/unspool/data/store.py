@@ -37,6 +37,8 @@ class Row:
     loss_mask: np.ndarray | None  # bool[L]
     source: str  # the sources it holds, joined by "+"
     attention: str  # "documents" | "full"
+    piece_docs: np.ndarray | None = None  # int32[k]: pieces of one document share its number; None: all are different
+    positions: np.ndarray | None = None  # int32[L]; None: 0, 1, 2 … in what attends to itself
 
 
 class _ArrowFile:
@@ -209,9 +211,12 @@ def keep_first(path: Path, count: int) -> None:
 
 
 class RowWriter:
-    """Writes rows of one length into `rows-00000.arrow` …, like `CorpusWriter`. Masked: every row has a loss mask."""
+    """Writes rows of one length into `rows-00000.arrow` …, like `CorpusWriter`.
 
-    def __init__(self, folder: Path, *, row_len: int, masked: bool) -> None:
+    Masked: every row has a loss mask. Pieced: every row has `piece_docs`. Placed: every row has `positions`.
+    """
+
+    def __init__(self, folder: Path, *, row_len: int, masked: bool, pieced: bool = False, placed: bool = False) -> None:
         self._folder = folder
         self._row_len = row_len
         self._per_batch = max(1, BATCH_TOKENS // row_len)
@@ -223,6 +228,8 @@ class RowWriter:
             ("loss_mask", mask),
             ("source", pa.string()),
             ("attention", pa.string()),
+            ("piece_docs", pa.list_(pa.int32()) if pieced else pa.null()),
+            ("positions", pa.list_(pa.int32(), row_len) if placed else pa.null()),
         ]
         # The size of the batches lets a reader find row i by arithmetic.
         self._schema = pa.schema(columns, metadata={"rows_per_batch": str(self._per_batch)})
@@ -253,18 +260,30 @@ class RowWriter:
     def _batch(self, rows: list[Row]) -> Any:
         tokens = np.concatenate([row.tokens for row in rows])
         offsets = np.cumsum([0, *(len(row.doc_lens) for row in rows)], dtype=np.int32)
-        mask: Any = pa.nulls(len(rows))
-        if not pa.types.is_null(self._schema.field("loss_mask").type):
+        missing = pa.nulls(len(rows))
+        mask, piece_docs, positions = missing, missing, missing
+        if self._has("loss_mask"):
             masks = np.concatenate([row.loss_mask for row in rows if row.loss_mask is not None])
             mask = pa.FixedSizeListArray.from_arrays(pa.array(masks.view(np.uint8)), self._row_len)
+        if self._has("piece_docs"):
+            docs = np.concatenate([row.piece_docs for row in rows if row.piece_docs is not None], dtype=np.int32)
+            piece_docs = pa.ListArray.from_arrays(pa.array(offsets), pa.array(docs))
+        if self._has("positions"):
+            places = np.concatenate([row.positions for row in rows if row.positions is not None], dtype=np.int32)
+            positions = pa.FixedSizeListArray.from_arrays(pa.array(places), self._row_len)
         arrays = [
             pa.FixedSizeListArray.from_arrays(pa.array(tokens), self._row_len),
             pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate([row.doc_lens for row in rows]))),
             mask,
             pa.array([row.source for row in rows], pa.string()),
             pa.array([row.attention for row in rows], pa.string()),
+            piece_docs,
+            positions,
         ]
         return pa.record_batch(arrays, schema=self._schema)
+
+    def _has(self, column: str) -> bool:
+        return not pa.types.is_null(self._schema.field(column).type)
 
     def __enter__(self) -> Self:
         return self
@@ -310,7 +329,7 @@ class _RowBatch:
     """Views of one record batch of rows."""
 
     def __init__(self, batch: Any) -> None:
-        tokens, lens, mask, source, attention = batch.columns
+        tokens, lens, mask, source, attention, *more = batch.columns
         self._tokens = tokens.values.to_numpy().reshape(batch.num_rows, -1)
         self._ends = lens.offsets.to_numpy()
         self._lens = lens.values.to_numpy()
@@ -319,14 +338,23 @@ class _RowBatch:
             self._mask = mask.values.to_numpy().view(np.bool_).reshape(batch.num_rows, -1)
         self._source = source.to_pylist()
         self._attention = attention.to_pylist()
+        # Rows written before these columns existed lack them.
+        piece_docs, positions = more or (pa.nulls(0), pa.nulls(0))
+        self._piece_docs = None if pa.types.is_null(piece_docs.type) else piece_docs.values.to_numpy()
+        self._positions = None
+        if not pa.types.is_null(positions.type):
+            self._positions = positions.values.to_numpy().reshape(batch.num_rows, -1)
 
     def row(self, inner: int) -> Row:
+        pieces = slice(self._ends[inner], self._ends[inner + 1])
         return Row(
             tokens=self._tokens[inner],
-            doc_lens=self._lens[self._ends[inner] : self._ends[inner + 1]],
+            doc_lens=self._lens[pieces],
             loss_mask=None if self._mask is None else self._mask[inner],
             source=self._source[inner],
             attention=self._attention[inner],
+            piece_docs=None if self._piece_docs is None else self._piece_docs[pieces],
+            positions=None if self._positions is None else self._positions[inner],
         )
 
 

@@ -74,6 +74,9 @@ def reference_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
             if source not in sources:
                 place = ("rows", name, "from") if isinstance(wanted, str) else ("rows", name, "from", source)
                 yield Problem(place=place, text=_unknown("source", source, list(sources)))
+        replacing = _entries(_entries(entry).get("replace")).get("with")
+        if isinstance(replacing, str) and replacing not in sources:
+            yield Problem(place=("rows", name, "replace", "with"), text=_unknown("source", replacing, list(sources)))
     for index, stage in enumerate(stages):
         yield from _mix_problems(index, stage, rows)
         yield from _start_problems(index, stage.get("start", "previous"), stage_names)

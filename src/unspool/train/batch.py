@@ -42,11 +42,15 @@ def build_batch(rows: Sequence[Row], *, attention: str) -> Batch:
     attended = np.concatenate(
         [attended_lens(row.doc_lens, "full" if attention == "full" else row.attention) for row in rows]
     )
+    if any(row.positions is not None for row in rows):
+        places = np.concatenate([_positions(row, attention) for row in rows])
+    else:
+        places = position_ids(attended)
     valid = np.add.reduceat(targets != IGNORE, np.cumsum([0, *row_lens[:-1]]), dtype=np.int64)
     return Batch(
         tokens=torch.from_numpy(tokens.astype(np.int64)),
         labels=torch.from_numpy(targets),
-        position_ids=torch.from_numpy(position_ids(attended)),
+        position_ids=torch.from_numpy(places),
         doc_lens=tuple(attended.tolist()),
         row_lens=tuple(row_lens),
         num_valid=tuple(valid.tolist()),
@@ -58,6 +62,12 @@ def row_sums(losses: Tensor, row_lens: Sequence[int]) -> Tensor:
     ends = torch.tensor(row_lens, device=losses.device).cumsum(0)
     until = losses.double().cumsum(0)[ends - 1]
     return torch.diff(until, prepend=until.new_zeros(1))
+
+
+def _positions(row: Row, attention: str) -> np.ndarray:
+    if row.positions is not None:
+        return row.positions.astype(np.int64)
+    return position_ids(attended_lens(row.doc_lens, "full" if attention == "full" else row.attention))
 
 
 def _loss_mask(rows: Sequence[Row]) -> np.ndarray | None:
