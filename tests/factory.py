@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -98,14 +98,14 @@ def random_row(doc_lens: Sequence[int], seed: int, *, mask: float | None = None,
     )
 
 
-def save_rows(folder: Path, rows: Sequence[Row], *, added_tokens: Sequence[str] = ()) -> Path:
+def save_rows(folder: Path, rows: Sequence[Row], *, added_tokens: Mapping[str, int] | None = None) -> Path:
     """A rows artefact, as `data.rows` publishes it."""
     masked = any(row.loss_mask is not None for row in rows)
     with publish(folder, kind="rows", inputs={}, settings={}) as draft:
         with RowWriter(draft.folder, row_len=len(rows[0].tokens), masked=masked) as writer:
             for row in rows:
                 writer.append(row)
-        draft.counts = {"rows": len(rows)} | ({"added_tokens": list(added_tokens)} if added_tokens else {})
+        draft.counts = {"rows": len(rows)} | ({"added_tokens": dict(added_tokens)} if added_tokens else {})
     return folder
 
 

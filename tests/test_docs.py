@@ -17,7 +17,16 @@ from typer.testing import CliRunner
 from test_imports import ORDER, PACKAGES
 from unspool.base.config import Config
 from unspool.cli.main import build_app
-from unspool.data.config import EngineConfig, RowsConfig, TangleConfig
+from unspool.data.config import (
+    EngineConfig,
+    InterleaveConfig,
+    NegativesConfig,
+    ReplaceConfig,
+    RowsConfig,
+    SkipsConfig,
+    TangleConfig,
+    UpsampleConfig,
+)
 from unspool.data.sources import (
     ChatSource,
     HfSource,
@@ -26,6 +35,7 @@ from unspool.data.sources import (
     ParquetSource,
     RecallSource,
     ReposSource,
+    SyntheticSource,
     TextbooksSource,
     TextSource,
 )
@@ -162,12 +172,18 @@ TABLES: dict[str, type[Config]] = {
     "kind: parquet": ParquetSource,
     "kind: hf": HfSource,
     "kind: recall": RecallSource,
+    "kind: synthetic": SyntheticSource,
     "kind: repos": ReposSource,
     "kind: textbooks": TextbooksSource,
     "kind: mds": MdsSource,
     "kind: chat": ChatSource,
     "rows": RowsConfig,
     "rows: tangle": TangleConfig,
+    "rows: interleave": InterleaveConfig,
+    "rows: negatives": NegativesConfig,
+    "rows: upsample": UpsampleConfig,
+    "rows: skips": SkipsConfig,
+    "rows: replace": ReplaceConfig,
     "stages": StageConfig,
     "method: unchanged": Unchanged,
     "method: abf": Abf,

@@ -15,9 +15,9 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from unspool.data.knots import KNOTS
 from unspool.data.readers import read_strictly
 from unspool.data.sources import JsonlSource
-from unspool.data.tangle import KNOTS
 from unspool.data.wording import fact, pairs_text, word_list
 
 VOCABULARY = 4096

@@ -5,7 +5,14 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from unspool.cli.data_tables import accounting_table, histogram_table, length_table, rows_table, share_table
+from unspool.cli.data_tables import (
+    accounting_table,
+    histogram_table,
+    length_table,
+    rows_table,
+    share_table,
+    upsample_table,
+)
 from unspool.data.lengths import histogram
 from unspool.data.lengths import length_table as measure
 
@@ -69,7 +76,48 @@ def test_no_documents_give_an_empty_histogram():
 
 def test_a_rows_table_says_how_full_and_how_often_cut():
     _, entry = lines(rows_table({"long": COUNTS}))
-    assert entry == ["long", "10", "640", "50", "98.9%", "12.5%", "last row 60, unread 307"]
+    assert entry == ["long", "10", "640", "50", "98.9%", "12.5%", "1.1%", "last row 60, unread 307"]
+
+
+UPSAMPLED: dict[str, Any] = {
+    **COUNTS,
+    "tokens_added": 71,
+    "strategy": {"name": "tangle", "tokens_added": 7},
+    "upsample": {"tokens_added": 64},
+    "sources": {
+        "a": {
+            "tokens_in": 600,
+            "tokens_added": 64,
+            "tokens": 604,
+            "dropped": {"last_row": 60},
+            "upsample": {
+                "tokens_added": 64,
+                "tokens_dropped": 1200,
+                "long_share_before": 0.3,
+                "long_share_after": 0.71,
+            },
+        },
+        "b": {"tokens_in": 400, "tokens": 93, "dropped": {"unread": 307}},
+    },
+}
+
+
+def test_a_rows_table_names_the_strategies_and_the_share_of_tokens_they_add():
+    _, entry = lines(rows_table({"long": UPSAMPLED}))
+    assert entry[5:8] == ["12.5%", "tangle, upsample", "11.1%"]
+
+
+def test_an_upsample_table_shows_long_documents_before_and_after():
+    head, entry = lines(upsample_table({"long": UPSAMPLED, "plain": COUNTS}))
+    assert head == ["rows", "source", "tokens", "in long ones before", "after", "repeated", "left out"]
+    assert entry == ["long", "a", "604", "30.0%", "71.0%", "64", "1.2K"]
+
+
+def test_an_accounting_table_says_which_source_was_repeated():
+    _, first, second, everything = lines(accounting_table(UPSAMPLED))
+    assert first == ["a", "600", "64", "604", "60"]
+    assert second == ["b", "400", "93", "307"]
+    assert everything[:3] == ["all", "1,000", "71"]
 
 
 def test_counts_of_an_older_manifest_are_shown_without_what_they_lack():

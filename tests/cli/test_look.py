@@ -1,6 +1,7 @@
 """`unspool look` from the command line: what it prints, what it writes, and one sentence for every mistake."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -120,6 +121,80 @@ def test_an_empty_folder_and_a_broken_file_are_one_sentence(tmp_path):
     assert "the folder is empty" in refused(tmp_path / "empty")
     (tmp_path / "rows-00000.arrow").write_bytes(b"ARROW1")
     assert "not a complete Arrow file" in refused(tmp_path / "rows-00000.arrow")
+
+
+def test_rows_of_a_run_are_shown_together_or_by_name(run_dir):
+    shown = look("rows", run_dir)
+    assert (shown.count("━━ row "), shown.count("tokenizer: ")) == (2, 2)
+    only = look("rows", run_dir, "--name", "tangled")
+    assert "part 1 of 2 of document 1" in only
+    assert "rows/short" not in only
+    values = json.loads(look("rows", run_dir, "--json", "--count", 1))
+    assert [Path(each["path"]).name for each in values] == ["short", "tangled"]
+    assert "did you mean 'tangled'?" in refused("rows", run_dir, "--name", "tangeld")
+
+
+def test_several_sets_go_on_one_page(run_dir, tmp_path):
+    sets = [run_dir / "rows" / name for name in ("short", "tangled")]
+    assert look("rows", *sets, "--html", tmp_path / "look.html") == f"page: {tmp_path / 'look.html'}\n"
+    page = (tmp_path / "look.html").read_text()
+    assert "<h1>short</h1>" in page
+    assert "<h1>tangled</h1>" in page
+
+
+def test_a_folder_called_as_a_command_is_reached_by_its_path(run_dir, monkeypatch):
+    monkeypatch.chdir(run_dir)
+    assert "Look further with" in look("./rows")
+    # Within a run, both mean the rows that are here.
+    assert look("rows").count("━━ row ") == 2
+    assert "share of pairs" in look("distances")
+
+
+def test_options_may_stand_before_the_path(run_dir):
+    assert look("--count", 1, run_dir / "rows" / "short").count("━━ row ") == 1
+
+
+def test_distances_are_printed_as_a_table_with_both_kinds_of_numbers(run_dir):
+    shown = look("distances", run_dir, "--beyond", 6)
+    assert re.search(r"^share of pairs +short +tangled *$", shown, re.MULTILINE)
+    assert re.search(r"^6 and more +\S+% +\S+% *$", shown, re.MULTILINE)
+    assert re.search(r"^half a row and more +\S+% +\S+% *$", shown, re.MULTILINE)
+    assert re.search(r"^all +\d\S+ +\d\S+ *$", shown, re.MULTILINE)
+
+
+def test_distances_as_json_and_as_a_page(run_dir, tmp_path):
+    printed = look("distances", run_dir, "--json", "--bins", "4,16", "--html", tmp_path / "far.html")
+    short, tangled = json.loads(printed)
+    assert [each["at_least"] for each in short["bins"]] == [1, 4, 16]
+    assert sum(each["share"] for each in tangled["bins"]) == pytest.approx(1)
+    assert "Distances within documents" in (tmp_path / "far.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "wanted"),
+    [
+        (["rows", "corpus/books"], "corpus/books holds no rows"),
+        (["rows", "nowhere"], "nowhere: no such file or folder"),
+        (["rows", ".", "--source", "bookz"], "did you mean 'books'?"),
+        (["distances", "corpus"], "no rows have been made here yet"),
+        (["distances", ".", "--bins", "4K,1K"], "--bins 4K,1K: edges must rise"),
+        (["distances", ".", "--bins", "1,many"], "--bins 1,many: write a size such as 64K"),
+        (["distances", ".", "--beyond", "0"], "--beyond 0: a size must be between 1 and"),
+        (["distances", ".", "--html", "."], "is a folder; name the file to write"),
+    ],
+)
+def test_mistakes_of_the_commands_are_one_sentence(args, wanted, run_dir, monkeypatch):
+    monkeypatch.chdir(run_dir)
+    assert wanted in refused(*args)
+
+
+def test_help_of_each_command_teaches():
+    for command, example in (("rows", "--name utk-2k --index 7"), ("distances", "--beyond 16K")):
+        done = CliRunner().invoke(build_app(), ["look", command, "--help"])
+        assert example in done.stdout
+    done = CliRunner().invoke(build_app(), ["look", "-h"])
+    assert "distances" in done.stdout
+    assert "--tokenizer" in done.stdout
 
 
 def test_help_teaches_with_examples():

@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from unspool.base.artefact import read_manifest, seal
 from unspool.base.errors import DataError
 from unspool.data.config import RowsConfig
+from unspool.data.knots import KNOTS
 from unspool.data.lengths import add_up, histogram, imbalance_of
 from unspool.data.rows import build_rows
-from unspool.data.store import CorpusWriter, RowWriter, open_rows
-from unspool.data.tangle import KNOTS
+from unspool.data.store import CorpusWriter, RowWriter, open_corpus, open_rows
 
 
 def write_corpus(out: Path, lens: list[int], start: int) -> None:
@@ -55,6 +55,11 @@ TANGLE = {"min_split": 8, "probability": 1.0, "hops": {2: 1.0}}
         {"tangle": TANGLE, "length": 128},
         {"tangle": {**TANGLE, "longest": 10}, "length": 128},
         {"tangle": TANGLE, "length": 128, "pack": "intact", "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
+        {"negatives": {"chunk": 8}, "length": 64},
+        {"negatives": {"chunk": 8, "longest": 20}, "length": 64, "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
+        {"interleave": {}},
+        {"interleave": {"pieces": 3, "longest": 20}, "pack": "intact", "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
+        {"attention": "full", "skips": {"target": 100}},
     ],
 )
 def test_tokens_in_plus_added_are_tokens_in_rows_plus_dropped(corpora, tokenizer, tmp_path, config):
@@ -74,9 +79,152 @@ def test_tokens_in_plus_added_are_tokens_in_rows_plus_dropped(corpora, tokenizer
     assert counts["dropped"] == dict(sum((Counter(entry["dropped"]) for entry in sources.values()), Counter()))
     if "limit" in config:
         assert len(rows) == -(-config["limit"] // length)
+    if "negatives" in config:
+        return  # there a token may be used more than once, as the document's own and as another's negative
     texts = np.concatenate([rows[index].tokens[rows[index].tokens >= 100_000] for index in range(len(rows))])
     assert len(np.unique(texts)) == len(texts), "a token of the corpus was used twice"
     assert len(texts) == counts["tokens"] - sum((rows[index].tokens < 100_000).sum() for index in range(len(rows)))
+
+
+UPSAMPLE = {"above": 15, "times": 2.5, "keep": 0.5}
+
+
+@pytest.mark.parametrize("limit", [{}, {"limit": 12_000}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"pack": "intact"},
+        {"pack": "whole", "length": 12},
+        {"pack": "fit"},
+        {"tangle": TANGLE, "length": 128},
+        {"interleave": {"pieces": 2, "longest": 10}, "length": 128},
+        {"skips": {"target": 1000}},
+    ],
+)
+def test_upsampling_goes_with_everything_and_the_counts_still_add_up(corpora, tokenizer, tmp_path, config, limit):
+    mix = {"from": {"a": 0.5, "b": 0.5}, "upsample": UPSAMPLE}
+    counts = build(corpora, tokenizer, tmp_path / "out", **mix, **config, **limit)
+    rows = [open_rows(tmp_path / "out")[index] for index in range(counts["rows"])]
+
+    assert counts["tokens_in"] + counts["tokens_added"] == counts["tokens"] + sum(counts["dropped"].values())
+    assert all(imbalance_of(entry) == 0 for entry in counts["sources"].values())
+    upsample = counts["upsample"]
+    marks = counts.get("strategy", {}).get("tokens_added", 0)
+    assert upsample["tokens_added"] + marks + counts["padding"] == counts["tokens_added"]
+    assert upsample["tokens_added"] == sum(entry["tokens_added"] for entry in counts["sources"].values()) > 0
+    assert upsample["tokens_dropped"] == counts["dropped"]["downsampled"] > 0
+    assert upsample["long_share_after"] > upsample["long_share_before"] + 0.1
+    texts = np.concatenate([row.tokens[row.tokens >= 100_000] for row in rows])
+    again = len(texts) - len(np.unique(texts))
+    assert 0 < np.unique(texts, return_counts=True)[1].max() <= 3
+    if config.get("pack") not in ("whole", "intact"):
+        # Apart from the row that was never filled.
+        assert again == pytest.approx(upsample["tokens_added"], abs=150)
+
+
+@pytest.mark.parametrize("pack", ["concat", "fit"])
+def test_copies_of_a_document_do_not_meet_in_a_row(corpora, tokenizer, tmp_path, pack):
+    config = {"length": 128, "pack": pack, "upsample": {"above": 15, "times": 4}}
+    counts = build(corpora, tokenizer, tmp_path / "out", **config)
+    rows = [open_rows(tmp_path / "out")[index] for index in range(counts["rows"])]
+    texts = [row.tokens[row.tokens >= 100_000] for row in rows]
+    assert [row for row in texts if len(np.unique(row)) < len(row)] == []
+    assert counts["upsample"]["tokens_added"] > 3 * 4000
+    assert counts["fill_rate"] > 0.95
+
+
+@pytest.mark.parametrize("upsample", [{"above": 15, "times": 5}, {"above": 15, "times": 1, "keep": 0.1}])
+def test_upsampling_leaves_the_shares_of_sources_as_they_are(corpora, tokenizer, tmp_path, upsample):
+    def share_of_a(name: str, **config) -> float:
+        counts = build(corpora, tokenizer, tmp_path / name, **{"from": {"a": 3, "b": 2}, **config})
+        assert counts["tokens"] > 1500
+        return counts["sources"]["a"]["tokens"] / counts["tokens"]
+
+    assert share_of_a("before") == pytest.approx(0.6, abs=0.02)
+    assert share_of_a("after", upsample=upsample) == pytest.approx(0.6, abs=0.02)
+
+
+def test_upsampling_says_how_much_longer_documents_get(corpora, tokenizer, tmp_path):
+    counts = build(corpora, tokenizer, tmp_path / "out", upsample={"above": 30, "times": 1, "keep": 0.1})
+    lens = open_corpus(corpora["a"]).lens
+    before = lens[lens >= 30].sum() / lens.sum()
+    assert counts["upsample"]["long_share_before"] == pytest.approx(before)
+    kept = lens.sum() - counts["dropped"]["downsampled"]
+    assert counts["upsample"]["long_share_after"] == pytest.approx(lens[lens >= 30].sum() / kept)
+    assert counts["sources"]["a"]["upsample"] == counts["upsample"]
+
+
+def test_rows_with_negatives_say_what_they_cost(corpora, tokenizer, tmp_path, capfd):
+    counts = build(corpora, tokenizer, tmp_path / "out", negatives={"chunk": 8}, length=64)
+    row = open_rows(tmp_path / "out")[0]
+
+    assert counts["strategy"]["name"] == "negatives"
+    assert counts["strategy"]["tokens_added"] == counts["tokens_added"] > counts["tokens"] / 4
+    assert row.attention == "full"
+    assert (row.piece_docs == 0).sum() >= 2, "the document is in several pieces"
+    assert "index built in" in capfd.readouterr().err
+    assert "seconds" not in json.dumps(counts), "the manifest must be the same for every run"
+
+
+def test_interleaved_rows_attend_fully_and_cost_nothing(corpora, tokenizer, tmp_path):
+    counts = build(corpora, tokenizer, tmp_path / "out", interleave={"pieces": 3}, length=128)
+    row = open_rows(tmp_path / "out")[0]
+
+    assert counts["strategy"] == {"name": "interleave", "tokens_added": 0}
+    assert (row.attention, row.loss_mask, row.positions) == ("full", None, None)
+    assert len(row.piece_docs) == len(row.doc_lens) > row.piece_docs.max() + 1
+    owners = np.repeat(row.piece_docs, row.doc_lens)
+    for doc in range(row.piece_docs.max() + 1):
+        assert (np.diff(row.tokens[owners == doc].astype(np.int64)) == 1).all()
+
+
+def test_skips_give_positions_to_whatever_attends_to_itself(corpora, tokenizer, tmp_path):
+    def rows(name: str, **config) -> list:
+        counts = build(corpora, tokenizer, tmp_path / name, skips={"target": 1000}, **config)
+        return [open_rows(tmp_path / name)[index] for index in range(counts["rows"])]
+
+    for row in rows("documents", pack="fit", length=64):
+        starts = np.cumsum(row.doc_lens) - row.doc_lens
+        assert np.flatnonzero(row.positions == 0).tolist() == starts.tolist()
+    full = rows("full", attention="full")
+    assert all((np.diff(row.positions) >= 1).all() and row.attention == "full" for row in full)
+    assert 900 < max(int(row.positions.max()) for row in full) < 1000
+    assert len({int(row.positions.max()) for row in full}) > 10
+    interleaved = rows("interleaved", interleave={})
+    assert all((np.diff(row.positions) >= 1).all() for row in interleaved)
+
+
+def test_attention_of_a_rows_set_is_what_it_asks_for(corpora, tokenizer, tmp_path):
+    build(corpora, tokenizer, tmp_path / "out", attention="full")
+    build(corpora, tokenizer, tmp_path / "plain", attention="documents")
+    assert open_rows(tmp_path / "out")[0].attention == "full"
+    assert open_rows(tmp_path / "plain")[0].attention == "documents"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tangle": TANGLE, "length": 128},
+        {"interleave": {}},
+        {"negatives": {"chunk": 8}, "length": 64},
+        {"upsample": UPSAMPLE, "pack": "fit"},
+        {"skips": {"target": 100, "chunks": 3}},
+    ],
+)
+def test_the_same_seed_gives_the_same_files(corpora, tokenizer, tmp_path, config):
+    def files(folder: str, seed: int) -> list[bytes]:
+        build(corpora, tokenizer, tmp_path / folder / "rows", seed, **config)
+        return [path.read_bytes() for path in sorted((tmp_path / folder / "rows").glob("rows-*.arrow"))]
+
+    assert files("first", 0) == files("again", 0)
+    assert files("first", 0) != files("other", 1)
+
+
+def test_a_corpus_of_which_too_little_is_kept_is_refused(corpora, tokenizer, tmp_path):
+    upsample = {"above": "1K", "times": 1, "keep": 0.0}
+    with pytest.raises(DataError, match=r"those that upsample keeps do not fill one row of 32; .* below 1K"):
+        build(corpora, tokenizer, tmp_path / "out", upsample=upsample)
 
 
 def test_rows_follow_the_shares_of_their_sources(corpora, tokenizer, tmp_path):
@@ -181,7 +329,8 @@ def test_tangled_rows_attend_fully_and_name_the_tokens_they_add(corpora, tokeniz
     row = open_rows(tmp_path / "out")[0]
 
     assert len(tokenizer) == size, "the caller's tokenizer was changed"
-    assert counts["added_tokens"] == list(KNOTS)
+    assert list(counts["added_tokens"]) == list(KNOTS)
+    assert counts["strategy"]["tokens_added"] == counts["tokens_added"] > 0
     assert row.attention == "full"
     assert set(range(size, size + 7)) <= set(row.tokens.tolist()), "two hops use all knots but the last two"
     assert row.loss_mask.dtype == np.bool_

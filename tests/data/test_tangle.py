@@ -1,23 +1,29 @@
-"""Tokens: documents use ids from 1000 up, EOS is 1, labels use ids from 500 to 999, knots are 10 to 18."""
+"""Tokens: documents use ids from 1000 up, EOS is 1, labels use ids from 500 to 999, knots are 10 to 28.
+
+What holds for every row is in test_tangle_properties.py; here are cases made by hand, and what holds over many rows.
+"""
 
 import copy
-from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, islice
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from unspool.data import tangle
 from unspool.data.config import RowsConfig, TangleConfig
+from unspool.data.knots import ALL_KNOTS
 from unspool.data.labels import IGNORE, labels
 from unspool.data.pack import Doc, Tally
-from unspool.data.tangle import KNOTS, Tangled, Tangler, draw_labels, knot_ids, tangle_row, untangle
+from unspool.data.piece_labels import LABEL_CHARS, LabelPool, label_drawer
+from unspool.data.store import Row
+from unspool.data.tangle import Tangler, build_tangler, untangle
 from unspool.data.tokens import build_encoder
 
+from .slow_tangle import slow_pieces, slow_solutions
+
 EOS = 1
-IDS = {name: 10 + number for number, name in enumerate(KNOTS)}
-D, D_END, S, S_NEXT, S_END, H1, T1, H2, T2 = IDS.values()
+IDS = {name: 10 + number for number, name in enumerate(ALL_KNOTS)}
+D, D_END, S, S_NEXT, S_END, H1, T1, H2, T2 = list(IDS.values())[:9]
 
 
 def documents(lens: list[int]) -> list[np.ndarray]:
@@ -28,147 +34,43 @@ def documents(lens: list[int]) -> list[np.ndarray]:
     return docs
 
 
-def fake_labels() -> Iterator[np.ndarray]:
-    """Labels of two to four tokens, no two alike."""
-    number = 0
-    while True:
-        digits = [500 + number % 100, 600 + number // 100 % 100, 700 + number % 7, 800 + number % 9]
-        yield np.array(digits[: 2 + number % 3], dtype=np.uint32)
-        number += 1
+def fake_labels():
+    """Labels of two to four tokens; those of one generator begin at 0, those of the next at 5,000, and so on."""
+    starts, numbers = count(step=5000), {}
+
+    def draw(wanted: int, rng: np.random.Generator) -> list[np.ndarray]:
+        found = []
+        for number in islice(numbers.setdefault(rng, count(next(starts) if rng not in numbers else 0)), wanted):
+            digits = [500 + number % 100, 600 + number // 100 % 100, 700 + number % 7, 800 + number % 9]
+            found.append(np.array(digits[: 2 + number % 3], dtype=np.uint32))
+        return found
+
+    return draw
 
 
-def tangled(lens: list[int], row_len: int, seed: int = 0, **settings) -> tuple[list[np.ndarray], Tangled]:
-    docs = documents(lens)
+def tangler(seed: int = 0, keep_rest: bool = True, **settings) -> Tangler:
     config = TangleConfig(**{"min_split": 8, **settings})
-    return docs, tangle_row(docs, row_len, config, IDS, fake_labels(), np.random.default_rng(seed))
+    return Tangler(config, IDS, fake_labels(), np.random.default_rng(seed), keep_rest)
 
 
-def slow_mask(tokens: list[int]) -> list[bool]:
-    """The rules of the method, token by token: may token i be asked for, given token i - 1?"""
-    knots = {H1, T1, H2, T2}
-    mask, in_label = [False], tokens[0] == D
-    for given_token, target in pairwise(tokens):
-        trained = not (
-            given_token in knots
-            or target in knots
-            or in_label  # the input lies between <D> and </D>, both included
-            or target in (D, S)
-            or given_token in (S_END, EOS)
-        )
-        mask.append(trained)
-        in_label = target == D or (in_label and given_token != D_END)
-    return mask
+def tangled(lens: list[int], row_len: int, seed: int = 0, *, keep_rest: bool = True, **settings) -> list[Row]:
+    docs = [Doc(doc, "s") for doc in documents(lens)]
+    return list(tangler(seed, keep_rest, **settings).pack(docs, row_len, Tally()))
 
 
-def slow_solutions(tokens: list[int]) -> list[list[tuple[int, ...]]]:
-    """The label lists between <S> and </S>."""
-    solutions = []
-    for start in [place for place, token in enumerate(tokens) if token == S]:
-        inside = tokens[start + 1 : tokens.index(S_END, start)]
-        parts: list[list[int]] = [[]]
-        for token in inside:
-            if token == S_NEXT:
-                parts.append([])
-            else:
-                parts[-1].append(token)
-        solutions.append([tuple(part) for part in parts])
-    return solutions
+def pieces_of(row: Row):
+    return slow_pieces(row.tokens.tolist(), row.doc_lens.tolist(), row.piece_docs.tolist(), IDS)
 
 
-rows = st.fixed_dictionaries(
-    {
-        "lens": st.lists(st.integers(1, 90), min_size=30, max_size=40).map(lambda lens: [*lens, 400]),
-        "row_len": st.integers(40, 400),
-        "seed": st.integers(0, 10**6),
-        "probability": st.sampled_from([0.0, 0.5, 1.0]),
-        "hops": st.sampled_from([{2: 1.0}, {3: 1.0}, {2: 0.5, 3: 0.5}]),
-        "min_split": st.sampled_from([1, 8, 30]),
-        "preserve_order": st.booleans(),
-        "backtrace": st.booleans(),
-    }
-)
+def back(row: Row) -> list[list[int]]:
+    return [doc.tolist() for doc in untangle(row.tokens, row.doc_lens, row.piece_docs, IDS)]
 
 
-@settings(max_examples=60, deadline=None)
-@given(rows)
-def test_untangling_gives_the_documents_back_and_the_tokens_add_up(arguments):
-    docs, row = tangled(**arguments)
-    back = untangle(row)
-
-    assert len(row.tokens) == arguments["row_len"] == row.doc_lens.sum()
-    assert sum(map(len, back)) == row.text_tokens
-    for doc, got in zip(docs[: len(back) - 1], back, strict=False):
-        assert np.array_equal(got, doc)
-    assert np.array_equal(back[-1], docs[len(back) - 1][: len(back[-1])])
-    assert len(row.pieces) == len(row.doc_lens)
-    assert [piece.start for piece in row.pieces] == [0, *np.cumsum(row.doc_lens)[:-1]]
-
-
-@settings(max_examples=60, deadline=None)
-@given(rows)
-def test_the_loss_mask_follows_the_rules_token_by_token(arguments):
-    _, row = tangled(**arguments)
-    assert row.loss_mask.tolist() == slow_mask(row.tokens.tolist())
-
-
-@settings(max_examples=60, deadline=None)
-@given(rows)
-def test_labels_never_cross_from_one_piece_into_the_next(arguments):
-    _, row = tangled(**arguments)
-    made = labels(row.tokens, row.doc_lens, row.loss_mask)
-    as_one = labels(row.tokens, np.array([len(row.tokens)]), row.loss_mask)
-    assert np.array_equal(made, as_one), "the mask alone must keep pieces apart, since the row is one sequence"
-    assert (made[np.cumsum(row.doc_lens) - 1] == IGNORE).all()
-
-
-@settings(max_examples=60, deadline=None)
-@given(rows)
-def test_each_solution_names_the_labels_of_one_document_in_order_after_its_last_piece(arguments):
-    docs, row = tangled(**arguments)
-    tokens = row.tokens.tolist()
-    by_doc: dict[int, dict[int, tuple[int, ...]]] = {}
-    last_piece: dict[int, int] = {}
-    for place, piece in enumerate(row.pieces):
-        if tokens[piece.start] == D:
-            close = tokens.index(D_END, piece.start)
-            by_doc.setdefault(piece.doc, {})[piece.part] = tuple(tokens[piece.start + 1 : close])
-            last_piece[piece.doc] = place
-    expected = [
-        [by_doc[doc][part] for part in range(len(by_doc[doc]))]
-        for doc in sorted(by_doc, key=lambda doc: last_piece[doc])
-    ]
-    assert slow_solutions(tokens) == expected
-    ends = np.cumsum(row.doc_lens) - 1
-    assert [int(ends[place]) for place in sorted(last_piece.values())] == [
-        place for place, token in enumerate(tokens) if token == S_END
-    ], "a solution must stand at the end of its document's last piece"
-
-    whole = {doc for doc, got in enumerate(untangle(row)) if len(got) == len(docs[doc])}
-    assert set(by_doc) <= whole, "a cut document was promised a solution"
-    split = {piece.doc for piece in row.pieces if piece.part > 0}
-    assert split & whole == set(by_doc) if arguments["backtrace"] else not by_doc
-
-
-@settings(max_examples=60, deadline=None)
-@given(rows)
-def test_knots_mark_exactly_the_cuts(arguments):
-    _, row = tangled(**arguments)
-    parts = {doc: max(piece.part for piece in row.pieces if piece.doc == doc) for doc in {p.doc for p in row.pieces}}
-    for piece in row.pieces:
-        before, after = piece.text_start - 1, piece.text_start + piece.text_len
-        if piece.part > 0:
-            assert row.tokens[before] == (H1, H2)[piece.part - 1]
-        else:
-            assert piece.text_start == piece.start or row.tokens[before] == D_END
-        if piece.part < parts[piece.doc]:
-            assert row.tokens[after] == (T1, T2)[piece.part]
-        if arguments["preserve_order"]:
-            earlier = [other.part for other in row.pieces if other.doc == piece.doc and other.start < piece.start]
-            assert earlier == list(range(piece.part))
+# One row
 
 
 def test_one_row_written_out_by_hand():
-    _, row = tangled([10, 4, 12], 40, seed=15, probability=1.0, hops={2: 1.0})
+    row = tangled([10, 4, 12], 40, seed=2, probability=1.0, hops={2: 1.0})[0]
     # fmt: off
     assert row.tokens.tolist() == [
         D, 500, 600, D_END, 1000, 1001, 1002, 1003, T1,
@@ -184,41 +86,79 @@ def test_one_row_written_out_by_hand():
     ]
     # fmt: on
     assert row.doc_lens.tolist() == [9, 4, 20, 7]
-    assert row.text_tokens == 10 + 4 + 7
+    assert row.piece_docs.tolist() == [0, 1, 0, 2]
 
 
-def test_the_last_document_gets_the_right_solution_when_it_just_fits():
-    # The case that the public code gets wrong: the last document of the row is split and whole.
-    num_labels, num_knots, num_brackets = 2 * (2 + 3 + 4), 4, 3 * 2 + 4
-    for seed in range(20):
-        _, row = tangled(
-            [40, 400], 40 + num_labels + num_knots + num_brackets, seed=seed, probability=1.0, hops={3: 1.0}
-        )
-        assert row.text_tokens == 40
-        assert slow_solutions(row.tokens.tolist()) == [[(500, 600), (501, 600, 701), (502, 600, 702, 802)]]
-        assert row.tokens[-1] == S_END
+def test_the_last_document_gets_the_right_solution_where_the_public_code_gives_a_wrong_one():
+    """There, of the last document's pieces the last is looked up by its number in the document, not in the row."""
+    num_marks = 4 + 3 * 2 + 4 + 2 * (4 + 2 + 3)  # knots, brackets, solution, labels 2, 3 and 4 twice
+    seen = 0
+    for seed in range(40):
+        row = tangled([30, 40, 400], 30 + 40 + num_marks, seed, probability=1.0, hops={3: 1.0}, min_split=35)[0]
+        pieces = pieces_of(row)
+        places = [place for place, piece in enumerate(pieces) if piece.doc == 1]
+        assert len(places) == 3, "the last document is split and whole"
+        looked_up = [*places[:2], 2]
+        if looked_up == places:
+            continue
+        seen += 1
+        wrong = [pieces[place].label for place in looked_up]
+        right = [(500, 600), (501, 600, 701), (502, 600, 702, 802)]
+        [(place, listed)] = slow_solutions(row.tokens.tolist(), IDS)
+        assert listed == right != wrong
+        assert place == pieces[places[-1]].start + int(row.doc_lens[places[-1]]) - (3 * 3 + 4)
+    assert seen, "the public code would be right in all these rows"
 
 
 def test_a_cut_document_may_be_split_but_stays_at_the_rows_end_without_labels():
     seen = 0
     for seed in range(30):
-        docs, row = tangled([20, 500], 200, seed=seed, probability=1.0)
-        cut = [piece for piece in row.pieces if piece.doc == 1]
+        row = tangled([20, 500], 200, seed, probability=1.0)[0]
+        pieces = pieces_of(row)
+        cut = [piece for piece in pieces if piece.doc == 1]
         seen += len(cut) > 1
-        assert row.pieces[-1].doc == 1
-        assert row.tokens.tolist().count(D) == len(row.pieces) - len(cut)
-        assert np.array_equal(untangle(row)[1], docs[1][: sum(piece.text_len for piece in cut)])
+        assert pieces[-1] == cut[-1] and cut[-1].part == len(cut) - 1
+        assert row.tokens.tolist().count(D) == len(pieces) - len(cut)
+        assert back(row)[1] == documents([20, 500])[1].tolist()[: sum(len(piece.text) for piece in cut)]
     assert seen, "no cut document was split"
 
 
+def test_pieces_are_put_in_order_by_their_knots_where_the_row_does_not_keep_it():
+    disordered = 0
+    for seed in range(20):
+        row = tangled([60, 60, 60], 150, seed, probability=1.0, preserve_order=False, hops={8: 1.0}, backtrace=False)[0]
+        parts = [piece.part for piece in pieces_of(row) if piece.doc == 0]
+        disordered += parts != sorted(parts)
+        assert back(row)[0] == documents([60])[0].tolist()
+    assert disordered > 15
+
+
+def test_a_row_without_pieces_of_one_document_is_its_documents():
+    docs = documents([5, 7, 3])
+    got = untangle(np.concatenate(docs), np.array([5, 7, 3]), None, IDS)
+    assert [doc.tolist() for doc in got] == [doc.tolist() for doc in docs]
+
+
+def test_documents_that_do_not_end_in_eos_are_kept_apart_all_the_same():
+    docs = [Doc(np.arange(start, start + 16, dtype=np.uint32), "s") for start in range(1000, 1064, 16)]
+    [row] = tangler(probability=0.0).pack(docs, 64, Tally())
+    made = labels(row.tokens, np.array([64]), row.loss_mask)
+    assert (made[15::16] == IGNORE).all()
+    assert (made != IGNORE).sum() == 60
+
+
+# Many rows
+
+
 def test_split_points_and_hops_are_spread_as_configured():
+    rows = tangled([50] * 4000, 400, probability=0.8, hops={2: 0.25, 3: 0.75}, backtrace=False)
     parts, points = [], []
-    for seed in range(300):
-        _, row = tangled([50] * 12, 400, seed=seed, probability=0.8, hops={2: 0.25, 3: 0.75}, backtrace=False)
-        for doc in range(6):
-            pieces = [piece for piece in row.pieces if piece.doc == doc]
-            parts.append(len(pieces))
-            points += [piece.text_len for piece in pieces if piece.part == 0 and len(pieces) == 2]
+    for row in rows:
+        pieces = pieces_of(row)
+        for doc in range(1, max(row.piece_docs)):  # the first and the last may be cut
+            mine = [piece for piece in pieces if piece.doc == doc]
+            parts.append(len(mine))
+            points += [len(piece.text) for piece in mine if piece.part == 0 and len(mine) == 2]
     shares = np.bincount(parts, minlength=4)[1:] / len(parts)
     assert shares == pytest.approx([0.2, 0.2, 0.6], abs=0.04)
     assert min(points) == 1
@@ -226,82 +166,169 @@ def test_split_points_and_hops_are_spread_as_configured():
     assert np.mean(points) == pytest.approx(25, abs=2.5)
 
 
-def test_order_is_shuffled_over_the_row():
-    _, row = tangled([50] * 12, 400, seed=3, probability=1.0, backtrace=False)
-    assert [piece.doc for piece in row.pieces] != sorted(piece.doc for piece in row.pieces)
+def test_points_are_uniform_without_replacement():
+    """Three of the four places between five tokens: every choice of three is as likely."""
+    rows = tangled([5] * 4000, 110, probability=1.0, hops={4: 1.0}, min_split=5, backtrace=False)
+    lens = [
+        [len(piece.text) for piece in pieces_of(row) if piece.doc == doc] for row in rows for doc in (3, 4, 5, 6, 7)
+    ]
+    found = np.array([piece_lens for piece_lens in lens if len(piece_lens) == 4])
+    twos = np.sort(np.argmax(found == 2, axis=1))
+    assert np.bincount(twos) / len(twos) == pytest.approx([0.25] * 4, abs=0.07)
 
 
-def packing(row_len: int, *, keep_rest: bool, **settings) -> tuple[Tangler, Tally]:
-    config = TangleConfig(**{"min_split": 8, **settings})
-    return Tangler(config, IDS, fake_labels(), np.random.default_rng(0), keep_rest), Tally()
+@pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
+def test_per_row_all_documents_of_a_row_are_split_or_none(probability):
+    rows = tangled([50] * 3000, 500, probability=probability, per="row", backtrace=False)
+    split = []
+    for row in rows:
+        whole = {piece.doc for piece in pieces_of(row) if piece.part == 0 and not piece.has_tail}
+        docs = set(range(1, int(max(row.piece_docs)) - 1))  # those that neither the row's beginning nor its end touches
+        assert not docs & whole or docs <= whole
+        split.append(not docs & whole)
+    assert np.mean(split) == pytest.approx(probability, abs=0.08)
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(1, 200), max_size=30), st.booleans(), st.integers(1, 4))
-def test_a_stream_of_tangled_rows_accounts_for_every_token(lens, keep_rest, limit):
-    tangler, tally = packing(96, keep_rest=keep_rest)
-    drawn = 0
-
-    def counted():
-        nonlocal drawn
-        for doc in documents(lens):
-            drawn += len(doc)
-            yield Doc(doc, "s")
-
-    stream = tangler.pack(counted(), 96, tally)
-    made = [row for _, row in zip(range(limit), stream, strict=False)]
-    stream.close()
-
-    assert drawn + tally.added == 96 * len(made) + tally.dropped.total()
-    assert all((row.attention, row.source) == ("full", "s") for row in made)
-    assert keep_rest <= (not tally.dropped["cut"])
+def test_pieces_are_shuffled_over_the_row():
+    row = tangled([50] * 12, 400, seed=3, probability=1.0, backtrace=False)[0]
+    assert row.piece_docs.tolist() != sorted(row.piece_docs.tolist())
 
 
-def test_the_rest_of_a_cut_document_opens_the_next_row():
-    tangler, tally = packing(64, keep_rest=True, probability=0.0)
-    first, second, *_ = tangler.pack([Doc(doc, "s") for doc in documents([100, 100])], 64, tally)
+def test_the_rest_of_a_cut_document_opens_the_next_row_or_is_dropped():
+    docs, tally = [Doc(doc, "s") for doc in documents([100, 100])], Tally()
+    first, second, *_ = tangler(probability=0.0).pack(docs, 64, tally)
     assert first.tokens.tolist() == list(range(1000, 1064))
     assert second.doc_lens.tolist() in ([36, 28], [28, 36])
     assert 1064 in second.tokens
+    assert tally.dropped == {"last_row": 200 - 3 * 64}
+
+    tally = Tally()
+    first, second = tangler(probability=0.0, keep_rest=False).pack(docs, 64, tally)
+    assert second.tokens.tolist() == list(range(1100, 1164))
+    assert tally.dropped["cut"] == tally.sources["s"].dropped["cut"] == 2 * 36
 
 
-def test_documents_that_do_not_end_in_eos_are_kept_apart_all_the_same():
-    docs = [np.arange(start, start + 16, dtype=np.uint32) for start in range(1000, 1064, 16)]
-    row = tangle_row(docs, 64, TangleConfig(probability=0.0), IDS, fake_labels(), np.random.default_rng(0))
-    made = labels(row.tokens, np.array([64]), row.loss_mask)
-    assert (made[15::16] == IGNORE).all()
-    assert (made != IGNORE).sum() == 60
+@pytest.mark.parametrize("keep_rest", [True, False])
+@pytest.mark.parametrize("per", ["document", "row"])
+def test_rows_do_not_depend_on_how_many_documents_are_looked_at_together(keep_rest, per, monkeypatch):
+    lens = np.random.default_rng(0).integers(1, 300, size=400).tolist()
+    arguments = {"keep_rest": keep_rest, "per": per, "hops": {2: 0.5, 5: 0.5}, "probability": 0.6}
+
+    def rows(batch_tokens: int) -> list[list[int]]:
+        monkeypatch.setattr(tangle, "BATCH_TOKENS", batch_tokens)
+        return [row.tokens.tolist() for row in tangled(lens, 256, **arguments)]
+
+    at_once = rows(1 << 20)
+    assert len(at_once) > 150
+    assert rows(1) == rows(1000) == at_once
 
 
-def test_knots_are_added_once_in_a_fixed_order_and_found_again(tokenizer):
+def test_a_stream_that_is_closed_early_gave_the_first_rows_and_counts_what_it_drew_ahead():
+    lens = [90] * 50
+    whole = tangled(lens, 256, seed=7)
+    docs, tally, drawn = documents(lens), Tally(), 0
+
+    def counted():
+        nonlocal drawn
+        for number, doc in enumerate(docs):
+            drawn += len(doc)
+            yield Doc(doc, "ab"[number % 2])
+
+    stream = tangler(7).pack(counted(), 256, tally)
+    rows = list(islice(stream, 3))
+    stream.close()
+
+    assert [row.tokens.tolist() for row in rows] == [row.tokens.tolist() for row in whole[:3]]
+    assert {row.source for row in rows} <= {"a+b", "b+a"}
+    in_rows = sum(len(text) for row in rows for text in back(row))
+    assert drawn == 50 * 90
+    assert in_rows + tally.dropped.total() == drawn
+    assert tally.given_back == 50 - -(-in_rows // 90)
+    assert tally.dropped["unread"] == 90 * tally.given_back
+    assert set(+tally.dropped) == {"limit", "unread"}
+
+
+def test_the_same_seed_gives_the_same_rows_and_another_does_not(tokenizer):
+    config = RowsConfig.model_validate({"from": "a", "length": 512, "tangle": {"min_split": 16}})
+    docs = [Doc(doc % 300 + 3, "a") for doc in documents([70] * 40)]
+
+    def rows(seed: int) -> list[bytes]:
+        made = build_tangler(config, copy.deepcopy(tokenizer), np.random.default_rng(seed))
+        return [row.tokens.tobytes() + row.loss_mask.tobytes() for row in made.pack(docs, 512, Tally())]
+
+    assert rows(0) == rows(0)
+    assert not set(rows(0)) & set(rows(1))
+
+
+def test_tangling_brings_the_knots_that_its_hops_need(tokenizer):
     size = len(tokenizer)
-    ids = knot_ids(tokenizer)
-    assert list(ids.values()) == list(range(size, size + 9))
-    assert knot_ids(tokenizer) == ids
-    assert len(tokenizer) == size + 9
-    assert tokenizer.convert_ids_to_tokens(list(ids.values())) == list(KNOTS)
+    docs = [Doc(np.append(np.arange(70, dtype=np.uint32) + 3, np.uint32(tokenizer.eos_token_id)), "a")] * 40
+    for hops, num_knots in ((2, 9), (3, 9), (8, 19)):
+        config = RowsConfig.model_validate({"from": "a", "length": 512, "tangle": {"min_split": 16, "hops": {hops: 1}}})
+        made = build_tangler(config, copy.deepcopy(tokenizer), np.random.default_rng(0))
+        assert list(made.knots.values()) == list(range(size, size + num_knots))
+        used = {token for row in made.pack(docs, 512, Tally()) for token in row.tokens.tolist() if token >= size}
+        assert used == set(range(size, size + 5 + 2 * (hops - 1)))
 
 
-def test_a_document_that_spells_a_knot_does_not_become_one(tokenizer):
-    ids = knot_ids(tokenizer)
-    tokens = build_encoder(tokenizer).encode(["a <|knot:D|> b"])[0].tolist()
-    assert ids["<|knot:D|>"] not in tokens
+# Labels
 
 
 def test_labels_are_six_alphanumerics_and_follow_the_seed(tokenizer):
-    encoder = build_encoder(copy.deepcopy(tokenizer))
+    draw = label_drawer(build_encoder(copy.deepcopy(tokenizer)))
 
     def drawn(seed: int) -> list[str]:
-        stream = draw_labels(encoder, np.random.default_rng(seed))
-        return [tokenizer.decode(next(stream)) for _ in range(1500)]
+        return [tokenizer.decode(label) for label in draw(1500, np.random.default_rng(seed))]
 
     texts = drawn(0)
-    assert all(len(text) == 6 and text.isalnum() and text.isascii() for text in texts)
+    assert all(len(text) == LABEL_CHARS and text.isalnum() and text.isascii() for text in texts)
     assert len(set(texts)) == 1500
     assert texts == drawn(0)
     assert texts != drawn(1)
 
 
+def test_labels_come_again_in_another_order_and_never_soon():
+    def pool() -> LabelPool:
+        return LabelPool(fake_labels(), 1024, np.random.default_rng(0))
+
+    one_by_one, at_once = pool(), pool()
+    taken = at_once.take(10_000)
+    assert taken.tolist() == np.concatenate([one_by_one.take(size) for size in (1, 1023, 5000, 3976)]).tolist()
+    assert len(at_once) == 2048
+    assert taken[:2048].tolist() == list(range(2048)), "each is used before any is used again"
+    for start in range(0, 9000, 100):
+        assert len(set(taken[start : start + 1000].tolist())) == 1000
+    assert taken[2048:4096].tolist() != taken[4096:6144].tolist()
+
+
+@pytest.mark.parametrize("min_split", [8, 16])
+def test_no_two_pieces_of_a_row_share_a_label(min_split):
+    """Also where a row has more of them than a pool is usually made for."""
+    numbers = count()
+
+    def draw(wanted: int, rng: np.random.Generator) -> list[np.ndarray]:
+        return [np.array([500 + number % 400, 1000 + number // 400]) for number in islice(numbers, wanted)]
+
+    config = TangleConfig(probability=1.0, hops={8: 1.0}, min_split=min_split)
+    docs = [Doc(np.arange(2000, 2016, dtype=np.uint32), "s")] * 12_000
+    rows = list(Tangler(config, IDS, draw, np.random.default_rng(0), True).pack(docs, 1 << 18, Tally()))
+    assert len(rows) == 3
+    for row in rows:
+        at = np.flatnonzero(row.tokens == D)
+        names = row.tokens[at + 1] * 10_000 + row.tokens[at + 2]
+        assert len(names) > tangle._LABELS * 2
+        assert len(np.unique(names)) == len(names)
+
+
+# Refused
+
+
 def test_tangling_whole_rows_is_refused():
     with pytest.raises(ValueError, match="pack: whole puts one document in a row"):
         RowsConfig.model_validate({"from": "a", "length": "4K", "pack": "whole", "tangle": {}})
+
+
+@pytest.mark.parametrize("hops", [{}, {1: 1.0}, {9: 1.0}, {2: -1.0}, {2: 0.0}])
+def test_hops_are_two_to_eight_pieces_with_shares(hops):
+    with pytest.raises(ValueError, match="hops needs counts of 2 to 8 with positive shares"):
+        TangleConfig(hops=hops)

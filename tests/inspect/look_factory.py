@@ -1,5 +1,6 @@
 """A small run on disk to look at, made on the spot: a corpus, packed rows, tangled rows and their tokenizer."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from unspool.base.artefact import publish
+from unspool.data.knots import knot_ids
 from unspool.data.store import CorpusWriter, Row, RowWriter
 from unspool.data.tokens import build_encoder
 
@@ -38,14 +40,15 @@ def save_rows(folder: Path, rows: list[Row], **settings: Any) -> Path:
     masked = any(row.loss_mask is not None for row in rows)
     about = {"rows": {"length": len(rows[0].tokens), **settings}}
     with publish(folder, kind="rows", inputs={}, settings=about) as draft:
-        with RowWriter(draft.folder, row_len=len(rows[0].tokens), masked=masked) as writer:
+        pieced, placed = rows[0].piece_docs is not None, rows[0].positions is not None
+        with RowWriter(
+            draft.folder, row_len=len(rows[0].tokens), masked=masked, pieced=pieced, placed=placed
+        ) as writer:
             for row in rows:
                 writer.append(row)
         draft.counts = {"rows": len(rows), "tokens": sum(len(row.tokens) for row in rows)}
         if settings.get("tangle"):
-            from unspool.data.tangle import KNOTS
-
-            draft.counts["added_tokens"] = list(KNOTS)
+            draft.counts["added_tokens"] = knot_ids(byte_tokenizer())
     return folder
 
 
@@ -85,8 +88,6 @@ def tangled_row(tokenizer: PreTrainedTokenizerFast) -> Row:
     """A whole document between the two halves of another, as `data.tangle` writes them."""
     from copy import deepcopy
 
-    from unspool.data.tangle import knot_ids
-
     encoder = build_encoder(tokenizer)
     knots = knot_ids(deepcopy(tokenizer))
     one, two, first, second, whole = encoder.encode_plain(
@@ -105,3 +106,9 @@ def tangled_row(tokenizer: PreTrainedTokenizerFast) -> Row:
     mask = np.ones(len(tokens), dtype=np.bool_)
     mask[: len(one) + 2] = False
     return Row(tokens, np.array([len(piece) for piece in pieces], dtype=np.int32), mask, "books", "full")
+
+
+def pieced_row(lens: list[int], docs: list[int], **more: Any) -> Row:
+    """A row of pieces whose documents are recorded; its tokens count from 0."""
+    row = Row(np.arange(sum(lens), dtype=np.uint32), np.array(lens, dtype=np.int32), None, "books", "full")
+    return replace(row, **{"piece_docs": np.array(docs, dtype=np.int32), **more})

@@ -10,7 +10,7 @@ from look_factory import save_run
 
 from unspool.inspect.corpus import Corpus
 from unspool.inspect.histogram import length_chart
-from unspool.inspect.page import fold, render, write_page
+from unspool.inspect.page import COLOURS, fold, render, write_page
 from unspool.inspect.place import find_place
 from unspool.inspect.rows import Rows
 from unspool.inspect.summary import Summary
@@ -34,7 +34,7 @@ def opened(run_dir: Path, box: str) -> Rows | Corpus:
 def page_with(*spans: Span, title: str = "document 1 of 1", name: str = "row 0") -> str:
     summary = Summary(path=Path("runs/x"), kind="rows", headline="1 row", facts=[("sources", SCRIPT)], notes=[SCRIPT])
     part = Part(title=title, length=3, facts=[SCRIPT], spans=list(spans))
-    return render(summary, [Item(index=0, name=name, among="", facts=[SCRIPT], parts=[part, part])])
+    return render([(summary, [Item(index=0, name=name, among="", facts=[SCRIPT], parts=[part, part])])])
 
 
 class _Reader(HTMLParser):
@@ -70,7 +70,7 @@ def parsed(page: str) -> _Reader:
 @pytest.mark.parametrize("tokens", [False, True])
 def test_every_link_leads_to_an_anchor_and_every_tag_is_closed(box, tokens, run_dir, tmp_path):
     collection = opened(run_dir, box)
-    write_page(collection, list(range(len(collection))), tmp_path / "new" / "look.html", tokens=tokens, full=False)
+    write_page([(collection, list(range(len(collection))))], tmp_path / "new" / "look.html", tokens=tokens, full=False)
     reader = parsed((tmp_path / "new" / "look.html").read_text())
     assert len(reader.ids) == len(set(reader.ids))
     assert reader.links
@@ -97,7 +97,7 @@ def test_directions_and_controls_are_made_visible():
 
 def test_parts_of_one_document_have_one_colour_and_bands_to_scale(run_dir):
     rows = opened(run_dir, "rows/tangled")
-    page = render(rows.summary(), [rows.item(0, Show())])
+    page = render([(rows.summary(), [rows.item(0, Show())])])
     assert re.findall(r'class="part (c\d)"', page) == ["c0", "c1", "c0"]
     bands = re.findall(r'<rect class="(c\d)" x="([\d.]+)"', page)
     assert [colour for colour, _ in bands] == ["c0", "c1", "c0"]
@@ -105,9 +105,34 @@ def test_parts_of_one_document_have_one_colour_and_bands_to_scale(run_dir):
     assert np.allclose(starts, [part.start for part in rows.item(0, Show()).parts], atol=0.01)
 
 
+def test_colour_is_not_all_that_tells_documents_apart(run_dir):
+    rows = opened(run_dir, "rows/tangled")
+    page = render([(rows.summary(), [rows.item(0, Show())])])
+    assert re.findall(r'<b class="doc" title="document (\d+)">', page) == ["1", "2", "1"]
+    assert re.findall(r'<b style="left:[\d.]+%">(\d*)</b>', page) == ["1", "2", "1"]
+
+
+def test_further_documents_start_over_with_the_colours_and_the_sheet_has_them_all():
+    parts = [Part(title=f"piece {group}", length=3, group=group) for group in range(COLOURS + 1)]
+    summary = Summary(path=Path("x"), kind="rows", headline="1 row", facts=[])
+    page = render([(summary, [Item(index=0, name="row 0", among="", facts=[], parts=parts)])])
+    shown = re.findall(r'class="part (c\d+)"', page)
+    assert shown == [*(f"c{group}" for group in range(COLOURS)), "c0"]
+    assert all(page.count(f"--{colour}: #") == 2 and f".{colour} {{" in page for colour in shown)
+
+
+def test_several_sets_share_a_page_and_no_anchor(run_dir, tmp_path):
+    sets = [(opened(run_dir, box), [0]) for box in ("rows/short", "rows/tangled")]
+    write_page(sets, tmp_path / "look.html", tokens=False, full=False)
+    reader = parsed((tmp_path / "look.html").read_text())
+    assert len(reader.ids) == len(set(reader.ids))
+    assert {link.removeprefix("#") for link in reader.links} <= set(reader.ids)
+    assert reader.tags.count("h1") == 2
+
+
 def test_a_row_with_a_loss_mask_marks_what_has_no_loss(run_dir):
     rows = opened(run_dir, "rows/tangled")
-    page = render(rows.summary(), [rows.item(0, Show())])
+    page = render([(rows.summary(), [rows.item(0, Show())])])
     assert '<span class="knot silent">&lt;|knot:D|&gt;</span><span class="label silent">Ab12Cd</span>' in page
 
 

@@ -43,6 +43,15 @@ def test_without_a_terminal_there_are_no_colours_and_with_one_silence_is_dim(mon
     assert "\x1b[2mquiet" in printed(item, colours=True)
 
 
+def test_pieces_of_one_document_have_border_lines_of_one_colour(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    parts = [Part(title=f"piece {number}", length=3, group=group) for number, group in enumerate([0, 1, 0, 12])]
+    lines = [line for line in printed(item_of(*parts), colours=True).splitlines() if "piece" in line]
+    colours = [line.partition("──")[0] for line in lines]
+    assert colours[0] == colours[2] == colours[3] != colours[1]
+
+
 def test_text_cannot_command_the_terminal_nor_be_taken_for_markup():
     shown = printed(item_of(part_of(Span("\x1b[2J[bold]x[/bold] :smile:\u202e", "text"))), colours=True)
     assert "␛[2J[bold]x[/bold] :smile:⟨U+202E⟩" in shown

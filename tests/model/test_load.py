@@ -2,13 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from factory import CPU, VOCAB, build_model, build_tokenizer, random_tokens, save_folder
 from unspool.base.errors import ConfigError
-from unspool.data.tangle import KNOTS, knot_ids
+from unspool.data.knots import KNOTS, knot_ids, trained_ids
 from unspool.model.load import (
     build_new,
     fit_vocabulary,
@@ -145,16 +146,17 @@ def test_an_unknown_size_is_refused():
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
 @pytest.mark.parametrize("num_embeddings", [281, 285, VOCAB])
-def test_added_tokens_start_at_the_mean_and_others_stay(family, num_embeddings):
+def test_new_tokens_start_at_the_mean_and_others_stay(family, num_embeddings):
     """Also where the model has embeddings to spare, which no text has ever trained."""
     tokenizer = build_tokenizer()
     known = len(tokenizer)
     assert known == 281, "the sizes above mean: none, some and more than enough to spare"
     model = build_model(family, vocab_size=num_embeddings)
     before = [layer.weight.detach().clone() for layer in (model.get_input_embeddings(), model.get_output_embeddings())]
+    trained = trained_ids(tokenizer)
     new = sorted(knot_ids(tokenizer).values())
 
-    fit_vocabulary(model, tokenizer, known=known)
+    fit_vocabulary(model, new, trained)
 
     assert new == list(range(known, known + len(KNOTS)))
     size = max(num_embeddings, known + len(KNOTS))
@@ -169,11 +171,39 @@ def test_added_tokens_start_at_the_mean_and_others_stay(family, num_embeddings):
     assert tied == (family == "llama-tied")
 
 
+def test_reused_tokens_start_at_the_mean_of_those_that_were_trained():
+    """Tokens in reserve and embeddings without a token, which no text has trained, are no part of it."""
+    model = build_model("llama")
+    with torch.no_grad():
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            layer.weight[100:130] = 1e6
+            layer.weight[281:] = 1e6
+    old = model.get_input_embeddings().weight.detach().clone()
+    trained = np.array([*range(100), *range(130, 281)])
+
+    fit_vocabulary(model, {129, 128}, trained)
+
+    weight = model.get_input_embeddings().weight.detach()
+    torch.testing.assert_close(weight[128:130], old[trained].mean(dim=0).expand(2, -1))
+    others = [row for row in range(VOCAB) if row not in (128, 129)]
+    assert torch.equal(weight[others], old[others])
+
+
+def test_a_head_with_a_bias_gives_new_tokens_the_mean_bias():
+    model = build_model("llama")
+    model.set_output_embeddings(torch.nn.Linear(32, VOCAB))
+    bias = model.get_output_embeddings().bias.detach().clone()
+
+    fit_vocabulary(model, [281], np.arange(281))
+
+    assert model.get_output_embeddings().bias[281].item() == pytest.approx(bias[:281].mean().item(), abs=1e-6)
+
+
 def test_a_tokenizer_that_gained_nothing_leaves_the_model_alone():
-    model, tokenizer = build_model(), build_tokenizer()
+    model = build_model()
     before = model.get_input_embeddings().weight.detach().clone()
 
-    fit_vocabulary(model, tokenizer, known=len(tokenizer))
+    fit_vocabulary(model, [], np.arange(281))
 
     assert torch.equal(model.get_input_embeddings().weight, before)
 

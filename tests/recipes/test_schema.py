@@ -38,6 +38,27 @@ def test_tangled_rows_are_welcome_in_a_stage_with_document_attention(valid):
     assert recipe.stages[0].attention == "documents"
 
 
+def test_every_strategy_is_welcome_in_a_stage_with_document_attention(valid):
+    for strategy in ("interleave={}", "negatives={chunk: 256}"):
+        assert load_recipe(valid, [f"rows.short.{strategy}"]).recipe.stages[0].attention == "documents"
+
+
+def test_positions_beyond_the_context_of_a_stage_are_refused(valid, problems):
+    assert load_recipe(valid, ["rows.short.skips={target: 4K}"])
+    (sentence,) = problems(sets=["rows.short.skips={target: 8K}"])
+    assert "stages.0.mix.short" in sentence
+    assert "positions up to 8K, beyond the stage's context of 4K; lower rows.short.skips.target or raise" in sentence
+
+
+def test_positions_of_documents_are_refused_where_the_row_is_one(valid, problems):
+    skips, full = "rows.short.skips={target: 4K}", "stages.0.attention=full"
+    (sentence,) = problems(sets=[skips, full])
+    assert "positions begin anew in every document" in sentence
+    assert "rows.short.attention: full" in sentence
+    assert load_recipe(valid, [skips, full, "rows.short.attention=full"])
+    assert load_recipe(valid, [skips, full, "rows.short.interleave={}"])
+
+
 def test_the_default_output_folder_is_named_after_the_recipe(valid):
     assert str(load_recipe(valid).recipe.out) == "runs/small"
     assert str(load_recipe(valid, ["out=elsewhere"]).recipe.out) == "elsewhere"

@@ -2,7 +2,9 @@ import numpy as np
 import torch
 
 from factory import random_row
+from unspool.data.config import RowsConfig
 from unspool.data.labels import IGNORE, labels
+from unspool.data.strategy import finish_rows
 from unspool.train.batch import build_batch, row_sums
 
 ROWS = [random_row((5, 3), 1, mask=0.3), random_row((8,), 2), random_row((4, 4), 3, attention="full", mask=0.5)]
@@ -48,3 +50,18 @@ def test_row_sums_keep_a_small_row_beside_a_huge_one():
     losses = torch.tensor([1e8, 1e-3])
 
     assert abs(float(row_sums(losses, (1, 1))[1]) - 1e-3) < 1e-6
+
+
+def test_positions_of_rows_arrive_in_the_batch():
+    """Rows of 8 tokens with the positions of 64, eight of them to a context of 64."""
+    config = RowsConfig.model_validate({"from": "a", "length": 8, "attention": "full", "skips": {"target": 64}})
+    skipped = finish_rows([random_row((5, 3), seed) for seed in range(7)], config, np.random.default_rng(0))
+    plain = random_row((5, 3), 7)
+    batch = build_batch([*skipped, plain], attention="documents")
+
+    assert batch.doc_lens == (8,) * 7 + (5, 3)
+    expected = np.concatenate([row.positions for row in skipped])
+    assert batch.position_ids.tolist() == [*expected.tolist(), *range(5), *range(3)]
+    assert batch.position_ids.dtype == torch.int64
+    assert 40 < int(batch.position_ids.max()) < 64
+    assert (torch.diff(batch.position_ids[:56].reshape(7, 8), dim=1) > 0).all()

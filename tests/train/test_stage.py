@@ -26,9 +26,9 @@ from factory import (
 )
 from unspool.base.artefact import read_manifest
 from unspool.base.errors import ConfigError, UnspoolError
+from unspool.data.knots import KNOTS, knot_ids
 from unspool.data.labels import labels
 from unspool.data.mix import Mix
-from unspool.data.tangle import KNOTS
 from unspool.model.scratch import NewModel
 from unspool.train import checkpoint
 from unspool.train import stage as stage_module
@@ -320,7 +320,7 @@ def test_tangled_rows_bring_their_tokens_which_start_at_the_mean(materials, tmp_
     rows = [random_row((32,), seed, attention="full") for seed in range(3)]
     for row in rows:
         row.tokens[:9] = np.arange(known, known + 9)
-    tangled = save_rows(tmp_path / "tangled", rows, added_tokens=KNOTS)
+    tangled = save_rows(tmp_path / "tangled", rows, added_tokens=dict(zip(KNOTS, range(known, known + 9), strict=True)))
     inputs = StageInputs(model=materials.model, rows={"long": tangled})
     # So small a rate that what comes out is what went in.
     stage = build_stage(tokens=64, lr=1e-12, weight_decay=0)
@@ -335,6 +335,65 @@ def test_tangled_rows_bring_their_tokens_which_start_at_the_mean(materials, tmp_
         old, new = (getattr(model, layer)().weight.detach() for model in (before, after))
         torch.testing.assert_close(new[:known], old[:known])
         torch.testing.assert_close(new[known : known + 9], old[:known].mean(dim=0).expand(9, -1))
+
+
+def reserve_tokens(folder: Path, out: Path, count: int = 19) -> str:
+    """A model whose tokenizer keeps some of its last tokens in reserve."""
+    shutil.copytree(folder, out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [f"<|reserved_special_token_{number}|>" for number in range(count)]}
+    )
+    tokenizer.save_pretrained(out)
+    return str(out)
+
+
+def tangled_rows(folder: Path, knots: dict[str, int]) -> Path:
+    rows = [random_row((32,), seed, attention="full") for seed in range(3)]
+    for row in rows:
+        row.tokens[: len(knots)] = list(knots.values())
+    return save_rows(folder, rows, added_tokens=knots)
+
+
+def test_tokens_in_reserve_become_knots_that_later_stages_find_and_leave_as_they_are(materials, tmp_path):
+    model = reserve_tokens(Path(materials.model), tmp_path / "model")
+    known = 281
+    knots = knot_ids(AutoTokenizer.from_pretrained(model))
+    assert list(knots.values()) == [*range(known + 18, known + 9, -1)]
+    rows = {"long": tangled_rows(tmp_path / "tangled", knots)}
+    still = build_stage(tokens=64, lr=1e-12, weight_decay=0)
+
+    run(StageInputs(model=model, rows=rows), tmp_path / "one", still)
+    before, after = (AutoModelForCausalLM.from_pretrained(place) for place in (model, tmp_path / "one" / "model"))
+    old, new = (each.get_input_embeddings().weight.detach() for each in (before, after))
+    assert old.shape == new.shape, "nothing is resized"
+    torch.testing.assert_close(new[[*knots.values()]], old[:known].mean(dim=0).expand(9, -1))
+    torch.testing.assert_close(new[: known + 10], old[: known + 10])
+
+    # Trained for a while, and then in a second stage that changes nothing.
+    run(
+        StageInputs(model=str(tmp_path / "one" / "model"), rows=rows),
+        tmp_path / "two",
+        build_stage(tokens=192, lr=1e-2),
+    )
+    run(StageInputs(model=str(tmp_path / "two" / "model"), rows=rows), tmp_path / "three", still)
+    two, three = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").get_input_embeddings().weight.detach()
+        for name in ("two", "three")
+    )
+    assert not torch.allclose(two[[*knots.values()]], new[[*knots.values()]], atol=1e-4)
+    torch.testing.assert_close(three, two)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "three" / "model")
+    assert tokenizer.convert_tokens_to_ids(list(knots)) == list(knots.values())
+
+
+def test_rows_that_were_tangled_for_another_tokenizer_are_refused(materials, tmp_path):
+    model = reserve_tokens(Path(materials.model), tmp_path / "model")
+    knots = knot_ids(AutoTokenizer.from_pretrained(materials.model))
+    rows = {"plain": materials.rows["long"], "knotty": tangled_rows(tmp_path / "tangled", knots)}
+
+    with pytest.raises(ConfigError, match=r"rows knotty: they hold <\|knot:D\|> as token 281, which is token 299 of"):
+        run(StageInputs(model=model, rows=rows), tmp_path / "one", build_stage(mix={"knotty": 1.0}))
 
 
 def test_a_model_of_random_weights_is_trained_and_depends_on_the_seed(materials, tmp_path):

@@ -14,7 +14,7 @@ from unspool.data.lengths import LONG, SHARE_COLUMNS, TABLE_EDGES, Histogram, by
 
 MISSING = "–"
 # Columns of words stand to the left, numbers to the right.
-_WORDS = ("", "dropped", "quarantined", "filtered", "parts left out", "by")
+_WORDS = ("", "strategy", "source", "dropped", "quarantined", "filtered", "parts left out", "by")
 
 
 def records_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None = None) -> Table:
@@ -64,8 +64,8 @@ def histogram_table(lengths: Histogram, *, title: str | None = None, width: int 
 
 
 def rows_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None = None) -> Table:
-    """One line per rows set: how much, how full, how often cut."""
-    table = _table(title, "rows", "number", "tokens", "documents", "fill", "truncated", "dropped")
+    """One line per rows set: how much, how full, how often cut, and what strategies cost."""
+    table = _table(title, "rows", "number", "tokens", "documents", "fill", "truncated", "strategy", "added", "dropped")
     for name, entry in counts.items():
         table.add_row(
             name,
@@ -74,8 +74,29 @@ def rows_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None = N
             f"{entry['documents']:,}",
             _percent(entry.get("fill_rate")),
             _percent(entry.get("truncation_rate")),
+            _strategies(entry),
+            _share(entry["tokens_added"], entry["tokens"]),
             _drops(entry),
         )
+    return table
+
+
+def upsample_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None = None) -> Table:
+    """For each source of the rows sets that upsample: how much of it is in long documents, before and after."""
+    table = _table(title, "rows", "source", "tokens", "in long ones before", "after", "repeated", "left out")
+    for name, entry in counts.items():
+        parts = {source: part for source, part in entry.get("sources", {}).items() if "upsample" in part}
+        for source, part in parts.items():
+            found = part["upsample"]
+            table.add_row(
+                name,
+                source,
+                format_count(part["tokens"]),
+                _percent(found["long_share_before"]),
+                _percent(found["long_share_after"]),
+                format_count(found["tokens_added"]),
+                format_count(found["tokens_dropped"]),
+            )
     return table
 
 
@@ -85,7 +106,8 @@ def accounting_table(counts: Mapping[str, Any], *, title: str | None = None) -> 
     reasons = sorted(counts["dropped"])
     table = _table(title, "source", "tokens in", "added", "in rows", *(reason.replace("_", " ") for reason in reasons))
     for name, entry in sources.items():
-        table.add_row(name, *_exact(entry["tokens_in"], 0, entry["tokens"]), *_by_reason(entry, reasons))
+        amounts = _exact(entry["tokens_in"], entry.get("tokens_added", 0), entry["tokens"])
+        table.add_row(name, *amounts, *_by_reason(entry, reasons))
     if sources:
         table.add_section()
     everything = _exact(counts["tokens_in"], counts["tokens_added"], counts["tokens"])
@@ -120,6 +142,15 @@ def _range(low: int, high: int) -> str:
 
 def _percent(share: float | None) -> str:
     return MISSING if share is None else f"{share:.1%}"
+
+
+def _share(part: int, whole: int) -> str:
+    return _percent(part / whole) if part and whole else ""
+
+
+def _strategies(entry: Mapping[str, Any]) -> str:
+    name = entry.get("strategy", {}).get("name")
+    return ", ".join([*([name] if name else []), *(["upsample"] if "upsample" in entry else [])])
 
 
 def _drops(entry: Mapping[str, Any]) -> str:

@@ -65,7 +65,7 @@ def build_app() -> typer.Typer:
     app.command("train")(run.train)
     app.command("eval")(eval.eval_)
     app.command("report")(report.report)
-    app.command("look")(look.look)
+    app.add_typer(look.build_group(), name="look")
 
     group = typer.Typer(callback=recipes.list_recipes, invoke_without_command=True)
     group.command("show")(recipes.show)

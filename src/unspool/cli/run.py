@@ -66,9 +66,11 @@ def rows(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = F
     if as_json:
         typer.echo(json.dumps(counts, indent=1))
         return
-    from unspool.cli.data_tables import accounting_table, rows_table
+    from unspool.cli.data_tables import accounting_table, rows_table, upsample_table
 
-    _print(rows_table(counts), *(accounting_table(entry, title=name) for name, entry in counts.items()))
+    upsampled = [upsample_table(counts)] if any("upsample" in entry for entry in counts.values()) else []
+    accounts = (accounting_table(entry, title=name) for name, entry in counts.items())
+    _print(rows_table(counts), *upsampled, *accounts)
 
 
 def train(

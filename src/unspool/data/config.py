@@ -39,10 +39,12 @@ class InterleaveConfig(Config):
 class NegativesConfig(Config):
     """NExtLong: after each chunk of a document, chunks of others that look most like it (negatives.py)."""
 
-    chunk: Size = Field(2048, description="tokens of a chunk, at most")
+    chunk: Size = Field(512, description="tokens of a chunk, at most")
     retriever: Literal["bm25", "embeddings"] = "bm25"
     model: str | None = Field(None, description="embeddings: folder or Hub id of the model whose states are compared")
-    longest: Size | None = Field(None, description="longer documents are first cut into several of this length")
+    longest: Size | None = Field(
+        None, description="longer documents are first cut into several of this length; by default a quarter of the row"
+    )
 
 
 class UpsampleConfig(Config):
@@ -134,6 +136,8 @@ class RowsConfig(Config):
             raise ValueError(f"tangle.min_split needs at most a quarter of length, here {self.length // 4}")
         if self.negatives and self.length < 2 * self.negatives.chunk:
             raise ValueError(f"negatives.chunk needs at most half of length, here {self.length // 2}")
+        if self.negatives and self.negatives.longest and self.length < 2 * self.negatives.longest:
+            raise ValueError(f"negatives.longest needs at most half of length, here {self.length // 2}, to leave room")
         if self.negatives and (self.negatives.retriever == "embeddings") != (self.negatives.model is not None):
             raise ValueError("negatives.model is needed with retriever: embeddings, and only there")
         if self.skips and self.skips.target <= self.length:

@@ -10,7 +10,7 @@ is thrown away.
 Limit: documents are kept in file order up to and including the one that reaches `limit`; files
 after it are not read, except those that other workers had already begun.
 Price: one file is never split over workers.
-Elsewhere: reading (readers/), generated documents (recall.py), rows (rows.py).
+Elsewhere: reading (readers/), generated documents (recall.py, synthetic/), rows (rows.py).
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from unspool.data.fast_tokens import choose_route
 from unspool.data.ledger import QUARANTINE, Ledger, describe, load_ledgers, refuse_too_many
 from unspool.data.lengths import histogram
 from unspool.data.readers import file_source, read_units, source_units
-from unspool.data.sources import FileSource, MdsSource, RecallSource, Source, TextbooksSource
+from unspool.data.sources import FileSource, MdsSource, RecallSource, Source, SyntheticSource, TextbooksSource
 from unspool.data.steps import (
     WORK,
     GenerateDocuments,
+    GenerateTasks,
     ReadDocuments,
     TokenizeDocuments,
     WriteDocuments,
@@ -46,6 +47,7 @@ from unspool.data.steps import (
     sizes_path,
 )
 from unspool.data.store import keep_first
+from unspool.data.synthetic.make import divide, plan_documents, sample_texts
 from unspool.data.tokens import build_encoder, forget_engines
 
 # Only to name the type: importing it takes seconds, which every worker process would pay.
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
 
 KIND = "corpus"
 # Kinds whose documents depend on the seed.
-SEEDED = ("recall", "repos", "textbooks")
+SEEDED = ("recall", "synthetic", "repos", "textbooks")
 # Bytes of input per task: enough to outweigh a task's start, small enough to lose little when killed.
 GROUP_BYTES = 8 << 20
 # The text on which a fast tokenizer has to agree with the model's own: a piece from each of so many places.
@@ -93,17 +95,23 @@ def build_corpus(
     forget_engines()
     say(f"corpus {name}: tokenising with {encoder.route} ({reason})")
     ledger = Ledger()
-    limit = None if isinstance(source, RecallSource) else source.limit
+    limit = getattr(source, "limit", None)
+    read: PipelineStep
     if isinstance(source, RecallSource):
-        groups = [units]
-        read: PipelineStep = GenerateDocuments(source, tokenizer, units, seed=seed, ledger=ledger)
+        num_tasks = 1
+        read = GenerateDocuments(source, tokenizer, units, seed=seed, ledger=ledger)
+    elif isinstance(source, SyntheticSource):
+        parts = divide(plan_documents(source, seed))
+        num_tasks = len(parts)
+        read = GenerateTasks(source, encoder, parts, units, seed=seed, ledger=ledger)
     else:
         files = file_source(source)
         groups = _groups(files, units)
+        num_tasks = len(groups)
         read = ReadDocuments(files, groups, root=root, seed=seed, vocabulary=len(tokenizer), ledger=ledger)
     steps = [read, TokenizeDocuments(encoder), WriteDocuments(partial, limit, ledger=ledger)]
     with started(engine):
-        sizes = _run(steps, partial, len(groups), engine, limit, label=f"corpus {name}")
+        sizes = _run(steps, partial, num_tasks, engine, limit, label=f"corpus {name}")
 
     whole = load_ledgers(ledger_path(partial, rank) for rank in range(len(sizes)))
     whole.publish(partial)
@@ -131,7 +139,11 @@ def build_corpus(
 
 
 def _sample(source: Source, units: list[Path], seed: int) -> Iterator[str]:
-    """Text of the source itself, from all over it; for generated documents, of the prose they are built on."""
+    """Text of the source itself, from all over it; for recall, of the prose that its documents are built on."""
+    if isinstance(source, SyntheticSource):
+        yield from sample_texts(source, SAMPLE_CHARS // SAMPLE_PLACES, seed)
+    if not units:
+        return
     files = file_source(source)
     for place in np.unique(np.linspace(0, len(units) - 1, SAMPLE_PLACES).astype(int)):
         taken = 0

@@ -41,6 +41,7 @@ class Doc:
 
     tokens: np.ndarray
     source: str
+    number: int = -1  # in its source's corpus; parts of one document share it
 
 
 @dataclass(slots=True)

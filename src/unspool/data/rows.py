@@ -1,26 +1,27 @@
-"""Build rows: documents of one or more corpora, packed or tangled, as an artefact.
+"""Build rows: documents of one or more corpora, packed as a strategy says, as an artefact.
 
 In: corpora, a `RowsConfig`. Out: folder with `rows-00000.arrow` … and a manifest.
 Promise: documents are shuffled by the seed, sources follow their shares of tokens, and the counts add
 up: tokens in the corpora + tokens added = tokens in rows + tokens dropped, by reason.
 Memory holds the order of the documents and a batch of rows, never the corpus.
-Elsewhere: filling rows (pack.py, tangle.py), the order of training (mix.py).
+Elsewhere: which documents (order.py), filling rows (strategy.py), the order of training (mix.py).
 
 Why tokens are dropped: `unread` documents never drawn (`limit`, or a source of a mix ran out), `last_row` a
 row that was never filled, `limit` the rest of a document when the limit was reached, `cut` the rest of a
-document under `intact`, `short` and `tail` documents below, and rests above, whole rows under `whole`.
+document under `intact`, `short` and `tail` documents below, and rests above, whole rows under `whole`,
+`downsampled` short documents that `upsample` does not keep.
 
 What the counts say, besides rows, tokens, documents (drawn) and drops: `padding` tokens under `fit`, `fill_rate` the
 share of rows that is not padding, `truncated` documents that are not in one row as a whole and `truncation_rate`
 their share of the documents in rows, `lengths` of the documents as rows hold them, and all this for each of the
-`sources`. Tangling takes documents apart on purpose, so there `lengths` are of pieces and nothing is `truncated`.
+`sources`. `strategy` gives its name and the tokens it added; where it takes documents apart on purpose, and says of a
+row only its pieces, `lengths` are of pieces and nothing is `truncated`. `upsample` gives the tokens that were drawn
+again, those dropped, and the share of tokens in long documents before and after, in all and by source.
 """
 
-import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,12 @@ from unspool.base.progress import progress_bar, say
 from unspool.base.rng import rng_for
 from unspool.base.sizes import format_count, format_size
 from unspool.data.config import RowsConfig
+from unspool.data.embeddings import Embed
 from unspool.data.lengths import Lengths, add_up
-from unspool.data.pack import PACKERS, Doc, Packer, Tally, interleave, iter_chunks
-from unspool.data.store import CorpusReader, RowWriter, open_corpus
-from unspool.data.tangle import KNOTS, build_tangler
+from unspool.data.order import Drawn, Order
+from unspool.data.pack import Packer, RowStream, Tally
+from unspool.data.store import BATCH_TOKENS, CorpusReader, Row, RowWriter, open_corpus
+from unspool.data.strategy import Means, Strategy, build_strategy, finish_rows
 from unspool.data.tokens import build_encoder
 
 KIND = "rows"
@@ -50,13 +53,17 @@ def build_rows(
     *,
     tokenizer: PreTrainedTokenizerFast,
     seed: int,
+    embed: Embed | None = None,
 ) -> dict[str, Any]:
     """Make `out_dir` hold rows as `config` says, unless it does already; returns its manifest's counts.
 
     `corpora` maps source names to corpus folders; `tokenizer` is the one they were made with, unchanged.
+    `embed` makes vectors of texts, for `negatives` with `retriever: embeddings` only.
     """
     name = out_dir.name
     inputs = {f"corpus {source}": _corpus_digest(corpora[source]) for source in config.shares}
+    if embed is not None:
+        inputs["embeddings"] = embed.digest
     if config.tangle:
         inputs["tokenizer"] = build_encoder(tokenizer).digest
     settings: dict[str, Any] = {"rows": config.model_dump(mode="json", by_alias=True), "name": name, "seed": seed}
@@ -74,141 +81,136 @@ def build_rows(
     say(f"rows {name}: packing {format_size(config.length)} rows ({reason})")
 
     readers = {source: open_corpus(corpora[source]) for source in config.shares}
-    stream = _Stream(config, readers, rng_for(seed, "rows", name))
+    means = Means(readers=readers, tokenizer=tokenizer, pad=pad, seed=seed, name=name, embed=embed)
     with publish(out_dir, kind=KIND, inputs=inputs, settings=settings) as draft:
-        if config.tangle:
-            # A copy: the caller's tokenizer belongs to a model that may never see a tangled row.
-            tangler = build_tangler(config, copy.deepcopy(tokenizer), rng_for(seed, "tangle", name))
-            draft.counts = _write_rows(config, stream, tangler.pack, draft.folder)
-            draft.counts["added_tokens"] = list(KNOTS)
-        else:
-            draft.counts = _write_rows(config, stream, partial(PACKERS[config.pack], pad=pad), draft.folder)
+        strategy = build_strategy(config, means)
+        # Without an end `fit` has more to choose from, and the shares hold over documents that the limit leaves out.
+        most_tokens = _most_rows(config) * config.length if config.limit and config.pack == "fit" else None
+        order = Order(config, readers, seed=seed, name=name, arrays=strategy.arrays, most_tokens=most_tokens)
+        draft.counts = _write_rows(config, order, strategy, draft.folder, rng_for(seed, "skips", name))
         if not draft.counts["rows"]:
             raise DataError(f"rows {name}: {_too_little(config, readers)}")
     was_limited = config.limit is not None and draft.counts["tokens"] >= config.limit
-    if stream.ran_out and not was_limited and "unread" in draft.counts["dropped"]:
+    if order.ran_out and not was_limited and "unread" in draft.counts["dropped"]:
         unread = format_count(draft.counts["dropped"]["unread"])
-        say(f"rows {name}: source {stream.ran_out} ran out; {unread} tokens stay unused to keep the shares")
+        say(f"rows {name}: source {order.ran_out} ran out; {unread} tokens stay unused to keep the shares")
     return draft.counts
 
 
-class _Stream:
-    """The documents of all sources in packing order, and a count of those drawn."""
-
-    def __init__(self, config: RowsConfig, readers: Mapping[str, CorpusReader], rng: np.random.Generator) -> None:
-        self.readers = readers
-        self._shares = list(config.shares.values())
-        self._cuts = config.tangle is not None
-        longest = config.tangle.longest if config.tangle else None
-        self._spans = [rng.permutation(_spans(reader.lens, longest)) for reader in readers.values()]
-        # Under `whole` a document counts towards its source's share only with the rows it gives.
-        unit = config.length if config.pack == "whole" else 1
-        self._useful = [(spans[:, 2] - spans[:, 1]) // unit * unit for spans in self._spans]
-        self.num_tokens = sum(reader.num_tokens for reader in readers.values())
-        self.tokens_read = [0] * len(readers)  # by source
-        self.documents_read = [0] * len(readers)
-        self.ran_out: str | None = None  # the source that ended the stream
-
-    def __iter__(self) -> Iterator[Doc]:
-        names = list(self.readers)
-        readers = list(self.readers.values())
-        spans = [iter_chunks(each) for each in self._spans]
-        for source in interleave(self._useful, self._shares):
-            doc, start, stop = next(spans[source])
-            self.documents_read[source] += 1
-            self.tokens_read[source] += stop - start
-            # Tangling cuts documents further, so it gets arrays; packing slices each piece once.
-            stored: Any = readers[source].stored(doc)
-            yield Doc(stored[start:stop] if self._cuts else stored, names[source])
-        left = [len(each) - count for each, count in zip(self._spans, self.documents_read, strict=True)]
-        self.ran_out = names[left.index(0)]
-
-
-def _spans(lens: np.ndarray, longest: int | None) -> np.ndarray:
-    """(document, start, stop) of all documents, those above `longest` in several spans."""
-    longest = longest or int(lens.max(initial=1))
-    counts = -(-lens // longest)
-    docs = np.repeat(np.arange(len(lens)), counts)
-    starts = (np.arange(len(docs)) - np.repeat(np.cumsum(counts) - counts, counts)) * longest
-    return np.stack([docs, starts, np.minimum(starts + longest, lens[docs])], axis=1)
-
-
-def _write_rows(config: RowsConfig, stream: _Stream, packer: Packer, folder: Path) -> dict[str, Any]:
-    most = None if config.limit is None else -(-config.limit // config.length)
+def _write_rows(
+    config: RowsConfig, order: Order, strategy: Strategy, folder: Path, rng: np.random.Generator
+) -> dict[str, Any]:
+    most = _most_rows(config) if config.limit else None
     tally = Tally()
     num_rows = 0
-    masked = config.tangle is not None or config.pack == "fit"
-    docs: Iterable[Doc] = stream
-    if most is not None and config.pack == "fit":
-        # With more to choose from the shares would hold over documents that the limit then leaves out.
-        docs = _until(stream, most * config.length)
-    # The packer is closed before the counts are taken: stopped by the limit, it then counts what it still holds.
     pieces = Lengths()
+    writer_options = {"masked": strategy.masked, "pieced": strategy.pieced, "placed": config.skips is not None}
+    # The packer is closed before the counts are taken: stopped by the limit, it then counts what it still holds.
     with (
-        RowWriter(folder, row_len=config.length, masked=masked) as writer,
-        closing(packer(docs, config.length, tally)) as rows,
+        RowWriter(folder, row_len=config.length, **writer_options) as writer,
+        closing(_pack(config, order, strategy.pack, tally)) as rows,
         progress_bar("rows", most) as advance,
     ):
-        for row in islice(rows, most):
-            writer.append(row)
-            num_rows += 1
-            if config.tangle:
-                pieces.add(row.doc_lens)
-            advance(1, "")
-    for (name, reader), tokens_read in zip(stream.readers.items(), stream.tokens_read, strict=True):
-        tally.drop("unread", name, reader.num_tokens - tokens_read)
-    return _counts(config, stream, tally, num_rows, pieces)
+        for batch in _batches(islice(rows, most), max(1, BATCH_TOKENS // config.length)):
+            for row in finish_rows(batch, config, rng):
+                writer.append(row)
+            if not strategy.counts_documents:
+                pieces.add(np.concatenate([row.doc_lens for row in batch]))
+            num_rows += len(batch)
+            advance(len(batch), "")
+    return _counts(config, order, strategy, tally, num_rows, pieces)
 
 
-def _until(docs: Iterable[Doc], tokens: int) -> Iterator[Doc]:
-    for doc in docs:
-        yield doc
-        tokens -= len(doc.tokens)
-        if tokens <= 0:
-            return
+def _pack(config: RowsConfig, order: Order, pack: Packer, tally: Tally) -> RowStream:
+    if config.upsample and config.pack == "fit":
+        # Best fit looks far ahead and puts equal lengths together, so copies of a document would meet in a row.
+        for stretch in order.stretches():
+            yield from pack(stretch, config.length, tally)
+    else:
+        yield from pack(order, config.length, tally)
 
 
-def _counts(config: RowsConfig, stream: _Stream, tally: Tally, num_rows: int, pieces: Lengths) -> dict[str, Any]:
+def _most_rows(config: RowsConfig) -> int:
+    assert config.limit is not None
+    return -(-config.limit // config.length)
+
+
+def _batches(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
+    while batch := list(islice(rows, size)):
+        yield batch
+
+
+def _counts(
+    config: RowsConfig, order: Order, strategy: Strategy, tally: Tally, num_rows: int, pieces: Lengths
+) -> dict[str, Any]:
     row_tokens = num_rows * config.length
-    assert stream.num_tokens + tally.added == row_tokens + tally.dropped.total(), tally
-    sources = {name: _source_counts(reader, tally, name) for name, reader in stream.readers.items()}
+    # Under `fit` those given back are not the last; there the stream ends with the limit, so they are few.
+    drawn = order.drawn(0 if config.pack == "fit" else tally.given_back)
+    for name, entry in drawn.items():
+        tally.drop("downsampled", name, entry.dropped)
+        # What was given back is among the unread already.
+        tally.drop("unread", name, order.readers[name].num_tokens - entry.dropped - entry.read + entry.again)
+    tokens_in = sum(reader.num_tokens for reader in order.readers.values())
+    again = sum(entry.again for entry in drawn.values())
+    assert tokens_in + tally.added + again == row_tokens + tally.dropped.total(), tally
+    sources = {name: _source_counts(reader, tally, name, drawn[name]) for name, reader in order.readers.items()}
     counts = {
         "rows": num_rows,
         "tokens": row_tokens,
-        "documents": sum(stream.documents_read) - tally.given_back,
-        "tokens_in": stream.num_tokens,
-        "tokens_added": tally.added,
+        "documents": order.documents_read - tally.given_back,
+        "tokens_in": tokens_in,
+        "tokens_added": tally.added + again,
         "dropped": _by_reason(tally.dropped),
         "padding": tally.padding,
         "fill_rate": 1 - tally.padding / row_tokens if row_tokens else None,
         "sources": sources,
     }
-    if config.tangle:
+    if strategy.added_tokens:
+        counts["added_tokens"] = dict(strategy.added_tokens)
+    if config.strategy:
+        counts["strategy"] = {"name": config.strategy, "tokens_added": tally.added - tally.padding, **strategy.cost}
+    if config.upsample:
+        counts["upsample"] = _upsample_counts(drawn, order.readers)
+        for name, entry in drawn.items():
+            sources[name] |= {"tokens_added": entry.again, "upsample": _upsample_counts({name: entry}, order.readers)}
+    if not strategy.counts_documents:
         return counts | {"lengths": pieces.histogram()}
     in_rows = sum(entry.documents for entry in tally.sources.values())
     truncated = sum(entry.truncated for entry in tally.sources.values())
     assert sum(entry["tokens"] for entry in sources.values()) + tally.padding == row_tokens
-    for name, entry in tally.sources.items():
+    for name, found in tally.sources.items():
         sources[name] |= {
-            "documents": entry.documents,
-            "truncated": entry.truncated,
-            "lengths": entry.lengths.histogram(),
+            "documents": found.documents,
+            "truncated": found.truncated,
+            "lengths": found.lengths.histogram(),
         }
-        assert entry.lengths.num_tokens == sources[name]["tokens"], name
+        assert found.lengths.num_tokens == sources[name]["tokens"], name
     return counts | {
         "truncated": truncated,
         "truncation_rate": truncated / in_rows if in_rows else None,
-        "lengths": add_up(entry.lengths.histogram() for entry in tally.sources.values()),
+        "lengths": add_up(found.lengths.histogram() for found in tally.sources.values()),
     }
 
 
-def _source_counts(reader: CorpusReader, tally: Tally, name: str) -> dict[str, Any]:
+def _source_counts(reader: CorpusReader, tally: Tally, name: str, drawn: Drawn) -> dict[str, Any]:
     dropped = tally.source(name).dropped
     return {
         "documents_in": len(reader),
         "tokens_in": reader.num_tokens,
-        "tokens": reader.num_tokens - dropped.total(),
+        "tokens": reader.num_tokens + drawn.again - dropped.total(),
         "dropped": _by_reason(dropped),
+    }
+
+
+def _upsample_counts(drawn: Mapping[str, Drawn], readers: Mapping[str, CorpusReader]) -> dict[str, Any]:
+    """The share before is that of the same mix of sources without upsampling."""
+    used = sum(entry.used for entry in drawn.values())
+    before = sum(entry.used * entry.long_in / max(1, readers[name].num_tokens) for name, entry in drawn.items())
+    return {
+        "tokens_added": sum(entry.again for entry in drawn.values()),
+        "tokens_dropped": sum(entry.dropped for entry in drawn.values()),
+        "long_share_before": before / used if used else None,
+        "long_share_after": sum(entry.long for entry in drawn.values()) / used if used else None,
     }
 
 
@@ -230,4 +232,10 @@ def _too_little(config: RowsConfig, readers: Mapping[str, CorpusReader]) -> str:
             f"{longest[source]}; use pack: concat or a shorter length."
         )
     tokens = format_count(sum(reader.num_tokens for reader in readers.values()))
+    if config.upsample and config.upsample.keep < 1:
+        above = format_size(config.upsample.above)
+        return (
+            f"of {tokens} tokens, those that upsample keeps do not fill one row of {length}; "
+            f"keep more of the documents below {above}, or use a shorter length."
+        )
     return f"{tokens} tokens do not fill one row of {length}; add text or use a shorter length."

@@ -1,4 +1,5 @@
-"""What a recipe's `sources` may be. Reading them is the readers' work (readers/), making them up recall.py's."""
+"""What a recipe's `sources` may be. Reading them is the readers' work (readers/), making them up that of recall.py
+and synthetic/."""
 
 from typing import Annotated, Literal
 
@@ -90,6 +91,29 @@ class RecallSource(Config):
         return self
 
 
+SyntheticTask = Literal["sorting", "hops", "states", "similar", "attributes"]
+
+
+class SyntheticSource(Config):
+    """Generated documents of tasks whose answers can be checked (see synthetic/)."""
+
+    kind: Literal["synthetic"]
+    tokens: Size = Field(description="how many tokens to generate")
+    length: tuple[Size, Size] = Field(description="shortest and longest document, in tokens")
+    tasks: dict[SyntheticTask, float] = Field(
+        {"sorting": 1, "hops": 1, "states": 1, "similar": 1, "attributes": 1}, description="tasks with their shares"
+    )
+    prose: str | None = Field(None, description="JSONL or text files to stand between the facts")
+
+    @model_validator(mode="after")
+    def _possible(self) -> "SyntheticSource":
+        if not 512 <= self.length[0] <= self.length[1]:
+            raise ValueError("length needs [shortest, longest] with at least 512 tokens, such as [1K, 32K]")
+        if not self.tasks or min(self.tasks.values()) <= 0:
+            raise ValueError("tasks needs shares above 0, such as {sorting: 1, hops: 2}")
+        return self
+
+
 class ChatSource(Config):
     """Conversations for instruction tuning. Can be described, not read yet (see `NOT_READ_YET`)."""
 
@@ -100,7 +124,7 @@ class ChatSource(Config):
 
 
 FileSource = TextSource | JsonlSource | ParquetSource | HfSource | ReposSource | TextbooksSource | MdsSource
-Source = Annotated[FileSource | RecallSource | ChatSource, Field(discriminator="kind")]
+Source = Annotated[FileSource | RecallSource | SyntheticSource | ChatSource, Field(discriminator="kind")]
 
 # Recipes may name these kinds, so that they can be written and checked in full; running one is
 # refused before any work starts.

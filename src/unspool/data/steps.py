@@ -20,8 +20,10 @@ from unspool.data.documents import Bad, Document, Filtered, Item
 from unspool.data.ledger import Ledger
 from unspool.data.readers import file_source, read_strictly, read_units
 from unspool.data.recall import recall_documents
-from unspool.data.sources import FileSource, RecallSource
+from unspool.data.sources import FileSource, RecallSource, SyntheticSource
 from unspool.data.store import CorpusWriter
+from unspool.data.synthetic.make import make_documents, plan_documents
+from unspool.data.synthetic.prose import load_prose
 from unspool.data.tokens import Encoder
 
 # Only to name the type: importing it takes seconds, which every worker process would pay.
@@ -103,6 +105,46 @@ class GenerateDocuments(PipelineStep):  # type: ignore[misc]
             document = Document(f"recall:{number}", text)
             self.ledger.enter(document)
             yield PipelineDocument(text=text, id=document.id)
+
+
+class GenerateTasks(PipelineStep):  # type: ignore[misc]
+    """Task r makes the r-th part of a synthetic source. Fitting lengths needs the tokens, so they are passed on."""
+
+    name = "synthetic documents"
+    type = "READER"
+
+    def __init__(
+        self,
+        source: SyntheticSource,
+        encoder: Encoder,
+        parts: list[range],
+        units: list[Path],
+        *,
+        seed: int,
+        ledger: Ledger,
+    ) -> None:
+        super().__init__()
+        self.source = source
+        self.encoder = encoder
+        self.parts = parts
+        self.units = units
+        self.seed = seed
+        self.ledger = ledger
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[PipelineDocument]:
+        self.ledger.clear()
+        plan = plan_documents(self.source, self.seed)
+        prose: list[str] = []
+        if self.units:
+            prose = load_prose(document.text for document in read_strictly(file_source(self.source), self.units))
+        made = make_documents(plan, self.parts[rank], self._tokens, prose, self.seed)
+        for index, (task, text, tokens) in made:
+            document = Document(f"{task}:{index}", text, tokens)
+            self.ledger.enter(document)
+            yield PipelineDocument(text=text, id=document.id, metadata={"tokens": tokens})
+
+    def _tokens(self, text: str) -> np.ndarray:
+        return self.encoder.encode([text])[0]
 
 
 class TokenizeDocuments(PipelineStep):  # type: ignore[misc]

@@ -4,7 +4,7 @@ In: texts. Out: one uint32 array per text: the tokenizer's own beginning (if it 
 Promise: text is only text. A document that spells "<|endoftext|>" gets the tokens of those
 characters, never the control token, so no document can end or open another. The route changes the
 speed, never an id, so it is no part of the digest.
-Elsewhere: choosing the route (fast_tokens.py), reading (readers/), the tokens that tangling adds (tangle.py).
+Elsewhere: choosing the route (fast_tokens.py), reading (readers/), the tokens that tangling adds (knots.py).
 """
 
 from __future__ import annotations

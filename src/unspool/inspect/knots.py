@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from unspool.data.tangle import KNOTS
+from unspool.data.knots import ALL_KNOTS, KNOTS
 from unspool.inspect.decode import Decoder
 from unspool.inspect.views import ROLES
 
@@ -25,25 +25,15 @@ class Piece:
     solution: list[str] = field(default_factory=list)
     group: int = 0  # the document, numbered as they first appear
 
-    @property
-    def facts(self) -> list[str]:
-        of = f" of {self.parts}" if self.parts else ""
-        known = f"part {self.part}{of} of document {self.group + 1}" if self.parts else f"part {self.part}"
-        return [
-            known if self.part else "not split",
-            f"label {self.label}" if self.label else "",
-            f"ends with the solution {' '.join(self.solution)}" if self.solution else "",
-        ]
-
 
 def has_knots(decoder: Decoder | None) -> bool:
     return decoder is not None and -1 not in _ids(decoder)
 
 
 def _ids(decoder: Decoder) -> list[int]:
-    """In the order of `KNOTS`; -1 for one that the tokenizer lacks."""
-    found = [decoder.id_of(name) for name in KNOTS]
-    return [-1 if id_ is None else id_ for id_ in found]
+    """In the order of `ALL_KNOTS`; -1 for one of `KNOTS` that the tokenizer lacks, which may well lack the others."""
+    found = {name: decoder.id_of(name) for name in ALL_KNOTS}
+    return [-1 if id_ is None else id_ for name, id_ in found.items() if id_ is not None or name in KNOTS]
 
 
 def mark_roles(tokens: np.ndarray, roles: np.ndarray, decoder: Decoder) -> np.ndarray:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unspool.inspect.place import Box, boxes
-from unspool.inspect.summary import show_length
+from unspool.inspect.summary import show_length, strategies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,7 @@ def _about(box: Box) -> str:
     length = box.settings.get("length")
     parts = [
         show_length(length) if isinstance(length, int) else "",
-        str(box.settings.get("pack") or ""),
-        "tangled" if box.settings.get("tangle") else "",
+        *strategies(box.settings),
         f"from {', '.join(box.sources)}" if box.sources else "",
     ]
     return ", ".join(part for part in parts if part)

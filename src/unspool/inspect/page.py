@@ -1,9 +1,11 @@
 """One HTML file that needs nothing else: a summary, then rows and documents as coloured bands.
 
 Promise: no network, no scripts (a content policy in the page forbids both), every text from a file escaped and
-made visible, the file replaced in one step. Parts of one document have one colour.
+made visible, the file replaced in one step. Parts of one document have one colour and one number, so that
+colour is never all that tells them apart.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,16 +21,19 @@ from unspool.inspect.visible import one_line, visible
 
 # Tokens of a long document on the page; a whole book would make it too slow to open.
 LONG = Show(head=3000, tail=1000)
-COLOURS = 8  # as many as page.css defines
+COLOURS = 12  # as many as page.css defines; further documents start over
 # What is seen of a document before it is unfolded.
 _FOLD_CHARS, _FOLD_LINES = 900, 10
 _FOLD_TOKENS = 80
 _MAP_WIDTH = 1000
+# Narrower bands have no room for a number.
+_NUMBERED = 0.035
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartView:
     anchor: str
+    number: str  # of its document
     title: str
     length: str
     facts: list[str]
@@ -50,33 +55,64 @@ class ItemView:
     after: str | None
 
 
-def write_page(collection: Collection, chosen: list[int], out_file: Path, *, tokens: bool, full: bool) -> None:
+@dataclass(frozen=True, kw_only=True)
+class SectionView:
+    """One corpus or rows set and what is shown of it."""
+
+    anchor: str
+    title: str
+    path: str
+    headline: str
+    part: str
+    facts: list[tuple[str, str]]
+    lengths_of: str
+    notes: list[str]
+    chart: Markup
+    items: list[ItemView]
+
+
+def write_page(
+    collections: Sequence[tuple[Collection, list[int]]], out_file: Path, *, tokens: bool, full: bool
+) -> None:
+    """Collections, each with the items that are shown of it."""
     show = Show(tokens=tokens) if full else replace(LONG, tokens=tokens)
-    page = render(collection.summary(), [collection.item(index, show) for index in chosen])
-    write_html(out_file, page)
+    shown = [(each.summary(), [each.item(index, show) for index in chosen]) for each, chosen in collections]
+    write_html(out_file, render(shown))
 
 
-def render(summary: Summary, items: list[Item]) -> str:
+def render(sections: Sequence[tuple[Summary, list[Item]]]) -> str:
     environment = templates_in(Path(__file__).parent)
-    roles = {span.role for item in items for part in item.parts for span in part.spans}
+    spans = [span for _, items in sections for item in items for part in item.parts for span in part.spans]
+    roles = {span.role for span in spans}
+    views = [_section(summary, items, number) for number, (summary, items) in enumerate(sections)]
     return environment.get_template("page.html.j2").render(
-        title=one_line(summary.path.name or str(summary.path)),
-        path=one_line(str(summary.path)),
-        summary=summary,
-        facts=[(name, one_line(value)) for name, value in summary.facts],
-        lengths_of=f"of {len(summary.lengths):,} {summary.part}s {summary.sample}".rstrip(),
-        notes=[one_line(note) for note in summary.notes],
-        chart=length_chart(summary.bins),
-        items=[_item(item, number, len(items)) for number, item in enumerate(items)],
+        title=", ".join(view.title for view in views),
+        sections=views,
         has_knots="knot" in roles,
         has_control="control" in roles,
-        has_silence=any(not span.loss for item in items for part in item.parts for span in part.spans),
+        has_silence=any(not span.loss for span in spans),
         version=__version__,
     )
 
 
-def _item(item: Item, number: int, count: int) -> ItemView:
-    anchor = f"item{number}"
+def _section(summary: Summary, items: list[Item], number: int) -> SectionView:
+    anchor = f"set{number}"
+    return SectionView(
+        anchor=anchor,
+        title=one_line(summary.path.name or str(summary.path)),
+        path=one_line(str(summary.path)),
+        headline=summary.headline,
+        part=summary.part,
+        facts=[(name, one_line(value)) for name, value in summary.facts],
+        lengths_of=f"of {len(summary.lengths):,} {summary.part}s {summary.sample}".rstrip(),
+        notes=[one_line(note) for note in summary.notes],
+        chart=length_chart(summary.bins),
+        items=[_item(item, f"{anchor}-item", place, len(items)) for place, item in enumerate(items)],
+    )
+
+
+def _item(item: Item, name: str, number: int, count: int) -> ItemView:
+    anchor = f"{name}{number}"
     parts = [_part(part, f"{anchor}-{place}") for place, part in enumerate(item.parts)]
     return ItemView(
         anchor=anchor,
@@ -85,8 +121,8 @@ def _item(item: Item, number: int, count: int) -> ItemView:
         facts=[one_line(fact) for fact in item.facts if fact],
         parts=parts,
         bands=_bands(item.parts, anchor),
-        before=f"item{number - 1}" if number else None,
-        after=f"item{number + 1}" if number + 1 < count else None,
+        before=f"{name}{number - 1}" if number else None,
+        after=f"{name}{number + 1}" if number + 1 < count else None,
     )
 
 
@@ -96,6 +132,7 @@ def _part(part: Part, anchor: str) -> PartView:
     borders = any(span.ids for span in folded)
     return PartView(
         anchor=anchor,
+        number=_number(part),
         title=one_line(part.title),
         length=f"{part.length:,} {part.unit}" if part.length else "",
         facts=[one_line(fact) for fact in part.facts],
@@ -159,7 +196,7 @@ def _span(span: Span) -> Markup:
 
 
 def _bands(parts: list[Part], anchor: str) -> Markup:
-    """The row drawn to scale, one band per part; each leads to its text."""
+    """The row drawn to scale, one band per part, with the number of its document; each leads to its text."""
     length = sum(part.length for part in parts)
     if len(parts) < 2 or not length:
         return Markup("")
@@ -179,9 +216,20 @@ def _bands(parts: list[Part], anchor: str) -> Markup:
                 one_line(about),
             )
         )
+    # Beside the drawing, because it is stretched and they must not be.
+    numbers = [
+        Markup('<b style="left:{:.2f}%">{}</b>').format(100 * (part.start + part.length / 2) / length, _number(part))
+        for part in parts
+        if part.length / length >= _NUMBERED
+    ]
     return Markup(
-        '<svg class="bands" viewBox="0 0 {} 22" preserveAspectRatio="none" role="img" aria-label="{}">{}</svg>'
-    ).format(_MAP_WIDTH, "The row to scale, one band for each part", Markup("").join(drawn))
+        '<div class="bands"><svg viewBox="0 0 {} 22" preserveAspectRatio="none" role="img" aria-label="{}">{}</svg>'
+        "{}</div>"
+    ).format(_MAP_WIDTH, "The row to scale, one band for each part", Markup("").join(drawn), Markup("").join(numbers))
+
+
+def _number(part: Part) -> str:
+    return str(part.group + 1) if part.group >= 0 else ""
 
 
 def _colour(part: Part) -> str:

@@ -6,24 +6,33 @@ within a document.
 """
 
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from unspool.base.errors import ConfigError, DataError
 from unspool.base.lookup import nearest
+from unspool.data.config import STRATEGIES
 from unspool.data.labels import IGNORE, labels
 from unspool.data.store import Row, RowSet
 from unspool.inspect.choose import check_index, choose
 from unspool.inspect.damage import check_files
-from unspool.inspect.knots import has_knots, mark_roles, read_pieces
+from unspool.inspect.knots import Piece, has_knots, mark_roles, read_pieces
+from unspool.inspect.pieces import documents_of, known_facts, position_fact, read_facts
 from unspool.inspect.place import Place
 from unspool.inspect.reading import Reading
-from unspool.inspect.summary import Summary, manifest_facts, show_length
+from unspool.inspect.summary import Summary, manifest_facts, show_length, strategies
 from unspool.inspect.views import Item, Part, Show, control_roles, spans_of
 
 # Reading the documents' lengths of more rows would take longer than looking is worth.
 MOST_SCANNED = 20_000
+
+
+def is_tangled(place: Place) -> bool:
+    """Whether rows hold marks, which only their tokenizer tells from text."""
+    settings = place.settings.get("rows")
+    return bool((isinstance(settings, dict) and settings.get("tangle")) or place.counts.get("added_tokens"))
 
 
 class Rows:
@@ -40,14 +49,23 @@ class Rows:
             self._rows = RowSet(place.files)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError, OSError, pa.ArrowException) as error:
             raise DataError(f"{place.path}: its Arrow files hold no rows of unspool; build them again.") from error
-        self._tangled = bool(self._settings.get("tangle") or place.counts.get("added_tokens"))
+        self._tangled = is_tangled(place)
+        self._pieced = self._tangled or any(self._settings.get(name) for name in STRATEGIES)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     @property
     def _part(self) -> str:
-        return "piece" if self._tangled else "document"
+        return "piece" if self._pieced else "document"
+
+    @property
+    def path(self) -> Path:
+        return self._place.path
+
+    @property
+    def row_len(self) -> int:
+        return self._rows.row_len
 
     def row(self, index: int) -> Row:
         try:
@@ -68,10 +86,10 @@ class Rows:
             ("tokens", f"{tokens:,}"),
             ("sources", ", ".join(f"{name} (in {count:,} rows)" for name, count in self._sources.items())),
             ("attention", self.row(0).attention if len(self) else ""),
-            ("packing", _packing(self._settings)),
+            ("packing", ", ".join(strategies(self._settings))),
             ("tokenizer", self._reading.name or "not found"),
         ]
-        known = {name for name, _ in facts}
+        known = {"added_tokens", *(name for name, _ in facts)}
         counts = {name: value for name, value in self._place.counts.items() if name not in known}
         return Summary(
             path=self._place.path,
@@ -106,11 +124,16 @@ class Rows:
         asked = asked_for(row)
         padding = self._padding(row)
         count = len(row.doc_lens) - bool(padding)
+        held = f"{count:,} {self._part if count == 1 else self._part + 's'}"
+        if row.piece_docs is not None:
+            num_docs = len(np.unique(row.piece_docs[:count]))
+            held += f" of {num_docs:,} {'document' if num_docs == 1 else 'documents'}"
         facts = [
             f"{len(row.tokens):,} tokens",
             f"from {row.source}",
             f"attention: {row.attention}",
-            f"{count:,} {self._part if count == 1 else self._part + 's'}",
+            held,
+            "" if row.positions is None else f"positions up to {int(row.positions.max()):,}",
             f"{padding:,} tokens of padding" if padding else "",
             f"loss on {100 * float(asked.mean()):.1f}% of tokens",
         ]
@@ -124,15 +147,16 @@ class Rows:
 
     def _parts(self, row: Row, index: int, asked: np.ndarray, show: Show) -> list[Part]:
         roles = control_roles(row.tokens, self._decoder)
+        marks = None
+        if self._decoder is not None and self.has_marks:
+            roles = mark_roles(row.tokens, roles, self._decoder)
+            marks = read_pieces(row.tokens, row.doc_lens, self._decoder)
+        groups, facts = self._documents(row, index, marks)
         stops = np.cumsum(row.doc_lens).tolist()
         starts = [0, *stops[:-1]]
-        facts = [self._cuts(row, index, number) for number in range(len(starts))]
-        groups = list(range(len(starts)))
-        if self._tangled and self._decoder is not None and has_knots(self._decoder):
-            roles = mark_roles(row.tokens, roles, self._decoder)
-            pieces = read_pieces(row.tokens, row.doc_lens, self._decoder)
-            facts = [piece.facts for piece in pieces]
-            groups = [piece.group for piece in pieces]
+        if row.positions is not None:
+            for number, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+                facts[number].append(position_fact(row.positions[start:stop]))
         count = len(starts) - bool(self._padding(row))
         parts = [
             Part(
@@ -149,6 +173,45 @@ class Rows:
             parts.append(Part(title="padding", length=stops[-1] - starts[-1], start=starts[-1], group=-1))
         return parts
 
+    def _documents(self, row: Row, index: int, marks: list[Piece] | None) -> tuple[list[int], list[list[str]]]:
+        """The document of each part of a row, numbered from 0, and what is known of the part."""
+        if row.piece_docs is not None:
+            groups = documents_of(row.piece_docs)
+            return groups, known_facts(groups, marks, ordered=self._keeps_order)
+        if marks is not None:
+            return [mark.group for mark in marks], read_facts(marks)
+        numbers = range(len(row.doc_lens))
+        return list(numbers), [self._cuts(row, index, number) for number in numbers]
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether rows hold knots and labels that can be told from text."""
+        return self._tangled and has_knots(self._decoder)
+
+    @property
+    def has_unknown_marks(self) -> bool:
+        return self._tangled and not self.has_marks
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether a document may be in several pieces of one row."""
+        return self._pieced
+
+    def text_mask(self, row: Row) -> np.ndarray | None:
+        """bool[L]: tokens of documents, as opposed to marks and padding; None means all of them."""
+        if self._decoder is not None and self.has_marks:
+            plain = np.zeros(len(row.tokens), dtype=np.uint8)
+            is_text: np.ndarray = mark_roles(row.tokens, plain, self._decoder) == 0
+            return is_text
+        padding = self._padding(row)
+        return np.arange(len(row.tokens)) < len(row.tokens) - padding if padding else None
+
+    @property
+    def _keeps_order(self) -> bool:
+        """Whether pieces of one document stand in its order; negatives come in the order of their likeness."""
+        tangle = self._settings.get("tangle")
+        return bool(self._settings.get("interleave") or (isinstance(tangle, dict) and tangle.get("preserve_order")))
+
     def _padding(self, row: Row) -> int:
         """Tokens that only fill the row up: `fit` puts them last, as a document that nothing asks for."""
         if self._settings.get("pack") != "fit" or row.loss_mask is None:
@@ -159,7 +222,7 @@ class Rows:
     def _cuts(self, row: Row, index: int, number: int) -> list[str]:
         """Where a document of a row that is not tangled goes on outside of it."""
         decoder = self._decoder
-        if decoder is None or decoder.eos is None or self._tangled:
+        if decoder is None or decoder.eos is None or self._pieced:
             return []
         stops = np.cumsum(row.doc_lens)
         start, stop = int(stops[number] - row.doc_lens[number]), int(stops[number])
@@ -204,10 +267,6 @@ def asked_for(row: Row) -> np.ndarray:
     asked = np.zeros(len(row.tokens), dtype=np.bool_)
     asked[1:] = labels(row.tokens, row.doc_lens, row.loss_mask)[:-1] != IGNORE
     return asked
-
-
-def _packing(settings: dict[str, object]) -> str:
-    return " and ".join(filter(None, [str(settings.get("pack") or ""), "tangled" if settings.get("tangle") else ""]))
 
 
 def _unfinished(place: Place) -> list[str]:

@@ -1,5 +1,6 @@
 """What a corpus or rows are as a whole: counts, sources, and how long their documents are."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,3 +65,27 @@ def show_count(value: Any) -> str:
 
 def show_length(tokens: int) -> str:
     return f"{format_size(tokens)} tokens"
+
+
+def strategies(settings: Mapping[str, Any]) -> list[str]:
+    """How rows were made, in the words of their settings."""
+    named = [str(settings.get("pack") or "")]
+    for name, describe in _STRATEGIES.items():
+        chosen = settings.get(name)
+        if isinstance(chosen, dict):
+            named.append(describe(chosen))
+    return [name for name in named if name]
+
+
+_STRATEGIES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "tangle": lambda _: "tangled",
+    "interleave": lambda chosen: f"interleaved in {chosen.get('pieces')} pieces",
+    "negatives": lambda chosen: f"negatives after chunks of {_size(chosen.get('chunk'))}",
+    "upsample": lambda chosen: f"documents from {_size(chosen.get('above'))} upsampled",
+    "skips": lambda chosen: f"positions skipped up to {_size(chosen.get('target'))}",
+    "replace": lambda chosen: f"a share of {chosen.get('with')}",
+}
+
+
+def _size(tokens: Any) -> str:
+    return format_size(tokens) if isinstance(tokens, int) else str(tokens)

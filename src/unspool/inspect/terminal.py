@@ -21,6 +21,11 @@ SHORT = Show(head=160, tail=60)
 # Documents shown of a row that holds many, at its start and at its end.
 _FIRST, _LAST = 8, 2
 
+# Of documents, by their number; further ones start over. The page has colours of its own.
+_COLOURS = (
+    "blue", "dark_orange3", "green4", "deep_pink4", "medium_purple3", "dark_goldenrod",
+    "dark_cyan", "red3", "chartreuse4", "cornflower_blue", "rosy_brown", "magenta3",
+)  # fmt: skip
 _STYLES = {"text": "", "control": "yellow", "knot": "bold magenta", "label": "cyan", "hidden": "italic", "bad": "red"}
 
 
@@ -63,7 +68,8 @@ def print_part(console: Console, part: Part, *, alone: bool) -> None:
     console.print()
     if not alone or part.facts:
         title = shown_line([part.title, f"{part.length:,} {part.unit}", *part.facts])
-        console.print(Text(f"── {title} ──", style="blue"), soft_wrap=True)
+        colour = _COLOURS[part.group % len(_COLOURS)] if part.group >= 0 else "bright_black"
+        console.print(Text(f"── {title} ──", style=colour), soft_wrap=True)
     if part.spans:
         console.print(styled(part.spans))
 

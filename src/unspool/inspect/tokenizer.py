@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tokenizers import AddedToken
 
 from unspool.base.artefact import read_manifest
 from unspool.base.errors import ConfigError, UnspoolError
 from unspool.base.progress import say
+from unspool.data.knots import ALL_KNOTS, add_knots
 from unspool.data.tokens import Encoder, build_encoder
 from unspool.inspect.decode import Decoder
 from unspool.inspect.place import Place
@@ -50,11 +50,11 @@ def find_tokenizer(place: Place, given: str | None, resolve: Resolve) -> Reading
 
 def _reading(tokenizer: Any, encoder: Encoder | None, name: str, place: Place, *, matches: bool) -> Reading:
     tokenizer = copy.deepcopy(tokenizer)
-    added = place.counts.get("added_tokens") or []
-    # As tangling adds them: in this order, so that they get the same ids.
-    tokens = [AddedToken(str(token), special=True, normalized=False) for token in added]
-    tokenizer.add_tokens(tokens, special_tokens=True)
     notes = [] if matches else [f"Tokenizer {name} is not the one recorded in the manifest; the text may be wrong."]
+    recorded = place.counts.get("added_tokens") or {}
+    knots = add_knots(tokenizer, [knot for knot in ALL_KNOTS if knot in recorded])
+    if isinstance(recorded, dict) and any(recorded.get(knot) != number for knot, number in knots.items()):
+        notes.append(f"Tokenizer {name} has other knots than these rows, so marks and labels may look like text.")
     bos = encoder.bos[0] if encoder and encoder.bos else None
     eos = encoder.eos if encoder else None
     return Reading(decoder=Decoder(tokenizer, bos=bos, eos=eos), encoder=encoder, name=name, notes=notes)

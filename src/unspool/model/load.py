@@ -4,9 +4,11 @@ Promise: safetensors only, no remote code; a model that we would compute wrongly
 """
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -74,19 +76,23 @@ def build_new(new: NewModel, tokenizer: Any, *, seed: int) -> Any:
     return LlamaForCausalLM(config)
 
 
-def fit_vocabulary(model: Any, tokenizer: Any, *, known: int) -> None:
-    """Let tokens beyond the first `known` start at the mean of the others, with new embeddings where there are none.
+def fit_vocabulary(model: Any, new: Collection[int], trained: np.ndarray) -> None:
+    """Let the tokens `new` start at the mean of those `trained`, with more embeddings where there are too few.
 
-    Models often have more embeddings than tokens; what a new token would find there was never trained.
+    Models often have more embeddings than tokens, and tokens that nothing uses; what a new token would find there was
+    never trained.
     """
-    known = min(known, model.get_input_embeddings().weight.shape[0])
-    if len(tokenizer) <= known:
+    if not new:
         return
-    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
-        weight = embedding.weight.data
-        weight[known : len(tokenizer)] = weight[:known].mean(dim=0)
+    num_embeddings = model.get_input_embeddings().weight.shape[0]
+    if max(new) >= num_embeddings:
+        model.resize_token_embeddings(max(new) + 1, mean_resizing=False)
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for parameter in layer.parameters(recurse=False):
+            is_trained = torch.zeros(len(parameter), dtype=parameter.dtype, device=parameter.device)
+            is_trained[torch.from_numpy(trained[trained < num_embeddings])] = 1
+            # As a product, because selecting the rows would copy what may be gigabytes.
+            parameter.data[sorted(new)] = (is_trained @ parameter.data) / is_trained.sum()
 
 
 def model_digest(ref: str) -> str:

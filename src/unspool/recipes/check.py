@@ -110,8 +110,10 @@ def _source_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
             text = f"sources of this kind can be described but not read yet. {NOT_READ_YET[source.kind]}"
             yield Problem(place=("sources", name, "kind"), text=text, show_value=True)
             continue
-        key = "prose" if source.kind == "recall" else "path"
+        key = "prose" if source.kind in ("recall", "synthetic") else "path"
         value = getattr(source, key)
+        if value is None:  # prose that is not asked for
+            continue
         # What could be a Hub id is left to the reader, which asks the Hub.
         if source.kind != "hf" or not HUB_ID.fullmatch(value):
             yield from _missing(loaded, ("sources", name, key), value)

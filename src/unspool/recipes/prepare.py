@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from unspool.base.artefact import MANIFEST, write_atomic
+from unspool.data.config import RowsConfig
 from unspool.data.corpus import build_corpus
 from unspool.data.executors import check_engine
 from unspool.data.rows import build_rows
-from unspool.data.sources import RecallSource, Source
+from unspool.data.sources import RecallSource, Source, SyntheticSource
 from unspool.model.scratch import NewModel
 from unspool.model.tokenizer import load_tokenizer
 from unspool.recipes.check import LoadedRecipe, check_inputs
@@ -69,8 +70,21 @@ class Preparation:
                     self.out / "rows" / name,
                     tokenizer=self.tokenizer,
                     seed=self.recipe.seed,
+                    embed=self._embed(config),
                 )
         return counts
+
+    def _embed(self, config: RowsConfig) -> Any:
+        """What makes vectors of texts, for rows that are filled with what is near by them."""
+        if config.negatives is None or config.negatives.model is None:
+            return None
+        # Only here: all other rows are made without torch.
+        import torch
+
+        from unspool.model.embed import Embedder
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return Embedder(self.loaded.path(config.negatives.model), tokenizer=self.tokenizer, device=device)
 
     def _model(self) -> str | NewModel:
         model = self.recipe.model
@@ -79,8 +93,9 @@ class Preparation:
         return model.model_copy(update={"tokenizer": self.loaded.path(model.tokenizer)})
 
     def _resolved(self, source: Source) -> Source:
-        key = "prose" if isinstance(source, RecallSource) else "path"
-        return source.model_copy(update={key: self.loaded.path(getattr(source, key))})
+        key = "prose" if isinstance(source, RecallSource | SyntheticSource) else "path"
+        value = getattr(source, key)
+        return source if value is None else source.model_copy(update={key: self.loaded.path(value)})
 
     @contextmanager
     def _timed(self, box: str) -> Iterator[None]:

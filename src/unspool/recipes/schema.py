@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from unspool.base.config import Config
 from unspool.base.lookup import nearest
 from unspool.base.sizes import format_size, parse_size
-from unspool.data.config import EngineConfig, RowsConfig
+from unspool.data.config import STRATEGIES, EngineConfig, RowsConfig
 from unspool.data.sources import Source
 from unspool.eval.config import Eval
 from unspool.model.scratch import NewModel
@@ -113,6 +113,24 @@ def _mix_problems(index: int, stage: Mapping[str, Any], rows: Mapping[str, Any])
         elif context and length and context % length:
             text = f"rows of length {format_size(length)} do not divide the stage's context of {format_size(context)}"
             yield Problem(place=place, text=f"{text}; change rows.{name}.length or stages.{index}.context.")
+        else:
+            yield from _skips_problems(index, stage, name, _entries(rows.get(name)))
+
+
+def _skips_problems(index: int, stage: Mapping[str, Any], name: str, entry: Mapping[str, Any]) -> Iterator[Problem]:
+    place = ("stages", index, "mix", name)
+    context, target = _size(stage.get("context")), _size(_entries(entry.get("skips")).get("target"))
+    if not target:
+        return
+    if context and context < target:
+        text = f"its rows have positions up to {format_size(target)}, beyond the stage's context of"
+        way_out = f"lower rows.{name}.skips.target or raise stages.{index}.context."
+        yield Problem(place=place, text=f"{text} {format_size(context)}; {way_out}")
+    is_full = entry.get("attention") == "full" or any(entry.get(strategy) for strategy in STRATEGIES)
+    if stage.get("attention") == "full" and not is_full:
+        text = "its positions begin anew in every document (skips), and the stage attends across documents"
+        way_out = f"set rows.{name}.attention: full, or leave stages.{index}.attention out."
+        yield Problem(place=place, text=f"{text}; {way_out}")
 
 
 def _start_problems(index: int, start: Any, stage_names: list[str]) -> Iterator[Problem]:

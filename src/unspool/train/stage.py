@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from unspool.base.artefact import digest, publish, read_manifest, stale_reason, write_atomic
-from unspool.base.errors import UnspoolError
+from unspool.base.errors import ConfigError, UnspoolError
 from unspool.base.progress import Advance, progress_bar, say
 from unspool.base.sizes import format_count, format_size
+from unspool.data.knots import ALL_KNOTS, add_knots, trained_ids
 from unspool.data.mix import Mix, epoch_warnings
 from unspool.data.store import RowSet, open_rows
-from unspool.data.tangle import knot_ids
 from unspool.model.export import save_model
 from unspool.model.load import build_new, fit_vocabulary, load_model, model_digest
 from unspool.model.rotary import apply_position
@@ -177,10 +178,7 @@ def _build(stage: StageConfig, inputs: StageInputs, *, seed: int, device: torch.
         tokenizer = load_tokenizer(inputs.model)
         model = load_model(inputs.model, device=device, dtype=torch.float32)
         check_trainable(model)
-    if any(_tangled(folder) for folder in inputs.rows.values()):
-        known = len(tokenizer)
-        knot_ids(tokenizer)
-        fit_vocabulary(model, tokenizer, known=known)
+    _bring_knots(model, tokenizer, inputs.rows)
     apply_position(model, stage.position, stage.context)
     if stage.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -191,8 +189,20 @@ def _build(stage: StageConfig, inputs: StageInputs, *, seed: int, device: torch.
     return model, tokenizer
 
 
-def _tangled(rows_dir: Path) -> bool:
-    return bool((read_manifest(rows_dir) or {}).get("counts", {}).get("added_tokens"))
+def _bring_knots(model: Any, tokenizer: Any, rows: dict[str, Path]) -> None:
+    """Give model and tokenizer the knots that `rows` were tangled with; what they have of them stays as it is."""
+    counts = {name: (read_manifest(folder) or {}).get("counts", {}) for name, folder in rows.items()}
+    recorded = {name: count["added_tokens"] for name, count in counts.items() if count.get("added_tokens")}
+    trained = trained_ids(tokenizer) if recorded else np.zeros(0, dtype=np.int64)
+    knots = add_knots(tokenizer, [knot for knot in ALL_KNOTS if any(knot in ids for ids in recorded.values())])
+    for name, ids in recorded.items():
+        for knot, number in knots.items():
+            if ids.get(knot, number) != number:
+                raise ConfigError(
+                    f"rows {name}: they hold {knot} as token {ids[knot]}, which is token {number} of the model that "
+                    "is to be trained on them; make the rows with this model's tokenizer."
+                )
+    fit_vocabulary(model, set(knots.values()) - set(trained.tolist()), trained)
 
 
 def _keep_metrics(path: Path, done: int) -> None:

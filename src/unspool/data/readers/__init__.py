@@ -9,7 +9,15 @@ from unspool.base.errors import ConfigError, DataError
 from unspool.data.documents import Bad, Document, Item
 from unspool.data.readers import hf, jsonl, mds, parquet, repos, text, textbooks
 from unspool.data.readers.archives import printable
-from unspool.data.sources import NOT_READ_YET, FileSource, JsonlSource, RecallSource, Source, TextSource
+from unspool.data.sources import (
+    NOT_READ_YET,
+    FileSource,
+    JsonlSource,
+    RecallSource,
+    Source,
+    SyntheticSource,
+    TextSource,
+)
 
 
 class Reader(NamedTuple):
@@ -30,7 +38,8 @@ READERS = {
 
 def file_source(source: Source) -> FileSource:
     """What is read from disk for a source: itself, or the prose that generated documents are built on."""
-    if isinstance(source, RecallSource):
+    if isinstance(source, RecallSource | SyntheticSource):
+        assert source.prose is not None, "there is nothing to read"
         if ".jsonl" in Path(source.prose).name:
             return JsonlSource.model_validate({"kind": "jsonl", "path": source.prose})
         return TextSource.model_validate({"kind": "text", "path": source.prose})
@@ -41,6 +50,8 @@ def file_source(source: Source) -> FileSource:
 
 def source_units(source: Source, root: Path) -> list[Path]:
     """The files, folders or archives of a source, sorted; ConfigError if there are none."""
+    if isinstance(source, SyntheticSource) and source.prose is None:
+        return []
     files = file_source(source)
     return READERS[files.kind].units(files, root)
 

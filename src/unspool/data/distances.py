@@ -1,0 +1,95 @@
+"""How far apart the tokens of one document stand in rows: counted exactly, without looking at single tokens.
+
+In: rows, and which of their tokens are text. Out: how many pairs of text tokens of one document lie at distances
+from each edge to below the next.
+Promise: exact. A pair counts if it is in one row, of one document, and one token can attend to the other: under
+`attention: documents` pieces do not see each other. A distance is a difference of positions, so skipped positions
+count, and marks between two texts do too.
+Price: time grows with the square of a document's stretches in one row, not with its tokens.
+
+Two stretches of m and n consecutive positions, the second g positions after the first one's end, have a pair at
+distance g + 1 + u + v for every 0 ≤ u < m and 0 ≤ v < n: over distances a trapezoid. Up to a distance it holds a
+triangle of pairs (u, v) less those with u ≥ m or v ≥ n: four triangular numbers.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from unspool.data.store import Row
+
+# Pairs of stretches that are counted at once: bounds memory to some 100 MB.
+_AT_ONCE = 1 << 17
+
+
+class Stretches(NamedTuple):
+    """Runs of text with consecutive positions."""
+
+    starts: np.ndarray  # int64, the position of the first token
+    lens: np.ndarray  # int64
+    docs: np.ndarray  # int64; those with the same number can attend to each other
+
+
+def stretches_of(row: Row, is_text: np.ndarray | None = None) -> Stretches:
+    """The text of one row; `is_text` is bool[L], None means all of it."""
+    lens = row.doc_lens.astype(np.int64)
+    starts = np.cumsum(lens) - lens
+    docs = np.arange(len(lens))
+    if row.piece_docs is not None and row.attention != "documents":
+        docs = row.piece_docs.astype(np.int64)
+    if is_text is None and row.positions is None:
+        return Stretches(starts, lens, docs)
+    positions = np.arange(len(row.tokens)) if row.positions is None else row.positions.astype(np.int64)
+    is_text = np.ones(len(row.tokens), dtype=np.bool_) if is_text is None else is_text
+    begins = np.ones(len(row.tokens), dtype=np.bool_)
+    begins[1:] = (np.diff(positions) != 1) | (is_text[1:] != is_text[:-1])
+    begins[starts] = True
+    firsts = np.flatnonzero(begins)
+    pieces = np.searchsorted(starts, firsts, side="right") - 1
+    kept = is_text[firsts]
+    return Stretches(positions[firsts][kept], np.diff(firsts, append=len(row.tokens))[kept], docs[pieces][kept])
+
+
+def join_rows(rows: Sequence[Stretches]) -> Stretches:
+    """The stretches of several rows, documents of different rows told apart."""
+    ends = np.cumsum([0, *(int(one.docs.max(initial=-1)) + 1 for one in rows)]).tolist()
+    docs = [one.docs + end for one, end in zip(rows, ends, strict=False)]
+    return Stretches(
+        np.concatenate([one.starts for one in rows]), np.concatenate([one.lens for one in rows]), np.concatenate(docs)
+    )
+
+
+def count_pairs(text: Stretches, edges: Sequence[int]) -> np.ndarray:
+    """int64[len(edges)]: pairs at distances from each edge, 1 or more and rising, to below the next; the last is open.
+
+    Stretches of one document must not overlap.
+    """
+    order = np.lexsort((text.starts, text.docs))
+    starts, lens, docs = (values[order] for values in text)
+    # Each stretch goes with itself and with all later ones of its document.
+    counts = np.searchsorted(docs, docs, side="right") - np.arange(len(docs))
+    totals = np.append(0, np.cumsum(counts))
+    far = int((starts + lens).max(initial=0) - starts.min(initial=0))
+    # A stretch with itself counts (i, j) and (j, i); distances of 0 and below drop out in the difference.
+    below = np.array([*(edge - 1 for edge in edges), max(far, edges[-1])])
+    up_to = np.zeros(len(below), dtype=np.int64)
+    at = 0
+    while at < len(docs):
+        # At least one stretch at a time, however many it goes with.
+        stop = max(at + 1, int(np.searchsorted(totals, totals[at] + _AT_ONCE, side="right")) - 1)
+        first = np.repeat(np.arange(at, stop), counts[at:stop])
+        second = first + np.arange(len(first)) - np.repeat(totals[at:stop] - totals[at], counts[at:stop])
+        m, n = lens[first], lens[second]
+        left = below[:, None] - (starts[second] - starts[first] - m + 1)
+        up_to += (_triangle(left) - _triangle(left - m) - _triangle(left - n) + _triangle(left - m - n)).sum(axis=1)
+        at = stop
+    pairs: np.ndarray = np.diff(up_to)
+    return pairs
+
+
+def _triangle(size: np.ndarray) -> np.ndarray:
+    """How many pairs (u, v) of numbers from 0 on have a sum of at most `size`."""
+    size = np.maximum(size, -1)
+    pairs: np.ndarray = (size + 1) * (size + 2) // 2
+    return pairs

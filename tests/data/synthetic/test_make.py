@@ -1,0 +1,135 @@
+import time
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from unspool.base.errors import DataError
+from unspool.data.sources import SyntheticSource
+from unspool.data.synthetic import TASKS, make
+from unspool.data.synthetic.make import LEAST, PART_TOKENS, divide, make_document, make_documents, plan_documents
+from unspool.data.synthetic.prose import load_prose
+from unspool.data.synthetic.solvers.reading import read_parts
+from unspool.data.synthetic.verify import check
+from unspool.data.tokens import build_encoder
+from unspool.recipes.paths import resolve_path
+
+from ..conftest import build_tokenizer
+from .factory import SENTENCES, characters, document
+
+
+def source(**changes) -> SyntheticSource:
+    return SyntheticSource.model_validate({"kind": "synthetic", "tokens": "1M", "length": ["1K", "32K"]} | changes)
+
+
+def tokenizers():
+    shipped = AutoTokenizer.from_pretrained(resolve_path("asset:tiny-base", None))
+    return {"nearly bytes": build_tokenizer(), "with a beginning": build_tokenizer(bos=True), "words": shipped}
+
+
+@pytest.mark.parametrize("name", ["nearly bytes", "with a beginning", "words"])
+@pytest.mark.parametrize("task", TASKS)
+def test_lengths_are_met_in_tokens_and_never_exceeded(task, name):
+    encoder = build_encoder(tokenizers()[name])
+
+    def encode(text: str) -> np.ndarray:
+        return encoder.encode([text])[0]
+
+    for index, length in enumerate((1024, 1500, 2048, 5000, 12_000)):
+        made = make_document(task, length, encode, SENTENCES if index % 2 else [], seed=3, index=index)
+        assert LEAST * length <= len(made.tokens) <= length
+        np.testing.assert_array_equal(made.tokens, encode(made.text))
+        assert check(task, made.text) is None
+        assert len(read_parts(made.text).questions) >= 2
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_shortest_lengths_are_not_exceeded_either(task):
+    for index in range(20):
+        made = make_document(task, 512, characters, [], seed=0, index=index)
+        assert 0.9 * 512 <= len(made.tokens) <= 512
+
+
+def test_a_length_that_cannot_be_met_is_refused():
+    with pytest.raises(DataError, match="no document of the task hops is as short as 512 tokens"):
+        make_document("hops", 512, lambda text: np.zeros(20 * len(text)), [], seed=0, index=0)
+
+
+def test_a_document_depends_on_the_seed_and_its_number_alone():
+    plan = plan_documents(source(tokens="64K", length=["1K", "4K"]), seed=5)
+    whole = dict(make_documents(plan, range(8), characters, [], 5))
+    parts = dict(make_documents(plan, [6, 2], characters, [], 5))
+    assert all(parts[index].text == whole[index].text for index in (2, 6))
+    assert len({made.text for made in whole.values()}) == 8
+    other = make_document(plan.tasks[2], int(plan.lengths[2]), characters, [], 6, 2)
+    assert other.text != whole[2].text
+
+
+def test_more_tokens_mean_more_documents_and_the_same_first_ones():
+    few, many = plan_documents(source(tokens="1M"), 1), plan_documents(source(tokens="100M"), 1)
+    assert len(many.lengths) > make.PLAN_BLOCK > len(few.lengths)
+    np.testing.assert_array_equal(many.lengths[: len(few.lengths)], few.lengths)
+    assert many.tasks[: len(few.tasks)] == few.tasks
+    assert 0.99 < make.AIM * many.lengths.sum() / (100 << 20) < 1.01
+
+
+def test_lengths_are_spread_evenly_over_their_logarithm():
+    lengths = plan_documents(source(tokens="100M"), 0).lengths
+    assert (lengths.min(), lengths.max()) >= (1024, 1024) and lengths.max() <= 32768
+    counts, _ = np.histogram(np.log2(lengths), bins=5, range=(10, 15))
+    assert counts.min() > 0.9 * counts.mean()
+
+
+def test_tasks_follow_their_shares():
+    tasks = plan_documents(source(tokens="50M", tasks={"hops": 3, "states": 1}), 0).tasks
+    assert set(tasks) == {"hops", "states"}
+    assert 0.72 < tasks.count("hops") / len(tasks) < 0.78
+
+
+def test_parts_hold_every_document_once_and_are_alike():
+    plan = plan_documents(source(tokens="100M"), 0)
+    parts = divide(plan)
+    assert [index for part in parts for index in part] == list(range(len(plan.lengths)))
+    sizes = [int(plan.lengths[part.start : part.stop].sum()) for part in parts]
+    assert len(parts) > 40
+    assert max(sizes) < PART_TOKENS + 32768
+    assert len(divide(plan_documents(source(tokens=1), 0))) == 1
+
+
+def test_a_wrong_document_ends_the_work(monkeypatch):
+    plan = plan_documents(source(tokens="8K", length=["1K", "1K"]), 0)
+    wrong = document(plan.tasks[0], 1024, 0) + "0"
+    monkeypatch.setattr(make, "compose", lambda *_: (wrong, 100))
+    with pytest.raises(AssertionError, match=r"document \w+:0: "):
+        list(make_documents(plan, range(1), lambda text: np.zeros(1000), [], 0))
+
+
+def test_prose_that_reads_like_a_fact_or_a_question_is_left_out():
+    facts = [
+        "Ann Lee reports to Bob Ray.",
+        "Step 1: the baker opened his shop at six.",
+        "Entry 1234: bread butter cheese and so on.",
+        "Question: what happened to the ferry after the war?",
+        "The marks of Ann Lee are red, blue, green.",
+    ]
+    plain = "The ferry was never seen again after the war."
+    assert load_prose([" ".join([*facts, plain, "Too short."])]) == [plain]
+    with pytest.raises(DataError, match="the prose holds no sentence of 20 to 400 characters"):
+        load_prose(["Short. Too short."])
+
+
+def test_prose_stands_between_the_facts():
+    texts = [document("states", 1024, index, with_prose=True) for index in range(40)]
+    shares = [sum(map(text.count, SENTENCES)) * 78 / len(text) for text in texts]
+    assert 0 in shares and max(shares) > 0.5
+    assert all(check("states", text) is None for text in texts)
+
+
+@pytest.mark.slow
+def test_making_texts_is_not_slower_than_tokenising_them():
+    encoder = build_encoder(tokenizers()["words"])
+    began = time.process_time()
+    texts = [document(task, 1 << 15, index) for task in TASKS for index in range(4)]
+    made = time.process_time()
+    encoder.encode(texts)
+    assert made - began < time.process_time() - made

@@ -1,0 +1,113 @@
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unspool.data.interleave import interleave_rows
+from unspool.data.pack import PACKERS, Doc, Tally
+from unspool.data.store import Row
+
+
+def plain_row(doc_lens: list[int]) -> Row:
+    """Token 100·d + i is the i-th of document d."""
+    tokens = np.concatenate([100 * doc + np.arange(size, dtype=np.uint32) for doc, size in enumerate(doc_lens)])
+    return Row(tokens.astype(np.uint32), np.array(doc_lens, dtype=np.int32), None, "a", "documents")
+
+
+def interleave_row(row: Row, pieces: int) -> Row:
+    (made,) = interleave_rows([row], pieces)
+    return made
+
+
+def make_docs(lens: list[int]) -> list[Doc]:
+    """All tokens different: 0, 1, 2, …"""
+    ends = np.cumsum([0, *lens])
+    return [Doc(np.arange(ends[i], ends[i + 1], dtype=np.uint32), "ab"[i % 2]) for i in range(len(lens))]
+
+
+def test_all_first_pieces_come_first_then_all_second_ones():
+    """The fast variant of the public code returns plain document order."""
+    row = interleave_row(plain_row([4, 6, 2]), 2)
+
+    assert row.tokens.tolist() == [0, 1, 100, 101, 102, 200, 2, 3, 103, 104, 105, 201]
+    assert row.doc_lens.tolist() == [2, 3, 1, 2, 3, 1]
+    assert row.piece_docs.tolist() == [0, 1, 2, 0, 1, 2]
+    assert (row.attention, row.source, row.loss_mask) == ("full", "a", None)
+
+
+def test_pieces_are_equal_to_within_a_token_and_short_documents_stay_whole_in_front():
+    row = interleave_row(plain_row([7, 2, 3]), 3)
+
+    assert row.piece_docs.tolist() == [0, 1, 2, 0, 2, 0, 2]
+    assert row.doc_lens.tolist() == [2, 2, 1, 2, 1, 3, 1]
+    assert row.tokens.tolist() == [0, 1, 100, 101, 200, 2, 3, 201, 4, 5, 6, 202]
+
+
+def test_one_document_alone_stays_as_it_is():
+    row = interleave_row(plain_row([9]), 4)
+    assert row.tokens.tolist() == list(range(9))
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(2, 9))
+@settings(max_examples=300, deadline=None)
+def test_a_row_keeps_its_tokens_and_the_order_inside_documents(doc_lens, pieces):
+    row = interleave_row(plain_row(doc_lens), pieces)
+
+    assert row.doc_lens.sum() == len(row.tokens) == sum(doc_lens)
+    owners = np.repeat(row.piece_docs, row.doc_lens)
+    for doc, size in enumerate(doc_lens):
+        assert row.tokens[owners == doc].tolist() == list(range(100 * doc, 100 * doc + size))
+        mine = row.doc_lens[row.piece_docs == doc]
+        assert len(mine) == (pieces if size >= pieces else 1)
+        assert mine.max() - mine.min() <= 1
+    # Round after round through the documents: a number that falls begins a new round.
+    assert (np.diff(row.piece_docs) <= 0).sum() <= pieces - 1
+
+
+@given(
+    st.lists(st.integers(1, 50), max_size=40),
+    st.integers(4, 40),
+    st.integers(2, 5),
+    st.sampled_from(["concat", "intact"]),
+    st.integers(0, 12),
+)
+@settings(max_examples=300, deadline=None)
+def test_rows_have_the_asked_length_and_no_token_is_lost(lens, row_len, pieces, mode, stop):
+    tally = Tally()
+    stream = PACKERS[mode](make_docs(lens), row_len, tally)
+    packed = list(islice(stream, stop))
+    stream.close()
+    rows = interleave_rows(packed, pieces) if packed else []
+
+    assert len(rows) == len(packed)
+    assert all(len(row.tokens) == row_len == row.doc_lens.sum() for row in rows)
+    assert all(len(row.piece_docs) == len(row.doc_lens) for row in rows)
+    assert tally.added == 0
+    # A generator that never began has drawn nothing.
+    drawn = sum(lens) if stop else 0
+    assert drawn == sum(len(row.tokens) for row in rows) + tally.dropped.total()
+    tokens = np.concatenate([np.zeros(0, dtype=np.uint32), *(row.tokens for row in rows)])
+    assert len(np.unique(tokens)) == len(tokens)
+
+
+@pytest.mark.parametrize(("mode", "begins"), [("concat", 10), ("intact", 15)])
+def test_the_rest_of_a_cut_document_starts_the_next_row_or_is_dropped(mode, begins):
+    tally = Tally()
+    first, second = interleave_rows(list(PACKERS[mode](make_docs([6, 9, 20]), 10, tally)), 2)[:2]
+
+    assert first.tokens.tolist() == [0, 1, 2, 6, 7, 3, 4, 5, 8, 9]
+    assert second.tokens[0] == begins
+    assert tally.dropped["cut"] == (0 if mode == "concat" else 5 + 10)
+
+
+@given(st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=8), min_size=1, max_size=6), st.integers(2, 5))
+@settings(max_examples=200, deadline=None)
+def test_several_rows_at_once_give_what_they_give_one_by_one(rows, pieces):
+    plain = [plain_row(doc_lens) for doc_lens in rows]
+    for made, row in zip(interleave_rows(plain, pieces), plain, strict=True):
+        alone = interleave_row(row, pieces)
+        assert made.tokens.tolist() == alone.tokens.tolist()
+        assert made.doc_lens.tolist() == alone.doc_lens.tolist()
+        assert made.piece_docs.tolist() == alone.piece_docs.tolist()
