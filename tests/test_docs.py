@@ -41,7 +41,18 @@ from unspool.data.sources import (
 )
 from unspool.eval.config import KvEval, LossEval, NiahEval, RulerEval
 from unspool.model.scratch import NewModel
-from unspool.position.scaling import Abf, Harpe, Unchanged
+from unspool.position.scaling import (
+    Abf,
+    Dynamic,
+    Harpe,
+    Llama3,
+    LongRope,
+    Ntk,
+    NtkByParts,
+    Pi,
+    Unchanged,
+    Yarn,
+)
 from unspool.recipes.catalog import bundled_recipes
 from unspool.recipes.check import load_recipe
 from unspool.recipes.schema import Recipe
@@ -187,6 +198,13 @@ TABLES: dict[str, type[Config]] = {
     "stages": StageConfig,
     "method: unchanged": Unchanged,
     "method: abf": Abf,
+    "method: ntk": Ntk,
+    "method: pi": Pi,
+    "method: dynamic": Dynamic,
+    "method: ntk-by-parts": NtkByParts,
+    "method: yarn": Yarn,
+    "method: longrope": LongRope,
+    "method: llama3": Llama3,
     "method: harpe": Harpe,
     "suite: niah": NiahEval,
     "suite: kv": KvEval,

@@ -12,7 +12,7 @@ import unspool
 
 ORDER = ("base", "data", "position", "model", "train", "eval", "report", "recipes", "cli")
 # A package that shares another's place in the order; neither imports the other.
-BESIDE = {"inspect": "report"}
+BESIDE = {"inspect": "report", "verify": "eval"}
 PACKAGES = (*ORDER, *BESIDE)
 SOURCE = Path(unspool.__file__).parent
 

@@ -99,12 +99,29 @@ def test_no_tensor_of_tokens_by_vocabulary_exists(model, monkeypatch):
     assert 0 < largest.numel < 399 * 97
 
 
-def test_a_model_that_caps_its_logits_is_refused_rather_than_misjudged():
+def test_the_loss_follows_a_model_that_caps_its_logits():
     torch.manual_seed(0)
     capped = Gemma2ForCausalLM(Gemma2Config(**SHAPE, final_logit_softcapping=1.0)).eval()
+    ids = torch.arange(50)
+
+    losses = window_losses(capped, ids.numpy().astype(np.uint32))
+
+    own = torch.nn.functional.cross_entropy(capped(ids[None]).logits[0, :-1], ids[1:], reduction="none")
+    assert np.allclose(losses, own.detach().numpy(), atol=1e-5)
+
+
+def test_a_model_that_changes_its_logits_unseen_is_refused_rather_than_misjudged(model, monkeypatch):
+    own = model.forward
+
+    def hotter(*args, **kwargs):
+        out = own(*args, **kwargs)
+        out.logits = 3 * out.logits
+        return out
+
+    monkeypatch.setattr(model, "forward", hotter)
 
     with pytest.raises(ConfigError, match="changes its logits after the head"):
-        window_losses(capped, np.arange(50, dtype=np.uint32))
+        window_losses(model, np.arange(50, dtype=np.uint32))
 
 
 def test_windows_do_not_overlap_nor_cross_documents(materials):

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, DynamicCache
 
 from factory import build_model, packed_inputs, random_tokens
 from unspool.base.errors import ConfigError
-from unspool.model import attention
+from unspool.model import attention, attention_reference
 from unspool.model.attention import NAME, attend
 
 FAMILIES = ["llama", "llama-mha", "llama-mqa", "qwen2", "qwen3", "mistral"]
@@ -21,6 +22,23 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 @pytest.fixture(params=FAMILIES)
 def family(request) -> str:
     return request.param
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float().cpu() - wanted).norm() / wanted.norm())
 
 
 def pieces(tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -140,31 +158,32 @@ def test_no_position_sees_a_later_one(family):
     assert not looks_ahead(build_model(family))
 
 
-def one_document(query, key, value, scaling, doc_lens):
-    return attention._causal(query, key, value, scaling)
+def one_document(query, key, value, rules, sinks, doc_lens):
+    return _true_reference(query, key, value, rules, sinks, None)
 
 
-def borders_off_by_one(query, key, value, scaling, doc_lens):
-    return _true_loop(query, key, value, scaling, (doc_lens[0] + 1, *doc_lens[1:-1], doc_lens[-1] - 1))
+def borders_off_by_one(query, key, value, rules, sinks, doc_lens):
+    moved = (doc_lens[0] + 1, *doc_lens[1:-1], doc_lens[-1] - 1)
+    return _true_reference(query, key, value, rules, sinks, moved)
 
 
-def not_causal(query, key, value, scaling, doc_lens):
-    key, value = attention._same_heads(query, key, value)
-    return functional.scaled_dot_product_attention(query, key, value, scale=scaling)
+def not_causal(query, key, value, rules, sinks, doc_lens):
+    key, value = attention_reference.same_heads(query, key, value)
+    return functional.scaled_dot_product_attention(query, key, value, scale=rules.scaling)
 
 
-_true_loop = attention._documents_loop
+_true_reference = attention_reference.reference
 
 
 @pytest.mark.parametrize("broken", [one_document, borders_off_by_one])
 def test_the_leak_probe_catches_attention_that_leaks(broken, monkeypatch):
-    monkeypatch.setattr(attention, "_documents_loop", broken)
+    monkeypatch.setattr(attention, "reference", broken)
 
     assert leaks(build_model())
 
 
 def test_the_causality_probe_catches_attention_that_looks_ahead(monkeypatch):
-    monkeypatch.setattr(attention, "_documents_loop", not_causal)
+    monkeypatch.setattr(attention, "reference", not_causal)
 
     assert looks_ahead(build_model())
 
@@ -209,33 +228,114 @@ def test_no_mask_is_built_in_training_or_in_reading(monkeypatch):
     assert sdpa_masks == [None] * (2 * len(DOC_LENS) + 2)
 
 
+# Windows, caps and sinks, against a softmax written out by hand
+
+
+RULES = [
+    {"sliding_window": 1},
+    {"sliding_window": 5},
+    {"sliding_window": 12},
+    {"softcap": 2.0},
+    {"sinks": True},
+    {"sliding_window": 5, "softcap": 2.0, "sinks": True},
+]
+
+
+def by_hand(query, key, value, *, scaling, doc_lens=None, sliding_window=None, softcap=None, s_aux=None):
+    """fp64, all at once; queries are the last of the keys. [1, S, H, D]."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    doc_ids = torch.repeat_interleave(torch.arange(len(doc_lens or (1,))), torch.tensor(doc_lens or (num_keys,)))
+    behind = torch.arange(num_keys)[:, None] - torch.arange(num_keys)
+    visible = (doc_ids[:, None] == doc_ids) & (behind >= 0) & (behind < (sliding_window or num_keys))
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.double().repeat_interleave(groups, dim=1) for tensor in (key, value))
+    scores = query.double() @ key.transpose(2, 3) * scaling
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible[-num_queries:], -torch.inf)
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., :num_keys]
+    return (weights @ value).transpose(1, 2).float()
+
+
+def options_of(rules: dict[str, Any], num_heads: int) -> dict[str, Any]:
+    sinks = {"s_aux": torch.linspace(-1, 2, num_heads)} if rules.get("sinks") else {}
+    return {name: value for name, value in rules.items() if name != "sinks"} | sinks | {"scaling": 0.4}
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("block", [1, 3, 4, 1000])
+@pytest.mark.parametrize("num_queries", [None, 1, 6, 23])
+def test_rules_of_a_layer_are_those_written_out_by_hand(rules, block, num_queries, monkeypatch):
+    """Packed, or as the last queries after a cache; in blocks of any size."""
+    monkeypatch.setattr(attention_reference, "BLOCK", block)
+    monkeypatch.setattr(attention_reference, "MAX_SCORES", block * 4 * sum(DOC_LENS))
+    torch.manual_seed(0)
+    query, target = torch.randn(2, 1, 4, sum(DOC_LENS), 8)
+    key, value = torch.randn(2, 1, 2, sum(DOC_LENS), 8)
+    if num_queries is not None:
+        query, target = query[:, :, -num_queries:], target[:, :, -num_queries:]
+    options = options_of(rules, 4) | ({"doc_lens": DOC_LENS} if num_queries is None else {})
+
+    found, wanted = [], []
+    for results, function in (
+        (found, lambda *heads: attend(torch.nn.Module(), *heads, None, **options)[0]),
+        (wanted, lambda *heads: by_hand(*heads, **options)),
+    ):
+        leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        out = function(*leaves)
+        (out * target.transpose(1, 2)).sum().backward()
+        results += [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    for ours, reference in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, reference, **CLOSE)
+
+
+@pytest.mark.parametrize("wrong", [{"sliding_window": 4}, {"sliding_window": 6}, {"softcap": 2.1}, {"s_aux": None}])
+def test_a_rule_off_by_little_would_be_seen(wrong):
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 16, 8)
+    options = options_of({"sliding_window": 5, "softcap": 2.0, "sinks": True}, 2)
+
+    found = attend(torch.nn.Module(), query, key, value, None, **options)[0]
+
+    assert relative_error(found, by_hand(query, key, value, **options)) < 1e-5
+    assert relative_error(found, by_hand(query, key, value, **options | wrong)) > 1e-3
+
+
+@pytest.mark.parametrize("rules", RULES[1:])
+def test_no_tensor_holds_all_scores_of_a_long_document(rules, monkeypatch):
+    monkeypatch.setattr(attention_reference, "BLOCK", 8)
+    monkeypatch.setattr(attention_reference, "MAX_SCORES", 8 * 4 * 128)
+    query = torch.randn(1, 4, 128, 8, requires_grad=True)
+    key, value = torch.randn(2, 1, 2, 128, 8)
+    options = options_of(rules, 4)
+
+    with Largest() as ours:
+        attend(torch.nn.Module(), query, key, value, None, **options, doc_lens=(128,))[0].sum().backward()
+    with Largest() as plain:
+        by_hand(query, key, value, **options)
+
+    assert plain.elements >= 4 * 128 * 128, "the probe would not see it"
+    assert ours.elements <= 8 * 4 * 128
+
+
 # Refusals
 
 
-def test_a_sliding_window_is_refused_beyond_it_and_exact_within():
-    ours = build_model("mistral", sliding_window=8)
-    stock = build_model("mistral", sliding_window=8, attention="eager")
-    tokens = random_tokens(9)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(input_ids=tokens[:, :8]).logits, stock(input_ids=tokens[:, :8]).logits, **CLOSE)
-        with pytest.raises(ConfigError, match="sliding attention window of 8 tokens"):
-            ours(input_ids=tokens)
-
-
-def test_attention_that_adds_sinks_is_refused():
-    model = build_model("GptOss", head_dim=8, num_local_experts=2, num_experts_per_tok=1)
-
-    with pytest.raises(ConfigError, match="sinks"):
-        model(input_ids=random_tokens(4))
-
-
-def test_capped_scores_and_masks_are_refused():
+def test_masks_and_scores_of_unknown_kind_are_refused():
     query = torch.randn(1, 2, 4, 8)
+    module = torch.nn.Module()
 
-    with pytest.raises(ConfigError, match="caps its attention scores"):
-        attend(torch.nn.Module(), query, query, query, None, softcap=50.0)
     with pytest.raises(ConfigError, match="masks of its own"):
-        attend(torch.nn.Module(), query, query, query, torch.ones(1, 1, 4, 4))
+        attend(module, query, query, query, torch.ones(1, 1, 4, 4))
+    with pytest.raises(ConfigError, match="uses position_bias"):
+        attend(module, query, query, query, None, position_bias=torch.ones(1))
+    with pytest.raises(ConfigError, match="looks at later tokens"):
+        attend(module, query, query, query, None, is_causal=False)
+    module.is_causal = False
+    with pytest.raises(ConfigError, match="looks at later tokens"):
+        attend(module, query, query, query, None)
 
 
 @pytest.mark.parametrize("doc_lens", [(3,), (3, 2)])
@@ -244,73 +344,3 @@ def test_lengths_that_do_not_cover_the_row_are_a_bug(doc_lens):
 
     with pytest.raises(AssertionError, match="cover one packed row"):
         attend(torch.nn.Module(), query, query, query, None, doc_lens=doc_lens)
-
-
-# CUDA, against the CPU's fp32
-
-
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.float().cpu() - wanted).norm() / wanted.norm())
-
-
-def random_heads(num_tokens: int, num_kv_heads: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(num_tokens)
-    shapes = [(1, heads, num_tokens, 64) for heads in (8, num_kv_heads, num_kv_heads)]
-    return [torch.randn(shape, generator=generator) for shape in shapes]
-
-
-def attended(heads: list[torch.Tensor], target: torch.Tensor, **options: Any) -> list[torch.Tensor]:
-    """The output and the gradients of query, key and value."""
-    leaves = [tensor.detach().requires_grad_() for tensor in heads]
-    out, _ = attend(torch.nn.Module(), *leaves, None, **options)
-    (out * target.to(out)).sum().backward()
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("doc_lens", [(256,), (64,) * 4, (1,) * 16, (100, 1, 27, 128), (1, 300)])
-@pytest.mark.parametrize("num_kv_heads", [2, 8])
-@pytest.mark.parametrize("scaling", [None, 0.3])
-def test_cuda_documents_match_the_reference_to_bfloat16(doc_lens, num_kv_heads, scaling):
-    heads = random_heads(sum(doc_lens), num_kv_heads)
-    rounded = [tensor.bfloat16() for tensor in heads]
-    target = torch.randn(1, sum(doc_lens), 8, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    options = {"scaling": scaling, "doc_lens": doc_lens}
-
-    wanted = attended([tensor.float() for tensor in rounded], target.float(), **options)
-    found = attended([tensor.cuda() for tensor in rounded], target, **options)
-
-    # bf16 keeps 8 bits; gradients add up more of its roundings.
-    for name, ours, reference in zip(("out", "query", "key", "value"), found, wanted, strict=True):
-        # A document of one token has no choice, so its queries and keys get nothing but rounding.
-        if reference.abs().max() < 1e-5:
-            assert ours.float().abs().max() < 1e-2, name
-        else:
-            assert relative_error(ours, reference) < 2e-2, name
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("doc_lens", [(64,) * 4, (100, 1, 27, 128)])
-def test_cuda_documents_do_not_leak_a_bit(doc_lens):
-    query, key, value = (tensor.bfloat16().cuda() for tensor in random_heads(sum(doc_lens), 2))
-    before, _ = attend(torch.nn.Module(), query, key, value, None, doc_lens=doc_lens)
-    first = doc_lens[0]
-    for tensor in (query, key, value):
-        tensor[:, :, :first] += 1
-
-    after, _ = attend(torch.nn.Module(), query, key, value, None, doc_lens=doc_lens)
-
-    assert not torch.equal(before[:, :first], after[:, :first])
-    assert torch.equal(before[:, first:], after[:, first:])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_queries", [1, 5, 300])
-def test_cuda_queries_after_a_cache_match_the_reference_to_bfloat16(num_queries):
-    query, key, value = (tensor.bfloat16() for tensor in random_heads(300, 2))
-    query = query[:, :, -num_queries:]
-
-    wanted, _ = attend(torch.nn.Module(), query.float(), key.float(), value.float(), None)
-    found, _ = attend(torch.nn.Module(), query.cuda(), key.cuda(), value.cuda(), None)
-
-    assert relative_error(found, wanted) < 2e-2

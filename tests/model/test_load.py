@@ -5,11 +5,26 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTJConfig,
+    MambaConfig,
+    OPTConfig,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
-from factory import CPU, VOCAB, build_model, build_tokenizer, random_tokens, save_folder
+from factory import CPU, SHAPE, VOCAB, build_model, build_tokenizer, random_tokens, save_folder
 from unspool.base.errors import ConfigError
 from unspool.data.knots import KNOTS, knot_ids, trained_ids
+from unspool.model.attention import register
 from unspool.model.load import (
     build_new,
     fit_vocabulary,
@@ -95,11 +110,50 @@ def test_a_folder_without_a_model_is_refused(content, tmp_path):
         original_context(str(tmp_path))
 
 
-def test_capped_logits_are_refused(tmp_path):
-    save_folder(tmp_path, build_model("Gemma2", head_dim=8, attention="eager"))
+def test_layers_that_attend_by_masks_of_their_own_are_refused(tmp_path):
+    register()
+    config = PhimoeConfig(**SHAPE, num_local_experts=2, sliding_window=5)
+    save_folder(tmp_path, PhimoeForCausalLM(config))
 
-    with pytest.raises(ConfigError, match="'gemma2' caps its logits"):
+    with pytest.raises(ConfigError, match="only masks of its own express"):
         load(tmp_path)
+
+
+def test_the_language_model_of_a_model_that_also_sees_is_loaded_alone(tmp_path):
+    text = SHAPE | {"head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    torch.manual_seed(0)
+    whole = Gemma3ForConditionalGeneration(config).eval()
+    save_folder(tmp_path, whole)
+
+    model = load(tmp_path)
+
+    assert type(model).__name__ == "Gemma3ForCausalLM"
+    with torch.no_grad():
+        wanted = whole(random_tokens(20)).logits
+        torch.testing.assert_close(model(random_tokens(20)).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2), "gpt2"),
+        (OPTConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, ffn_dim=32), "opt"),
+        (BloomConfig(vocab_size=300, hidden_size=32, n_layer=1, n_head=2), "bloom"),
+        (GPTJConfig(vocab_size=300, n_embd=32, n_layer=1, n_head=2, rotary_dim=8), "in code of its own"),
+        (MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1, state_size=4), "mamba"),
+        (T5Config(vocab_size=300, d_model=32, d_ff=32, num_layers=1, num_heads=2), "could not be loaded"),
+    ],
+)
+def test_models_without_rotary_positions_are_refused_in_a_sentence(config, reason, tmp_path):
+    kind = T5ForConditionalGeneration._from_config if config.model_type == "t5" else AutoModelForCausalLM.from_config
+    save_folder(tmp_path, kind(config))
+
+    with pytest.raises(ConfigError, match=reason) as caught:
+        load(tmp_path)
+
+    assert "\n" not in str(caught.value)
 
 
 def test_the_original_context_is_what_the_config_says(tmp_path):

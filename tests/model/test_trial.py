@@ -5,6 +5,8 @@ import torch
 
 from factory import build_model
 from unspool.base.errors import ConfigError
+from unspool.model import trial
+from unspool.model.loss import Head
 from unspool.model.trial import check_trainable
 
 NEXT = {
@@ -26,12 +28,23 @@ def test_models_with_attention_in_every_layer_pass(family):
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("Granite", {"logits_scaling": 4.0}), ("Cohere", {"logit_scale": 0.25}), ("Phi", {})],
+    [
+        ("Granite", {"logits_scaling": 4.0}),
+        ("Cohere", {"logit_scale": 0.25}),
+        ("Phi", {}),
+        ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 2.0}),
+    ],
 )
-def test_logits_changed_after_the_head_are_refused(family, changes):
-    """Phi adds a bias; the loss would leave it out."""
+def test_logits_changed_after_the_head_are_followed_and_refused_where_that_is_wrong(family, changes, monkeypatch):
+    """Phi adds a bias."""
+    model = build_model(family, **changes)
+    check_trainable(model)
+
+    bare = Head(weight=model.get_output_embeddings().weight)
+    monkeypatch.setattr(trial, "read_head", lambda model: bare)
+
     with pytest.raises(ConfigError, match="logits after the head"):
-        check_trainable(build_model(family, **changes))
+        check_trainable(model)
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_kills_at_three_random_moments_end_with_the_same_weights_and_scores(reci
     rng = random.Random(0)
     for part in range(3):
         # What earlier parts have made is passed over in a few events, so later kills come later in the run.
-        number = int((part + rng.random()) * events / 4) + 1
+        number = int((part + rng.random()) * events / 6) + 1
         assert in_child_dying_at_file_event(lambda: run(recipe, out), number) == -9, "nothing was killed"
 
     run(recipe, out)

@@ -436,10 +436,19 @@ def test_a_step_that_is_not_a_number_stops_with_the_step_the_rows_and_the_way_ou
     assert [line["step"] for line in metrics(tmp_path / "one.work")] == [1]
 
 
-def test_a_model_that_training_would_get_wrong_is_refused_before_any_step(materials, tmp_path):
+def test_a_model_that_training_would_get_wrong_is_refused_before_any_step(materials, tmp_path, monkeypatch):
+    # As if no config named how this one changes its logits.
+    monkeypatch.setattr("unspool.model.head._FACTORS", {})
     model = save_folder(tmp_path / "model", build_model("Granite", logits_scaling=4.0))
 
     with pytest.raises(ConfigError, match="logits after the head"):
         run(StageInputs(model=str(model), rows=materials.rows), tmp_path / "one")
 
     assert not (tmp_path / "one").exists()
+
+
+def test_a_stage_may_claim_less_than_it_trains_on(materials, tmp_path):
+    run(materials, tmp_path / "one", STAGE.model_copy(update={"claim": 16}))
+
+    config = json.loads((tmp_path / "one" / "model" / "config.json").read_text())
+    assert config["max_position_embeddings"] == 16 < STAGE.context

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from factory import build_model, build_stage, random_row
+from unspool.base.errors import ConfigError
 from unspool.data.labels import labels
 from unspool.train.step import build_optimizer, train_step
 
@@ -215,3 +216,26 @@ def test_a_step_without_any_label_has_no_loss_and_no_gradient():
 
     assert (result.loss, result.losses, result.grad_norm) == (0.0, {"long": 0.0}, 0.0)
     assert all((grad == 0).all() for grad in recorder.grads.values())
+
+
+def test_lr_for_trains_parts_at_their_own_rate_and_leaves_others_alone():
+    stage = build_stage(lr=1e-3, lr_for={"q_proj": 4e-3, "mlp": 0})
+    model = build_model("Llama")
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    optimizer = build_optimizer(stage, model)
+    train_step(stage, model, optimizer, ROWS, PICKS)
+
+    shares = {id(one): group["share"] for group in optimizer.param_groups for one in group["params"]}
+    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    for name, parameter in model.named_parameters():
+        assert (name in changed) == ("mlp" not in name), name
+        assert shares.get(id(parameter)) == (None if "mlp" in name else 4.0 if "q_proj" in name else 1.0), name
+
+
+@pytest.mark.parametrize(
+    ("lr_for", "says"), [({"q_prj": 1e-3}, "in no parameter's name"), ({".": 0}, "nothing is trained")]
+)
+def test_an_lr_for_that_cannot_be_meant_is_refused(lr_for, says):
+    with pytest.raises(ConfigError, match=says):
+        build_optimizer(build_stage(lr_for=lr_for), build_model("Llama"))

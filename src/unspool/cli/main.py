@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from unspool import __version__
 from unspool.base.errors import UnspoolError
-from unspool.cli import eval, look, recipes, report, run
+from unspool.cli import eval, export, look, position, recipes, report, run, verify
 
 USER_ERROR = 2
 INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
@@ -59,12 +59,15 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     # Verbs, in the order of a run.
+    app.command("position")(position.position)
     app.command("run")(run.run)
     app.command("corpus")(run.corpus)
     app.command("rows")(run.rows)
     app.command("train")(run.train)
     app.command("eval")(eval.eval_)
     app.command("report")(report.report)
+    app.command("verify")(verify.verify)
+    app.command("export")(export.export)
     app.add_typer(look.build_group(), name="look")
 
     group = typer.Typer(callback=recipes.list_recipes, invoke_without_command=True)

@@ -1,29 +1,26 @@
 """Exact causal attention, each document seeing only itself, registered once with `transformers`.
 
 In: queries [B, H, S, D], keys and values [B, KV, S, D]; `doc_lens` (host integers that sum to S)
-when the batch is packed. Out: [B, S, H, D], as `AttentionInterface` asks.
-Promise: no S×S mask is built for training; perturbing one document changes no other.
-On CPU a loop of SDPA calls, one per document, which is also the reference for every other path;
-on CUDA one batched SDPA call (cuDNN first) where all documents are equally long, else `varlen_attn`.
+when the batch is packed; what a layer adds of its own: a sliding window, capped scores, sinks.
+Out: [B, S, H, D], as `AttentionInterface` asks.
+Promise: no S×S mask is built; perturbing one document changes no other; a layer that asks for something else
+is refused.
+Elsewhere: the reference, for any device and dtype (attention_reference.py); fast kernels (attention_cuda.py).
 """
 
-from itertools import pairwise
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from unspool.base.errors import ConfigError
+from unspool.model import attention_cuda
+from unspool.model.attention_reference import Rules, reference
 from unspool.model.rotary import rotate_heads
 
 NAME = "unspool"
-# cuDNN is 1.7 times FlashAttention-2 on Hopper and is not always torch's first choice.
-CUDA_KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# Arguments by which layers ask for scores that none of our paths computes.
+_UNKNOWN = ("position_bias", "indices", "block_indices")
 
 
 def register() -> None:
@@ -41,7 +38,7 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function `transformers` calls in every layer."""
-    _refuse_what_is_not_exact(key, attention_mask, kwargs)
+    _refuse_what_is_not_exact(module, attention_mask, kwargs)
     inv_freq = getattr(module, "head_inv_freq", None)
     if inv_freq is not None:
         query, key = rotate_heads(query, key, inv_freq, kwargs.get("position_ids"))
@@ -49,87 +46,27 @@ def attend(
     query, key = query.to(value.dtype), key.to(value.dtype)
     doc_lens = kwargs.get("doc_lens")
     assert doc_lens is None or (len(query), sum(doc_lens)) == (1, key.shape[2]), "doc_lens must cover one packed row"
-    if doc_lens is None:
-        out = _causal(query, key, value, scaling)
-    elif query.is_cuda:
-        out = _documents_cuda(query, key, value, scaling, doc_lens)
+    rules = Rules(scaling=scaling, window=_window(key, doc_lens, kwargs), softcap=kwargs.get("softcap"))
+    sinks = kwargs.get("s_aux")
+    if attention_cuda.fits(query, key, value) and rules.softcap is None and sinks is None:
+        out = attention_cuda.attend(query, key, value, rules, doc_lens)
     else:
-        out = _documents_loop(query, key, value, scaling, doc_lens)
-    return out.transpose(1, 2).contiguous(), None
+        out = reference(query, key, value, rules, sinks, doc_lens).transpose(1, 2)
+    return out.contiguous(), None
 
 
-def _refuse_what_is_not_exact(key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+def _refuse_what_is_not_exact(module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     if mask is not None:
         raise ConfigError("This model makes attention masks of its own, which is not supported yet; use another one.")
+    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise ConfigError("This model looks at later tokens too, so it does not predict text; use a causal one.")
+    asked = [name for name in _UNKNOWN if kwargs.get(name) is not None]
+    if asked:
+        raise ConfigError(f"This model's attention uses {asked[0]}, which is not supported yet; use another one.")
+
+
+def _window(key: Tensor, doc_lens: tuple[int, ...] | None, kwargs: dict[str, Any]) -> int | None:
+    """The layer's sliding window, or None where no document is longer than that."""
     window = kwargs.get("sliding_window")
-    if window is not None and key.shape[2] > window:
-        raise ConfigError(
-            f"This model has a sliding attention window of {window} tokens, which is not supported beyond it yet; "
-            "use a model with full attention in every layer."
-        )
-    if kwargs.get("softcap") is not None:
-        raise ConfigError("This model caps its attention scores, which is not supported yet; use another model.")
-    if kwargs.get("s_aux") is not None:
-        raise ConfigError("This model adds sinks to its attention scores, which is not supported yet; use another.")
-
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Ordinary causal attention; queries are the last positions when a cache holds earlier keys."""
-    key, value = _same_heads(query, key, value)
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    if num_queries == 1 or num_queries == num_keys:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=num_queries > 1, scale=scaling)
-    mask: Any = causal_lower_right(num_queries, num_keys)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-
-
-def _documents_loop(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, doc_lens: tuple[int, ...]
-) -> Tensor:
-    key, value = _same_heads(query, key, value)
-    borders = [0]
-    for doc_len in doc_lens:
-        borders.append(borders[-1] + doc_len)
-    parts = [
-        F.scaled_dot_product_attention(
-            query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], is_causal=True, scale=scaling
-        )
-        for start, end in pairwise(borders)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-
-def _documents_cuda(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, doc_lens: tuple[int, ...]
-) -> Tensor:
-    if len(set(doc_lens)) == 1:
-        return _equal_documents(query, key, value, scaling, len(doc_lens))
-    key, value = _same_heads(query, key, value)
-    lens = torch.tensor((0, *doc_lens), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    borders = lens.to(query.device, non_blocking=True)
-    # A power of two, so that slightly different batches share one compiled kernel.
-    longest = 1 << (max(doc_lens) - 1).bit_length()
-    flat = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
-    kernel: Any = varlen_attn  # its signature differs between torch 2.11 and 2.13 in what comes after the lengths
-    out: Tensor = kernel(*flat, borders, borders, longest, longest, scale=scaling, window_size=(-1, 0))
-    return out.transpose(0, 1)[None]
-
-
-def _equal_documents(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, num_docs: int) -> Tensor:
-    def split(tensor: Tensor) -> Tensor:  # [1, H, n·L, D] → [n, H, L, D]
-        heads, _, dim = tensor.shape[1:]
-        return tensor[0].reshape(heads, num_docs, -1, dim).transpose(0, 1)
-
-    with sdpa_kernel(CUDA_KERNELS, set_priority=True):
-        out = F.scaled_dot_product_attention(
-            split(query), split(key), split(value), is_causal=True, scale=scaling, enable_gqa=True
-        )
-    return out.transpose(0, 1).flatten(1, 2)[None]
-
-
-def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat grouped keys and values for kernels that want as many of them as queries."""
-    groups = query.shape[1] // key.shape[1]
-    if groups == 1:
-        return key, value
-    return key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    longest = key.shape[2] if doc_lens is None else max(doc_lens)
+    return None if window is None or longest <= window else int(window)

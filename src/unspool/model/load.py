@@ -4,22 +4,33 @@ Promise: safetensors only, no remote code; a model that we would compute wrongly
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import modeling_gguf_pytorch_utils as gguf_conversion
 
 from unspool.base.artefact import digest, file_digest, folder_digest
 from unspool.base.errors import ConfigError
 from unspool.model.attention import NAME, register
-from unspool.model.export import HARPE_TYPE
+from unspool.model.export import HARPE_KEYS, HARPE_TYPE
 from unspool.model.rotary import apply_head_bases, rope_shape
 from unspool.model.scratch import SIZES, NewModel
 from unspool.model.tokenizer import first_line, location, quiet
+from unspool.model.trial import check_attention
+
+# Where models of text and images keep the weights of their language model, and where a language model alone has them.
+_TEXT_NAMES = {
+    r"^language_model\.model\.": "model.",
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
 
 
 def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
@@ -28,17 +39,24 @@ def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
     register()
     try:
         bases, config = _harpe(ref)
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            **location(ref),
-            **({"config": config} if config else {}),
-            dtype=dtype,
-            attn_implementation=NAME,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        with _quiet_conversion():
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                **location(ref),
+                **({"config": config} if config else _text_part(ref)),
+                dtype=dtype,
+                attn_implementation=NAME,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ConfigError(f"model {ref}: could not be loaded ({first_line(error)}).") from error
+    except KeyError as error:
+        # Of our attention's name, in architectures that do not look it up where it is registered.
+        raise ConfigError(
+            f"model {ref}: its architecture computes attention in code of its own, which is not supported; "
+            "use a model such as Llama, Qwen or Mistral."
+        ) from error
     if loading["missing_keys"]:
         # `transformers` would start them from random numbers and only warn.
         missing = ", ".join(sorted(loading["missing_keys"])[:3])
@@ -47,9 +65,32 @@ def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
         _forget_quantization(model)
     model = model.to(device).eval()
     _check_supported(model)
+    check_attention(model, NAME)
     if bases is not None:
         apply_head_bases(model, bases)
     return model
+
+
+def _text_part(ref: str) -> dict[str, Any]:
+    """What makes `transformers` load only the language model of one that also sees or hears; else nothing."""
+    if Path(ref).suffix == ".gguf":
+        return {}
+    config = AutoConfig.from_pretrained(**location(ref), trust_remote_code=False)
+    text = config.get_text_config()
+    if text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return {}
+    return {"config": text, "key_mapping": _TEXT_NAMES}
+
+
+@contextmanager
+def _quiet_conversion() -> Iterator[None]:
+    """Keep the bar of GGUF conversion, which no setting of `transformers` turns off, to terminals."""
+    bar = gguf_conversion.tqdm
+    gguf_conversion.tqdm = partial(bar, disable=None)
+    try:
+        yield
+    finally:
+        gguf_conversion.tqdm = bar
 
 
 def _forget_quantization(model: Any) -> None:
@@ -131,7 +172,7 @@ def _harpe(ref: str) -> tuple[Any, Any]:
     content = json.loads(path.read_text())
     if content.get("model_type") != HARPE_TYPE:
         return None, None
-    plain = {key: value for key, value in content.items() if key not in ("model_type", "head_bases", "plain_type")}
+    plain = {key: value for key, value in content.items() if key not in HARPE_KEYS}
     return content["head_bases"], AutoConfig.for_model(content["plain_type"], **plain)
 
 
@@ -139,5 +180,3 @@ def _check_supported(model: Any) -> None:
     rope_shape(model.config)
     if not hasattr(model.base_model, "rotary_emb") or not hasattr(model.base_model, "layers"):
         raise ConfigError(f"model_type {model.config.model_type!r} keeps its layers where we cannot reach them.")
-    if getattr(model.config, "final_logit_softcapping", None):
-        raise ConfigError(f"model_type {model.config.model_type!r} caps its logits, which is not supported yet.")

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from unspool.base.errors import ConfigError
+from unspool.model.gguf import header_text
 
 # Names of the class that does what tokenizer.json says and nothing else.
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# What GGUF files call tokenizers that take every digit by itself before anything else.
+_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 
 
 def load_tokenizer(ref: str) -> Any:
@@ -23,7 +26,21 @@ def load_tokenizer(ref: str) -> Any:
         raise ConfigError(f"model {ref}: no tokenizer could be loaded ({first_line(error)}).") from error
     if not tokenizer.is_fast:
         raise ConfigError(f"model {ref}: its tokenizer has no fast version; save one as tokenizer.json beside it.")
+    if Path(ref).suffix == ".gguf":
+        _split_digits(tokenizer, header_text(Path(ref), "tokenizer.ggml.pre"))
     return tokenizer
+
+
+def _split_digits(tokenizer: Any, kind: str | None) -> None:
+    """Put back a step that `transformers` loses when it converts from GGUF."""
+    backend = tokenizer.backend_tokenizer
+    own = backend.pre_tokenizer
+    if kind not in _SINGLE_DIGITS or "Digits" in repr(own):
+        return
+    from tokenizers.pre_tokenizers import Digits, Sequence
+
+    digits = Digits(individual_digits=True)
+    backend.pre_tokenizer = digits if own is None else Sequence([digits, own])
 
 
 def _loader(ref: str) -> Any:

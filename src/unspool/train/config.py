@@ -5,8 +5,13 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from unspool.base.config import Config
+from unspool.base.errors import ConfigError
 from unspool.base.sizes import Size
+from unspool.model.memory_policy import MemoryPolicy, Recompute
 from unspool.position.scaling import Position, Unchanged
+
+# Position methods whose frequencies engines compute from the context that a config claims.
+BY_CONTEXT = ("dynamic", "longrope", "ntk-by-parts", "pi", "yarn")
 
 
 class StageConfig(Config):
@@ -15,6 +20,7 @@ class StageConfig(Config):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     start: str = Field("previous", description="previous | model | the name of an earlier stage")
     context: Size
+    claim: Size | None = Field(None, description="the context that the trained model claims; this one when not given")
     position: Position = Unchanged()
     attention: Literal["documents", "full"] = Field(
         "documents", description="documents: each sees only itself, except in tangled rows; full: rows see everything"
@@ -24,12 +30,21 @@ class StageConfig(Config):
     batch: Size = Field(description="tokens per optimizer step")
     micro_batch: Size | None = Field(None, description="tokens per forward pass; one context when not given")
     lr: float = Field(gt=0)
+    lr_for: dict[str, float] = Field(
+        {}, description="part of a parameter's name: its lr instead; 0 leaves it as it is, as in {mlp: 0, q_proj: 1e-4}"
+    )
     lr_floor: float = Field(0.1, ge=0, le=1, description="the cosine ends at this share of lr")
     warmup: float = Field(0.1, ge=0, lt=1, description="share of steps")
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.1, ge=0)
     clip: float = Field(1.0, gt=0)
-    recompute: Literal["none", "full"] = "none"
+    recompute: Recompute = Field(
+        "none", description="activations computed again in the backward pass; keep-attention: all but attention's"
+    )
+    recompute_every: int = Field(1, ge=1, description="layers that share a checkpoint")
+    offload: bool = Field(False, description="checkpoints of recomputed layers wait in host memory")
+    mlp_tiles: Size | None = Field(None, description="tokens that norms and MLPs compute at a time")
+    attention_heads_at_once: int | None = Field(None, ge=1, description="KV heads that attention computes at a time")
     compile: bool = Field(False, description="fuse norms and MLPs with torch.compile; pays on a GPU")
     checkpoint_every: int | None = Field(None, ge=1, description="steps; a tenth of the stage when not given")
 
@@ -40,6 +55,13 @@ class StageConfig(Config):
             raise ValueError("every share must be above 0, such as {books-64k: 0.6, short: 0.4}")
         return mix
 
+    @field_validator("lr_for")
+    @classmethod
+    def _not_negative(cls, lr_for: dict[str, float]) -> dict[str, float]:
+        if any(lr < 0 or not name for name, lr in lr_for.items()):
+            raise ValueError("every lr must be 0 or more and stand after a part of a name, such as {q_proj: 1e-4}")
+        return lr_for
+
     @model_validator(mode="after")
     def _whole_contexts(self) -> "StageConfig":
         if self.batch % self.context:
@@ -48,7 +70,32 @@ class StageConfig(Config):
             raise ValueError("micro_batch must be a multiple of context and divide batch")
         if self.tokens < self.batch:
             raise ValueError("tokens must be at least one batch")
+        if self.claim and self.claim > self.context:
+            raise ValueError("claim must not exceed context: the model would claim what it never saw")
+        if self.claim and self.position.method in BY_CONTEXT:
+            raise ValueError(
+                f"claim cannot be below context with method {self.position.method}, whose positions depend on what the "
+                "model claims; use abf, ntk or harpe"
+            )
         return self
+
+    @model_validator(mode="after")
+    def _sensible_memory(self) -> "StageConfig":
+        try:
+            _ = self.memory
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    @property
+    def memory(self) -> MemoryPolicy:
+        return MemoryPolicy(
+            recompute=self.recompute,
+            recompute_every=self.recompute_every,
+            offload=self.offload,
+            mlp_tiles=self.mlp_tiles,
+            attention_heads_at_once=self.attention_heads_at_once,
+        )
 
     @property
     def steps(self) -> int:

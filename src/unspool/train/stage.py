@@ -8,7 +8,7 @@ Promise: killed at any moment and run again, it ends with the same weights.
 import json
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ from unspool.data.mix import Mix, epoch_warnings
 from unspool.data.store import RowSet, open_rows
 from unspool.model.export import save_model
 from unspool.model.load import build_new, fit_vocabulary, load_model, model_digest
+from unspool.model.memory import apply_memory
+from unspool.model.memory_policy import MemoryPolicy
+from unspool.model.parts import compile_parts
 from unspool.model.rotary import apply_position
 from unspool.model.scratch import NewModel
 from unspool.model.tokenizer import load_tokenizer
@@ -103,7 +106,7 @@ def _run_steps(stage: StageConfig, training: _Training, work: Path, *, done: int
             began = time.perf_counter()
             lr = learning_rate(stage, step)
             for group in training.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group["share"]
             picks = [training.mix.slot(index) for index in range((step - 1) * slots, step * slots)]
             result = train_step(stage, training.model, training.optimizer, training.rows, picks)
             _refuse_nonsense(result, stage, step, picks)
@@ -141,8 +144,10 @@ def _identity(stage: StageConfig, inputs: StageInputs, *, seed: int, device: tor
     hashes = {f"rows {name}": _rows_digest(folder) for name, folder in inputs.rows.items()}
     if isinstance(model, NewModel):
         hashes["tokenizer"] = model_digest(model.tokenizer)
-    # How often checkpoints are written does not change the result, and neither does moving to another GPU.
-    settings = stage.model_dump(mode="json", exclude={"checkpoint_every", "start"})
+    # How often checkpoints are written does not change the result, and neither do memory settings or another GPU.
+    # Stages of before these were left out say `recompute`, so it is always said to be none.
+    unchanging = {"checkpoint_every", "start", *asdict(MemoryPolicy())}
+    settings = stage.model_dump(mode="json", exclude=unchanging) | {"recompute": "none"}
     return {
         "kind": KIND,
         "inputs": {"model": start} | hashes,
@@ -180,12 +185,9 @@ def _build(stage: StageConfig, inputs: StageInputs, *, seed: int, device: torch.
         check_trainable(model)
     _bring_knots(model, tokenizer, inputs.rows)
     apply_position(model, stage.position, stage.context)
-    if stage.recompute == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     if stage.compile:
-        for layer in model.base_model.layers:
-            for part in (layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):
-                part.compile()
+        compile_parts(model)
+    apply_memory(model, stage.memory)
     return model, tokenizer
 
 
@@ -222,6 +224,8 @@ def _publish(
     identity: dict[str, Any],
 ) -> None:
     dtype = torch.float32 if next(model.parameters()).device.type == "cpu" else torch.bfloat16
+    if stage.claim:
+        model.config.max_position_embeddings = stage.claim
     with publish(out_dir, **identity) as draft:
         save_model(model, tokenizer, draft.folder / "model", dtype=dtype)
         save_moments(draft.folder / OPTIMIZER, model, optimizer)

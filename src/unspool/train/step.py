@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from unspool.base.errors import ConfigError
 from unspool.data.store import RowSet
+from unspool.model.head import read_head
 from unspool.model.loss import summed_loss
 from unspool.train.batch import Batch, build_batch, row_sums
 from unspool.train.config import StageConfig
@@ -32,14 +34,26 @@ class StepResult:
 
 
 def build_optimizer(stage: StageConfig, model: Any) -> Optimizer:
-    """AdamW; norms and biases are not decayed."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": stage.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return AdamW(groups, lr=stage.lr, betas=stage.betas, fused=matrices[0].is_cuda)
+    """AdamW; norms and biases are not decayed, and what `lr_for` sets to 0 is not trained at all.
+
+    A group's `share` is of the stage's learning rate, so that one schedule serves all.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for part in stage.lr_for:
+        if not any(part in name for name in names):
+            raise ConfigError(
+                f"stage {stage.name}: lr_for has {part!r}, which is in no parameter's name; they read {names[1]} …"
+            )
+    groups: dict[tuple[float, float], list[Tensor]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        lr = next((lr for part, lr in stage.lr_for.items() if part in name), stage.lr)
+        parameter.requires_grad_(lr > 0)
+        if lr > 0:
+            groups[lr / stage.lr, stage.weight_decay if parameter.dim() > 1 else 0.0].append(parameter)
+    if not groups:
+        raise ConfigError(f"stage {stage.name}: lr_for sets every parameter to 0, so nothing is trained.")
+    settings = [{"params": params, "weight_decay": decay, "share": share} for (share, decay), params in groups.items()]
+    return AdamW(settings, lr=stage.lr, betas=stage.betas, fused=next(model.parameters()).is_cuda)
 
 
 def train_step(
@@ -87,6 +101,6 @@ def _backward(model: Any, batch: Batch, num_valid: int) -> Tensor:
         hidden = model.base_model(**batch.model_inputs, use_cache=False).last_hidden_state[0]
         if device.type == "cuda":
             hidden = hidden.to(torch.bfloat16)
-        total, losses = summed_loss(hidden, model.get_output_embeddings().weight, batch.labels)
+        total, losses = summed_loss(hidden, read_head(model), batch.labels, num_valid=sum(batch.num_valid))
     (total / num_valid).backward()  # type: ignore[no-untyped-call]
     return losses

@@ -15,6 +15,7 @@ from unspool.base.errors import ConfigError, DataError
 from unspool.base.rng import rng_for
 from unspool.eval.config import LossEval
 from unspool.eval.prompt import Materials, encode, opening_ids
+from unspool.model.head import read_head
 from unspool.model.loss import token_losses
 
 # Positions whose logits exist at one time.
@@ -72,14 +73,14 @@ def window_losses(model: Any, ids: np.ndarray) -> np.ndarray:
     _check_head(model, tokens[:, :8])
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     hidden = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state[0, :-1]
-    losses = token_losses(hidden, model.get_output_embeddings().weight, tokens[0, 1:], chunk=HEAD_CHUNK)
+    losses = token_losses(hidden, read_head(model), tokens[0, 1:], chunk=HEAD_CHUNK)
     return losses.double().cpu().numpy()
 
 
 def _check_head(model: Any, tokens: torch.Tensor) -> None:
-    """Some architectures scale or cap the logits after their head; for those our loss would be wrong in silence."""
+    """Some architectures change the logits after their head in ways that no config names."""
     hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, -1:]
-    plain = (hidden @ model.get_output_embeddings().weight.t()).float()
+    plain = read_head(model).logits(hidden)
     own = model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits.float()
     if not torch.allclose(plain, own, rtol=1e-2, atol=1e-2):
         raise ConfigError(

@@ -1,0 +1,81 @@
+"""`unspool export`: a trained model as a folder for others, checked in plain `transformers`."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from unspool.recipes.export import Exported
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="A run, one of its stages/, or a model folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    stage: Annotated[
+        str | None, typer.Option(help="Which stage of a run; by default the last that is trained.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp32 or fp16; by default what the checkpoint has.")] = None,
+    run: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="The run whose recipe and scores the card of a model shows.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda: where the check runs.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written and checked as JSON.")] = False,
+) -> None:
+    """Write a model folder that others can load: weights, config, tokenizer and model card.
+
+    Before the folder appears, a fresh process with plain transformers
+    loads it and computes logits, also at positions beyond the old
+    context; they must equal ours.
+
+        unspool export runs/tiny exported/tiny-2k
+
+        unspool export runs/tiny exported/abf --stage abf --dtype bf16
+    """
+    # Here and not above: torch and transformers take seconds to import, which `--help` should not.
+    from unspool.recipes.export import check_out, find_checkpoint
+    from unspool.recipes.export import export as write
+    from unspool.recipes.run import pick_device
+
+    check_out(out)
+    found = find_checkpoint(checkpoint, stage=stage, run_dir=run)
+    exported = write(found, out, dtype=dtype, device=pick_device(device))
+    if as_json:
+        typer.echo(json.dumps(as_plain(exported), indent=1))
+        return
+    _print(exported)
+
+
+def as_plain(exported: "Exported") -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "folder": str(exported.folder),
+        "model": str(exported.checkpoint.model),
+        "run": str(exported.checkpoint.run_dir) if exported.checkpoint.run_dir else None,
+        "stage": exported.checkpoint.stage,
+        "dtype": exported.dtype,
+        "bytes": exported.num_bytes,
+        "remote_code": exported.own_code,
+        "checks": [asdict(check) for check in exported.checks],
+    }
+
+
+def _print(exported: "Exported") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from unspool.report.wording import show_bytes
+
+    table = Table("pass", "computed in")
+    for column in ("tokens", "last position", "error", "tolerance"):
+        table.add_column(column, justify="right")
+    for check in exported.checks:
+        numbers = (f"{check.tokens:,}", f"{check.last_position:,}", f"{check.error:.1e}", f"{check.tolerance:.0e}")
+        table.add_row(check.name, check.dtype, *numbers)
+    Console().print(table)
+    typer.echo("Plain transformers computes the same logits (error: share of the largest logit).")
+    if exported.own_code:
+        typer.echo("A base per head needs the code beside the weights: load with trust_remote_code=True.")
+    typer.echo(f"Exported: {exported.folder} ({exported.dtype}, {show_bytes(exported.num_bytes)})")

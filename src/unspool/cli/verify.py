@@ -1,0 +1,157 @@
+"""`unspool verify`: prove the numeric promises on this machine, as a table or as JSON."""
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unspool.base.errors import ConfigError
+from unspool.base.lookup import lookup
+
+if TYPE_CHECKING:
+    import torch
+
+    from unspool.verify.result import Check, Result
+
+BROKEN = 1  # a promise is not kept; 2 is the user's own mistake
+TABLE_WIDTH = 100
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def verify(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="A model folder, .gguf file or Hub id, or a small family by name. Repeatable."),
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Only this check. Repeatable.")] = None,
+    device: Annotated[str, typer.Option(help="auto (the CPU, and the GPU where there is one), cpu or cuda.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Other seeds give other tokens and other small models.")] = 0,
+    each: Annotated[bool, typer.Option("--each", help="A line for every model, not only for the worst.")] = False,
+    show: Annotated[bool, typer.Option("--list", help="List checks and small models; run nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every result as JSON.")] = False,
+) -> None:
+    """Prove the numeric promises on this machine's devices.
+
+    Packed documents, split steps, exports and memory policies are compared
+    with plain transformers, which sees one document at a time and holds all
+    logits at once. Without --model, small random models of many families
+    are checked. Ends with exit code 1 if a promise is not kept.
+
+        unspool verify
+
+        unspool verify --model path/to/model --device cuda
+
+        unspool verify --model gemma2 --only packed --only alone
+    """
+    if device not in DEVICES:
+        raise ConfigError(f"--device {device!r} is not known; use {', '.join(DEVICES)}.")
+    from unspool.verify.checks import build_checks
+    from unspool.verify.exports import PlainProcess
+
+    with PlainProcess() as plain:
+        checks = build_checks(plain)
+        chosen = [lookup(checks, name, kind="--only") for name in only] if only else list(checks.values())
+        if show:
+            _print_list(chosen)
+            return
+        results = _run(model or [], chosen, _devices(device), seed=seed)
+    if as_json:
+        typer.echo(json.dumps([result.plain() for result in results], indent=1))
+    else:
+        _print_table(results, each=each)
+    if any(result.status == "failed" for result in results):
+        raise typer.Exit(BROKEN)
+
+
+def _run(
+    models: Sequence[str], checks: "Sequence[Check]", devices: "Sequence[torch.device]", *, seed: int
+) -> "list[Result]":
+    from unspool.base.progress import progress_bar
+    from unspool.verify.run import run_checks
+    from unspool.verify.subjects import FAMILIES, given_subject, small_subjects
+
+    results: list[Result] = []
+    small = [name for name in models or FAMILIES if name in FAMILIES]
+    given = [given_subject(ref) for ref in models if ref not in FAMILIES]
+    with ExitStack() as stack:
+        total = (len(small) + len(given)) * len(checks) * len(devices)
+        advance = stack.enter_context(progress_bar("verify", total))
+        for device in devices:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            subjects = small_subjects(folder, seed=seed, wide=device.type == "cuda", names=small)
+            for subject in [*subjects, *given]:
+                # Threads only wait for each other where a matrix has some thousand numbers.
+                with _threads(1 if subject in subjects else None):
+                    for batch in run_checks([subject], checks, device=device, seed=seed):
+                        results += batch
+                        advance(1, f"{batch[0].model} {batch[0].check}")
+    for subject in given:
+        mine = [result for result in results if result.model == subject.name]
+        # A model that the user named and that cannot be checked at all: an error of the command, not a skipped line.
+        if all(result.status == "skipped" for result in mine) and len({result.detail for result in mine}) == 1:
+            raise ConfigError(mine[0].detail)
+    return results
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """So many threads for torch inside; None leaves them alone."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _devices(name: str) -> "list[torch.device]":
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu.")
+    names = [name] if name != "auto" else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    return [torch.device(each) for each in names]
+
+
+def _print_list(checks: "Sequence[Check]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from unspool.verify.checks import PROMISES
+    from unspool.verify.subjects import FAMILIES
+
+    table = Table("promise", "check", "what it compares", box=None, pad_edge=False)
+    for check in checks:
+        table.add_row(str(check.promise), check.name, check.what)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print("\npromises", soft_wrap=True)
+    for number, text in PROMISES.items():
+        console.print(f"{number}  {text}", soft_wrap=True)
+    console.print(f"\nsmall models: {', '.join(FAMILIES)}", soft_wrap=True)
+
+
+def _print_table(results: "Sequence[Result]", *, each: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from unspool.verify.summary import closing, reasons, table_rows
+
+    num_models = len({result.model for result in results})
+    which = "model" if each or num_models == 1 else f"worst of {num_models}"
+    table = Table("promise", "check", which, "device", box=None, pad_edge=False)
+    for column in ("error", "tolerance", "", "s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in table_rows(results, each=each):
+        table.add_row(*row)
+    # A number that is broken over two lines cannot be read, and a file has no width at all.
+    console = Console(highlight=False, width=max(Console().width, TABLE_WIDTH))
+    console.print(table)
+    for line in [*reasons(results), closing(results)]:
+        console.print(line, markup=False, soft_wrap=True)

@@ -1,0 +1,32 @@
+"""Which memory settings there are and which go together. Apart from memory.py: checking a recipe needs no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from unspool.base.errors import ConfigError
+
+Recompute = Literal["none", "keep-attention", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPolicy:
+    recompute: Recompute = "none"
+    recompute_every: int = 1  # layers that share a checkpoint
+    offload: bool = False  # checkpoints wait in host memory
+    mlp_tiles: int | None = None  # tokens per tile of norms and MLPs
+    attention_heads_at_once: int | None = None  # KV heads, with the query heads that share them
+
+    def __post_init__(self) -> None:
+        if self.recompute == "none" and self.offload:
+            raise ConfigError(
+                "offload moves the checkpoints of recomputed layers, and recompute is none: "
+                "set recompute to full or keep-attention, or leave offload out."
+            )
+        if self.recompute == "none" and self.recompute_every != 1:
+            raise ConfigError(
+                f"recompute_every={self.recompute_every} says how many layers share a checkpoint, and recompute is "
+                "none: set recompute to full or keep-attention, or leave recompute_every out."
+            )
+        for name in ("recompute_every", "mlp_tiles", "attention_heads_at_once"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")

@@ -1,0 +1,177 @@
+# Copyright The Unspool Authors.
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""A causal language model of `transformers` whose attention heads have rotary bases of their own (HARPE).
+
+This file stands beside the weights of an exported model and needs nothing but torch and transformers (5.17 or later):
+
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+In: config.json with `plain_type` (the architecture, such as llama) and `head_bases` (a base per key/value head: one
+list for all layers, or a list for each layer). Out: that architecture's own class, with other rotations.
+Promise: every head is rotated by its own base, in float32, before its keys are cached; so caches, masks, padding,
+position_ids and attention kernels are those of the plain architecture. Saving writes this file along.
+A query head is rotated as the key/value head it shares.
+"""
+
+import shutil
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+MODEL_TYPE = "unspool_harpe"
+
+
+class HarpeConfig(PreTrainedConfig):  # type: ignore[misc]
+    """What `auto_map` names: makes the config of the plain architecture, with `head_bases` and `plain_type`."""
+
+    model_type = MODEL_TYPE
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        kept = {key: value for key, value in config_dict.items() if key != "model_type"}
+        return config_class(config_dict["plain_type"]).from_dict(kept, **kwargs)
+
+
+class HarpeForCausalLM(PreTrainedModel):  # type: ignore[misc]
+    """What `auto_map` names: makes a model of the plain architecture's class, with heads of their own bases."""
+
+    config_class = HarpeConfig
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        config = config or HarpeConfig.from_pretrained(name)
+        return model_class(config.plain_type).from_pretrained(name, *args, config=config, **kwargs)
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        return model_class(config.plain_type)._from_config(config, **kwargs)
+
+
+class _SavedAsHarpe:
+    """Part of a config class: what is written names this file, and never passes for the plain architecture."""
+
+    def to_dict(self) -> dict[str, Any]:
+        names = {"AutoConfig": HarpeConfig, "AutoModelForCausalLM": HarpeForCausalLM}
+        auto_map = {name: f"{Path(__file__).stem}.{made.__name__}" for name, made in names.items()}
+        own = {"model_type": MODEL_TYPE, "architectures": [HarpeForCausalLM.__name__], "auto_map": auto_map}
+        plain: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        return plain | own
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        done = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        target = Path(save_directory) / Path(__file__).name
+        if target.resolve() != Path(__file__).resolve():
+            shutil.copyfile(__file__, target)
+        return done
+
+
+class _HeadBases:
+    """Part of a model class: the plain model is built, then given its bases."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        apply_head_bases(self, config)
+
+
+@lru_cache
+def config_class(plain_type: str) -> Any:
+    # In memory its model_type is the plain one, which `transformers` goes by in many places.
+    return type(HarpeConfig.__name__, (_SavedAsHarpe, CONFIG_MAPPING[plain_type]), {"__module__": __name__})
+
+
+@lru_cache
+def model_class(plain_type: str) -> Any:
+    plain = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[plain_type]]
+    own = {"config_class": config_class(plain_type), "__module__": __name__}
+    return type(HarpeForCausalLM.__name__, (_HeadBases, plain), own)
+
+
+def apply_head_bases(model: Any, config: Any) -> None:
+    """Let every attention layer of `model` rotate its heads by the bases that `config` gives them."""
+    backbone = model.base_model
+    num_layers, num_kv_heads = len(backbone.layers), getattr(config, "num_key_value_heads", None)
+    bases = config.head_bases
+    by_layer = bases if isinstance(bases[0], list) else [bases] * num_layers
+    counts = {len(of_layer) for of_layer in by_layer}
+    if len(by_layer) != num_layers or counts != {num_kv_heads or config.num_attention_heads}:
+        raise ValueError("head_bases in config.json must hold a base for each key/value head, or that for each layer.")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    partial = config.rope_parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
+    rotary_dim = int(head_dim * (partial or 1.0))
+    backbone.rotary_emb = PassOn()
+    for layer, of_layer in zip(backbone.layers, by_layer, strict=True):
+        _take_angles(sys.modules[type(layer.self_attn).__module__])
+        layer.self_attn.head_angles = HeadAngles(of_layer, rotary_dim)
+        layer.self_attn.register_forward_pre_hook(_before_attention, with_kwargs=True)
+
+
+class PassOn(nn.Module):
+    """In place of the model's rotary module: hands positions on, for the angles differ from layer to layer."""
+
+    def forward(self, hidden: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return position_ids, None
+
+
+class HeadAngles(nn.Module):
+    """Positions [B, S] to angles [B, KV, S, d/2], in float32."""
+
+    def __init__(self, bases: list[float], rotary_dim: int) -> None:
+        super().__init__()
+        self.bases = bases
+        self.rotary_dim = rotary_dim
+        # No buffer: `model.to(torch.bfloat16)` would round it, and loading would leave it without values.
+        self.inv_freq: Tensor | None = None
+
+    def forward(self, positions: Tensor) -> Tensor:
+        if self.inv_freq is None or self.inv_freq.device != positions.device:
+            exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64, device="cpu") / self.rotary_dim
+            bases = torch.tensor(self.bases, dtype=torch.float64, device="cpu")
+            self.inv_freq = (bases[:, None] ** -exponents).float().to(positions.device)
+        return positions[:, None, :, None].float() * self.inv_freq[:, None, :]
+
+
+def _before_attention(attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Turn the positions that `PassOn` gave into this layer's angles, and say how they are applied."""
+    positions, nothing = kwargs.get("position_embeddings") or (None, None)
+    if positions is None or nothing is not None:
+        raise RuntimeError("This version of transformers hands positions to attention in a way not known here.")
+    return args, kwargs | {"position_embeddings": (attention.head_angles(positions), rotate)}
+
+
+def _take_angles(modeling: Any) -> None:
+    """Let `apply_rotary_pos_emb` of a modelling file also take (angles, function) in place of (cos, sin).
+
+    Called with cos and sin, by other models of that file, it does what it always did.
+    """
+    plain = modeling.apply_rotary_pos_emb
+    if hasattr(plain, "plain"):
+        return
+
+    def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
+        if not callable(args[-1]):
+            return plain(*args, **kwargs)
+        *heads, angles, turn = args
+        turned = tuple(turn(head, angles, head_dim=kwargs.get("unsqueeze_dim", 1)) for head in heads)
+        return turned if len(turned) > 1 else turned[0]
+
+    apply_rotary_pos_emb.plain = plain  # type: ignore[attr-defined]
+    modeling.apply_rotary_pos_emb = apply_rotary_pos_emb
+
+
+def rotate(heads: Tensor, angles: Tensor, *, head_dim: int) -> Tensor:
+    """Rotate heads that stand in dimension `head_dim` by the angles [B, KV, S, d/2] of the KV head each belongs to."""
+    if head_dim == 2:
+        angles = angles.transpose(1, 2)
+    # Query heads that share a KV head stand side by side.
+    shape = heads.shape
+    grouped = heads.reshape(*shape[:head_dim], angles.shape[head_dim], -1, *shape[head_dim + 1 :])
+    cos, sin = angles.cos().unsqueeze(head_dim + 1), angles.sin().unsqueeze(head_dim + 1)
+    half = angles.shape[-1]
+    first, second, rest = grouped[..., :half].float(), grouped[..., half : 2 * half].float(), grouped[..., 2 * half :]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+    return torch.cat((turned, rest), dim=-1).reshape(shape)

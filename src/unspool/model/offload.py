@@ -1,0 +1,124 @@
+"""Layer inputs in host memory between the forward and the backward pass.
+
+In: tensors in the order of the layers. Out: the same tensors, asked for in the opposite order.
+Promise: every byte comes back; the device computes while bytes move, on a stream of their own.
+Host memory is a pool of blocks of one size, pinned once and used again by every micro-batch whatever its length.
+A tensor of any size takes whole blocks: pinned memory comes in powers of two, so one tensor of 5 GiB would take 8.
+Elsewhere: which tensors these are (recompute.py).
+On a CPU there is no other memory to move to. The same blocks are filled and emptied there, which saves nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK_BYTES = 64 << 20
+
+
+@dataclass(eq=False)
+class Stored:
+    """A tensor that was put away."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    blocks: list[Tensor]
+    before: "Stored | None"  # will be asked for next
+    on_device: Tensor | None  # until the copy is done, and again from the prefetch on
+    copied: Any  # CUDA event of the last copy, in either direction
+
+
+class Offloader:
+    """Puts tensors away and brings them back, the next one while the last one is worked on."""
+
+    def __init__(self, device: torch.device, *, block_bytes: int = BLOCK_BYTES) -> None:
+        self.block_bytes = block_bytes
+        self.free: list[Tensor] = []
+        self.num_blocks = 0
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._leaving: Stored | None = None
+
+    def put(self, tensor: Tensor, *, before: Stored | None) -> Stored:
+        """Start the copy to the host; the tensor is let go when the next one is put away."""
+        self._let_go()
+        tensor = tensor.detach().contiguous()
+        content = _as_bytes(tensor)
+        blocks = [self._block() for _ in range(0, len(content), self.block_bytes)]
+        stored = Stored(tensor.shape, tensor.dtype, blocks, before, on_device=tensor, copied=None)
+        with self._beside():
+            for block, piece in zip(blocks, torch.split(content, self.block_bytes), strict=True):
+                block[: len(piece)].copy_(piece, non_blocking=True)
+            stored.copied = self._mark()
+        self._leaving = stored
+        return stored
+
+    def take(self, stored: Stored) -> Tensor:
+        """The tensor on the device again, once; the one before it starts on its way."""
+        assert stored.blocks or stored.on_device is not None, "a checkpoint was asked for twice"
+        self._fetch(stored)
+        self._wait(stored.copied)
+        tensor = stored.on_device
+        assert tensor is not None
+        stored.on_device = None
+        self._give_back(stored)
+        if self._leaving is stored:
+            self._leaving = None
+        self._let_go()
+        if stored.before is not None:
+            self._fetch(stored.before)
+        return tensor
+
+    def _fetch(self, stored: Stored) -> None:
+        if stored.on_device is not None:
+            return
+        # Memory of the computing stream: it is used there, and freed there after the wait for the copy.
+        tensor = torch.empty(stored.shape, dtype=stored.dtype, device=self._device)
+        content = _as_bytes(tensor)
+        with self._beside():
+            for block, piece in zip(stored.blocks, torch.split(content, self.block_bytes), strict=True):
+                piece.copy_(block[: len(piece)], non_blocking=True)
+            stored.copied = self._mark()
+        stored.on_device = tensor
+
+    def _let_go(self) -> None:
+        """The device memory of the tensor put away last, which its copy has read by now or soon."""
+        if self._leaving is not None:
+            self._wait(self._leaving.copied)
+            self._leaving.on_device = None
+            self._leaving = None
+
+    def _block(self) -> Tensor:
+        if self.free:
+            return self.free.pop()
+        self.num_blocks += 1
+        return torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+
+    def _give_back(self, stored: Stored) -> None:
+        # Whoever gets these blocks next writes them on the same stream, so after this copy.
+        self.free += stored.blocks
+        stored.blocks = []
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Work on the copying stream, after what is queued for computing."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _mark(self) -> Any:
+        return None if self._stream is None else self._stream.record_event()
+
+    def _wait(self, event: Any) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

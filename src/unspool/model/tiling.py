@@ -1,0 +1,116 @@
+"""Modules that compute each token by itself, over tiles of the sequence.
+
+In: a module [B, T, D] → [B, T, D]. Out: the same module; what it computes inside exists for one tile at a time.
+Promise: results change by no more than rounding; the sum of the weights' gradients over tiles is kept in fp32.
+Price: the module is computed once more in the backward pass, tile by tile (but not a third time where its layer is
+recomputed anyway), and weights get their gradient in a buffer first.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+Forward = Callable[[Tensor], Tensor]
+
+
+def apply_tiles(part: nn.Module, tile_len: int) -> None:
+    """Let `part` compute at most `tile_len` tokens at a time."""
+    whole: Forward = part.forward
+
+    def tiled(hidden: Tensor) -> Tensor:
+        if hidden.shape[1] <= tile_len:
+            return whole(hidden)
+        if not torch.is_grad_enabled():
+            return _forward(whole, hidden, tile_len)
+        weights = [weight for weight in part.parameters() if weight.requires_grad]
+        anchor = torch.empty(0, requires_grad=True)
+        # Keeping the input is a node of its own that comes first: a recomputation of the layer ends as soon as all
+        # it has to give is there, so it never computes the tiles just to reach what they keep.
+        kept = _Keep.apply(anchor, hidden).grad_fn  # type: ignore[no-untyped-call]
+        out: Tensor = _Tiles.apply(hidden, _Run(whole, hidden, tile_len), kept, *weights)  # type: ignore[no-untyped-call]
+        return out
+
+    part.forward = tiled
+
+
+class _Run:
+    """What the backward pass has to know to compute a tile as the forward pass did."""
+
+    def __init__(self, whole: Forward, hidden: Tensor, tile_len: int) -> None:
+        self.whole = whole
+        self.tile_len = tile_len
+        self.device_type = hidden.device.type
+        self.autocast = torch.is_autocast_enabled(self.device_type)
+        self.dtype = torch.get_autocast_dtype(self.device_type)
+
+    def precision(self) -> torch.autocast:
+        # Without autocast's cache: a weight cast without gradients must not be found there by a pass with them.
+        return torch.autocast(self.device_type, self.dtype, enabled=self.autocast, cache_enabled=False)
+
+
+class _Keep(torch.autograd.Function):
+    """Keeps a tensor for the backward pass and does nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, hidden: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise AssertionError("nothing depends on what is kept")
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, run: _Run, kept: Any, *weights: Tensor) -> Tensor:
+        ctx.run, ctx.kept, ctx.weights = run, kept, weights
+        with run.precision():
+            return _forward(run.whole, hidden, run.tile_len)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        run: _Run = ctx.run
+        (hidden,) = ctx.kept.saved_tensors
+        # The node is never run, so nothing else lets go of the tensor before the whole graph is gone.
+        ctx.kept = None
+        wanted = ctx.needs_input_grad[0]
+        hidden_grad = torch.empty_like(hidden) if wanted else None
+        sums: list[Tensor | None] = [None] * len(ctx.weights)
+        for start in range(0, hidden.shape[1], run.tile_len):
+            tile = slice(start, start + run.tile_len)
+            part = hidden[:, tile].detach().requires_grad_(wanted)
+            with torch.enable_grad(), run.precision():
+                out = run.whole(part)
+            inputs = [part, *ctx.weights] if wanted else [*ctx.weights]
+            grads = iter(torch.autograd.grad(out, inputs, grad[:, tile], allow_unused=True))
+            if hidden_grad is not None:
+                hidden_grad[:, tile] = next(grads)
+            for number, weight_grad in enumerate(grads):
+                sums[number] = _add(sums[number], weight_grad)
+        totals = [
+            None if total is None else total.to(weight.dtype) for total, weight in zip(sums, ctx.weights, strict=True)
+        ]
+        return (hidden_grad, None, None, *totals)
+
+
+def _forward(whole: Forward, hidden: Tensor, tile_len: int) -> Tensor:
+    """Tile after tile into one tensor, since gathering them first would hold them all twice."""
+    out: Tensor | None = None
+    for start in range(0, hidden.shape[1], tile_len):
+        tile = whole(hidden[:, start : start + tile_len])
+        if out is None:
+            out = tile.new_empty(hidden.shape)
+        out[:, start : start + tile_len] = tile
+    assert out is not None
+    return out
+
+
+def _add(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    if more is None:
+        return total
+    return more.float() if total is None else total.add_(more)

@@ -1,0 +1,1 @@
+"""Proofs of the numeric promises, on the devices of this machine."""

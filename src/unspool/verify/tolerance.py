@@ -1,0 +1,41 @@
+"""How large an error may be, and why; none of these numbers was chosen by looking at what passes.
+
+fp32: a rounding is 2⁻²⁴ (6e-8) of a value. Packing, chunks and tiles only change the order of sums, here of up to some
+thousand terms; random roundings add up like the root of their number, to about 1e-6 in a few layers: 1e-5 is allowed.
+Dozens of trained layers amplify roundings further, and by how much depends on the model. So it is measured: plain
+`transformers` does the same work in fp32, both are compared with float64, and our error must not exceed its error by
+more than half; nor 1e-3, where the mistakes begin that are looked for (a leaked token, a lost gradient).
+bf16: a rounding is 2⁻⁹ (2e-3), and nothing can be said beforehand. It is measured likewise: plain `transformers` does
+the same work under the same autocast, and both are compared with fp32.
+exact: what must not reach a document at all has no error to round.
+"""
+
+import math
+
+FP32 = 1e-5
+FP32_MOST = 1e-3
+# Two runs that round differently have independent errors of the same size; the largest of some hundred of them varies
+# by some ten per cent.
+FACTOR = 1.5
+EXACT = 0.0
+
+
+def allowed(plain_error: float, dtype: str) -> float:
+    """Of a loss or a gradient, where plain `transformers` is itself off by `plain_error`."""
+    if dtype == "bf16":
+        return FACTOR * plain_error
+    return min(FP32_MOST, max(FP32, FACTOR * plain_error))
+
+
+def turned(max_position: int) -> float:
+    """What may be wrong with the cosine and sine of an angle that is computed in fp32.
+
+    Exponent, power, reciprocal and the product with the position are each rounded once, so the angle is off by up to
+    four roundings of itself, and it is at most `max_position`; then come the function's own and the last one.
+    """
+    return 4 * 2.0**-24 * max_position + 2 * 2.0**-24
+
+
+def shifted(max_position: int) -> float:
+    """What moving a document may change: every query meets every key with both angles off as above."""
+    return FP32 + math.sqrt(2) * turned(max_position)

@@ -1,0 +1,205 @@
+"""What results should be: plain `transformers`, one document at a time, all logits at once, plain cross-entropy.
+
+In: a model as `transformers` loads it, the rows of a step. Out: `Outcome`, losses and gradients by name.
+Nothing of ours takes part: labels are cut by hand, and where `transformers` has no way to say it (a base per head) the
+rotation is written out here with complex numbers.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface
+
+from unspool.data.store import Row
+from unspool.verify.rows import WATCHED, Step
+from unspool.verify.subjects import Placed
+
+PER_HEAD = "unspool-verify-per-head"
+ROW = "row"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Mean losses in nats and gradients (on the CPU) of the whole step and of single documents."""
+
+    losses: dict[str, float]
+    grads: dict[str, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How far two outcomes are from each other, and where most."""
+
+    loss: float
+    loss_where: str
+    gradient: float
+    gradient_where: str
+
+
+def plain_outcome(model: Any, step: Step, *, autocast: bool = False) -> Outcome:
+    """Loss and gradient of the step and, if it has one row, of each document."""
+    documents = [document for row in step.rows for document in _documents(row)]
+    num_valid = sum(int((targets >= 0).sum()) for _, targets in documents)
+    single = len(step.rows) == 1
+    losses, grads, total = {}, {}, 0.0
+    model.zero_grad(set_to_none=True)
+    # The watched document first, while there is no other's gradient.
+    order = sorted(range(len(documents)), key=lambda number: number != WATCHED)
+    for number in order:
+        tokens, targets = documents[number]
+        count = int((targets >= 0).sum())
+        if not count:
+            continue
+        summed = _document_loss(model, tokens, targets, autocast=autocast)
+        (summed / num_valid).backward()  # type: ignore[no-untyped-call]
+        total += summed.item()
+        if single:
+            losses[f"document {number}"] = summed.item() / count
+        if single and number == WATCHED:
+            grads[f"document {number}"] = {name: grad * (num_valid / count) for name, grad in gradients(model).items()}
+    losses[ROW], grads[ROW] = total / num_valid, gradients(model)
+    model.zero_grad(set_to_none=True)
+    return Outcome(losses, grads)
+
+
+def exact_outcome(model: Any, step: Step) -> Outcome:
+    """The same in float64 throughout; the model is float64 afterwards."""
+    with _Doubled():
+        outcome = plain_outcome(model.double(), step)
+    # Rounded once, which is nothing beside what is measured, and half the memory.
+    grads = {of: {name: grad.float() for name, grad in each.items()} for of, each in outcome.grads.items()}
+    return Outcome(outcome.losses, grads)
+
+
+class _Doubled(TorchFunctionMode):
+    """Makes float64 of what model code turns into fp32, as norms, softmax and rotary tables do."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        named = {name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()}
+        return func(*args, **named)
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """A copy; a weight that got none counts as zero, so that losing one is seen."""
+    return {
+        name: torch.zeros_like(weight, device="cpu") if weight.grad is None else weight.grad.detach().cpu().clone()
+        for name, weight in model.named_parameters()
+    }
+
+
+def apart(found: Outcome, truth: Outcome) -> Apart:
+    """The largest relative difference of a loss, and of one weight's gradient."""
+    losses = [(abs(found.losses[name] - truth.losses[name]) / abs(truth.losses[name]), name) for name in found.losses]
+    grads = [
+        (error, f"{of}, {weight}")
+        for of in found.grads
+        for error, weight in [gradient_error(found.grads[of], truth.grads[of])]
+    ]
+    return Apart(*worst(losses), *worst(grads))
+
+
+def gradient_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest ‖found − wanted‖ / ‖wanted‖ over all weights, and which weight it was.
+
+    Some gradients are what is left when large terms cancel (biases of keys: a softmax does not see them), so a norm
+    below a thousandth of the largest counts as that.
+    """
+    assert found.keys() == wanted.keys()
+    norms = {name: _norm(grad) for name, grad in wanted.items()}
+    floor = 1e-3 * max(norms.values())
+    return worst([(_norm(found[name] - grad) / max(norms[name], floor), name) for name, grad in wanted.items()])
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+
+
+def worst(errors: list[tuple[float, str]]) -> tuple[float, str]:
+    """The largest error and where it is; one that is not a number is larger than all others."""
+    return max(errors, key=lambda error: math.inf if math.isnan(error[0]) else error[0], default=(0.0, ""))
+
+
+def place_positions(model: Any, placed: Placed) -> None:
+    """Give a plain model the positions that `placed` names, without our code."""
+    backbone, config = model.base_model, model.config
+    if placed.rope is not None:
+        config.rope_parameters = placed.rope
+        backbone.rotary_emb = type(backbone.rotary_emb)(config).to(next(model.parameters()).device)
+        return
+    assert placed.bases is not None
+    AttentionInterface.register(PER_HEAD, attend_per_head)
+    config._attn_implementation = PER_HEAD
+    backbone.rotary_emb = _Unrotated(config.head_dim)
+    for layer, bases in zip(backbone.layers, placed.bases, strict=True):
+        layer.self_attn.verify_bases = bases
+
+
+def attend_per_head(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Causal attention with all scores, every head turned by its own base."""
+    groups = query.shape[1] // key.shape[1]
+    turns = torch.stack([_turns(base, key.shape[2], key.shape[3], key.device) for base in module.verify_bases])
+    query, key, value = (
+        _turn(query, turns.repeat_interleave(groups, dim=0)).to(value.dtype),
+        _turn(key, turns).to(value.dtype).repeat_interleave(groups, dim=1),
+        value.repeat_interleave(groups, dim=1),
+    )
+    scores = (query @ key.transpose(2, 3)).float() * scaling
+    future = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+    shares = scores.masked_fill(future, -torch.inf).softmax(dim=-1)
+    return (shares.to(value.dtype) @ value).transpose(1, 2).contiguous(), None
+
+
+def _turns(base: float, length: int, head_dim: int, device: torch.device) -> Tensor:
+    """exp(i · position · base^(−2j/d)), [positions, d/2]."""
+    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
+    return torch.polar(torch.ones_like(angles), angles).to(device)
+
+
+def _turn(heads: Tensor, turns: Tensor) -> Tensor:
+    first, second = heads.double().chunk(2, dim=-1)
+    turned = torch.complex(first, second) * turns
+    return torch.cat((turned.real, turned.imag), dim=-1).float()
+
+
+class _Unrotated(nn.Module):
+    """In the place of the model's own rotary module: cosine 1, sine 0."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+
+    def forward(self, hidden: Tensor, position_ids: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        shape = (*position_ids.shape, self.head_dim)
+        return hidden.new_ones(shape), hidden.new_zeros(shape)
+
+
+def _documents(row: Row) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Tokens and targets of each document; the target at i is the token at i + 1, −1 where nothing is asked for."""
+    documents, begin = [], 0
+    for doc_len in row.doc_lens.tolist():
+        tokens = row.tokens[begin : begin + doc_len].astype(np.int64)
+        asked = np.ones(doc_len, dtype=bool) if row.loss_mask is None else row.loss_mask[begin : begin + doc_len]
+        targets = np.append(np.where(asked[1:], tokens[1:], -1), -1)
+        documents.append((tokens, targets))
+        begin += doc_len
+    return documents
+
+
+def _document_loss(model: Any, tokens: np.ndarray, targets: np.ndarray, *, autocast: bool) -> Tensor:
+    device = next(model.parameters()).device
+    ids, wanted = (torch.from_numpy(array).to(device) for array in (tokens, targets))
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+    return F.cross_entropy(logits.float(), wanted, ignore_index=-1, reduction="sum")
