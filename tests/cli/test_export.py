@@ -1,6 +1,7 @@
 """`unspool export`: a folder for others, its card, its check, and what it refuses."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from factory import build_model, build_tokenizer, save_folder
 from report.fake_run import write_fake_run
 from unspool.base.artefact import read_manifest
 from unspool.cli.main import build_app
-from unspool.model import plain, plain_logits
+from unspool.model import plain, plain_logits, plain_process
 from unspool.model.export import save_model
 from unspool.model.rotary import apply_base, apply_head_bases
 from unspool.recipes import export as exporting
@@ -161,7 +162,7 @@ def test_a_wrong_base_in_the_config_is_caught_and_nothing_is_published(
 def test_what_plain_transformers_cannot_load_is_not_published(run_dir, tmp_path, monkeypatch):
     program = tmp_path / "fails.py"
     program.write_text("raise SystemExit('a file is missing')")
-    monkeypatch.setattr(plain, "SCRIPT", program)
+    monkeypatch.setattr(plain_process, "SCRIPT", program)
     done = run(run_dir, tmp_path / "out")
     assert done.exit_code == 2
     assert "could not be loaded in plain transformers, so nothing was published: a file is missing" in done.stderr
@@ -181,10 +182,19 @@ def test_what_is_asked_wrongly_is_one_sentence(run_dir, tmp_path):
         assert said in done.stderr
 
 
-def test_the_other_process_refuses_to_be_anything_but_plain(tmp_path):
+def test_the_other_process_refuses_to_be_anything_but_plain(tmp_path, monkeypatch, capsys):
     model = save_folder(tmp_path / "model")
-    request = {"folder": str(model), "remote_code": False, "device": "cpu", "text": "the", "passes": []}
-    (tmp_path / "request.json").write_text(json.dumps(request))
-    with pytest.raises(SystemExit, match="not a plain process"):
-        plain_logits.main(str(tmp_path / "request.json"), str(tmp_path / "answers.safetensors"))
-    assert not (tmp_path / "answers.safetensors").exists()
+    out = tmp_path / "answers.safetensors"
+    request = {
+        "folder": str(model),
+        "remote_code": False,
+        "device": "cpu",
+        "text": "the",
+        "passes": [],
+        "out": str(out),
+    }
+    monkeypatch.setattr("sys.stdin", [json.dumps(request)])
+    monkeypatch.setattr("sys.stdout", sys.stdout)
+    plain_logits.main()
+    assert "not a plain process: unspool" in json.loads(capsys.readouterr().out)["error"]
+    assert not out.exists()

@@ -8,9 +8,9 @@ from functools import cache
 import pytest
 import torch
 
+from unspool.model.plain_process import PlainProcess
 from unspool.verify.case import Case, build_case
 from unspool.verify.checks import build_checks
-from unspool.verify.exports import PlainProcess
 from unspool.verify.result import Result
 from unspool.verify.run import run_check
 from unspool.verify.subjects import small_subjects

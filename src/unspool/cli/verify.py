@@ -49,8 +49,8 @@ def verify(
     """
     if device not in DEVICES:
         raise ConfigError(f"--device {device!r} is not known; use {', '.join(DEVICES)}.")
+    from unspool.model.plain_process import PlainProcess
     from unspool.verify.checks import build_checks
-    from unspool.verify.exports import PlainProcess
 
     with PlainProcess() as plain:
         checks = build_checks(plain)

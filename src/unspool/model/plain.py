@@ -2,26 +2,20 @@
 
 In: a model of ours and the folder it was written to. Out: the largest difference of logits, pass by pass.
 Promise: compared with the model in memory, not with the folder read back, so that what was written wrongly shows;
-the other side is a fresh process without Unspool (plain_logits.py).
+the other side is a fresh process without Unspool (plain_process.py).
 Price: the folder's weights are loaded once more, in fp32, where rounding hides nothing.
 """
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from unspool.base.errors import UnspoolError
+from unspool.model.plain_process import PlainError, PlainProcess, build_request
 
-SCRIPT = Path(__file__).with_name("plain_logits.py")
 TEXT = "The river runs past the old mill; 1, 2, 3.\n\nBeyond it, nothing."
 SHORT, LONG, FAR = 16, 512, 64
 KEEP = 64
@@ -100,7 +94,14 @@ def _computed(model: Any, name: str, positions: list[int]) -> Pass:
 
 def check_folder(folder: Path, passes: list[Pass], tokenizer: Any, *, device: torch.device) -> list[Compared]:
     """Compare `passes` with what a fresh process makes of `folder`; UnspoolError if it is another model there."""
-    answers = _in_fresh_process(_request(folder, passes, device))
+    fields = ("name", "ids", "positions", "keep", "dtype", "cached")
+    asked = [{name: getattr(one, name) for name in fields} for one in passes]
+    try:
+        answers = _in_fresh_process(build_request(folder, asked, text=TEXT, device=device))
+    except PlainError as error:
+        raise UnspoolError(
+            f"the export could not be loaded in plain transformers, so nothing was published: {error}"
+        ) from error
     if answers["text"].tolist() != tokenizer(TEXT)["input_ids"]:
         raise UnspoolError(f"{folder}: read back by plain transformers, the tokenizer gives other tokens.")
     compared = [
@@ -124,31 +125,6 @@ def check_folder(folder: Path, passes: list[Pass], tokenizer: Any, *, device: to
     return compared
 
 
-def _request(folder: Path, passes: list[Pass], device: torch.device) -> dict[str, Any]:
-    config = json.loads((folder / "config.json").read_text())
-    fields = ("name", "ids", "positions", "keep", "dtype", "cached")
-    return {
-        "folder": str(folder.resolve()),
-        "remote_code": "auto_map" in config,
-        "device": device.type,
-        "text": TEXT,
-        "passes": [{name: getattr(one, name) for name in fields} for one in passes],
-    }
-
-
 def _in_fresh_process(request: dict[str, Any]) -> dict[str, Tensor]:
-    with tempfile.TemporaryDirectory() as aside:
-        asked, answered = Path(aside) / "request.json", Path(aside) / "answers.safetensors"
-        asked.write_text(json.dumps(request))
-        # The folder's own code would otherwise be copied to the user's cache, and stay there.
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(aside) / "modules")}
-        # -P: files beside the script are parts of Unspool, and not to be found by their bare names.
-        command = [sys.executable, "-P", str(SCRIPT), str(asked), str(answered)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            said = done.stderr.strip().splitlines()
-            raise UnspoolError(
-                f"the export could not be loaded in plain transformers, so nothing was published: "
-                f"{said[-1] if said else f'exit code {done.returncode}'}"
-            )
-        return load_file(answered)
+    with PlainProcess() as process:
+        return process.answers(request)

@@ -1,13 +1,13 @@
 """Logits of a model folder as plain `transformers` computes them. Run as a program, in a process of its own.
 
-In: a JSON request: folder, whether its code may run, device, a text, and passes of tokens at positions.
-Out: a safetensors file: the tokens of the text, and for each pass the logits of its last tokens.
+In, a line of JSON each: folder, whether its code may run, device, a text or none, passes of tokens at positions, and
+`out`. Out: the safetensors file `out` with the tokens of the text, and for each pass the logits of its last tokens; and
+a line of JSON: {"error": null or text}.
 Promise: nothing of Unspool is loaded; what this computes, any user of the folder computes.
 """
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,24 +16,39 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def main(request_path: str, answer_path: str) -> None:
-    found = answers(json.loads(Path(request_path).read_text()))
+def main() -> None:
+    # What a library or a folder's code prints must not stand among the answers.
+    replies, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        request = json.loads(line)
+        error = None
+        try:
+            found = answers(request)
+            refuse_ours()
+            save_file(found, request["out"])
+        except Exception as problem:  # whatever it is, it is the answer to the question asked
+            error = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
+        print(json.dumps({"error": error}), file=replies, flush=True)
+
+
+def refuse_ours() -> None:
     loaded = [name for name in sys.modules if name.split(".")[0] == "unspool"]
     if loaded:
-        raise SystemExit(f"not a plain process: {loaded[0]} is loaded")
-    save_file(found, answer_path)
+        raise RuntimeError(f"not a plain process: {loaded[0]} is loaded")
 
 
 def answers(request: dict[str, Any]) -> dict[str, Tensor]:
     folder, remote = request["folder"], request["remote_code"]
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
-    found = {"text": torch.tensor(tokenizer(request["text"])["input_ids"])}
+    found = {}
+    if request["text"] is not None:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
+        found["text"] = torch.tensor(tokenizer(request["text"])["input_ids"])
     for dtype in dict.fromkeys(one["dtype"] for one in request["passes"]):
         model, loading = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, trust_remote_code=remote, output_loading_info=True
         )
         if loading["missing_keys"] or loading["unexpected_keys"]:
-            raise SystemExit(f"weights and config do not fit together: {loading}")
+            raise ValueError(f"weights and config do not fit together: {loading}")
         model = model.to(request["device"]).eval()
         found |= {one["name"]: _logits(model, one).float().cpu() for one in request["passes"] if one["dtype"] == dtype}
     return found
@@ -58,4 +73,4 @@ def _logits(model: Any, one: dict[str, Any]) -> Tensor:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

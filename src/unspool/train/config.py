@@ -72,7 +72,7 @@ class StageConfig(Config):
             raise ValueError("tokens must be at least one batch")
         if self.claim and self.claim > self.context:
             raise ValueError("claim must not exceed context: the model would claim what it never saw")
-        if self.claim and self.position.method in BY_CONTEXT:
+        if self.claim and self.claim < self.context and self.position.method in BY_CONTEXT:
             raise ValueError(
                 f"claim cannot be below context with method {self.position.method}, whose positions depend on what the "
                 "model claims; use abf, ntk or harpe"

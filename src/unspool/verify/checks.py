@@ -6,8 +6,8 @@ ranks and sequence parallelism of promise 2.
 
 from functools import partial
 
+from unspool.model.plain_process import PlainProcess
 from unspool.verify import chunking, exports, packing, policies, splitting, tables
-from unspool.verify.exports import PlainProcess
 from unspool.verify.result import Check
 
 PROMISES = {
