@@ -9,7 +9,7 @@ from factory import (
     dying_at,
     random_row,
 )
-from unspool.train import stage as stage_module
+from unspool.train import loop as loop_module
 from unspool.train.checkpoint import OPTIMIZER
 from unspool.train.stage import METRICS, StageInputs, run_stage
 
@@ -37,4 +37,4 @@ def assert_same_result(out: Path, wanted: Path) -> None:
 
 
 def kill_after_step(number):
-    return lambda patch: patch(stage_module, "train_step", dying_at(stage_module.train_step, number + 1))
+    return lambda patch: patch(loop_module, "train_step", dying_at(loop_module.train_step, number + 1))

@@ -13,12 +13,12 @@ from unspool.train.checkpoint import (
     save_checkpoint,
     save_moments,
 )
-from unspool.train.step import build_optimizer
+from unspool.train.optimizer import build_updater
 
 
 def trained(family: str = "llama", steps: int = 2, **changes):
     model = build_model(family, **changes)
-    optimizer = build_optimizer(build_stage(), model)
+    optimizer = build_updater(build_stage(), model).optimizer
     for step in range(steps):
         update(model, optimizer, step)
     return model, optimizer

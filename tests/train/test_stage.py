@@ -19,9 +19,9 @@ from unspool.base.artefact import read_manifest
 from unspool.base.errors import ConfigError, UnspoolError
 from unspool.data.labels import labels
 from unspool.data.mix import Mix
+from unspool.train.optimizer import build_updater
 from unspool.train.schedule import learning_rate
 from unspool.train.stage import METRICS, StageInputs
-from unspool.train.step import build_optimizer
 
 from .stage_runs import LONG, SHORT, STAGE, assert_same_result, metrics, run
 
@@ -33,7 +33,7 @@ def test_a_stage_trains_as_a_plain_loop_over_stock_transformers_does(materials, 
     rows = {"long": LONG, "short": SHORT}
     mix = Mix(STAGE.mix, {"long": 7, "short": 5}, {"long": 32, "short": 16}, 32, 0)
     model = build_model(attention="eager", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    optimizer = build_optimizer(STAGE, model)
+    optimizer = build_updater(STAGE, model).optimizer
     losses = []
     for step in range(1, 7):
         total, count = torch.zeros(()), 0

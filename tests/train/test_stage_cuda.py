@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from factory import build_model, build_stage, random_row, save_folder, save_rows
+from unspool.train import loop as loop_module
 from unspool.train import stage as stage_module
 from unspool.train.checkpoint import OPTIMIZER
 from unspool.train.stage import METRICS, StageInputs, run_stage
@@ -70,19 +71,19 @@ def test_tables_are_fp32_in_training_on_cuda(wide, tmp_path, monkeypatch):
 @pytest.mark.gpu
 def test_a_stage_on_cuda_resumes_from_its_checkpoint(wide, tmp_path, monkeypatch):
     device = torch.device("cuda")
-    true_step = stage_module.train_step
+    true_step = loop_module.train_step
     calls = []
 
-    def interrupted(*args):
+    def interrupted(*args, **kwargs):
         calls.append(1)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return true_step(*args)
+        return true_step(*args, **kwargs)
 
     run_stage(STAGE, wide, tmp_path / "whole" / "one", seed=0, device=device)
     out = tmp_path / "killed" / "one"
     with monkeypatch.context() as patched:
-        patched.setattr(stage_module, "train_step", interrupted)
+        patched.setattr(loop_module, "train_step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run_stage(STAGE, wide, out, seed=0, device=device)
 

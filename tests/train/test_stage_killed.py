@@ -14,6 +14,7 @@ from factory import (
     in_child_dying_at_file_event,
 )
 from unspool.train import checkpoint
+from unspool.train import loop as loop_module
 from unspool.train import stage as stage_module
 
 from .stage_runs import STAGE, assert_same_result, kill_after_step, run
@@ -76,8 +77,10 @@ def test_a_resumed_stage_says_where_it_goes_on_and_does_not_repeat_what_is_kept(
         kill_after_step(5)(patched.setattr)
         in_child(lambda: run(materials, out))
     steps = []
-    true_step = stage_module.train_step
-    monkeypatch.setattr(stage_module, "train_step", lambda *args: steps.append(1) or true_step(*args))
+    true_step = loop_module.train_step
+    monkeypatch.setattr(
+        loop_module, "train_step", lambda *args, **kwargs: steps.append(1) or true_step(*args, **kwargs)
+    )
 
     run(materials, out)
 

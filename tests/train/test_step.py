@@ -10,7 +10,9 @@ from torch.nn import functional
 from factory import build_model, build_stage, random_row
 from unspool.base.errors import ConfigError
 from unspool.data.labels import labels
-from unspool.train.step import build_optimizer, train_step
+from unspool.train.loader import build_step
+from unspool.train.optimizer import Updater, build_updater
+from unspool.train.step import train_step
 
 # Rows differ much in how many labels count, so that a mean of means would be another number.
 LONG = [random_row((20, 12), seed, mask=0.9 if seed % 2 else 0.0) for seed in range(5)]
@@ -28,6 +30,7 @@ class Recorder:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self.param_groups: list[Any] = []
         self.grads: dict[str, torch.Tensor] = {}
 
     def step(self) -> None:
@@ -37,10 +40,15 @@ class Recorder:
         self._model.zero_grad(set_to_none)
 
 
+def run_step(stage, model: Any, optimizer: Any, picks=PICKS, rows=ROWS):
+    updater = Updater(model, optimizer, clip=stage.clip)
+    return train_step(model, updater, build_step(stage, rows, picks), lr=stage.lr)
+
+
 def step_of(model: Any, picks=PICKS, **changes):
     recorder = Recorder(model)
     stage = build_stage(batch=256, tokens=256, **{"clip": 1e9, **changes})
-    return train_step(stage, model, recorder, ROWS, picks), recorder.grads
+    return run_step(stage, model, recorder, picks), recorder.grads
 
 
 def reference(model: Any) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
@@ -156,7 +164,7 @@ def test_gradients_are_clipped_to_the_norm_asked_for_and_reported_as_they_were()
 
 def test_weight_decay_leaves_norms_and_biases_alone():
     model = build_model("qwen2")
-    optimizer = build_optimizer(build_stage(lr=0.5, weight_decay=0.1), model)
+    optimizer = build_updater(build_stage(lr=0.5, weight_decay=0.1), model).optimizer
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -174,7 +182,7 @@ def test_weight_decay_leaves_norms_and_biases_alone():
 def test_every_weight_is_optimised_once(family):
     model = build_model(family)
 
-    groups = build_optimizer(build_stage(), model).param_groups
+    groups = build_updater(build_stage(), model).optimizer.param_groups
 
     listed = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(listed) == sorted(id(parameter) for parameter in model.parameters())
@@ -196,10 +204,10 @@ def test_a_step_that_is_not_a_number_updates_nothing(poison):
     model = build_model()
     poison(model)
     stage = build_stage(batch=256, tokens=256)
-    optimizer = build_optimizer(stage, model)
+    optimizer = build_updater(stage, model).optimizer
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
-    result = train_step(stage, model, optimizer, ROWS, PICKS)
+    result = run_step(stage, model, optimizer)
 
     assert not result.finite
     assert not optimizer.state
@@ -212,7 +220,7 @@ def test_a_step_without_any_label_has_no_loss_and_no_gradient():
     model, stage = build_model(), build_stage(batch=32, tokens=32)
     recorder = Recorder(model)
 
-    result = train_step(stage, model, recorder, rows, [[("long", 0)]])
+    result = run_step(stage, model, recorder, [[("long", 0)]], rows)
 
     assert (result.loss, result.losses, result.grad_norm) == (0.0, {"long": 0.0}, 0.0)
     assert all((grad == 0).all() for grad in recorder.grads.values())
@@ -223,8 +231,8 @@ def test_lr_for_trains_parts_at_their_own_rate_and_leaves_others_alone():
     model = build_model("Llama")
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
-    optimizer = build_optimizer(stage, model)
-    train_step(stage, model, optimizer, ROWS, PICKS)
+    optimizer = build_updater(stage, model).optimizer
+    run_step(stage, model, optimizer)
 
     shares = {id(one): group["share"] for group in optimizer.param_groups for one in group["params"]}
     changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
@@ -238,4 +246,4 @@ def test_lr_for_trains_parts_at_their_own_rate_and_leaves_others_alone():
 )
 def test_an_lr_for_that_cannot_be_meant_is_refused(lr_for, says):
     with pytest.raises(ConfigError, match=says):
-        build_optimizer(build_stage(lr_for=lr_for), build_model("Llama"))
+        build_updater(build_stage(lr_for=lr_for), build_model("Llama"))

@@ -5,9 +5,7 @@ Face folder, `metrics.jsonl` and the optimizer's moments for a stage that follow
 Promise: killed at any moment and run again, it ends with the same weights.
 """
 
-import json
 import shutil
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,12 @@ import numpy as np
 import torch
 
 from unspool.base.artefact import digest, publish, read_manifest, stale_reason, write_atomic
-from unspool.base.errors import ConfigError, UnspoolError
-from unspool.base.progress import Advance, progress_bar, say
+from unspool.base.errors import ConfigError
+from unspool.base.progress import say
 from unspool.base.sizes import format_count, format_size
 from unspool.data.knots import ALL_KNOTS, add_knots, trained_ids
 from unspool.data.mix import Mix, epoch_warnings
-from unspool.data.store import RowSet, open_rows
+from unspool.data.store import open_rows
 from unspool.model.export import save_model
 from unspool.model.load import build_new, fit_vocabulary, load_model, model_digest
 from unspool.model.memory import apply_memory
@@ -31,13 +29,12 @@ from unspool.model.rotary import apply_position
 from unspool.model.scratch import NewModel
 from unspool.model.tokenizer import load_tokenizer
 from unspool.model.trial import check_trainable
-from unspool.train.checkpoint import OPTIMIZER, load_checkpoint, load_moments, save_checkpoint, save_moments
+from unspool.train.checkpoint import OPTIMIZER, load_checkpoint, load_moments, save_moments
 from unspool.train.config import StageConfig
-from unspool.train.schedule import learning_rate
-from unspool.train.step import StepResult, build_optimizer, train_step
+from unspool.train.loop import METRICS, Training, run_steps
+from unspool.train.optimizer import build_updater
 
 KIND = "stage"
-METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +58,10 @@ def run_stage(stage: StageConfig, inputs: StageInputs, out_dir: Path, *, seed: i
     work = _work_folder(out_dir, digest(identity))
     rows = {name: open_rows(folder) for name, folder in inputs.rows.items()}
     model, tokenizer = _build(stage, inputs, seed=seed, device=device)
-    optimizer = build_optimizer(stage, model)
-    done = load_checkpoint(work / "checkpoints", model, optimizer)
+    updater = build_updater(stage, model)
+    done = load_checkpoint(work / "checkpoints", model, updater.optimizer)
     if not done and inputs.moments:
-        load_moments(inputs.moments, model, optimizer)
+        load_moments(inputs.moments, model, updater.optimizer)
     resumed = f", resuming after step {done}" if done else ""
     tokens = f"{format_count(stage.steps * stage.batch)} tokens at {format_size(stage.context)}"
     mix = Mix(
@@ -81,61 +78,8 @@ def run_stage(stage: StageConfig, inputs: StageInputs, out_dir: Path, *, seed: i
     say(f"stage {stage.name}: {stage.steps} steps, {tokens} on {device.type} ({reason}{resumed}); epochs: {repeated}")
     for warning in epoch_warnings(epochs):
         say(f"stage {stage.name}: {warning}")
-    _keep_metrics(work / METRICS, done)
-    with progress_bar(f"stage {stage.name}", stage.steps) as advance:
-        advance(done, "")
-        _run_steps(stage, _Training(model, optimizer, mix, rows, device), work, done=done, advance=advance)
-    _publish(stage, model, tokenizer, optimizer, work, out_dir, identity)
-
-
-@dataclass(frozen=True)
-class _Training:
-    model: Any
-    optimizer: torch.optim.Optimizer
-    mix: Mix
-    rows: dict[str, RowSet]
-    device: torch.device
-
-
-def _run_steps(stage: StageConfig, training: _Training, work: Path, *, done: int, advance: Advance) -> None:
-    every = stage.checkpoint_every or max(1, stage.steps // 10)
-    slots = stage.batch // stage.context
-    training.model.train()
-    with (work / METRICS).open("a") as metrics:
-        for step in range(done + 1, stage.steps + 1):
-            began = time.perf_counter()
-            lr = learning_rate(stage, step)
-            for group in training.optimizer.param_groups:
-                group["lr"] = lr * group["share"]
-            picks = [training.mix.slot(index) for index in range((step - 1) * slots, step * slots)]
-            result = train_step(stage, training.model, training.optimizer, training.rows, picks)
-            _refuse_nonsense(result, stage, step, picks)
-            seconds = time.perf_counter() - began
-            line = {
-                "step": step,
-                "tokens": step * stage.batch,
-                "loss": result.loss,
-                "lr": lr,
-                "grad_norm": result.grad_norm,
-                "seconds": round(seconds, 4),
-                "tokens_per_second": round(stage.batch / seconds, 1),
-                "losses": result.losses,
-            }
-            metrics.write(json.dumps(line) + "\n")
-            metrics.flush()
-            advance(1, f"loss {result.loss:.3f}  {format_count(stage.batch / seconds)} tok/s")
-            if step % every == 0 or step == stage.steps:
-                save_checkpoint(work / "checkpoints", training.model, training.optimizer, step=step)
-
-
-def _refuse_nonsense(result: StepResult, stage: StageConfig, step: int, picks: list[list[tuple[str, int]]]) -> None:
-    if result.finite:
-        return
-    rows = ", ".join(f"{name}[{index}]" for slot in picks for name, index in slot[:4])
-    raise UnspoolError(
-        f"stage {stage.name}: the loss or gradient of step {step} is not a number (rows {rows}); nothing was "
-        f"updated by it. A re-run resumes before this step; lowering stages.{stage.name}.lr starts the stage anew."
-    )
+    run_steps(stage, Training(model, updater, mix, rows, device), work, done=done)
+    _publish(stage, model, tokenizer, updater.optimizer, work, out_dir, identity)
 
 
 def _identity(stage: StageConfig, inputs: StageInputs, *, seed: int, device: torch.device) -> dict[str, Any]:
@@ -205,13 +149,6 @@ def _bring_knots(model: Any, tokenizer: Any, rows: dict[str, Path]) -> None:
                     "is to be trained on them; make the rows with this model's tokenizer."
                 )
     fit_vocabulary(model, set(knots.values()) - set(trained.tolist()), trained)
-
-
-def _keep_metrics(path: Path, done: int) -> None:
-    """Drop lines of steps after the checkpoint: they will be made again."""
-    if path.is_file():
-        lines = path.read_text().splitlines(keepends=True)
-        write_atomic(path, "".join(lines[:done]))
 
 
 def _publish(

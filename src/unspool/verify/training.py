@@ -7,6 +7,8 @@ from torch import Tensor
 
 from unspool.data.store import Row
 from unspool.train.config import StageConfig
+from unspool.train.loader import build_step
+from unspool.train.optimizer import Updater
 from unspool.train.step import train_step
 from unspool.verify.rows import Step, only_document
 from unspool.verify.truth import ROW, Outcome, gradients
@@ -17,6 +19,7 @@ class _Catch:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self.param_groups: list[Any] = []
         self.grads: dict[str, Tensor] = {}
 
     def step(self) -> None:
@@ -57,5 +60,6 @@ def _train(
     catch: Any = _Catch(model)
     row_sets: Any = {"rows": rows}
     picks = [[("rows", index)] for index in order or range(len(rows))]
-    result = train_step(stage, model, catch, row_sets, picks)
+    updater = Updater(model, catch, clip=stage.clip)
+    result = train_step(model, updater, build_step(stage, row_sets, picks), lr=stage.lr)
     return result.loss, catch.grads
