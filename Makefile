@@ -3,6 +3,8 @@
 VENV := .venv
 PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
 ARGS ?=
+# Processes that run tests; each computes with one thread, since threads that wait for each other would only get in the way.
+WORKERS ?= auto
 STAMPS := $(VENV)/.runtime $(VENV)/.dev
 
 .PHONY: help setup demo test check bench clean
@@ -19,7 +21,7 @@ demo: $(VENV)/.runtime  ## extend the shipped model from 256 to 2K tokens, score
 	$(VENV)/bin/unspool run tiny $(ARGS) && echo "demo: $$(( $$(date +%s) - began )) s"
 
 test: $(VENV)/.dev  ## run the tests; ARGS="tests/data -x" narrows them, ARGS="-m slow" takes the slow ones
-	@$(VENV)/bin/python -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: $(VENV)/.dev  ## lint, formatting, types, import direction
 	$(VENV)/bin/ruff check .

@@ -26,9 +26,9 @@ from unspool.base.rng import rng_for
 from unspool.base.sizes import format_size, parse_size
 from unspool.data.balance import ModelShape, arrange, imbalance, row_cost
 from unspool.data.config import RowsConfig
+from unspool.data.corpus_store import CorpusWriter, open_corpus
 from unspool.data.pack import PACKERS, Doc, Tally
 from unspool.data.rows import build_rows
-from unspool.data.store import CorpusWriter, open_corpus
 
 RESULTS = Path(__file__).parent / "results" / "packing.json"
 SHORT, LONG = 600, 100_000

@@ -28,10 +28,11 @@ from unspool.base.artefact import seal
 from unspool.base.rng import rng_for
 from unspool.base.sizes import format_size, parse_size
 from unspool.data.config import RowsConfig
+from unspool.data.corpus_store import CorpusReader, CorpusWriter, open_corpus
 from unspool.data.negatives import build_negatives
 from unspool.data.pack import Doc, RowStream, Tally
 from unspool.data.rows import build_rows
-from unspool.data.store import BATCH_TOKENS, CorpusReader, CorpusWriter, open_corpus
+from unspool.data.store import BATCH_TOKENS
 from unspool.data.strategy import Means, build_strategy, finish_rows
 from unspool.data.upsample import draw_uses, spread
 

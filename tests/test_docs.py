@@ -57,6 +57,9 @@ from unspool.recipes.catalog import bundled_recipes
 from unspool.recipes.check import load_recipe
 from unspool.recipes.schema import Recipe
 from unspool.train.config import StageConfig
+from unspool.train.guard import GuardConfig
+from unspool.train.optimizer_config import OptimizerConfig
+from unspool.train.watch_config import SamplesConfig, ValidationConfig
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "unspool"
@@ -196,6 +199,10 @@ TABLES: dict[str, type[Config]] = {
     "rows: skips": SkipsConfig,
     "rows: replace": ReplaceConfig,
     "stages": StageConfig,
+    "stages: optimizer": OptimizerConfig,
+    "stages: guard": GuardConfig,
+    "stages: validation": ValidationConfig,
+    "stages: samples": SamplesConfig,
     "method: unchanged": Unchanged,
     "method: abf": Abf,
     "method: ntk": Ntk,

@@ -148,18 +148,39 @@ def kill_at(moment: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 # Replacing takes: remove an old draft, write the manifest, remove an old leftover, two renames, remove the old folder.
 @pytest.mark.parametrize("moment", range(1, 7))
-def test_killed_at_any_step_of_replacing_leaves_a_whole_folder_or_none(moment, tmp_path, monkeypatch):
+def test_killed_at_any_step_of_replacing_neither_the_old_folder_nor_the_new_one_is_lost(moment, tmp_path, monkeypatch):
     make(tmp_path / "rows", "old")
     with monkeypatch.context() as patch, pytest.raises(Killed), kill_at(moment, patch):
         make(tmp_path / "rows", "new")
 
-    reason = stale_reason(tmp_path / "rows", **IDENTITY)
-    assert reason in (None, "not built yet")
-    if reason is None:
-        assert text_of(tmp_path / "rows") in ("old", "new")
+    assert stale_reason(tmp_path / "rows", **IDENTITY) is None, "the old one or the new one was lost"
+    assert text_of(tmp_path / "rows") in ("old", "new")
+    assert not (tmp_path / "rows.old").exists()
     make(tmp_path / "rows", "newer")
     assert stale_reason(tmp_path / "rows", **IDENTITY) is None
     assert text_of(tmp_path / "rows") == "newer"
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
+
+
+@pytest.mark.parametrize("mended_by", [lambda out: stale_reason(out, **IDENTITY), lambda out: make(out, "newer")])
+def test_between_the_two_renames_the_finished_draft_takes_the_place(mended_by, tmp_path):
+    for text, name in (("old", "rows.old"), ("new", "rows.partial")):
+        make(tmp_path / text, text)
+        (tmp_path / text).rename(tmp_path / name)
+
+    mended_by(tmp_path / "rows")
+
+    assert text_of(tmp_path / "rows") in ("new", "newer")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
+
+
+def test_where_the_new_folder_had_another_name_or_was_never_finished_the_old_one_comes_back(tmp_path):
+    make(tmp_path / "rows", "old")
+    (tmp_path / "rows").rename(tmp_path / "rows.old")
+    (tmp_path / "rows.partial").mkdir()
+
+    assert stale_reason(tmp_path / "rows", **IDENTITY) is None
+    assert text_of(tmp_path / "rows") == "old"
 
 
 def test_there_is_no_seventh_step_of_replacing(tmp_path, monkeypatch):

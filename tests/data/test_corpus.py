@@ -14,9 +14,9 @@ from unspool.base.errors import DataError
 from unspool.data import corpus, steps
 from unspool.data.config import EngineConfig
 from unspool.data.corpus import build_corpus
+from unspool.data.corpus_store import open_corpus
 from unspool.data.sources import JsonlSource, RecallSource
 from unspool.data.steps import ReadDocuments
-from unspool.data.store import open_corpus
 from unspool.data.tokens import build_encoder
 
 from .conftest import build_tokenizer, prose

@@ -25,9 +25,9 @@ from unspool.base.rng import rng_for
 from unspool.data import corpus
 from unspool.data.config import EngineConfig
 from unspool.data.corpus import build_corpus
+from unspool.data.corpus_store import open_corpus
 from unspool.data.documents import Bad, Document, Filtered, Item
 from unspool.data.readers import archives, jsonl, mds, parquet, read_units, repos, source_units, text
-from unspool.data.store import open_corpus
 from unspool.data.tokens import build_encoder
 
 from .fuzz_inputs import TARGETS, Input, textbooks_inputs

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from unspool.base.errors import DataError
 from unspool.data import negatives
 from unspool.data.config import NegativesConfig
+from unspool.data.corpus_store import CorpusReader, CorpusWriter
 from unspool.data.negatives import build_negatives, stretches
 from unspool.data.pack import Doc, Tally
-from unspool.data.store import CorpusReader, CorpusWriter
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from unspool.data.config import RowsConfig
+from unspool.data.corpus_store import CorpusReader, CorpusWriter
 from unspool.data.order import Order
-from unspool.data.store import CorpusReader, CorpusWriter
 
 
 def reader(path: Path, lens: list[int], start: int) -> CorpusReader:

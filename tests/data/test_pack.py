@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from unspool.data import pack
 from unspool.data.labels import IGNORE, labels
-from unspool.data.pack import PACKERS, Doc, Tally, interleave
+from unspool.data.order import interleave
+from unspool.data.pack import PACKERS, Doc, Tally
 
 PAD = 2**31
 

@@ -9,10 +9,11 @@ from pydantic import ValidationError
 from unspool.base.artefact import read_manifest, seal
 from unspool.base.errors import DataError
 from unspool.data.config import RowsConfig
+from unspool.data.corpus_store import CorpusWriter, open_corpus
 from unspool.data.knots import KNOTS
 from unspool.data.lengths import add_up, histogram, imbalance_of
 from unspool.data.rows import build_rows
-from unspool.data.store import CorpusWriter, RowWriter, open_corpus, open_rows
+from unspool.data.store import RowWriter, open_rows
 
 
 def write_corpus(out: Path, lens: list[int], start: int) -> None:

@@ -4,7 +4,8 @@ import pytest
 
 from unspool.base.errors import DataError
 from unspool.data import store
-from unspool.data.store import CorpusWriter, Row, RowWriter, keep_first, open_corpus, open_rows
+from unspool.data.corpus_store import CorpusWriter, keep_first, open_corpus
+from unspool.data.store import Row, RowWriter, open_rows
 
 
 @pytest.fixture(autouse=True)

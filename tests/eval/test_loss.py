@@ -11,7 +11,8 @@ from unspool.base.errors import ConfigError, DataError
 from unspool.eval.config import LossEval
 from unspool.eval.prompt import Materials, encode
 from unspool.eval.tasks import loss
-from unspool.eval.tasks.loss import bucket_edges, bucket_losses, window_losses, windows
+from unspool.eval.tasks.loss import window_losses, windows
+from unspool.model.buckets import bucket_losses
 
 SHAPE = {
     "vocab_size": 97,
@@ -33,25 +34,6 @@ def loss_eval(**options) -> LossEval:
 def model():
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
-
-
-def test_ranges_of_positions_double_up_to_the_length():
-    assert bucket_edges(50) == [0, 50]
-    assert bucket_edges(64) == [0, 64]
-    assert bucket_edges(100) == [0, 64, 100]
-    assert bucket_edges(512) == [0, 64, 128, 256, 512]
-    assert bucket_edges(4096) == [0, 64, 128, 256, 512, 1024, 2048, 4096]
-    assert bucket_edges(5000) == [0, 128, 256, 512, 1024, 2048, 4096, 5000]
-
-
-def test_a_token_counts_in_the_range_of_its_own_position():
-    losses = np.arange(1, 200, dtype=np.float64)  # the token at position p has loss p
-
-    assert bucket_losses(losses) == [
-        {"from": 0, "to": 64, "value": 32.0, "n": 63},  # mean of 1…63: the first token has no loss
-        {"from": 64, "to": 128, "value": 95.5, "n": 64},
-        {"from": 128, "to": 200, "value": 163.5, "n": 72},
-    ]
 
 
 def test_losses_equal_a_plain_computation_with_all_logits(model, monkeypatch):

@@ -10,8 +10,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from unspool.base.artefact import publish
+from unspool.data.corpus_store import CorpusWriter
 from unspool.data.knots import knot_ids
-from unspool.data.store import CorpusWriter, Row, RowWriter
+from unspool.data.store import Row, RowWriter
 from unspool.data.tokens import build_encoder
 
 TEXTS = ["the river runs past the old mill", "日本語 and <b>bold</b>", "a bridge\tand\r\n\x1b[31mred \u202eturned"]

@@ -9,9 +9,9 @@ import unspool
 from factory import CPU, build_model, save_folder
 from unspool.base.errors import ConfigError
 from unspool.data.config import NegativesConfig
+from unspool.data.corpus_store import CorpusReader, CorpusWriter
 from unspool.data.negatives import build_negatives
 from unspool.data.pack import Doc, Tally
-from unspool.data.store import CorpusReader, CorpusWriter
 from unspool.model.embed import Embedder
 from unspool.model.tokenizer import load_tokenizer
 

@@ -7,7 +7,7 @@ from torch import nn
 from factory import build_model, packed_inputs, random_tokens
 from model.memory_factory import DOC_LENS, LAYERS, Watch, apart, build, forward, kept_bytes, trained
 from unspool.base.errors import ConfigError
-from unspool.model import attention_parts, offload, parts, tiling
+from unspool.model import attention_parts, fuse, keep, offload, recompute, tiling
 from unspool.model.generate import answer
 from unspool.model.memory import MemoryPolicy, apply_memory
 from unspool.model.rotary import apply_position
@@ -23,6 +23,9 @@ EXACT = {
     "offload": MemoryPolicy(recompute="full", offload=True),
     "offload groups": MemoryPolicy(recompute="keep-attention", recompute_every=2, offload=True),
     "heads": MemoryPolicy(attention_heads_at_once=1),
+    "products": MemoryPolicy(recompute="keep-attention", keep_products=LAYERS),
+    "some products": MemoryPolicy(recompute="keep-attention", keep_products=3, attention_heads_at_once=1),
+    "products on the host": MemoryPolicy(recompute="keep-attention", keep_products=4, keep_on_host=2, offload=True),
 }
 ALL = MemoryPolicy(recompute="keep-attention", recompute_every=2, offload=True, mlp_tiles=10, attention_heads_at_once=1)
 # Sums over tiles are made in another order.
@@ -266,17 +269,75 @@ def test_heads_that_lie_too_far_apart_are_moved_together(plain, monkeypatch):
     assert moved.transpose(1, 2).is_contiguous()
 
 
+# Kept products
+
+
+def products(policy: MemoryPolicy) -> int:
+    """Matrix products of a forward and backward pass without the head's."""
+    model = build(policy=policy)
+    with Watch() as watch:
+        model.base_model(
+            **packed_inputs(random_tokens(64), DOC_LENS), use_cache=False
+        ).last_hidden_state.sum().backward()
+    return watch.calls["aten.mm.default"]
+
+
+def test_a_layer_that_keeps_its_products_computes_none_again():
+    """Seven products a layer: none is computed again but the last, for which the recomputation is not run so far."""
+    nothing, kept = MemoryPolicy(), MemoryPolicy(recompute="keep-attention", keep_products=2)
+
+    assert products(MemoryPolicy(recompute="keep-attention")) == products(nothing) + 6 * LAYERS
+    assert products(kept) == products(nothing) + 6 * (LAYERS - 2)
+
+
+def test_results_wait_in_host_memory_and_come_back_a_layer_ahead(monkeypatch):
+    events = []
+    fetch, take = offload.Offloader.fetch, offload.Offloader.take
+    monkeypatch.setattr(offload.Offloader, "fetch", lambda *args: events.append("fetch") or fetch(*args))
+    monkeypatch.setattr(offload.Offloader, "take", lambda *args: events.append("take") or take(*args))
+    policy = MemoryPolicy(recompute="keep-attention", keep_products=LAYERS, keep_on_host=LAYERS)
+
+    trained(build(policy=policy))
+
+    first_take = events.index("take")
+    # Of six products and the kernel's output: those of the last layer and of the one before, first of all.
+    assert events[:first_take].count("fetch") >= 2 * 7
+    assert events.count("take") >= 7 * LAYERS
+
+
+def test_results_given_back_in_another_order_are_noticed(plain, monkeypatch):
+    take = keep.Kept.take
+
+    def wrong(self):
+        if len(self._results) > 1:
+            self._results.rotate(1)
+        return take(self)
+
+    monkeypatch.setattr(keep.Kept, "take", wrong)
+    try:
+        found = trained(build(policy=EXACT["products"]))
+    except RuntimeError:  # of another shape
+        return
+    assert apart(found, plain) > ROUNDING
+
+
+def test_host_layers_are_spread_over_those_that_keep():
+    assert recompute.host_layers(32, keep=24, on_host=8) == {8, 11, 14, 17, 20, 23, 26, 29}
+    assert recompute.host_layers(4, keep=4, on_host=0) == set()
+    assert recompute.host_layers(4, keep=4, on_host=4) == {0, 1, 2, 3}
+
+
 # Compiling
 
 
 def test_compiled_parts_work_under_tiles_recompute_and_offload(plain, monkeypatch):
     compile_whole = torch.compile
-    monkeypatch.setattr(parts.torch, "compile", lambda forward: compile_whole(forward, backend="aot_eager"))
+    monkeypatch.setattr(fuse.torch, "compile", lambda forward: compile_whole(forward, backend="aot_eager"))
     torch._dynamo.reset()
     model = build(num_hidden_layers=2)
     wanted = trained(build(num_hidden_layers=2))
 
-    parts.compile_parts(model)
+    fuse.fuse_parts(model)
     apply_memory(model, ALL)
 
     assert apart(trained(model), wanted) < ROUNDING
@@ -295,6 +356,9 @@ def test_compiled_parts_work_under_tiles_recompute_and_offload(plain, monkeypatc
         ({"recompute": "full", "recompute_every": 0}, "recompute_every=0 must be at least 1"),
         ({"mlp_tiles": 0}, "mlp_tiles=0"),
         ({"attention_heads_at_once": -1}, "attention_heads_at_once=-1"),
+        ({"keep_products": 1}, "keep_products=1 .*needs recompute keep-attention"),
+        ({"recompute": "keep-attention", "keep_products": 1, "mlp_tiles": 8}, "no mlp_tiles"),
+        ({"recompute": "keep-attention", "keep_products": 1, "keep_on_host": 2}, "between 0 and 1"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings, sentence):

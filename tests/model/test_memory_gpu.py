@@ -7,9 +7,9 @@ import torch
 
 from factory import random_tokens
 from model.memory_factory import apart, build, forward, trained
+from unspool.model.fuse import fuse_parts
 from unspool.model.memory import MemoryPolicy, apply_memory
 from unspool.model.offload import Offloader
-from unspool.model.parts import compile_parts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +35,7 @@ ROUNDING = 3e-2
 def on_gpu(policy: MemoryPolicy | None = None, *, compiled: bool = False) -> Any:
     model = build(**SIZE).cuda()
     if compiled:
-        compile_parts(model)
+        fuse_parts(model)
     # Only now, since settings look at the device that a model is on.
     apply_memory(model, policy or MemoryPolicy())
     return model

@@ -4,7 +4,7 @@ import torch
 
 from factory import CPU
 from model.memory_factory import apart, build, trained
-from unspool.model import memory
+from unspool.model import recompute
 from unspool.model.memory import MemoryPolicy
 from unspool.model.offload import Offloader
 
@@ -55,7 +55,7 @@ def test_only_inputs_of_layers_but_the_last_are_put_away_and_blocks_are_used_aga
             self.chained.append(before is not None)
             return super().put(tensor, before=before)
 
-    monkeypatch.setattr(memory, "Offloader", Watched)
+    monkeypatch.setattr(recompute, "Offloader", Watched)
     model = build(policy=OFFLOAD)
     batches = [(40, 24), (64,), (8, 8)]
 

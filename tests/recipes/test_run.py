@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -55,7 +56,8 @@ def results(out: Path) -> dict[str, bytes]:
 
 
 def said(capsys) -> list[str]:
-    return capsys.readouterr().err.splitlines()
+    """Without how far a stage has come."""
+    return [line for line in capsys.readouterr().err.splitlines() if not re.match(r"stage \S+: \d+/\d+  ", line)]
 
 
 def redone(lines: list[str]) -> list[str]:
@@ -238,17 +240,18 @@ def test_a_stage_takes_model_and_moments_of_the_one_it_starts_from(recipe, whole
     prepared = Run(load_recipe(recipe, [f"out={whole}", "stages.utk.start=previous"]))
     first, abf, utk = prepared.recipe.stages
 
-    assert prepared._start_of(first) == (prepared.model, None)
+    assert prepared._inputs(first).model == prepared.model
     for stage, name in ((abf, "first"), (utk, "abf")):
-        model, moments = prepared._start_of(stage)
-        assert model == str(whole / "stages" / name / "model")
-        assert moments == whole / "stages" / name / "optimizer.safetensors"
+        inputs = prepared._inputs(stage)
+        assert inputs.model == str(whole / "stages" / name / "model")
+        assert inputs.moments == whole / "stages" / name / "optimizer.safetensors"
 
 
 def test_a_stage_that_starts_from_the_model_takes_no_moments(recipe, whole):
     prepared = Run(load_recipe(recipe, [f"out={whole}", "stages.abf.start=model"]))
 
-    assert prepared._start_of(prepared.recipe.stages[1]) == (prepared.model, None)
+    inputs = prepared._inputs(prepared.recipe.stages[1])
+    assert (inputs.model, inputs.moments) == (prepared.model, None)
 
 
 def test_a_stage_whose_start_is_not_trained_is_refused(recipe, tmp_path):
@@ -256,6 +259,30 @@ def test_a_stage_whose_start_is_not_trained_is_refused(recipe, tmp_path):
 
     with pytest.raises(ConfigError, match="stage abf starts from stage first, which is not trained yet"):
         prepared.train(prepared.recipe.stages[1])
+
+
+def test_a_stage_alone_does_not_go_on_from_one_that_the_recipe_has_changed(recipe, finished, capsys):
+    before = results(finished)
+    prepared = Run(load_recipe(recipe, [f"out={finished}", "stages.first.lr=2e-3"]))
+
+    with pytest.raises(ConfigError) as error:
+        prepared.train(prepared.recipe.stages[1])
+
+    assert str(error.value) == (
+        "stage abf starts from stage first, which is not what the recipe says now (changed settings: stage); train it "
+        "first: --stage first, or no --stage for all stages in order."
+    )
+    assert results(finished) == before
+
+    prepared.train(prepared.recipe.stages[0])
+    prepared.train(prepared.recipe.stages[1])
+    assert "(changed inputs: model)" in said(capsys)[-1]
+
+
+def test_a_stage_alone_is_left_alone_if_nothing_changed(recipe, finished, capsys):
+    prepared = Run(load_recipe(recipe, [f"out={finished}"]))
+    prepared.train(prepared.recipe.stages[1])
+    assert said(capsys) == ["stage abf: up to date"]
 
 
 def test_a_model_folder_is_scored_before_and_after(recipe, tmp_path):

@@ -118,6 +118,20 @@ def fake_steps(name: str) -> list[dict[str, Any]]:
     return steps
 
 
+def validation_lines(*losses: float) -> str:
+    """`validation.jsonl` of a stage whose documents end before position 128."""
+    lines = []
+    for number, loss in enumerate(losses):
+        buckets = [
+            {"from": 0, "to": 64, "value": loss + 1, "n": 63},
+            {"from": 64, "to": 128, "value": loss - 1, "n": 10},
+            {"from": 128, "to": 256, "value": None, "n": 0},
+        ]
+        line = {"step": 10 * number, "tokens": 10 * number * STEP_TOKENS, "loss": loss, "n": 73, "buckets": buckets}
+        lines.append(json.dumps(line) + "\n")
+    return "".join(lines)
+
+
 def fake_scores(name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(cells, samples) of one model; recall falls towards the middle of the text, as it does."""
     rng = rng_for(0, "scores", name)

@@ -7,7 +7,16 @@ import pytest
 from unspool.base.errors import ConfigError, DataError
 from unspool.report.gather import gather
 
-from .fake_run import LENGTHS, NUM_STEPS, STEP_TOKENS, fake_scores, fake_steps, recall_cell, write_scores
+from .fake_run import (
+    LENGTHS,
+    NUM_STEPS,
+    STEP_TOKENS,
+    fake_scores,
+    fake_steps,
+    recall_cell,
+    validation_lines,
+    write_scores,
+)
 
 
 def test_models_come_base_first_then_as_in_the_recipe(fake_run: Path):
@@ -76,6 +85,15 @@ def test_a_loss_that_is_not_finite_is_missing(fake_run: Path):
     assert gather(fake_run).stages[0].steps[0].loss is None
 
 
+def test_validation_is_read_with_the_farthest_positions_that_hold_tokens(fake_run: Path):
+    (fake_run / "stages" / "abf" / "validation.jsonl").write_text(validation_lines(4.0, 3.5))
+
+    first, second = gather(fake_run).stages[0].validation
+    assert (first.step, first.loss, first.farthest, first.span) == (0, 4.0, 3.0, (64, 128))
+    assert (second.step, second.tokens, second.loss) == (10, 10 * STEP_TOKENS, 3.5)
+    assert gather(fake_run).stages[1].validation == ()
+
+
 def test_stages_know_what_they_continue(fake_run: Path):
     recipe = fake_run / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("name: utk, start: model", "name: utk"))
@@ -125,6 +143,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, exists: bool):
         ("scores/abf/samples.jsonl", '{"reference": "a", "output": "b"}', "samples.jsonl: line 1 is not a sample"),
         ("stages/abf/metrics.jsonl", '{"step": 1}', "metrics.jsonl: line 1 is not a training step"),
         ("stages/abf/metrics.jsonl", '{"step": 1, "to', "metrics.jsonl: line 1 is not JSON"),
+        ("stages/abf/validation.jsonl", '{"step": 1}', "validation.jsonl: line 1 is not a validation"),
         ("rows/short/manifest.json", "{", "manifest.json is damaged"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from unspool.base.errors import ConfigError
 from unspool.report.render import write_report
 
-from .fake_run import SCRIPT, fake_scores, recall_cell, write_fake_run, write_scores
+from .fake_run import SCRIPT, fake_scores, recall_cell, validation_lines, write_fake_run, write_scores
 
 VOID = {"meta", "link", "br", "img", "hr"}
 
@@ -164,6 +164,14 @@ def test_long_training_is_averaged_not_cut(fake_run: Path):
     assert max(len(curve.split()) for curve in curves) <= 300
     assert "averaged over neighbouring steps" in html
     assert "5,000" in html
+
+
+def test_validation_is_drawn_where_there_is_any(fake_run: Path):
+    assert "Validation loss" not in _html(fake_run)
+    (fake_run / "stages" / "abf" / "validation.jsonl").write_text(validation_lines(4.0, 3.5, 3.25))
+    page = page_of(fake_run)
+    assert "Validation loss" in page.text
+    assert "the same at positions 64–128" in page.text
 
 
 def test_several_runs_stand_side_by_side_and_share_the_base_line(fake_run: Path):

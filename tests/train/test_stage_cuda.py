@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from factory import build_model, build_stage, random_row, save_folder, save_rows
 from unspool.train import loop as loop_module
 from unspool.train import stage as stage_module
-from unspool.train.checkpoint import OPTIMIZER
+from unspool.train.handover import OPTIMIZER
 from unspool.train.stage import METRICS, StageInputs, run_stage
 
 # Six steps of two slots, three checkpoints.

@@ -25,12 +25,13 @@ KILLS = {
     "after step 3": kill_after_step(3),
     "after step 5": kill_after_step(5),
     "while the first checkpoint is written": lambda patch: patch(
-        checkpoint, "save_moments", dying_at(checkpoint.save_moments, 1)
+        checkpoint, "_sync", dying_if(checkpoint._sync, lambda path: path.parent.name == "step-000002.partial")
     ),
     "while the last checkpoint is written": lambda patch: patch(
-        checkpoint, "save_moments", dying_at(checkpoint.save_moments, 3)
+        checkpoint, "_sync", dying_if(checkpoint._sync, lambda path: path.parent.name == "step-000006.partial")
     ),
-    "while the model is exported": lambda patch: patch(stage_module, "save_moments", dying_at(lambda: None, 1)),
+    "while old checkpoints are removed": lambda patch: patch(checkpoint, "_prune", dying_at(checkpoint._prune, 2)),
+    "while the model is exported": lambda patch: patch(stage_module, "save_handover", dying_at(lambda: None, 1)),
     "just before the folder appears": lambda patch: patch(
         Path, "rename", dying_if(Path.rename, lambda path, target: target.name == "one")
     ),

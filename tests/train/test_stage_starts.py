@@ -18,7 +18,7 @@ from factory import (
 from unspool.base.errors import ConfigError
 from unspool.data.knots import KNOTS, knot_ids
 from unspool.model.scratch import NewModel
-from unspool.train.checkpoint import OPTIMIZER
+from unspool.train.handover import OPTIMIZER
 from unspool.train.stage import StageInputs
 
 from .stage_runs import STAGE, assert_same_result, kill_after_step, metrics, run

@@ -12,12 +12,18 @@ import torch
 import unspool.model.attention
 import unspool.model.loss
 import unspool.model.memory
+import unspool.model.recompute
 import unspool.train.batch
-import unspool.train.step
+import unspool.train.forward
+import unspool.train.loader
+import unspool.train.loop
+import unspool.train.resume
+import unspool.verify.resuming
 from unspool.data.labels import IGNORE
 from unspool.model.offload import Offloader
 from unspool.model.rotary import rotate_heads
 from unspool.train.batch import Batch
+from unspool.train.optimizer import Updater
 
 
 def caught(found) -> bool:
@@ -97,27 +103,100 @@ def test_queries_and_keys_of_a_head_that_turn_by_different_bases(check, monkeypa
 
 
 def test_a_loss_that_is_averaged_in_every_micro_batch(monkeypatch, case, results):
-    summed = unspool.train.step.summed_loss
+    summed = unspool.train.forward.summed_loss
 
     def averaged(hidden, head, labels, **options):
         total, losses = summed(hidden, head, labels, **options)
         share = 10 / max(1, int((labels != IGNORE).sum()))
         return total * share, losses * share
 
-    monkeypatch.setattr(unspool.train.step, "summed_loss", averaged)
+    monkeypatch.setattr(unspool.train.forward, "summed_loss", averaged)
     assert caught(results("split", case("llama")))
 
 
 def test_a_step_that_weighs_its_first_rows_more(monkeypatch, case, results):
-    summed, calls = unspool.train.step.summed_loss, []
+    summed, calls = unspool.train.forward.summed_loss, []
 
     def weighed(hidden, head, labels, **options):
         calls.append(0)
         total, losses = summed(hidden, head, labels, **options)
         return total * (1 + 1e-3 / len(calls)), losses
 
-    monkeypatch.setattr(unspool.train.step, "summed_loss", weighed)
+    monkeypatch.setattr(unspool.train.forward, "summed_loss", weighed)
     assert caught(results("order", case("llama")))
+
+
+# Promise 3
+
+
+def quantities(found) -> list[str]:
+    return [result.quantity for result in found if result.status == "failed"]
+
+
+def test_moments_that_are_not_restored(monkeypatch, case, results):
+    monkeypatch.setattr(Updater, "load_moments", lambda updater, saved: None)
+    assert quantities(results("resumed", case("llama"))) == ["bits"]
+
+
+def test_weights_that_come_back_rounded(monkeypatch, case, results):
+    true = Updater.load_state_tensors
+
+    def rounding(updater, saved):
+        true(updater, {name: tensor.bfloat16() if "/weight" in name else tensor for name, tensor in saved.items()})
+
+    monkeypatch.setattr(Updater, "load_state_tensors", rounding)
+    assert quantities(results("resumed", case("llama"))) == ["bits"]
+
+
+def test_random_numbers_that_do_not_go_on(monkeypatch, case, results):
+    true = unspool.train.loop.learning_rate
+    by_chance = lambda stage, step: true(stage, step) * (1 + float(torch.rand(())))  # noqa: E731
+    monkeypatch.setattr(unspool.train.loop, "learning_rate", by_chance)
+    assert not caught(results("resumed", case("llama")))
+
+    monkeypatch.setattr(unspool.train.resume, "set_random_state", lambda state: None)
+    assert quantities(results("resumed", case("llama"))) == ["bits"]
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_rows_that_go_on_one_place_off(by, monkeypatch, case, results):
+    true = unspool.train.loader.step_picks
+
+    def shifted(stage, mix, step, **options):
+        # Only a resumed run, whose first step is a later one, goes on at the wrong place.
+        moved = (step - 1 + by) % stage.steps + 1 if first > 1 else step
+        return true(stage, mix, moved, **options)
+
+    true_load = unspool.train.loop.load_steps
+    first = 1
+
+    def load(*args, **options):
+        nonlocal first
+        first = options["first"]
+        return true_load(*args, **options)
+
+    monkeypatch.setattr(unspool.train.loop, "load_steps", load)
+    monkeypatch.setattr(unspool.train.loader, "step_picks", shifted)
+    assert quantities(results("resumed", case("llama"))) == ["bits", "ledger"]
+
+
+def test_a_ledger_that_is_not_cut_back_to_its_checkpoint(monkeypatch, case, results):
+    true = unspool.verify.resuming.resume
+    monkeypatch.setattr(
+        unspool.verify.resuming, "resume", lambda *args, growing, **rest: true(*args, growing=(), **rest)
+    )
+    assert quantities(results("resumed", case("llama"))) == ["ledger"]
+
+
+def test_a_step_that_is_done_twice(monkeypatch, case, results):
+    """Resuming one step before the checkpoint that was loaded."""
+    true = unspool.verify.resuming.resume
+
+    def early(*args, **options):
+        return max(0, true(*args, **options) - 1)
+
+    monkeypatch.setattr(unspool.verify.resuming, "resume", early)
+    assert quantities(results("resumed", case("llama"))) == ["bits", "ledger"]
 
 
 # Promise 4
@@ -203,7 +282,7 @@ def test_tiles_that_pass_no_gradient_on(check, monkeypatch, case, results):
     assert caught(results(check, case("llama")))
 
 
-def forgetting_recompute(layers, **_):
+def forgetting_recompute(layers, *_):
     for layer in layers:
         layer.forward = torch.no_grad()(layer.forward)
 
@@ -217,12 +296,12 @@ def test_layers_whose_gradient_is_never_computed(check, monkeypatch, case, resul
 class Rounding(Offloader):
     """Brings tensors back in half of the bytes."""
 
-    def put(self, tensor, *, before):
+    def put(self, tensor, *, before=None):
         return super().put(tensor.bfloat16().to(tensor.dtype), before=before)
 
 
 def test_checkpoints_that_come_back_rounded(monkeypatch, case, results):
-    monkeypatch.setattr(unspool.model.memory, "Offloader", Rounding)
+    monkeypatch.setattr(unspool.model.recompute, "Offloader", Rounding)
     assert caught(results("offload", case("llama")))
 
 

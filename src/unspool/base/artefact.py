@@ -3,6 +3,7 @@
 In: a kind, the hashes of its inputs, its settings. Out: a folder with `manifest.json`.
 Promise: a folder that carries a manifest is complete; work in progress stands beside it under
 a `.partial` name and is never taken for it. A re-run skips a folder whose manifest still matches.
+A kill while a folder is being replaced loses neither the old one nor the new one: the next look at it mends that.
 """
 
 import hashlib
@@ -52,6 +53,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 def stale_reason(folder: Path, *, kind: str, inputs: dict[str, Any], settings: dict[str, Any]) -> str | None:
     """None if `folder` still is what these inputs and settings give, else why it must be redone."""
+    _mend(folder)
     if not folder.exists():
         return "not built yet"
     manifest = read_manifest(folder)
@@ -90,6 +92,7 @@ class Draft:
 @contextmanager
 def publish(out_dir: Path, *, kind: str, inputs: dict[str, Any], settings: dict[str, Any]) -> Iterator[Draft]:
     """Write into `Draft.folder`; when the block ends without error the folder appears as `out_dir`."""
+    _mend(out_dir)
     partial = out_dir.with_name(out_dir.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -125,13 +128,32 @@ def seal(
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True, default=str) + "\n")
     if out_dir.exists():
         # Two renames instead of delete-then-rename: at no moment is a half-deleted folder in place.
-        old = out_dir.with_name(out_dir.name + ".old")
+        old = _old(out_dir)
         shutil.rmtree(old, ignore_errors=True)
         out_dir.rename(old)
         partial.rename(out_dir)
         shutil.rmtree(old, ignore_errors=True)
     else:
         partial.rename(out_dir)
+
+
+def _old(out_dir: Path) -> Path:
+    return out_dir.with_name(out_dir.name + ".old")
+
+
+def _mend(out_dir: Path) -> None:
+    """Finish what a kill left half done while `out_dir` was being replaced.
+
+    Between the two renames of `seal` nothing stands under the name. A draft that has its manifest is complete and
+    takes the place; where the new folder was made under another name, the old one comes back.
+    """
+    old = _old(out_dir)
+    if not old.is_dir():
+        return
+    if not out_dir.exists():
+        draft = out_dir.with_name(out_dir.name + ".partial")
+        (draft if (draft / MANIFEST).is_file() else old).rename(out_dir)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -19,11 +19,14 @@ _WORDS = ("", "strategy", "source", "dropped", "quarantined", "filtered", "parts
 
 def records_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None = None) -> Table:
     """One line per corpus: what became of its records."""
-    table = _table(title, "source", "records", "documents", "tokens", "quarantined", "filtered", "parts left out", "by")
+    trained = ["trained"] if _any_trained(counts) else []
+    columns = ["records", "documents", "tokens", *trained, "quarantined", "filtered", "parts left out", "by"]
+    table = _table(title, "source", *columns)
     for name, entry in counts.items():
         reasons = [_reasons(entry.get(kind, {})) for kind in ("quarantined", "filtered", "left_out")]
         records = f"{entry['records']:,}" if "records" in entry else MISSING
         numbers = [records, f"{entry['documents']:,}", format_count(entry["tokens"])]
+        numbers += [_trained(entry) for _ in trained]
         table.add_row(name, *numbers, *reasons, entry.get("tokenised_with", MISSING))
     return table
 
@@ -65,12 +68,15 @@ def histogram_table(lengths: Histogram, *, title: str | None = None, width: int 
 
 def rows_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None = None) -> Table:
     """One line per rows set: how much, how full, how often cut, and what strategies cost."""
-    table = _table(title, "rows", "number", "tokens", "documents", "fill", "truncated", "strategy", "added", "dropped")
+    trained = ["trained"] if _any_trained(counts) else []
+    columns = ["number", "tokens", *trained, "documents", "fill", "truncated", "strategy", "added", "dropped"]
+    table = _table(title, "rows", *columns)
     for name, entry in counts.items():
         table.add_row(
             name,
             f"{entry['rows']:,}",
             format_count(entry["tokens"]),
+            *(_trained(entry) for _ in trained),
             f"{entry['documents']:,}",
             _percent(entry.get("fill_rate")),
             _percent(entry.get("truncation_rate")),
@@ -146,6 +152,15 @@ def _percent(share: float | None) -> str:
 
 def _share(part: int, whole: int) -> str:
     return _percent(part / whole) if part and whole else ""
+
+
+def _any_trained(counts: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether some of it is conversations, of which only a part is trained on."""
+    return any("trained_tokens" in entry for entry in counts.values())
+
+
+def _trained(entry: Mapping[str, Any]) -> str:
+    return _percent(entry["trained_tokens"] / entry["tokens"]) if entry.get("trained_tokens") else MISSING
 
 
 def _strategies(entry: Mapping[str, Any]) -> str:

@@ -30,6 +30,9 @@ def verify(
     only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Only this check. Repeatable.")] = None,
     device: Annotated[str, typer.Option(help="auto (the CPU, and the GPU where there is one), cpu or cuda.")] = "auto",
     seed: Annotated[int, typer.Option(help="Other seeds give other tokens and other small models.")] = 0,
+    kills: Annotated[
+        int | None, typer.Option(min=1, help="How often a run is killed and begun again; a few when not given.")
+    ] = None,
     each: Annotated[bool, typer.Option("--each", help="A line for every model, not only for the worst.")] = False,
     show: Annotated[bool, typer.Option("--list", help="List checks and small models; run nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print every result as JSON.")] = False,
@@ -38,22 +41,26 @@ def verify(
 
     Packed documents, split steps, exports and memory policies are compared
     with plain transformers, which sees one document at a time and holds all
-    logits at once. Without --model, small random models of many families
-    are checked. Ends with exit code 1 if a promise is not kept.
+    logits at once; runs that are killed and resumed, with one that never was.
+    Without --model, small random models of many families are checked. Ends
+    with exit code 1 if a promise is not kept.
 
         unspool verify
 
         unspool verify --model path/to/model --device cuda
 
         unspool verify --model gemma2 --only packed --only alone
+
+        unspool verify --only killed --kills 20
     """
     if device not in DEVICES:
         raise ConfigError(f"--device {device!r} is not known; use {', '.join(DEVICES)}.")
     from unspool.model.plain_process import PlainProcess
     from unspool.verify.checks import build_checks
+    from unspool.verify.killing import KILLS
 
     with PlainProcess() as plain:
-        checks = build_checks(plain)
+        checks = build_checks(plain, kills=kills or KILLS)
         chosen = [lookup(checks, name, kind="--only") for name in only] if only else list(checks.values())
         if show:
             _print_list(chosen)
@@ -78,15 +85,15 @@ def _run(
     small = [name for name in models or FAMILIES if name in FAMILIES]
     given = [given_subject(ref) for ref in models if ref not in FAMILIES]
     with ExitStack() as stack:
-        total = (len(small) + len(given)) * len(checks) * len(devices)
+        total = len(devices) * sum(len(_for_model(checks, number)) for number in range(len(small) + len(given)))
         advance = stack.enter_context(progress_bar("verify", total))
         for device in devices:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             subjects = small_subjects(folder, seed=seed, wide=device.type == "cuda", names=small)
-            for subject in [*subjects, *given]:
+            for number, subject in enumerate([*subjects, *given]):
                 # Threads only wait for each other where a matrix has some thousand numbers.
                 with _threads(1 if subject in subjects else None):
-                    for batch in run_checks([subject], checks, device=device, seed=seed):
+                    for batch in run_checks([subject], _for_model(checks, number), device=device, seed=seed):
                         results += batch
                         advance(1, f"{batch[0].model} {batch[0].check}")
     for subject in given:
@@ -95,6 +102,10 @@ def _run(
         if all(result.status == "skipped" for result in mine) and len({result.detail for result in mine}) == 1:
             raise ConfigError(mine[0].detail)
     return results
+
+
+def _for_model(checks: "Sequence[Check]", number: int) -> "list[Check]":
+    return [check for check in checks if number == 0 or not check.once]
 
 
 @contextmanager

@@ -27,14 +27,25 @@ from datatrove.pipeline.base import PipelineStep
 from unspool.base.artefact import CHECKSUM_LIMIT, FORMAT, digest, file_digest, read_manifest, seal, stale_reason
 from unspool.base.errors import DataError
 from unspool.base.progress import say
+from unspool.data.chat_template import TEMPLATE_FILE, load_template
+from unspool.data.chat_tokens import ChatEncoder, build_chat_encoder
 from unspool.data.config import EngineConfig
+from unspool.data.corpus_store import keep_first
 from unspool.data.documents import Document
 from unspool.data.executors import check_engine, run_tasks, started
 from unspool.data.fast_tokens import choose_route
 from unspool.data.ledger import QUARANTINE, Ledger, describe, load_ledgers, refuse_too_many
 from unspool.data.lengths import histogram
 from unspool.data.readers import file_source, read_units, source_units
-from unspool.data.sources import FileSource, MdsSource, RecallSource, Source, SyntheticSource, TextbooksSource
+from unspool.data.sources import (
+    ChatSource,
+    FileSource,
+    MdsSource,
+    RecallSource,
+    Source,
+    SyntheticSource,
+    TextbooksSource,
+)
 from unspool.data.steps import (
     WORK,
     GenerateDocuments,
@@ -46,7 +57,6 @@ from unspool.data.steps import (
     shard_path,
     sizes_path,
 )
-from unspool.data.store import keep_first
 from unspool.data.synthetic.make import divide, plan_documents, sample_texts
 from unspool.data.tokens import build_encoder, forget_engines
 
@@ -55,6 +65,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 KIND = "corpus"
+# Of what tasks leave for the corpus to gather; raised when that changes, so that no half-built folder is gone on with.
+WORK_FORMAT = 2
 # Kinds whose documents depend on the seed.
 SEEDED = ("recall", "synthetic", "repos", "textbooks")
 # Bytes of input per task: enough to outweigh a task's start, small enough to lose little when killed.
@@ -82,7 +94,12 @@ def build_corpus(
     units = source_units(source, root)
     encoder = build_encoder(tokenizer)
     inputs = {"files": _units_digest(source, units), "tokenizer": encoder.digest}
-    settings: dict[str, Any] = {"source": source.model_dump(mode="json", exclude={"path", "prose", "max_bad"})}
+    chat = _chat_encoder(source, tokenizer, root, name)
+    if chat is not None:
+        inputs["template"] = chat.template.digest
+    # Where files lie, and how many bad records are put up with, does not change what is made of them.
+    unchanging = {"path", "prose", "max_bad", "template"}
+    settings: dict[str, Any] = {"source": source.model_dump(mode="json", exclude=unchanging)}
     if source.kind in SEEDED:
         settings["seed"] = seed
     reason = stale_reason(out_dir, kind=KIND, inputs=inputs, settings=settings)
@@ -90,8 +107,9 @@ def build_corpus(
         say(f"corpus {name}: up to date")
         return _counts_of(out_dir)
 
-    partial = _resumable(out_dir, digest([inputs, settings, FORMAT]))
-    encoder = choose_route(encoder, list(_sample(source, units, seed)))
+    partial = _resumable(out_dir, digest([inputs, settings, FORMAT, WORK_FORMAT]))
+    if chat is None:
+        encoder = choose_route(encoder, list(_sample(source, units, seed)))
     forget_engines()
     say(f"corpus {name}: tokenising with {encoder.route} ({reason})")
     ledger = Ledger()
@@ -108,8 +126,9 @@ def build_corpus(
         files = file_source(source)
         groups = _groups(files, units)
         num_tasks = len(groups)
-        read = ReadDocuments(files, groups, root=root, seed=seed, vocabulary=len(tokenizer), ledger=ledger)
-    steps = [read, TokenizeDocuments(encoder), WriteDocuments(partial, limit, ledger=ledger)]
+        read = ReadDocuments(files, groups, root=root, seed=seed, vocabulary=len(tokenizer), ledger=ledger, chat=chat)
+    write = WriteDocuments(partial, limit, ledger=ledger, masked=chat is not None)
+    steps = [read, TokenizeDocuments(encoder), write]
     with started(engine):
         sizes = _run(steps, partial, num_tasks, engine, limit, label=f"corpus {name}")
 
@@ -121,7 +140,7 @@ def build_corpus(
         raise DataError(
             f"corpus {name}: no document holds any text. {describe(whole.bad) if whole.bad else ''}".strip()
         )
-    tokens, chars = np.concatenate(sizes).T
+    tokens, chars, trained = np.concatenate(sizes).T
     counts = {
         "documents": documents,
         "tokens": int(tokens.sum()),
@@ -131,11 +150,21 @@ def build_corpus(
         "lengths": histogram(tokens),
         **whole.counts(documents=documents),
     }
+    if chat is not None:
+        counts["trained_tokens"] = int(trained.sum())
+        (partial / TEMPLATE_FILE).write_text(chat.template.text, encoding="utf-8")
     if whole.bad:
         say(f"corpus {name}: {len(whole.bad)} unreadable records in {QUARANTINE}: {describe(whole.bad)}")
     shutil.rmtree(partial / WORK)
     seal(partial, out_dir, kind=KIND, inputs=inputs, settings=settings, counts=counts)
     return counts
+
+
+def _chat_encoder(source: Source, tokenizer: PreTrainedTokenizerFast, root: Path, name: str) -> ChatEncoder | None:
+    if not isinstance(source, ChatSource):
+        return None
+    template = None if source.template is None else load_template(root / Path(source.template).expanduser())
+    return build_chat_encoder(tokenizer, template, source=name)
 
 
 def _sample(source: Source, units: list[Path], seed: int) -> Iterator[str]:

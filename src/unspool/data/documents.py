@@ -6,11 +6,19 @@ more quarantined record, since nobody can know how many it would have held.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 # Longer records are set aside: a book has 1 MB, and a runaway line must not fill the memory.
 MAX_RECORD_BYTES = 64 << 20
+
+
+class Message(NamedTuple):
+    """One turn of a conversation."""
+
+    role: str  # system, user or assistant
+    content: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +27,8 @@ class Document:
     text: str
     tokens: np.ndarray | None = None  # uint32, where the source was tokenised already; `text` is then empty
     left_out: tuple[tuple[str, str], ...] = ()  # parts of a document that were skipped: (name, reason)
+    messages: tuple[Message, ...] = ()  # of a conversation that is still to be written out; `text` is then empty
+    loss_mask: np.ndarray | None = None  # bool, over target tokens (labels.py); None means all of them
 
 
 @dataclass(frozen=True, slots=True)

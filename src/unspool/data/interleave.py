@@ -17,7 +17,10 @@ from unspool.data.store import Row
 
 
 def interleave_rows(rows: Sequence[Row], pieces: int) -> list[Row]:
-    """Several rows at once, which is faster; each is what it would be alone. They must have no padding."""
+    """Several rows at once, which is faster; each is what it would be alone.
+
+    They must have no padding, and all of them a mask or none.
+    """
     num_docs = np.array([len(row.doc_lens) for row in rows])
     first_docs = np.cumsum(num_docs) - num_docs
     starts, lens, docs = _cut(np.concatenate([row.doc_lens for row in rows], dtype=np.int64), pieces)
@@ -27,15 +30,21 @@ def interleave_rows(rows: Sequence[Row], pieces: int) -> list[Row]:
     starts, lens, docs, row_of = starts[order], lens[order], docs[order], row_of[order]
 
     texts = np.concatenate([row.tokens for row in rows])
-    places = zip(starts.tolist(), (starts + lens).tolist(), strict=True)
+    places = [*zip(starts.tolist(), (starts + lens).tolist(), strict=True)]
     tokens = np.concatenate([texts[start:stop] for start, stop in places])
+    masks = [row.loss_mask for row in rows if row.loss_mask is not None]
+    mask = None
+    if masks:
+        whole = np.concatenate(masks)
+        mask = np.concatenate([whole[start:stop] for start, stop in places])
     piece_lens, piece_docs = lens.astype(np.int32), (docs - first_docs[row_of]).astype(np.int32)
     ends = np.cumsum(np.bincount(row_of, minlength=len(rows))).tolist()
     made = []
     at = begin = 0
     for row, end in zip(rows, ends, strict=True):
         span, held = slice(at, at + len(row.tokens)), slice(begin, end)
-        made.append(Row(tokens[span], piece_lens[held], None, row.source, "full", piece_docs[held]))
+        row_mask = None if mask is None else mask[span]
+        made.append(Row(tokens[span], piece_lens[held], row_mask, row.source, "full", piece_docs[held]))
         at, begin = span.stop, end
     return made
 

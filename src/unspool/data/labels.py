@@ -21,6 +21,12 @@ def labels(tokens: np.ndarray, doc_lens: np.ndarray, loss_mask: np.ndarray | Non
     return shifted
 
 
+def num_trained(doc_lens: np.ndarray, loss_mask: np.ndarray) -> int:
+    """How many labels of a row carry loss; the first token of a document is asked for by nothing."""
+    starts = np.cumsum(doc_lens) - doc_lens
+    return int(np.count_nonzero(loss_mask) - np.count_nonzero(loss_mask[starts]))
+
+
 def attended_lens(doc_lens: np.ndarray, attention: str) -> np.ndarray:
     """The lengths that attention and positions go by: the documents, or the row as one if `attention` is full."""
     return doc_lens if attention == "documents" else doc_lens.sum(keepdims=True, dtype=doc_lens.dtype)

@@ -29,10 +29,11 @@ from unspool.base.errors import DataError
 from unspool.base.progress import say
 from unspool.base.sizes import format_count
 from unspool.data.config import NegativesConfig
+from unspool.data.corpus_store import CorpusReader
 from unspool.data.embeddings import Embed, Embeddings
 from unspool.data.pack import Doc, RowStream, Tally
 from unspool.data.retrieval import BM25, Retriever
-from unspool.data.store import CorpusReader, Row
+from unspool.data.store import Row
 
 # Tokens of the index, at most: building it takes some 20 bytes for each.
 INDEX_TOKENS = 1 << 27
@@ -48,6 +49,7 @@ class Chunks:
     texts: list[np.ndarray]
     owners: np.ndarray  # int64: the document of each, counted over all sources
     first_docs: dict[str, int]  # the first document of each source
+    masks: list[np.ndarray]  # loss masks of all, or none if no source has any
 
     def of(self, doc: Doc) -> slice:
         owner = self.first_docs[doc.source] + doc.number
@@ -91,13 +93,20 @@ def cut_corpora(readers: Mapping[str, CorpusReader], chunk: int) -> Chunks:
         )
     owners = np.repeat(np.arange(len(lens)), counts)[chosen]
     parts = chosen - (np.cumsum(counts) - counts)[owners]
-    docs = (doc for reader in readers.values() for doc in reader)
+    places = ((reader, number) for reader in readers.values() for number in range(len(reader)))
+    is_masked = any(reader.is_masked for reader in readers.values())
     texts: list[np.ndarray] = []
+    masks: list[np.ndarray] = []
     wanted = np.split(parts, np.searchsorted(owners, np.arange(1, len(lens))))
-    for doc, numbers in zip(docs, wanted, strict=True):
+    for (reader, index), numbers in zip(places, wanted, strict=True):
+        doc = reader[index]
         bounds = _bounds(len(doc), -(-len(doc) // chunk))
         texts += [doc[bounds[part] : bounds[part + 1]] for part in numbers.tolist()]
-    return Chunks(texts, owners, dict(zip(readers, firsts.tolist(), strict=True)))
+        if is_masked:
+            mask = reader.loss_mask(index)
+            mask = np.broadcast_to(np.True_, len(doc)) if mask is None else mask
+            masks += [mask[bounds[part] : bounds[part + 1]] for part in numbers.tolist()]
+    return Chunks(texts, owners, dict(zip(readers, firsts.tolist(), strict=True)), masks)
 
 
 class Negatives:
@@ -131,7 +140,7 @@ class Negatives:
             done = 0
             try:
                 for start, stop in pairwise(bounds):
-                    row = self._row(doc, doc.tokens[start:stop], row_len, chunk)
+                    row = self._row(doc, start, stop, row_len, chunk)
                     done = stop
                     if row is None:
                         tally.drop("alone", doc.source, stop - start)
@@ -141,19 +150,24 @@ class Negatives:
             finally:
                 tally.drop("limit", doc.source, bounds[-1] - done)
 
-    def _row(self, doc: Doc, text: np.ndarray, row_len: int, chunk: int) -> Row | None:
+    def _row(self, doc: Doc, start: int, stop: int, row_len: int, chunk: int) -> Row | None:
+        text = doc.tokens[start:stop]
+        mask = None if doc.loss_mask is None else doc.loss_mask[start:stop]
         room = row_len - len(text)
         bounds = _bounds(len(text), max(2, -(-len(text) // chunk)))
         pieces = [text[start:stop] for start, stop in pairwise(bounds)]
         choice = _Choice(self._chunks, text, room)
         ranked = self._ranked(pieces, self._chunks.of(doc), 2 * room // (len(pieces) * self._config.chunk) + 8)
-        lens, owners, parts = [], [], []
+        lens, owners, parts, masks = [], [], [], []
         for number, (piece, candidates) in enumerate(zip(pieces, ranked, strict=True)):
             is_last = number == len(pieces) - 1
             found = choice.take(candidates, room if is_last else room * bounds[number + 1] // len(text), is_last)
-            parts += [piece, *(negative for _, negative in found)]
-            lens += [len(piece), *(len(negative) for _, negative in found)]
-            owners += [-1, *(owner for owner, _ in found)]
+            parts += [piece, *(self._chunks.texts[negative][:length] for negative, length in found)]
+            lens += [len(piece), *(length for _, length in found)]
+            owners += [-1, *(int(self._chunks.owners[negative]) for negative, _ in found)]
+            if mask is not None:
+                masks += [mask[bounds[number] : bounds[number + 1]]]
+                masks += [self._chunks.masks[negative][:length] for negative, length in found]
         if choice.taken < room:
             return None
         self.cost["negatives"] += len(parts) - len(pieces)
@@ -165,7 +179,7 @@ class Negatives:
         return Row(
             tokens=np.concatenate(parts, dtype=np.uint32),
             doc_lens=np.array(lens, dtype=np.int32),
-            loss_mask=None,
+            loss_mask=None if mask is None else np.concatenate(masks),
             source="+".join(sources),
             attention="full",
             piece_docs=np.array(piece_docs, dtype=np.int32),
@@ -198,9 +212,9 @@ class _Choice:
         self.taken = 0  # tokens
         self.copies = 0
 
-    def take(self, candidates: Iterator[int], goal: int, is_last: bool) -> list[tuple[int, np.ndarray]]:
-        """(document, text) of the best candidates, until the row has about `goal` tokens of negatives, at last all."""
-        found: list[tuple[int, np.ndarray]] = []
+    def take(self, candidates: Iterator[int], goal: int, is_last: bool) -> list[tuple[int, int]]:
+        """The best candidates and how much of each, until the row has about `goal` tokens of negatives, at last all."""
+        found: list[tuple[int, int]] = []
         if self.taken == self._room:
             return found
         for number in candidates:
@@ -214,9 +228,9 @@ class _Choice:
             if self._repeats(text, owner):
                 self.copies += 1
                 continue
-            text = text[: self._room - self.taken]
-            found.append((owner, text))
-            self.taken += len(text)
+            length = min(len(text), self._room - self.taken)
+            found.append((number, length))
+            self.taken += length
             if self.taken == self._room:
                 break
         return found

@@ -7,17 +7,18 @@ Price: memory holds a few numbers for every use of a document, never its tokens.
 Elsewhere: how often a document is used (upsample.py), filling rows (strategy.py).
 """
 
+import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, groupby, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from unspool.base.rng import rng_for
 from unspool.data.config import RowsConfig
-from unspool.data.pack import Doc, interleave, iter_chunks
-from unspool.data.store import CorpusReader
+from unspool.data.corpus_store import CorpusReader
+from unspool.data.pack import Doc
 from unspool.data.upsample import draw_uses, is_again, spread
 
 # Source, document, start and stop: a document, or the part of one that counts as one (`longest`).
@@ -60,6 +61,7 @@ class Order:
         self._names = list(readers)
         self._shares = list(config.shares.values())
         self._slices = arrays or config.longest is not None
+        self._is_masked = any(reader.is_masked for reader in self._readers)
         self._most_tokens = most_tokens
         self._above = config.upsample.above if config.upsample else 0
         spans = [_spans(reader.lens, config.longest) for reader in self._readers]
@@ -128,8 +130,15 @@ class Order:
     def _open(self, span: Span) -> Doc:
         source, doc, start, stop = span
         self._sources_read.append(source)
-        stored: Any = self._readers[source].stored(doc)
-        return Doc(stored[start:stop] if self._slices else stored, self._names[source], doc)
+        reader = self._readers[source]
+        stored: Any = reader.stored(doc)
+        mask: Any = None
+        if self._is_masked:
+            # Beside masked documents every other one has a mask too, which takes no memory.
+            mask = reader.stored_mask(doc) if reader.is_masked else np.broadcast_to(np.True_, len(stored))
+        if self._slices:
+            stored, mask = stored[start:stop], None if mask is None else mask[start:stop]
+        return Doc(stored, self._names[source], doc, mask)
 
 
 def _numbered() -> Callable[[Span], int]:
@@ -155,3 +164,36 @@ def _spans(lens: np.ndarray, longest: int | None) -> np.ndarray:
     docs = np.repeat(np.arange(len(lens)), counts)
     starts = (np.arange(len(docs)) - np.repeat(np.cumsum(counts) - counts, counts)) * longest
     return np.stack([docs, starts, np.minimum(starts + longest, lens[docs])], axis=1)
+
+
+def interleave(useful: Sequence[np.ndarray], shares: Sequence[float]) -> Iterator[int]:
+    """Which source gives its next document, so that the tokens taken so far follow `shares`.
+
+    `useful[s][i]` counts the tokens that the i-th document of source s brings. Always the source
+    that is furthest behind its share goes next. Ends when that source has no document left,
+    because going on would break the shares.
+    """
+    goal = [share / sum(shares) for share in shares]
+    if len(goal) == 1:
+        yield from repeat(0, len(useful[0]))
+        return
+    taken = [0] * len(goal)
+    left = [iter_chunks(tokens) for tokens in useful]
+    total = 0
+    while True:
+        source, furthest = 0, -math.inf
+        for index, share in enumerate(goal):
+            behind = share * total - taken[index]
+            if behind > furthest:
+                source, furthest = index, behind
+        tokens = next(left[source], None)
+        if tokens is None:
+            return
+        taken[source] += tokens
+        total += tokens
+        yield source
+
+
+def iter_chunks(values: np.ndarray) -> Iterator[Any]:
+    """The array's entries as Python's own, a few thousand at a time: one by one is slow, all at once large."""
+    return chain.from_iterable(values[start : start + 4096].tolist() for start in range(0, len(values), 4096))

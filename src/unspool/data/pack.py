@@ -15,13 +15,10 @@ Price: documents are looked at in windows, so memory is bounded; `fit` is best w
 Elsewhere: files (store.py), tangled rows (tangle.py), which documents (rows.py).
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, repeat
-from typing import Any
 
 import numpy as np
 
@@ -42,6 +39,7 @@ class Doc:
     tokens: np.ndarray
     source: str
     number: int = -1  # in its source's corpus; parts of one document share it
+    loss_mask: np.ndarray | None = None  # bool; of documents that are packed together, all have one or none
 
 
 @dataclass(slots=True)
@@ -92,6 +90,10 @@ class _Window:
         begins = self.begins[layout.rest.docs] + layout.rest.starts
         return _Window([self.docs[doc] for doc in layout.rest.docs.tolist()], begins.tolist())
 
+    def trains(self, doc: int, start: int, stop: int) -> bool:
+        mask = self.docs[doc].loss_mask
+        return mask is None or bool(mask[start:stop].any())
+
     def and_more(self, docs: list[Doc]) -> "_Window":
         return _Window(self.docs + docs, self.begins.tolist())
 
@@ -105,7 +107,7 @@ def pack_rows(docs: Iterable[Doc], row_len: int, tally: Tally, *, mode: str, pad
     while not ended:
         more, ended = _draw(drawing, most_tokens)
         window = window.and_more(more)
-        layout = PLANNERS[mode](window.lens, row_len, ended)
+        layout = _without_untrained(window, PLANNERS[mode](window.lens, row_len, ended))
         made = 0
         try:
             for row in _gather(window, layout, row_len, pad):
@@ -139,6 +141,8 @@ def _gather(window: _Window, layout: Layout, row_len: int, pad: int) -> Iterator
     """The planned rows, copied together some at a time: one by one would take most of the time."""
     padding = np.full(row_len if layout.padded else 0, pad, dtype=np.uint32)
     texts = [*(doc.tokens for doc in window.docs), padding]  # padding has number -1
+    is_masked = bool(window.docs) and window.docs[0].loss_mask is not None
+    masks = [*(doc.loss_mask for doc in window.docs), np.zeros(len(padding), dtype=np.bool_)]
     starts = layout.pieces.starts + np.append(window.begins, 0)[layout.pieces.docs]
     stops = starts + layout.pieces.lens
     ends = np.cumsum(layout.per_row)
@@ -147,10 +151,12 @@ def _gather(window: _Window, layout: Layout, row_len: int, pad: int) -> Iterator
         last = min(first + at_once, layout.num_rows)
         low, high = int(ends[first] - layout.per_row[first]), int(ends[last - 1])
         docs = layout.pieces.docs[low:high].tolist()
-        places = zip(docs, starts[low:high].tolist(), stops[low:high].tolist(), strict=True)
+        places = [*zip(docs, starts[low:high].tolist(), stops[low:high].tolist(), strict=True)]
         tokens = np.concatenate([texts[doc][start:stop] for doc, start, stop in places], dtype=np.uint32)
         lens = layout.pieces.lens[low:high].astype(np.int32)
         mask = np.repeat(layout.pieces.docs[low:high] >= 0, lens) if layout.padded else None
+        if is_masked:
+            mask = np.concatenate([masks[doc][start:stop] for doc, start, stop in places], dtype=np.bool_)
         borders = (ends[first:last] - low).tolist()
         begin = 0
         for number, end in enumerate(borders):
@@ -158,6 +164,22 @@ def _gather(window: _Window, layout: Layout, row_len: int, pad: int) -> Iterator
             source = _source(window, docs[begin:end])
             yield Row(tokens[span], lens[begin:end], None if mask is None else mask[span], source, "documents")
             begin = end
+
+
+def _without_untrained(window: _Window, layout: Layout) -> Layout:
+    """The layout without rows in which nothing is asked for: they would cost as much as others and teach nothing."""
+    if not window.docs or window.docs[0].loss_mask is None or not layout.num_rows:
+        return layout
+    pieces = layout.pieces
+    starts = pieces.starts + np.append(window.begins, 0)[pieces.docs]
+    # The first token of a piece is asked for by nothing.
+    places = zip(pieces.docs.tolist(), (starts + 1).tolist(), (starts + pieces.lens).tolist(), strict=True)
+    trains = np.array([doc >= 0 and window.trains(doc, start, stop) for doc, start, stop in places])
+    rows = np.repeat(np.arange(layout.num_rows), layout.per_row)
+    kept = np.bincount(rows, weights=trains, minlength=layout.num_rows) > 0
+    untrained = pieces[~kept[rows]].tokens_by_doc(len(window.docs))
+    drops = layout.drops | {"untrained": untrained}
+    return Layout(pieces[kept[rows]], layout.per_row[kept], layout.rest, drops, layout.padded)
 
 
 def _source(window: _Window, docs: Sequence[int]) -> str:
@@ -199,36 +221,3 @@ def _account(tally: Tally, window: _Window, layout: Layout) -> None:
             tally.drop(reason, name, int(tokens[window.source_ids == number].sum()))
     if "unread" in layout.drops:
         tally.given_back += int(((layout.drops["unread"] > 0) & (window.begins == 0)).sum())
-
-
-def interleave(useful: Sequence[np.ndarray], shares: Sequence[float]) -> Iterator[int]:
-    """Which source gives its next document, so that the tokens taken so far follow `shares`.
-
-    `useful[s][i]` counts the tokens that the i-th document of source s brings. Always the source
-    that is furthest behind its share goes next. Ends when that source has no document left,
-    because going on would break the shares.
-    """
-    goal = [share / sum(shares) for share in shares]
-    if len(goal) == 1:
-        yield from repeat(0, len(useful[0]))
-        return
-    taken = [0] * len(goal)
-    left = [iter_chunks(tokens) for tokens in useful]
-    total = 0
-    while True:
-        source, furthest = 0, -math.inf
-        for index, share in enumerate(goal):
-            behind = share * total - taken[index]
-            if behind > furthest:
-                source, furthest = index, behind
-        tokens = next(left[source], None)
-        if tokens is None:
-            return
-        taken[source] += tokens
-        total += tokens
-        yield source
-
-
-def iter_chunks(values: np.ndarray) -> Iterator[Any]:
-    """The array's entries as Python's own, a few thousand at a time: one by one is slow, all at once large."""
-    return chain.from_iterable(values[start : start + 4096].tolist() for start in range(0, len(values), 4096))

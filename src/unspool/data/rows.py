@@ -9,14 +9,15 @@ Elsewhere: which documents (order.py), filling rows (strategy.py), the order of 
 Why tokens are dropped: `unread` documents never drawn (`limit`, or a source of a mix ran out), `last_row` a
 row that was never filled, `limit` the rest of a document when the limit was reached, `cut` the rest of a
 document under `intact`, `short` and `tail` documents below, and rests above, whole rows under `whole`,
-`downsampled` short documents that `upsample` does not keep.
+`downsampled` short documents that `upsample` does not keep, `untrained` rows in which nothing is asked for.
 
 What the counts say, besides rows, tokens, documents (drawn) and drops: `padding` tokens under `fit`, `fill_rate` the
 share of rows that is not padding, `truncated` documents that are not in one row as a whole and `truncation_rate`
 their share of the documents in rows, `lengths` of the documents as rows hold them, and all this for each of the
 `sources`. `strategy` gives its name and the tokens it added; where it takes documents apart on purpose, and says of a
 row only its pieces, `lengths` are of pieces and nothing is `truncated`. `upsample` gives the tokens that were drawn
-again, those dropped, and the share of tokens in long documents before and after, in all and by source.
+again, those dropped, and the share of tokens in long documents before and after, in all and by source. Of
+conversations, `trained_tokens` are those of the rows that carry loss, and `untrained_rows` those without any.
 """
 
 from collections import Counter
@@ -34,12 +35,15 @@ from unspool.base.errors import DataError
 from unspool.base.progress import progress_bar, say
 from unspool.base.rng import rng_for
 from unspool.base.sizes import format_count, format_size
+from unspool.data.chat_template import TEMPLATE_FILE, common_template
 from unspool.data.config import RowsConfig
+from unspool.data.corpus_store import CorpusReader, open_corpus
 from unspool.data.embeddings import Embed
+from unspool.data.labels import num_trained
 from unspool.data.lengths import Lengths, add_up
 from unspool.data.order import Drawn, Order
 from unspool.data.pack import Packer, RowStream, Tally
-from unspool.data.store import BATCH_TOKENS, CorpusReader, Row, RowWriter, open_corpus
+from unspool.data.store import BATCH_TOKENS, Row, RowWriter
 from unspool.data.strategy import Means, Strategy, build_strategy, finish_rows
 from unspool.data.tokens import build_encoder
 
@@ -80,6 +84,7 @@ def build_rows(
         return counts
     say(f"rows {name}: packing {format_size(config.length)} rows ({reason})")
 
+    template = common_template({source: corpora[source] for source in config.shares}, f"rows {name}")
     readers = {source: open_corpus(corpora[source]) for source in config.shares}
     means = Means(readers=readers, tokenizer=tokenizer, pad=pad, seed=seed, name=name, embed=embed)
     with publish(out_dir, kind=KIND, inputs=inputs, settings=settings) as draft:
@@ -88,8 +93,10 @@ def build_rows(
         most_tokens = _most_rows(config) * config.length if config.limit and config.pack == "fit" else None
         order = Order(config, readers, seed=seed, name=name, arrays=strategy.arrays, most_tokens=most_tokens)
         draft.counts = _write_rows(config, order, strategy, draft.folder, rng_for(seed, "skips", name))
+        if template is not None:
+            (draft.folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
         if not draft.counts["rows"]:
-            raise DataError(f"rows {name}: {_too_little(config, readers)}")
+            raise DataError(f"rows {name}: {_too_little(config, readers, draft.counts['dropped'])}")
     was_limited = config.limit is not None and draft.counts["tokens"] >= config.limit
     if order.ran_out and not was_limited and "unread" in draft.counts["dropped"]:
         unread = format_count(draft.counts["dropped"]["unread"])
@@ -104,6 +111,8 @@ def _write_rows(
     tally = Tally()
     num_rows = 0
     pieces = Lengths()
+    is_masked = any(reader.is_masked for reader in order.readers.values())
+    trained: list[int] = []  # tokens of each row
     writer_options = {"masked": strategy.masked, "pieced": strategy.pieced, "placed": config.skips is not None}
     # The packer is closed before the counts are taken: stopped by the limit, it then counts what it still holds.
     with (
@@ -114,11 +123,16 @@ def _write_rows(
         for batch in _batches(islice(rows, most), max(1, BATCH_TOKENS // config.length)):
             for row in finish_rows(batch, config, rng):
                 writer.append(row)
+                if is_masked and row.loss_mask is not None:
+                    trained.append(num_trained(row.doc_lens, row.loss_mask))
             if not strategy.counts_documents:
                 pieces.add(np.concatenate([row.doc_lens for row in batch]))
             num_rows += len(batch)
             advance(len(batch), "")
-    return _counts(config, order, strategy, tally, num_rows, pieces)
+    counts = _counts(config, order, strategy, tally, num_rows, pieces)
+    if is_masked:
+        counts |= {"trained_tokens": sum(trained), "untrained_rows": trained.count(0)}
+    return counts
 
 
 def _pack(config: RowsConfig, order: Order, pack: Packer, tally: Tally) -> RowStream:
@@ -222,8 +236,13 @@ def _corpus_digest(folder: Path) -> str:
     return digest((read_manifest(folder) or {}).get("files"))
 
 
-def _too_little(config: RowsConfig, readers: Mapping[str, CorpusReader]) -> str:
+def _too_little(config: RowsConfig, readers: Mapping[str, CorpusReader], dropped: Mapping[str, int]) -> str:
     length = format_size(config.length)
+    if "untrained" in dropped:
+        return (
+            f"no row of {length} holds a token that is trained on, because the assistant's words come later in its "
+            "conversations; use a greater length or pack: fit."
+        )
     if config.pack == "whole":
         longest = {source: int(reader.lens.max(initial=0)) for source, reader in readers.items()}
         source = min(longest, key=lambda source: longest[source])

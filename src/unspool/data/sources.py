@@ -72,6 +72,17 @@ class MdsSource(ReadSource):
     tokens: str = Field("input_ids", description="the column that holds the tokens")
 
 
+class ChatSource(ReadSource):
+    """Conversations, one per record, written out with the model's chat template; only the assistant is trained on."""
+
+    kind: Literal["chat"]
+    path: str = Field(description="JSONL (plain, .gz or .zst) or Parquet files, a folder of them or a pattern")
+    messages: str | None = Field(
+        None, description="the field that holds the messages; null: messages, conversations, conversation or data"
+    )
+    template: str | None = Field(None, description="a Jinja file, for models that have no chat template of their own")
+
+
 class RecallSource(Config):
     """Generated documents that state facts and ask for them again (see recall.py)."""
 
@@ -114,20 +125,7 @@ class SyntheticSource(Config):
         return self
 
 
-class ChatSource(Config):
-    """Conversations for instruction tuning. Can be described, not read yet (see `NOT_READ_YET`)."""
-
-    kind: Literal["chat"]
-    path: str
-    messages: str = "messages"
-    limit: Size | None = None
-
-
-FileSource = TextSource | JsonlSource | ParquetSource | HfSource | ReposSource | TextbooksSource | MdsSource
-Source = Annotated[FileSource | RecallSource | SyntheticSource | ChatSource, Field(discriminator="kind")]
-
-# Recipes may name these kinds, so that they can be written and checked in full; running one is
-# refused before any work starts.
-NOT_READ_YET = {
-    "chat": "Render the conversations with the model's chat template into JSONL and use kind: jsonl.",
-}
+FileSource = (
+    TextSource | JsonlSource | ParquetSource | HfSource | ReposSource | TextbooksSource | MdsSource | ChatSource
+)
+Source = Annotated[FileSource | RecallSource | SyntheticSource, Field(discriminator="kind")]

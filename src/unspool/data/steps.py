@@ -16,12 +16,14 @@ import numpy as np
 from datatrove.data import Document as PipelineDocument
 from datatrove.pipeline.base import PipelineStep
 
+from unspool.data.chat_tokens import ChatEncoder
+from unspool.data.corpus_store import CorpusWriter
 from unspool.data.documents import Bad, Document, Filtered, Item
 from unspool.data.ledger import Ledger
 from unspool.data.readers import file_source, read_strictly, read_units
+from unspool.data.readers.files import Unreadable
 from unspool.data.recall import recall_documents
 from unspool.data.sources import FileSource, RecallSource, SyntheticSource
-from unspool.data.store import CorpusWriter
 from unspool.data.synthetic.make import make_documents, plan_documents
 from unspool.data.synthetic.prose import load_prose
 from unspool.data.tokens import Encoder
@@ -48,13 +50,24 @@ def ledger_path(folder: Path, rank: int) -> Path:
 
 
 class ReadDocuments(PipelineStep):  # type: ignore[misc]
-    """Task r reads the r-th group of units and enters every record into the ledger."""
+    """Task r reads the r-th group of units and enters every record into the ledger.
+
+    Conversations are written out and tokenised here, because some cannot be and go to quarantine instead.
+    """
 
     name = "documents"
     type = "READER"
 
     def __init__(
-        self, source: FileSource, groups: list[list[Path]], *, root: Path, seed: int, vocabulary: int, ledger: Ledger
+        self,
+        source: FileSource,
+        groups: list[list[Path]],
+        *,
+        root: Path,
+        seed: int,
+        vocabulary: int,
+        ledger: Ledger,
+        chat: ChatEncoder | None = None,
     ) -> None:
         super().__init__()
         self.source = source
@@ -63,16 +76,19 @@ class ReadDocuments(PipelineStep):  # type: ignore[misc]
         self.seed = seed
         self.vocabulary = vocabulary
         self.ledger = ledger
+        self.chat = chat
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[PipelineDocument]:
         self.ledger.clear()  # a process may run several tasks with the same steps
         for found in read_units(self.source, self.groups[rank], self.seed):
-            item = _usable(found, self.vocabulary)
+            item = _usable(_written(found, self.chat), self.vocabulary)
             if isinstance(item, Bad):
                 item = replace(item, file=_relative(item.file, self.root))
             self.ledger.enter(item)
             if isinstance(item, Document):
                 metadata = {} if item.tokens is None else {"tokens": item.tokens}
+                if item.loss_mask is not None:
+                    metadata["loss_mask"] = item.loss_mask
                 yield PipelineDocument(text=item.text, id=item.id, metadata=metadata)
 
 
@@ -183,25 +199,41 @@ class WriteDocuments(PipelineStep):  # type: ignore[misc]
     name = "arrow"
     type = "WRITER"
 
-    def __init__(self, folder: Path, limit: int | None, *, ledger: Ledger) -> None:
+    def __init__(self, folder: Path, limit: int | None, *, ledger: Ledger, masked: bool = False) -> None:
         super().__init__()
         self.folder = folder
         self.limit = limit
         self.ledger = ledger
+        self.masked = masked
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
-        sizes: list[tuple[int, int]] = []
+        sizes: list[tuple[int, int, int]] = []
         total = 0
-        with CorpusWriter(shard_path(self.folder, rank)) as writer:
+        with CorpusWriter(shard_path(self.folder, rank), masked=self.masked) as writer:
             for document in data:
                 tokens = document.metadata["tokens"]
-                writer.append(document.id, tokens)
-                sizes.append((len(tokens), len(document.text)))
+                mask = document.metadata.get("loss_mask")
+                writer.append(document.id, tokens, mask)
+                # The first token is asked for by nothing.
+                trained = len(tokens) - 1 if mask is None else np.count_nonzero(mask[1:])
+                sizes.append((len(tokens), len(document.text), int(trained)))
                 total += len(tokens)
                 if self.limit is not None and total >= self.limit:
                     break
-        np.save(sizes_path(self.folder, rank), np.array(sizes, dtype=np.int64).reshape(-1, 2))
+        np.save(sizes_path(self.folder, rank), np.array(sizes, dtype=np.int64).reshape(-1, 3))
         self.ledger.save(ledger_path(self.folder, rank))
+
+
+def _written(item: Item, chat: ChatEncoder | None) -> Item:
+    """The item, a conversation as text and tokens, or why it cannot be."""
+    if chat is None or not isinstance(item, Document):
+        return item
+    try:
+        encoded = chat.encode(item.messages)
+    except Unreadable as error:
+        file, _, record = item.id.rpartition(":")
+        return Bad(file, f"record {record}", error.reason, error.detail)
+    return Document(item.id, encoded.text, encoded.tokens, loss_mask=encoded.loss_mask)
 
 
 def _usable(item: Item, vocabulary: int) -> Item:

@@ -1,19 +1,17 @@
-"""The Arrow files of corpora and rows: written in batches, read through a memory map.
+"""The Arrow files of rows: written in batches, read through a memory map.
 
-In: token arrays. Out: `docs-00000.arrow` (id, tokens) and `rows-00000.arrow` (tokens, doc_lens,
-loss_mask, source, attention) that any Arrow reader opens.
-Promise: any document or row is found in constant time and handed out without a copy; a file is
-renamed into place when complete. The arrays are views of the file and cannot be written to.
-Elsewhere: manifests and folders (base/artefact.py), what is in a row (pack.py, tangle.py).
+In: `Row`s. Out: `rows-00000.arrow` … (tokens, doc_lens, loss_mask, source, attention) that any Arrow reader opens.
+Promise: any row is found in constant time and handed out without a copy; a file is renamed into place when
+complete. The arrays are views of the file and cannot be written to.
+Elsewhere: corpora (corpus_store.py), manifests and folders (base/artefact.py), what is in a row (pack.py, tangle.py).
 """
 
-import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -24,8 +22,6 @@ from unspool.base.errors import DataError
 BATCH_TOKENS = 1 << 20
 # Tokens per rows file; a file of this size is 1 GiB.
 FILE_TOKENS = 1 << 28
-
-_DOCS = pa.schema([("id", pa.string()), ("tokens", pa.large_list(pa.uint32()))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +37,7 @@ class Row:
     positions: np.ndarray | None = None  # int32[L]; None: 0, 1, 2 … in what attends to itself
 
 
-class _ArrowFile:
+class ArrowFile:
     """An Arrow IPC file under a temporary name, renamed when it is closed without error."""
 
     def __init__(self, path: Path, schema: Any) -> None:
@@ -61,153 +57,6 @@ class _ArrowFile:
     def abandon(self) -> None:
         self._sink.close()
         self._aside.unlink()
-
-
-class CorpusWriter:
-    """Writes the documents of one shard: `with CorpusWriter(path) as writer: writer.append(id, tokens)`."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = _ArrowFile(path, _DOCS)
-        self._ids: list[str] = []
-        self._docs: list[np.ndarray] = []
-        self._held = 0
-
-    def append(self, doc_id: str, tokens: np.ndarray) -> None:
-        self._ids.append(doc_id)
-        self._docs.append(tokens)
-        self._held += len(tokens)
-        if self._held >= BATCH_TOKENS:
-            self._flush()
-
-    def _flush(self) -> None:
-        if not self._docs:
-            return
-        offsets = np.cumsum([0, *map(len, self._docs)], dtype=np.int64)
-        tokens = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(self._docs)))
-        self._file.write(pa.record_batch([pa.array(self._ids, pa.string()), tokens], schema=_DOCS))
-        self._ids, self._docs, self._held = [], [], 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is not None:
-            self._file.abandon()
-            return
-        self._flush()
-        self._file.finish()
-
-
-class StoredTokens:
-    """A document's tokens, read when sliced and not mapped: `len(tokens)`, `tokens[start:stop]`."""
-
-    __slots__ = ("_file", "_len", "_offset")
-
-    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
-        self._file, self._offset, self._len = file, offset, length
-
-    def __len__(self) -> int:
-        return self._len
-
-    def __getitem__(self, span: slice) -> np.ndarray:
-        start, stop, _ = span.indices(self._len)
-        data = os.pread(self._file.fileno(), 4 * (stop - start), self._offset + 4 * start)
-        return np.frombuffer(data, dtype=np.uint32)
-
-
-class CorpusReader:
-    """The documents of some corpus files, in order: `len`, `reader[i]`, iteration, `lens`, `id(i)`, `stored(i)`."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-        self._files: list[BinaryIO] = []  # opened when a document is first asked for as stored
-        self._first_docs: list[int] = []  # of each file
-        self._byte_starts = np.zeros(0, dtype=np.int64)  # where in its file each document's tokens begin
-        self._starts: list[int] = []
-        self._batches: list[tuple[np.ndarray, np.ndarray, Any]] = []
-        lens: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
-        count = 0
-        for path in paths:
-            file = _open(path)
-            for number in range(file.num_record_batches):
-                batch = file.get_batch(number)
-                offsets = batch.column("tokens").offsets.to_numpy()
-                self._starts.append(count)
-                self._batches.append((offsets, batch.column("tokens").values.to_numpy(), batch.column("id")))
-                lens.append(np.diff(offsets))
-                count += batch.num_rows
-        self.lens = np.concatenate(lens)  # tokens of each document
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.lens.sum())
-
-    def __len__(self) -> int:
-        return len(self.lens)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        (offsets, tokens, _), inner = self._find(index)
-        return tokens[offsets[inner] : offsets[inner + 1]]
-
-    def stored(self, index: int) -> StoredTokens:
-        """The same as `reader[index]`, for reading a whole corpus in random order.
-
-        A page that is mapped counts as this process's memory, and the kernel maps a megabyte and more around
-        each access, so that random access soon counts the whole corpus.
-        """
-        if not self._files:
-            self._locate()
-        file = self._files[bisect_right(self._first_docs, index) - 1]
-        return StoredTokens(file, int(self._byte_starts[index]), int(self.lens[index]))
-
-    def _locate(self) -> None:
-        starts: list[np.ndarray] = []
-        batch_numbers = iter(range(len(self._batches)))
-        for path in self._paths:
-            self._files.append(path.open("rb", buffering=0))
-            self._first_docs.append(sum(map(len, starts)))
-            for begin, number in zip(_token_places(path), batch_numbers, strict=False):
-                starts.append(begin + 4 * self._batches[number][0][:-1])
-        self._byte_starts = np.concatenate(starts)
-
-    def id(self, index: int) -> str:
-        (_, _, ids), inner = self._find(index)
-        return str(ids[inner])
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        for offsets, tokens, _ in self._batches:
-            for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
-                yield tokens[start:stop]
-
-    def _find(self, index: int) -> tuple[tuple[np.ndarray, np.ndarray, Any], int]:
-        if not 0 <= index < len(self.lens):
-            raise IndexError(f"document {index} of {len(self.lens)}")
-        number = bisect_right(self._starts, index) - 1
-        return self._batches[number], index - self._starts[number]
-
-
-def _token_places(path: Path) -> list[int]:
-    """Where in a corpus file the tokens of each batch begin, in bytes."""
-    mapped = pa.memory_map(str(path))
-    base = mapped.read_buffer(1).address
-    mapped.seek(0)
-    arrow = pa.ipc.open_file(mapped)
-    columns = [arrow.get_batch(number).column("tokens").values for number in range(arrow.num_record_batches)]
-    return [values.buffers()[1].address - base + 4 * values.offset for values in columns]
-
-
-def open_corpus(folder: Path) -> CorpusReader:
-    return CorpusReader(sorted(folder.glob("docs-*.arrow")))
-
-
-def keep_first(path: Path, count: int) -> None:
-    """Shorten a corpus file to its first `count` documents; nothing happens if it has no more."""
-    reader = CorpusReader([path])
-    if count >= len(reader):
-        return
-    with CorpusWriter(path) as writer:
-        for index in range(count):
-            writer.append(reader.id(index), reader[index])
 
 
 class RowWriter:
@@ -234,7 +83,7 @@ class RowWriter:
         # The size of the batches lets a reader find row i by arithmetic.
         self._schema = pa.schema(columns, metadata={"rows_per_batch": str(self._per_batch)})
         self._rows: list[Row] = []
-        self._file: _ArrowFile | None = None
+        self._file: ArrowFile | None = None
         self._files = 0
         self._batches = 0  # in the open file
 
@@ -249,7 +98,7 @@ class RowWriter:
         if not rows:
             return
         if self._file is None:
-            self._file = _ArrowFile(self._folder / f"rows-{self._files:05d}.arrow", self._schema)
+            self._file = ArrowFile(self._folder / f"rows-{self._files:05d}.arrow", self._schema)
             self._files += 1
         self._file.write(self._batch(rows))
         self._batches += 1
@@ -301,7 +150,7 @@ class RowSet:
     """The rows of a folder: `len(rows)`, `rows[i]`, `rows.row_len`."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._files = [_open(path) for path in paths]
+        self._files = [open_arrow(path) for path in paths]
         self._per_batch = int((self._files[0].schema.metadata or {})[b"rows_per_batch"])
         self.row_len: int = self._files[0].schema.field("tokens").type.list_size
         self._starts: list[int] = []
@@ -365,7 +214,7 @@ def open_rows(folder: Path) -> RowSet:
     return RowSet(paths)
 
 
-def _open(path: Path) -> Any:
+def open_arrow(path: Path) -> Any:
     try:
         return pa.ipc.open_file(pa.memory_map(str(path)))
     except (OSError, pa.ArrowInvalid) as error:

@@ -18,13 +18,14 @@ from transformers import PreTrainedTokenizerFast
 from unspool.base.progress import say
 from unspool.base.rng import rng_for
 from unspool.data.config import RowsConfig
+from unspool.data.corpus_store import CorpusReader
 from unspool.data.embeddings import Embed
 from unspool.data.interleave import interleave_rows
 from unspool.data.labels import attended_lens
 from unspool.data.negatives import build_negatives
 from unspool.data.pack import PACKERS, Packer
 from unspool.data.skips import skip_positions
-from unspool.data.store import CorpusReader, Row
+from unspool.data.store import Row
 from unspool.data.tangle import build_tangler
 
 
@@ -49,6 +50,11 @@ class Means:
     seed: int
     name: str  # of the rows set
     embed: Embed | None = None  # vectors of texts, for retriever: embeddings
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some source has loss masks."""
+        return any(reader.is_masked for reader in self.readers.values())
 
 
 def build_strategy(config: RowsConfig, means: Means) -> Strategy:
@@ -77,7 +83,7 @@ def finish_rows(rows: Sequence[Row], config: RowsConfig, rng: np.random.Generato
 
 
 def _plain(config: RowsConfig, means: Means) -> Strategy:
-    return Strategy(pack=partial(PACKERS[config.pack], pad=means.pad), masked=config.pack == "fit")
+    return Strategy(pack=partial(PACKERS[config.pack], pad=means.pad), masked=means.is_masked or config.pack == "fit")
 
 
 def _tangle(config: RowsConfig, means: Means) -> Strategy:
@@ -90,7 +96,7 @@ def _tangle(config: RowsConfig, means: Means) -> Strategy:
 
 def _interleave(config: RowsConfig, means: Means) -> Strategy:
     # Documents fill rows as ever, and only the order within a row changes (`finish_rows`).
-    return Strategy(pack=PACKERS[config.pack], pieced=True)
+    return Strategy(pack=PACKERS[config.pack], masked=means.is_masked, pieced=True)
 
 
 def _negatives(config: RowsConfig, means: Means) -> Strategy:
@@ -99,7 +105,9 @@ def _negatives(config: RowsConfig, means: Means) -> Strategy:
     negatives = build_negatives(config.negatives, means.readers, keep_rest=config.pack == "concat", embed=means.embed)
     # Not in the manifest, which is the same for every run.
     say(f"rows {means.name}: index built in {time.perf_counter() - began:.1f} s")
-    return Strategy(pack=negatives.pack, pieced=True, counts_documents=False, cost=negatives.cost)
+    return Strategy(
+        pack=negatives.pack, masked=means.is_masked, pieced=True, counts_documents=False, cost=negatives.cost
+    )
 
 
 BUILDERS: dict[str | None, Callable[[RowsConfig, Means], Strategy]] = {

@@ -114,7 +114,8 @@ class Tangler:
             pieces = scatter(units, points, self.config, place_rng)
             labels = gather_labels(units, window.choices, window.row_choices, pools, backtrace=self.config.backtrace)
             texts = [doc.tokens for doc in window.docs]
-            written = write(pieces, units, texts, labels, list(self.knots.values()))
+            masks = [doc.loss_mask for doc in window.docs if doc.loss_mask is not None]
+            written = write(pieces, units, texts, labels, list(self.knots.values()), masks)
             made = 0
             try:
                 for row in _rows(window, units, pieces, written, row_len):

@@ -47,8 +47,15 @@ class Written:
     piece_lens: np.ndarray  # int32, with marks
 
 
-def write(pieces: Pieces, units: Units, texts: Sequence[np.ndarray], labels: Labels, knots: Sequence[int]) -> Written:
-    """`knots` are the ids of the knots in the order of their names."""
+def write(
+    pieces: Pieces,
+    units: Units,
+    texts: Sequence[np.ndarray],
+    labels: Labels,
+    knots: Sequence[int],
+    masks: Sequence[np.ndarray] = (),
+) -> Written:
+    """`knots` are the ids of the knots in the order of their names; `masks` are of the documents, if they have any."""
     room = _room(pieces, units, labels)
     marks = _marks(pieces, units, labels, room, knots)
 
@@ -56,14 +63,19 @@ def write(pieces: Pieces, units: Units, texts: Sequence[np.ndarray], labels: Lab
     parts: list[np.ndarray] = [marks] * (2 * len(pieces) + 1)
     borders = [0, *room.afters.tolist(), len(marks)]
     parts[0::2] = [marks[start:stop] for start, stop in pairwise(borders)]
-    places = (units.docs[pieces.units], pieces.starts, pieces.starts + pieces.lens)
-    parts[1::2] = [texts[doc][start:stop] for doc, start, stop in zip(*(each.tolist() for each in places), strict=True)]
+    columns = (units.docs[pieces.units], pieces.starts, pieces.starts + pieces.lens)
+    places = [*zip(*(each.tolist() for each in columns), strict=True)]
+    parts[1::2] = [texts[doc][start:stop] for doc, start, stop in places]
     tokens = np.concatenate(parts, dtype=np.uint32)
 
     before, after = room.before, room.after
     piece_lens = before + pieces.lens + after
     begins = np.cumsum(piece_lens) - piece_lens
     mask = np.ones(len(tokens), dtype=np.bool_)
+    if masks:
+        mask[_ragged(begins + before, pieces.lens)] = np.concatenate(
+            [masks[doc][start:stop] for doc, start, stop in places]
+        )
     # The marks before a piece's text, and its first token.
     mask[_ragged(begins, before + 1)] = False
     # What follows the text first, a tail knot or <S>, and <S> after a tail knot.

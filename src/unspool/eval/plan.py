@@ -22,6 +22,7 @@ from unspool.eval.score import score_answer
 from unspool.eval.stats import accuracy_cells, loss_cells
 from unspool.eval.tasks import kv, loss, niah
 from unspool.eval.text import heldout_documents
+from unspool.model.buckets import bucket_losses
 
 Runnable = NiahEval | KvEval | LossEval
 Sample = dict[str, Any]
@@ -113,7 +114,7 @@ class Plan:
         if not np.isfinite(losses).all():
             at = int(np.flatnonzero(~np.isfinite(losses))[0]) + 1
             raise DataError(f"loss: the model gives no finite loss at position {at}; its weights are damaged.")
-        buckets = loss.bucket_losses(losses)
+        buckets = bucket_losses(losses)
         return {**_sample(unit, unit.index, None, ids), "score": float(losses.mean()), "losses": buckets}
 
     def _units(self, config: Runnable) -> list[Unit]:

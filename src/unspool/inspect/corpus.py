@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 
 from unspool.base.errors import ConfigError, DataError
-from unspool.data.store import CorpusReader
+from unspool.data.corpus_store import CorpusReader
 from unspool.inspect.choose import check_index, choose
 from unspool.inspect.damage import check_files
 from unspool.inspect.place import Place
@@ -58,24 +58,32 @@ class Corpus:
     def item(self, index: int, show: Show) -> Item:
         tokens = self._docs[index]
         decoder = self._reading.decoder
-        # Nobody has decided yet what will be asked for; that is the rows' business.
-        asked = np.ones(len(tokens), dtype=np.bool_)
-        unended = decoder is not None and decoder.eos is not None and len(tokens) and int(tokens[-1]) != decoder.eos
+        mask = self._docs.loss_mask(index)
+        # Without a mask nobody has decided yet what will be asked for; that is the rows' business.
+        asked = np.ones(len(tokens), dtype=np.bool_) if mask is None else mask
+        # Conversations end as their template ends them.
+        eos = None if decoder is None or mask is not None else decoder.eos
+        unended = eos is not None and len(tokens) and int(tokens[-1]) != eos
         name = self._docs.id(index)
         return Item(
             index=index,
             name=f"document {index}",
             among=f"of 0–{len(self) - 1}",
-            facts=[name, f"{len(tokens):,} tokens", "no EOS at its end" if unended else ""],
+            facts=[name, f"{len(tokens):,} tokens", "no EOS at its end" if unended else "", _loss(mask)],
             parts=[
                 Part(
                     title=name,
                     length=len(tokens),
                     spans=spans_of(tokens, control_roles(tokens, decoder), asked, decoder, show),
                     group=index,
+                    trained=None if mask is None else int(mask.sum()),
                 )
             ],
         )
+
+
+def _loss(mask: np.ndarray | None) -> str:
+    return "" if mask is None else f"loss on {100 * float(mask.mean()):.1f}% of tokens"
 
 
 def _describe(source: dict[str, object]) -> str:

@@ -16,7 +16,7 @@ from unspool.base.html import templates_in, write_html
 from unspool.inspect.collection import Collection
 from unspool.inspect.histogram import length_chart
 from unspool.inspect.summary import Summary
-from unspool.inspect.views import Item, Part, Show, Span
+from unspool.inspect.views import Item, Part, Show, Span, trained_runs
 from unspool.inspect.visible import one_line, visible
 
 # Tokens of a long document on the page; a whole book would make it too slow to open.
@@ -90,6 +90,7 @@ def render(sections: Sequence[tuple[Summary, list[Item]]]) -> str:
         sections=views,
         has_knots="knot" in roles,
         has_control="control" in roles,
+        has_trained=any(part.trained is not None for _, items in sections for item in items for part in item.parts),
         has_silence=any(not span.loss for span in spans),
         version=__version__,
     )
@@ -128,6 +129,7 @@ def _item(item: Item, name: str, number: int, count: int) -> ItemView:
 
 def _part(part: Part, anchor: str) -> PartView:
     shown, folded = fold(part.spans)
+    marked = part.trained is not None
     rest = sum(len(span.text) for span in folded)
     borders = any(span.ids for span in folded)
     return PartView(
@@ -137,8 +139,8 @@ def _part(part: Part, anchor: str) -> PartView:
         length=f"{part.length:,} {part.unit}" if part.length else "",
         facts=[one_line(fact) for fact in part.facts],
         colour=_colour(part),
-        shown=_markup(shown),
-        folded=_markup(folded),
+        shown=_markup(shown, marked),
+        folded=_markup(folded, marked),
         more=f"{len(folded):,} more tokens" if borders else f"{rest:,} more characters",
     )
 
@@ -178,8 +180,13 @@ def _fold_point(text: str, chars: int, lines: int) -> int | None:
     return space + 1 if space >= 0 else chars
 
 
-def _markup(spans: list[Span]) -> Markup:
-    return Markup("").join(_span(span) for span in spans)
+def _markup(spans: list[Span], mark_trained: bool) -> Markup:
+    """`mark_trained` puts what is trained on in marks of its own, which say so without colours too."""
+    runs = []
+    for is_trained, run in trained_runs(spans):
+        text = Markup("").join(_span(span) for span in run)
+        runs.append(Markup('<mark class="trained">{}</mark>').format(text) if is_trained and mark_trained else text)
+    return Markup("").join(runs)
 
 
 def _span(span: Span) -> Markup:

@@ -37,6 +37,7 @@ def _part(part: Part) -> dict[str, Any]:
         "length": part.length,
         "unit": part.unit,
         "facts": part.facts,
+        "trained": part.trained,
         "group": part.group,
         "spans": [
             {"text": span.text, "role": span.role, "loss": span.loss} | ({"id": span.ids[0]} if span.ids else {})

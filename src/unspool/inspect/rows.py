@@ -50,6 +50,8 @@ class Rows:
         except (KeyError, TypeError, AttributeError, IndexError, ValueError, OSError, pa.ArrowException) as error:
             raise DataError(f"{place.path}: its Arrow files hold no rows of unspool; build them again.") from error
         self._tangled = is_tangled(place)
+        # Conversations end as their template ends them, not with EOS.
+        self._is_chat = "trained_tokens" in place.counts
         self._pieced = self._tangled or any(self._settings.get(name) for name in STRATEGIES)
 
     def __len__(self) -> int:
@@ -157,7 +159,11 @@ class Rows:
         if row.positions is not None:
             for number, (start, stop) in enumerate(zip(starts, stops, strict=True)):
                 facts[number].append(position_fact(row.positions[start:stop]))
-        count = len(starts) - bool(self._padding(row))
+        padding = self._padding(row)
+        count = len(starts) - bool(padding)
+        held = len(row.tokens) - padding
+        # Tangled rows leave out their marks, which look different anyway.
+        is_masked = row.loss_mask is not None and not self._tangled and not bool(row.loss_mask[:held].all())
         parts = [
             Part(
                 title=f"{self._part} {number + 1} of {count}",
@@ -166,6 +172,7 @@ class Rows:
                 spans=spans_of(row.tokens[start:stop], roles[start:stop], asked[start:stop], self._decoder, show),
                 group=groups[number],
                 start=start,
+                trained=int(asked[start:stop].sum()) if is_masked else None,
             )
             for number, (start, stop) in enumerate(zip(starts[:count], stops, strict=False))
         ]
@@ -217,12 +224,14 @@ class Rows:
         if self._settings.get("pack") != "fit" or row.loss_mask is None:
             return 0
         length = int(row.doc_lens[-1])
+        if self._is_chat and (row.tokens[-length:] != row.tokens[-1]).any():
+            return 0  # the last words of a conversation may go without loss too; padding is one token again and again
         return 0 if row.loss_mask[-length:].any() else length
 
     def _cuts(self, row: Row, index: int, number: int) -> list[str]:
         """Where a document of a row that is not tangled goes on outside of it."""
         decoder = self._decoder
-        if decoder is None or decoder.eos is None or self._pieced:
+        if decoder is None or decoder.eos is None or self._pieced or self._is_chat:
             return []
         stops = np.cumsum(row.doc_lens)
         start, stop = int(stops[number] - row.doc_lens[number]), int(stops[number])

@@ -13,11 +13,13 @@ from rich.text import Text
 
 from unspool.inspect.listing import Entry
 from unspool.inspect.summary import Summary
-from unspool.inspect.views import Item, Part, Show, Span, shown_line
+from unspool.inspect.views import Item, Part, Show, Span, shown_line, trained_runs
 from unspool.inspect.visible import one_line, visible
 
 # Tokens shown of a long document, at its start and at its end.
 SHORT = Show(head=160, tail=60)
+# Around what is trained on, where a mask leaves out the rest; dim and bright alone would be lost without colours.
+OPEN, CLOSE = "⟦", "⟧"
 # Documents shown of a row that holds many, at its start and at its end.
 _FIRST, _LAST = 8, 2
 
@@ -51,6 +53,8 @@ def print_summary(console: Console, summary: Summary) -> None:
 def print_item(console: Console, item: Item, *, full: bool) -> None:
     console.print()
     console.print(Text(f"━━ {item.title} · {shown_line(item.facts)}", style="bold"), soft_wrap=True)
+    if any(part.trained is not None for part in item.parts):
+        console.print(f"{OPEN}…{CLOSE} is trained on, the rest is only read")
     hidden = range(0) if full or len(item.parts) <= _FIRST + _LAST + 1 else range(_FIRST, len(item.parts) - _LAST)
     for number, part in enumerate(item.parts):
         if number in hidden:
@@ -71,12 +75,21 @@ def print_part(console: Console, part: Part, *, alone: bool) -> None:
         colour = _COLOURS[part.group % len(_COLOURS)] if part.group >= 0 else "bright_black"
         console.print(Text(f"── {title} ──", style=colour), soft_wrap=True)
     if part.spans:
-        console.print(styled(part.spans))
+        console.print(styled(part.spans, mark_trained=part.trained is not None))
 
 
-def styled(spans: Sequence[Span]) -> Text:
+def styled(spans: Sequence[Span], *, mark_trained: bool = False) -> Text:
     """Spans as one text, safe to print, that wraps at words or, where tokens are shown, between tokens."""
     text = Text(tab_size=4)
+    for is_trained, run in trained_runs(spans):
+        text.append(OPEN if is_trained and mark_trained else "", "bold green")
+        _append(text, run)
+        text.append(CLOSE if is_trained and mark_trained else "", "bold green")
+    text.rstrip()
+    return text
+
+
+def _append(text: Text, spans: Sequence[Span]) -> None:
     for span in spans:
         style = _STYLES[span.role] if span.loss else f"dim {_STYLES[span.role]}".strip()
         if span.role == "hidden":
@@ -87,8 +100,6 @@ def styled(spans: Sequence[Span]) -> Text:
             text.append(" ")
         else:
             text.append(visible(span.text), style)
-    text.rstrip()
-    return text
 
 
 def _token(span: Span) -> str:

@@ -6,8 +6,9 @@ Promise: nothing is claimed that the tokens do not show; what is left out for sp
 Elsewhere: spelling tokens (decode.py), tangled rows (knots.py), drawing (terminal.py, page.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Literal
 
 import numpy as np
@@ -39,6 +40,7 @@ class Part:
     spans: list[Span] = field(default_factory=list)
     group: int = 0  # parts of one document share it
     start: int = 0  # in the row
+    trained: int | None = None  # tokens that carry loss, where a mask leaves out others; it is then shown which
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,12 @@ def spans_of(
         spans.append(Span(f"{tail - head:,} tokens hidden", "hidden"))
         spans += _stretch(tokens[tail:], roles[tail:], loss[tail:], decoder, show)
     return spans
+
+
+def trained_runs(spans: Sequence[Span]) -> Iterator[tuple[bool, list[Span]]]:
+    """Spans in runs that carry loss or do not; what is hidden stands alone, and whether it does is not known."""
+    for (is_hidden, loss), run in groupby(spans, lambda span: (span.role == "hidden", span.loss)):
+        yield loss and not is_hidden, list(run)
 
 
 def text_spans(text: str, show: Show, *, chars_per_token: int = 4) -> list[Span]:

@@ -45,14 +45,25 @@ def attend(
     # Per-head rotation and mixed precision leave queries and keys in fp32; the kernels want one dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
     doc_lens = kwargs.get("doc_lens")
-    assert doc_lens is None or (len(query), sum(doc_lens)) == (1, key.shape[2]), "doc_lens must cover one packed row"
     rules = Rules(scaling=scaling, window=_window(key, doc_lens, kwargs), softcap=kwargs.get("softcap"))
     sinks = kwargs.get("s_aux")
-    if attention_cuda.fits(query, key, value) and rules.softcap is None and sinks is None:
-        out = attention_cuda.attend(query, key, value, rules, doc_lens)
+    # Where a row lies on several devices, something stands between it and the kernel that brings it together.
+    exchange = getattr(module, "exchange", None)
+    if exchange is None:
+        out = compute(query, key, value, rules, sinks, doc_lens)
     else:
-        out = reference(query, key, value, rules, sinks, doc_lens).transpose(1, 2)
+        out = exchange(compute, query, key, value, rules, sinks, doc_lens)
     return out.contiguous(), None
+
+
+def compute(
+    query: Tensor, key: Tensor, value: Tensor, rules: Rules, sinks: Tensor | None, doc_lens: tuple[int, ...] | None
+) -> Tensor:
+    """[B, S, H, D], by the fastest kernel that takes these."""
+    assert doc_lens is None or (len(query), sum(doc_lens)) == (1, key.shape[2]), "doc_lens must cover one packed row"
+    if attention_cuda.fits(query, key, value) and rules.softcap is None and sinks is None:
+        return attention_cuda.attend(query, key, value, rules, doc_lens)
+    return reference(query, key, value, rules, sinks, doc_lens).transpose(1, 2)
 
 
 def _refuse_what_is_not_exact(module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:

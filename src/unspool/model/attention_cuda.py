@@ -25,8 +25,8 @@ from unspool.model.attention_reference import Rules
 KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 # The crossover: from how many FLOP of its forward pass on a document is worth a cuDNN call of its own, by the size
 # of heads up to which that holds. Below, the time goes into launching; above the last size cuDNN has no backward pass.
-# `python benchmarks/attention.py --crossover` measures it.
-DENSE_FROM: dict[int, float] = {64: 2e10, 128: 1e11}
+# `python benchmarks/attention.py --crossover` measures it; these are an H200's.
+DENSE_FROM: dict[int, float] = {64: 4.3e10, 128: 3.4e10}
 # Lengths between one power of two and the next: more of them waste less on padding and cost more planning.
 LENGTHS_PER_OCTAVE = 16
 # FlashAttention-2's largest heads.

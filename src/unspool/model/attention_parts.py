@@ -5,32 +5,24 @@ a few heads, and a recomputed layer takes the kernel's output from the forward p
 Promise: query heads stay with the KV head they share, and with its frequencies where heads have their own.
 Price: kept are the outputs of attention operators (for kernels with a backward pass of their own: also their
 log-sum-exp), one hidden state per token and layer.
-Elsewhere: attention itself (attention.py).
+Elsewhere: attention itself (attention.py), how results are kept (keep.py).
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from unspool.base.errors import ConfigError
+from unspool.model.keep import around
 from unspool.model.parts import attention_of
 
 NAME = "unspool-in-parts"
 # Kernels that count elements in 32 bits would go astray beyond.
 MOST_ELEMENTS = 1 << 31
-
-Contexts = Callable[[], AbstractContextManager[Any]]
-# What surrounds the next call of the attention function in this thread.
-_around: ContextVar[Contexts | None] = ContextVar("around_attention", default=None)
 
 
 def apply_attention_parts(layers: list[nn.Module], *, heads_at_once: int | None) -> None:
@@ -81,8 +73,7 @@ def attend_in_parts(
 
 
 def _attend(attend: Any, module: Any, *args: Any, **kwargs: Any) -> Tensor:
-    around = _around.get()
-    with nullcontext() if around is None else around():
+    with around():
         out: Tensor = attend(module, *args, **kwargs)[0]
         return out
 
@@ -106,33 +97,3 @@ def _within_reach(part: Tensor) -> Tensor:
     """
     reach = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
     return part.transpose(1, 2).contiguous().transpose(1, 2) if reach >= MOST_ELEMENTS else part
-
-
-def keeping_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For `checkpoint`: contexts of a region's forward pass and of its recomputation."""
-    # A pair for each call, since only attention is to run under the modes that keep and give back.
-    kept: list[AbstractContextManager[Any]] = []
-
-    def keep() -> AbstractContextManager[Any]:
-        keeping, giving = create_selective_checkpoint_contexts(_keep_attention)  # type: ignore[no-untyped-call]
-        kept.append(giving)
-        context: AbstractContextManager[Any] = keeping
-        return context
-
-    return _surround(lambda: keep), _surround(lambda: partial(next, iter(kept)))
-
-
-@contextmanager
-def _surround(make: Callable[[], Contexts]) -> Iterator[None]:
-    token = _around.set(make())
-    try:
-        yield
-    finally:
-        _around.reset(token)
-
-
-def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """All attention kernels are operators of their own, and named so."""
-    name = str(operator)
-    is_kernel = ("attention" in name or "attn" in name) and "backward" not in name
-    return CheckpointPolicy.MUST_SAVE if is_kernel else CheckpointPolicy.PREFER_RECOMPUTE

@@ -3,14 +3,13 @@
 In: a model, a `MemoryPolicy`. Out: the same model with wrapped layers; weights and their names stay as they are.
 Promise: loss and gradients are those without any of it: the same bits, or in tiles the same up to rounding.
 Price: time; docs/memory.md says which.
-Elsewhere: recompute.py, offload.py, tiling.py, attention_parts.py do the work; loss.py has its own chunks.
+Elsewhere: recompute.py, keep.py, offload.py, tiling.py, attention_parts.py do the work; loss.py has its own chunks.
 """
 
 from typing import Any
 
 from unspool.model.attention_parts import apply_attention_parts
 from unspool.model.memory_policy import MemoryPolicy
-from unspool.model.offload import Offloader
 from unspool.model.parts import check_token_part, layers_of, token_parts
 from unspool.model.recompute import apply_recompute
 from unspool.model.tiling import apply_tiles
@@ -31,5 +30,5 @@ def apply_memory(model: Any, policy: MemoryPolicy) -> None:
     if keep_attention or policy.attention_heads_at_once is not None:
         apply_attention_parts(layers, heads_at_once=policy.attention_heads_at_once)
     if policy.recompute != "none":
-        offloader = Offloader(next(model.parameters()).device) if policy.offload else None
-        apply_recompute(layers, every=policy.recompute_every, keep_attention=keep_attention, offloader=offloader)
+        policy.check_layers(len(layers))
+        apply_recompute(layers, policy, next(model.parameters()).device)

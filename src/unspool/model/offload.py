@@ -4,10 +4,11 @@ In: tensors in the order of the layers. Out: the same tensors, asked for in the 
 Promise: every byte comes back; the device computes while bytes move, on a stream of their own.
 Host memory is a pool of blocks of one size, pinned once and used again by every micro-batch whatever its length.
 A tensor of any size takes whole blocks: pinned memory comes in powers of two, so one tensor of 5 GiB would take 8.
-Elsewhere: which tensors these are (recompute.py).
+Elsewhere: which tensors these are (recompute.py, keep.py).
 On a CPU there is no other memory to move to. The same blocks are filled and emptied there, which saves nothing.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 BLOCK_BYTES = 64 << 20
+# Bytes that may wait on the device for their copies to the host; more would be faster and take more memory.
+MOST_LEAVING = 6 << 30
 
 
 @dataclass(eq=False)
@@ -26,7 +29,7 @@ class Stored:
     shape: torch.Size
     dtype: torch.dtype
     blocks: list[Tensor]
-    before: "Stored | None"  # will be asked for next
+    before: "Stored | None"  # will be asked for next, where that is known
     on_device: Tensor | None  # until the copy is done, and again from the prefetch on
     copied: Any  # CUDA event of the last copy, in either direction
 
@@ -40,40 +43,40 @@ class Offloader:
         self.num_blocks = 0
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._leaving: Stored | None = None
+        self._leaving: deque[Stored] = deque()
 
-    def put(self, tensor: Tensor, *, before: Stored | None) -> Stored:
-        """Start the copy to the host; the tensor is let go when the next one is put away."""
-        self._let_go()
+    def put(self, tensor: Tensor, *, before: Stored | None = None) -> Stored:
+        """Start the copy to the host; the tensor is let go when a later one is put away."""
         tensor = tensor.detach().contiguous()
         content = _as_bytes(tensor)
+        self._let_go(len(content))
         blocks = [self._block() for _ in range(0, len(content), self.block_bytes)]
         stored = Stored(tensor.shape, tensor.dtype, blocks, before, on_device=tensor, copied=None)
         with self._beside():
             for block, piece in zip(blocks, torch.split(content, self.block_bytes), strict=True):
                 block[: len(piece)].copy_(piece, non_blocking=True)
             stored.copied = self._mark()
-        self._leaving = stored
+        self._leaving.append(stored)
         return stored
 
     def take(self, stored: Stored) -> Tensor:
         """The tensor on the device again, once; the one before it starts on its way."""
         assert stored.blocks or stored.on_device is not None, "a checkpoint was asked for twice"
-        self._fetch(stored)
+        self.fetch(stored)
         self._wait(stored.copied)
         tensor = stored.on_device
         assert tensor is not None
         stored.on_device = None
         self._give_back(stored)
-        if self._leaving is stored:
-            self._leaving = None
-        self._let_go()
+        if stored in self._leaving:
+            self._leaving.remove(stored)
         if stored.before is not None:
-            self._fetch(stored.before)
+            self.fetch(stored.before)
         return tensor
 
-    def _fetch(self, stored: Stored) -> None:
-        if stored.on_device is not None:
+    def fetch(self, stored: Stored) -> None:
+        """Start the copy to the device, unless the tensor is there or has been taken."""
+        if stored.on_device is not None or not stored.blocks:
             return
         # Memory of the computing stream: it is used there, and freed there after the wait for the copy.
         tensor = torch.empty(stored.shape, dtype=stored.dtype, device=self._device)
@@ -84,12 +87,16 @@ class Offloader:
             stored.copied = self._mark()
         stored.on_device = tensor
 
-    def _let_go(self) -> None:
-        """The device memory of the tensor put away last, which its copy has read by now or soon."""
-        if self._leaving is not None:
-            self._wait(self._leaving.copied)
-            self._leaving.on_device = None
-            self._leaving = None
+    def _let_go(self, coming: int) -> None:
+        """Device memory of tensors that have been copied; of the oldest others as well if too much is on its way."""
+        while self._leaving:
+            oldest = self._leaving[0]
+            on_its_way = coming + sum(len(stored.blocks) for stored in self._leaving) * self.block_bytes
+            if on_its_way <= MOST_LEAVING and not (oldest.copied is None or oldest.copied.query()):
+                return
+            self._wait(oldest.copied)
+            oldest.on_device = None
+            self._leaving.popleft()
 
     def _block(self) -> Tensor:
         if self.free:

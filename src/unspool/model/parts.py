@@ -70,11 +70,5 @@ def check_token_part(part: nn.Module, hidden_size: int) -> None:
     )
 
 
-def compile_parts(model: Any) -> None:
-    """Fuse norms and MLPs. Their `forward` is compiled, so that what memory settings wrap around it stays outside."""
-    for part in token_parts(model):
-        part.forward = torch.compile(part.forward)
-
-
 def _has_parameters(part: nn.Module) -> bool:
     return not isinstance(part, nn.ModuleList) and next(part.parameters(), None) is not None

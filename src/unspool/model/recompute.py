@@ -1,50 +1,82 @@
 """Layers whose activations are computed again in the backward pass.
 
-In: the layers of a decoder, how many share a checkpoint, whether the attention kernel runs again. Out: the same
-layers, keeping the input of every group and nothing else (besides what attention is asked to keep).
+In: the layers of a decoder, how many share a checkpoint, what is kept besides. Out: the same layers, keeping the
+input of every group, the results of attention kernels and, of some layers, of matrix products.
 Promise: the same kernels on the same numbers, so the same bits wherever those kernels repeat themselves.
 Price: a second forward pass, without attention where that is kept; a group's activations exist at once.
-Elsewhere: keeping attention (attention_parts.py), moving inputs to the host (offload.py).
+Elsewhere: keeping results (keep.py), moving tensors to the host (offload.py).
 """
 
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.utils.checkpoint import checkpoint
 
 from unspool.base.errors import ConfigError
-from unspool.model.attention_parts import keeping_attention
+from unspool.model.keep import Kept, keep_result_of
+from unspool.model.memory_policy import MemoryPolicy
 from unspool.model.offload import Offloader, Stored
+from unspool.model.parts import attention_of
 
 
-def apply_recompute(
-    layers: list[nn.Module], *, every: int = 1, keep_attention: bool = False, offloader: Offloader | None = None
-) -> None:
-    """One checkpoint for every `every` layers; that of the last group stays on the device, where it is needed next."""
-    groups = [layers[start : start + every] for start in range(0, len(layers), every)]
+def apply_recompute(layers: list[nn.Module], policy: MemoryPolicy, device: torch.device) -> None:
+    """One checkpoint for `recompute_every` layers; that of the last group stays on the device, where it is needed."""
+    every = policy.recompute_every
+    for layer in layers[len(layers) - policy.keep_products :]:
+        keep_products(layer)
+    offloader = Offloader(device) if policy.offload else None
+    on_host = host_layers(len(layers), keep=policy.keep_products, on_host=policy.keep_on_host)
+    keeper = Offloader(device) if on_host else None
     before: _Group | None = None
-    for number, group in enumerate(groups):
-        is_last = number == len(groups) - 1
-        before = _Group(group, keep_attention, None if is_last else offloader, before)
+    for start in range(0, len(layers), every):
+        is_last = start + every >= len(layers)
+        group = _Group(layers[start : start + every], None if is_last else offloader, before)
+        if policy.recompute == "keep-attention":
+            group.keep(keeper if start in on_host else None)
+        before = group
+
+
+def host_layers(num_layers: int, *, keep: int, on_host: int) -> set[int]:
+    """Which of the last `keep` layers have their results in host memory: evenly apart, so that copies find the time."""
+    first = num_layers - keep
+    return {first + number * keep // on_host for number in range(on_host)}
+
+
+def keep_products(layer: nn.Module) -> None:
+    """Keep what the matrix products of a layer give; not of the last one, whose result is not needed again."""
+    attention = attention_of(layer)
+    inside = set(attention.modules())
+    for module in layer.modules():
+        if isinstance(module, nn.Linear) and (module in inside or module.out_features > module.in_features):
+            keep_result_of(module)
 
 
 class _Group:
     """Layers with one checkpoint. The first ones pass their input on; the last one runs them all."""
 
-    def __init__(
-        self, layers: list[nn.Module], keep_attention: bool, offloader: Offloader | None, before: "_Group | None"
-    ) -> None:
+    def __init__(self, layers: list[nn.Module], offloader: Offloader | None, before: "_Group | None") -> None:
         self._forwards = [layer.forward for layer in layers]
         self._name = type(layers[0]).__name__
-        self._options: dict[str, Any] = {"context_fn": keeping_attention} if keep_attention else {}
+        self._options: dict[str, Any] = {}
         self._offloader = offloader
         self._before = before
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._hidden: Tensor | None = None
         self.stored: Stored | None = None  # of the forward pass that is under way
+        self.kept: Kept | None = None  # likewise
         for number, layer in enumerate(layers):
             layer.forward = partial(self._called, number)
+
+    def keep(self, offloader: Offloader | None) -> None:
+        """Keep the results of attention, and of what else is asked to, there or in host memory."""
+
+        def contexts() -> Any:
+            self.kept = Kept(offloader, self._before.kept if self._before else None)
+            return self.kept.contexts()
+
+        self._options = {"context_fn": contexts}
 
     def _called(self, number: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not is_grad_enabled():

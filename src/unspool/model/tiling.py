@@ -26,11 +26,11 @@ def apply_tiles(part: nn.Module, tile_len: int) -> None:
         if not torch.is_grad_enabled():
             return _forward(whole, hidden, tile_len)
         weights = [weight for weight in part.parameters() if weight.requires_grad]
-        anchor = torch.empty(0, requires_grad=True)
         # Keeping the input is a node of its own that comes first: a recomputation of the layer ends as soon as all
-        # it has to give is there, so it never computes the tiles just to reach what they keep.
-        kept = _Keep.apply(anchor, hidden).grad_fn  # type: ignore[no-untyped-call]
-        out: Tensor = _Tiles.apply(hidden, _Run(whole, hidden, tile_len), kept, *weights)  # type: ignore[no-untyped-call]
+        # it has to give is there, so it never computes the tiles just to reach what they keep. The empty tensor makes
+        # it a node also where the input needs no gradient.
+        kept: Tensor = _Keep.apply(torch.empty(0, requires_grad=True), hidden)  # type: ignore[no-untyped-call]
+        out: Tensor = _Tiles.apply(kept, _Run(whole, hidden, tile_len), kept.grad_fn, *weights)  # type: ignore[no-untyped-call]
         return out
 
     part.forward = tiled
@@ -42,6 +42,7 @@ class _Run:
     def __init__(self, whole: Forward, hidden: Tensor, tile_len: int) -> None:
         self.whole = whole
         self.tile_len = tile_len
+        self.needs_grad = hidden.requires_grad
         self.device_type = hidden.device.type
         self.autocast = torch.is_autocast_enabled(self.device_type)
         self.dtype = torch.get_autocast_dtype(self.device_type)
@@ -52,16 +53,17 @@ class _Run:
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps a tensor for the backward pass and does nothing else."""
+    """Keeps a tensor for the backward pass and passes it on."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden)
-        return anchor.new_empty(0)
+        return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise AssertionError("nothing depends on what is kept")
+        return None, grads[0]
 
 
 class _Tiles(torch.autograd.Function):
@@ -76,9 +78,8 @@ class _Tiles(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         run: _Run = ctx.run
         (hidden,) = ctx.kept.saved_tensors
-        # The node is never run, so nothing else lets go of the tensor before the whole graph is gone.
         ctx.kept = None
-        wanted = ctx.needs_input_grad[0]
+        wanted = run.needs_grad
         hidden_grad = torch.empty_like(hidden) if wanted else None
         sums: list[Tensor | None] = [None] * len(ctx.weights)
         for start in range(0, hidden.shape[1], run.tile_len):

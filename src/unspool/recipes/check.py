@@ -8,6 +8,7 @@ key, the value, what is allowed and the nearest valid name; nothing is read or b
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from pydantic import ValidationError
 
 from unspool.base.errors import ConfigError
 from unspool.base.lookup import nearest
-from unspool.data.sources import NOT_READ_YET
 from unspool.eval.config import NOT_RUN_YET
 from unspool.recipes.catalog import bundled_recipes
 from unspool.recipes.lines import Marks, Place, Problem, read_yaml
@@ -100,16 +100,17 @@ def _read(file: Path, label: str) -> str:
 def check_inputs(loaded: LoadedRecipe) -> None:
     """Refuse, before any work, what cannot be found on this machine or cannot be run yet."""
     data = loaded.recipe.model_dump(mode="json", by_alias=True)
-    problems = [*_source_problems(loaded), *_model_problems(loaded), *_eval_problems(loaded)]
+    problems = [
+        *_source_problems(loaded),
+        *_model_problems(loaded),
+        *_tracker_problems(loaded),
+        *_eval_problems(loaded),
+    ]
     refuse(problems, loaded.marks, data)
 
 
 def _source_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
     for name, source in loaded.recipe.sources.items():
-        if source.kind in NOT_READ_YET:
-            text = f"sources of this kind can be described but not read yet. {NOT_READ_YET[source.kind]}"
-            yield Problem(place=("sources", name, "kind"), text=text, show_value=True)
-            continue
         key = "prose" if source.kind in ("recall", "synthetic") else "path"
         value = getattr(source, key)
         if value is None:  # prose that is not asked for
@@ -117,6 +118,18 @@ def _source_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
         # What could be a Hub id is left to the reader, which asks the Hub.
         if source.kind != "hf" or not HUB_ID.fullmatch(value):
             yield from _missing(loaded, ("sources", name, key), value)
+        template = getattr(source, "template", None)
+        if template is not None:
+            yield from _missing(loaded, ("sources", name, "template"), template)
+
+
+def _tracker_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
+    """Now, not after hours of preparing data."""
+    for index, stage in enumerate(loaded.recipe.stages):
+        for name in stage.track:
+            if find_spec(name) is None:
+                text = f"{name} is not installed here; pip install 'unspool[track]', or leave it out."
+                yield Problem(place=("stages", index, "track"), text=text)
 
 
 def _eval_problems(loaded: LoadedRecipe) -> Iterator[Problem]:

@@ -94,8 +94,8 @@ class Preparation:
 
     def _resolved(self, source: Source) -> Source:
         key = "prose" if isinstance(source, RecallSource | SyntheticSource) else "path"
-        value = getattr(source, key)
-        return source if value is None else source.model_copy(update={key: self.loaded.path(value)})
+        keys = [name for name in (key, "template") if getattr(source, name, None) is not None]
+        return source.model_copy(update={name: self.loaded.path(getattr(source, name)) for name in keys})
 
     @contextmanager
     def _timed(self, box: str) -> Iterator[None]:

@@ -24,9 +24,9 @@ from unspool.recipes.prepare import Preparation
 from unspool.report.gather import gather
 from unspool.report.headline import headline
 from unspool.report.render import write_report
-from unspool.train.checkpoint import OPTIMIZER
 from unspool.train.config import StageConfig
-from unspool.train.stage import StageInputs, run_stage
+from unspool.train.handover import OPTIMIZER
+from unspool.train.stage import StageInputs, run_stage, stage_reason
 
 BASE = "base"
 REPORT = "report.html"
@@ -45,6 +45,7 @@ class Run(Preparation):
 
     def __init__(self, loaded: LoadedRecipe) -> None:
         self.device = pick_device(loaded.recipe.device)
+        self._fresh: set[str] = set()  # stages that are known to be as the recipe has them
         super().__init__(loaded)
 
     def _facts(self) -> dict[str, Any]:
@@ -66,16 +67,15 @@ class Run(Preparation):
         return self.report()
 
     def train(self, stage: StageConfig) -> None:
-        model, moments = self._start_of(stage)
-        rows = {name: self.out / "rows" / name for name in stage.mix}
+        """Train one stage; the one it starts from must be there as the recipe has it now."""
+        earlier = self._earlier(stage)
+        if earlier is not None and earlier.name not in self._fresh:
+            self._check_fresh(earlier, needed_by=stage)
         with self._timed(f"stages/{stage.name}"):
             run_stage(
-                stage,
-                StageInputs(model=model, rows=rows, moments=moments),
-                self._stage_dir(stage.name),
-                seed=self.recipe.seed,
-                device=self.device,
+                stage, self._inputs(stage), self._stage_dir(stage.name), seed=self.recipe.seed, device=self.device
             )
+        self._fresh.add(stage.name)
 
     def score(self, name: str) -> None:
         """Score the untouched model (`base`) or a finished stage; a new model has nothing before it."""
@@ -106,21 +106,44 @@ class Run(Preparation):
     def _original_context(self) -> int:
         return original_context(self.model) if isinstance(self.model, str) else self.model.context
 
-    def _start_of(self, stage: StageConfig) -> tuple[str | NewModel, Path | None]:
-        """The model a stage starts from, and the moments that come with it from an earlier stage."""
+    def _earlier(self, stage: StageConfig) -> StageConfig | None:
+        """The stage that `stage` starts from; None if it starts from the recipe's model."""
         names = [other.name for other in self.recipe.stages]
         index = names.index(stage.name)
         start = stage.start
         if start == "previous":
             start = names[index - 1] if index else "model"
-        if start == "model":
-            return self.model, None
-        folder = self._stage_dir(start)
+        return None if start == "model" else self.recipe.stages[names.index(start)]
+
+    def _inputs(self, stage: StageConfig) -> StageInputs:
+        earlier = self._earlier(stage)
+        rows = self.out / "rows"
+        folder = None if earlier is None else self._stage_dir(earlier.name)
+        return StageInputs(
+            model=self.model if folder is None else str(folder / "model"),
+            rows={name: rows / name for name in stage.mix},
+            moments=folder and folder / OPTIMIZER,
+            validation=rows / stage.validation.rows if stage.validation else None,
+        )
+
+    def _check_fresh(self, stage: StageConfig, *, needed_by: StageConfig) -> None:
+        """Refuse to go on from weights that the recipe no longer describes. Training them again is not ours to begin:
+        it may take days."""
+        folder = self._stage_dir(stage.name)
         if not folder.is_dir():
             raise ConfigError(
-                f"stage {stage.name} starts from stage {start}, which is not trained yet; train it first."
+                f"stage {needed_by.name} starts from stage {stage.name}, which is not trained yet; train it first."
             )
-        return str(folder / "model"), folder / OPTIMIZER
+        earlier = self._earlier(stage)
+        if earlier is not None and earlier.name not in self._fresh:
+            self._check_fresh(earlier, needed_by=stage)
+        reason = stage_reason(stage, self._inputs(stage), folder, seed=self.recipe.seed, device=self.device)
+        if reason is not None:
+            raise ConfigError(
+                f"stage {needed_by.name} starts from stage {stage.name}, which is not what the recipe says now "
+                f"({reason}); train it first: --stage {stage.name}, or no --stage for all stages in order."
+            )
+        self._fresh.add(stage.name)
 
     def _stage_dir(self, name: str) -> Path:
         return self.out / "stages" / name

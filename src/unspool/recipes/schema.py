@@ -79,6 +79,7 @@ def reference_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(place=("rows", name, "replace", "with"), text=_unknown("source", replacing, list(sources)))
     for index, stage in enumerate(stages):
         yield from _mix_problems(index, stage, rows)
+        yield from _validation_problems(index, stage, rows)
         yield from _start_problems(index, stage.get("start", "previous"), stage_names)
 
 
@@ -115,6 +116,19 @@ def _mix_problems(index: int, stage: Mapping[str, Any], rows: Mapping[str, Any])
             yield Problem(place=place, text=f"{text}; change rows.{name}.length or stages.{index}.context.")
         else:
             yield from _skips_problems(index, stage, name, _entries(rows.get(name)))
+
+
+def _validation_problems(index: int, stage: Mapping[str, Any], rows: Mapping[str, Any]) -> Iterator[Problem]:
+    name = _entries(stage.get("validation")).get("rows")
+    place = ("stages", index, "validation", "rows")
+    if not isinstance(name, str) or not name:
+        return
+    context, length = _size(stage.get("context")), _size(_entries(rows.get(name)).get("length"))
+    if name not in rows:
+        yield Problem(place=place, text=_unknown("rows", name, list(rows)))
+    elif context and length and length > context:
+        text = f"rows of length {format_size(length)} exceed the stage's context of {format_size(context)}"
+        yield Problem(place=place, text=f"{text}; change rows.{name}.length or stages.{index}.context.")
 
 
 def _skips_problems(index: int, stage: Mapping[str, Any], name: str, entry: Mapping[str, Any]) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from unspool.report.wording import MISSING, listing, show_full, show_n, show_per
 MAX_TICKS = 8
 # More points than a chart has pixels only make the page heavy.
 MAX_CURVE_POINTS = 300
+MAX_DOTS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +159,32 @@ def training_figures(stages: Sequence[Stage], styles: dict[str, int]) -> list[Fi
         )
         shown = note + (", averaged over neighbouring steps" if averaged else "")
         figures.append(Figure(title=title, note=shown, drawing=line_chart(series, frame)))
+    return figures
+
+
+def validation_figures(stages: Sequence[Stage], styles: dict[str, int]) -> list[Figure]:
+    """Loss on rows that were not trained on, by tokens: of all tokens, and of those with the most before them."""
+    looked = [stage for stage in stages if len(stage.validation) > 1]
+    if not looked:
+        return []
+    ticks = nice_ticks(0.0, float(max(stage.validation[-1].tokens for stage in looked)))
+    spans = sorted({one.span for stage in looked for one in stage.validation if one.span})
+    farthest = listing([show_span(*span) for span in spans])
+    figures = []
+    for title, note, name in (
+        ("Validation loss", "nats per token, rows that were not trained on", "loss"),
+        ("Validation loss far into the text", f"the same at positions {farthest}", "farthest"),
+    ):
+        curves = {stage.name: [(one.tokens, getattr(one, name)) for one in stage.validation] for stage in looked}
+        series = [Series(label=key, style=styles[key], points=_curve(curve)) for key, curve in curves.items()]
+        frame = Frame(
+            label=f"{title} by tokens trained, one curve per stage.",
+            x_title="tokens trained in the stage",
+            x_ticks=[(tick, format_count(tick) if tick else "0") for tick in ticks[:-1]],
+            show_y=lambda value: f"{value:g}",
+            dots=max(map(len, curves.values())) <= MAX_DOTS,
+        )
+        figures.append(Figure(title=title, note=note, drawing=line_chart(series, frame)))
     return figures
 
 

@@ -17,7 +17,7 @@ import yaml
 from unspool.base.artefact import MANIFEST, digest, read_manifest
 from unspool.base.errors import ConfigError, DataError
 from unspool.base.sizes import parse_size
-from unspool.report.results import BASE, Artefact, Cell, ModelScores, RunResults, Sample, Stage, Step
+from unspool.report.results import BASE, Artefact, Cell, ModelScores, RunResults, Sample, Stage, Step, Validation
 
 SAMPLES_PER_SUITE = 4
 _MARKS = ("recipe.yaml", "run.json", "scores", "stages")
@@ -189,6 +189,7 @@ def _stages(stages_dir: Path, recipe: dict[str, Any]) -> tuple[Stage, ...]:
                 planned_tokens=_size(entry.get("tokens")),
                 finished=published,
                 steps=_steps(folder / "metrics.jsonl", finished=published),
+                validation=_validation(folder / "validation.jsonl", finished=published),
             )
         )
     return tuple(stages)
@@ -214,6 +215,28 @@ def _step(raw: dict[str, Any], path: Path, line: int) -> Step:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{path}: line {line} is not a training step ({error!r}).") from error
+
+
+def _validation(path: Path, *, finished: bool) -> tuple[Validation, ...]:
+    if not path.is_file():
+        return ()
+    found = (_validation_line(raw, path, line) for line, raw in _json_lines(path, finished))
+    by_step = {one.step: one for one in found}
+    return tuple(by_step[number] for number in sorted(by_step))
+
+
+def _validation_line(raw: dict[str, Any], path: Path, line: int) -> Validation:
+    try:
+        last = next((bucket for bucket in reversed(raw["buckets"]) if bucket["n"]), None)
+        return Validation(
+            step=int(raw["step"]),
+            tokens=int(raw["tokens"]),
+            loss=_number(raw["loss"]),
+            farthest=_number(last["value"]) if last else None,
+            span=(int(last["from"]), int(last["to"])) if last else None,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path}: line {line} is not a validation ({error!r}).") from error
 
 
 # Manifests

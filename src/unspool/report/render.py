@@ -13,7 +13,15 @@ from unspool.base.errors import ConfigError
 from unspool.base.html import templates_in, write_html
 from unspool.base.sizes import format_size
 from unspool.report.charts import MODEL_STYLES, heat_scale, swatch
-from unspool.report.figures import Figure, Line, heat_figure, loss_figure, recall_figure, training_figures
+from unspool.report.figures import (
+    Figure,
+    Line,
+    heat_figure,
+    loss_figure,
+    recall_figure,
+    training_figures,
+    validation_figures,
+)
 from unspool.report.gather import gather
 from unspool.report.headline import headline, missing_parts
 from unspool.report.measures import key_measures
@@ -150,7 +158,7 @@ def _view(results: RunResults, anchor: str) -> RunView:
         recall=[recall_figure(lines, suite, old) for suite in suites],
         loss=loss_figure(lines, old) if has_loss else None,
         loss_table=losses,
-        training=training_figures(results.stages, styles),
+        training=training_figures(results.stages, styles) + validation_figures(results.stages, styles),
         stage_legend=[(stage.name, styles[stage.name]) for stage in results.stages if stage.steps],
         training_table=training_table(results) if results.stages else None,
         data=[table for table in tables if table is not None],

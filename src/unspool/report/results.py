@@ -76,6 +76,17 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Validation:
+    """Loss on rows that were not trained on, at some step of a stage."""
+
+    step: int
+    tokens: int
+    loss: float | None
+    farthest: float | None  # of the tokens at positions `span`, the last that any document reaches
+    span: tuple[int, int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stage:
     name: str
     parent: str | None  # the stage it starts from; None: the base model
@@ -83,6 +94,7 @@ class Stage:
     planned_tokens: int | None
     finished: bool
     steps: tuple[Step, ...]
+    validation: tuple[Validation, ...] = ()
 
     @property
     def tokens(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from unspool.data.labels import IGNORE, attended_lens, labels, position_ids
@@ -63,9 +64,9 @@ def build_batch(rows: Sequence[Row], *, attention: str) -> Batch:
 
 
 def row_sums(losses: Tensor, row_lens: Sequence[int]) -> Tensor:
-    """Sum of token losses by row, float64, without a transfer per row."""
+    """Sum of token losses by row, float64, without a transfer per row; 0 for a row of which nothing is here."""
     ends = torch.tensor(row_lens, device=losses.device).cumsum(0)
-    until = losses.double().cumsum(0)[ends - 1]
+    until = F.pad(losses.double().cumsum(0), (1, 0))[ends]
     return torch.diff(until, prepend=until.new_zeros(1))
 
 

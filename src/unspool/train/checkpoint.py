@@ -1,93 +1,177 @@
-"""Checkpoints of a stage in progress: weights, optimizer moments and the step they belong to.
+"""Checkpoints of a stage in progress: tensors, and the few facts they belong to.
 
-Promise: a checkpoint folder is complete or absent; after a kill at any moment the last complete one
-loads. What is trained next needs no state, since the order of rows is a function of the step.
+In: tensors by name (weights, moments, counters), facts as JSON can hold them (step, random states, guard), small files
+(metrics, ledger). Out: `step-000123/`.
+Promise: a checkpoint folder is complete or absent; one damaged later is noticed, and the one before it is used.
+Price: for a moment three checkpoints on disk, each three times the fp32 weights under AdamW.
+Elsewhere: when they are written (saver.py), what becomes of them on resuming (resume.py).
+
+`torch.distributed.checkpoint` writes them, so that ranks can each write their share and another number of ranks can
+read it. Not in its own format, whose `.metadata` is a pickle: whoever can change a file could run code. In its
+safetensors format (`HuggingFaceStorageWriter`, sharded), which keeps the offsets of shards in the files' own headers.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
-WEIGHTS = "weights.safetensors"
-OPTIMIZER = "optimizer.safetensors"
+from unspool.base.artefact import digest, file_digest
+from unspool.base.progress import say
+
+STATE = "state.json"
 # One more than needed, in case the newest is lost with the disk it was written to.
 KEEP = 2
+# Bytes of tensors in one file: a file is put together in memory before it is written.
+FILE_BYTES = 2 << 30
 
 
-def save_checkpoint(folder: Path, model: Any, optimizer: Optimizer, *, step: int) -> None:
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that was found whole."""
+
+    folder: Path
+    facts: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.facts["step"])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """On the CPU."""
+        _hush()
+        reader = HuggingFaceStorageReader(str(self.folder))
+        found = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in reader.read_metadata().state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        load(found, storage_reader=reader, no_dist=True)
+        return found
+
+
+def write_checkpoint(
+    folder: Path, tensors: dict[str, Tensor], facts: Mapping[str, Any], files: Mapping[str, bytes]
+) -> None:
     """Publish `folder/step-000123` and remove all but the newest few."""
-    out_dir = folder / f"step-{step:06d}"
+    _hush()
+    out_dir = folder / f"step-{facts['step']:06d}"
     partial = out_dir.with_name(out_dir.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file(dict(_parameters(model)), partial / WEIGHTS)
-    save_moments(partial / OPTIMIZER, model, optimizer)
-    (partial / "step.json").write_text(json.dumps({"step": step}))
-    for path in partial.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    shutil.rmtree(out_dir, ignore_errors=True)
-    partial.rename(out_dir)
-    for old in checkpoints(folder)[:-KEEP]:
-        shutil.rmtree(old)
+    try:
+        _fill(partial, tensors, facts, files)
+        shutil.rmtree(out_dir, ignore_errors=True)
+        partial.rename(out_dir)
+        _sync(folder)
+    except OSError:
+        # A full disk: give back what this one took.
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    _prune(folder, int(facts["step"]))
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.suffix != ".partial")
+    """Published checkpoints, oldest first."""
+    return sorted((path for path in folder.glob("step-*") if path.suffix != ".partial"), key=_step)
 
 
-def load_checkpoint(folder: Path, model: Any, optimizer: Optimizer) -> int:
-    """Put the newest checkpoint's state into model and optimizer; returns its step, 0 if there is none."""
+def newest_checkpoint(folder: Path) -> Checkpoint | None:
+    """The newest that is whole; about each one that is not, a sentence."""
+    for path in reversed(checkpoints(folder)):
+        try:
+            return Checkpoint(path, _read_facts(path))
+        except _DamagedError as damage:
+            say(f"checkpoint {path.name} cannot be used ({damage}); going back to the one before it")
+    return None
+
+
+class _DamagedError(Exception):
+    """Says what is wrong with a checkpoint."""
+
+
+def _fill(partial: Path, tensors: dict[str, Tensor], facts: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+    writer = HuggingFaceStorageWriter(str(partial), fqn_to_index_mapping=_file_numbers(tensors), save_distributed=True)
+    try:
+        save(tensors, storage_writer=writer, no_dist=True)
+    except CheckpointException as error:
+        # It is a BaseException around the one that matters, such as a full disk.
+        causes = [cause for cause, _ in error.failures.values()]
+        raise next((cause for cause in causes if isinstance(cause, OSError)), causes[0]) from error
+    for name, content in files.items():
+        (partial / name).write_bytes(content)
+    sums = {path.name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for path in partial.iterdir()}
+    state = {"facts": dict(facts), "files": sums}
+    (partial / STATE).write_text(json.dumps(state | {"sha256": digest(state)}))
+    for path in (*partial.iterdir(), partial):
+        _sync(path)
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    try:
+        state = json.loads((path / STATE).read_text())
+        said = state.pop("sha256")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _DamagedError(f"{STATE} is missing or unreadable") from error
+    if said != digest(state):
+        raise _DamagedError(f"{STATE} has changed")
+    for name, entry in state["files"].items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != entry["bytes"]:
+            raise _DamagedError(f"{name} is missing or has another size")
+        if file_digest(file) != entry["sha256"]:
+            raise _DamagedError(f"{name} has changed")
+    facts: dict[str, Any] = state["facts"]
+    return facts
+
+
+def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The file each tensor goes to, from 1."""
+    numbers, size = {}, 0
+    for name, tensor in tensors.items():
+        size += tensor.numel() * tensor.element_size()
+        numbers[name] = 1 + size // FILE_BYTES
+    return _without_gaps(numbers)
+
+
+def _without_gaps(numbers: dict[str, int]) -> dict[str, int]:
+    """A tensor larger than a file skips some numbers."""
+    places = {number: place for place, number in enumerate(sorted(set(numbers.values())), 1)}
+    return {name: places[number] for name, number in numbers.items()}
+
+
+def _prune(folder: Path, step: int) -> None:
+    """Keep the newest few up to `step`. A later one can only be one that was damaged and gone back from."""
     found = checkpoints(folder)
-    if not found:
-        return 0
-    weights = load_file(found[-1] / WEIGHTS)
-    with torch.no_grad():
-        for name, parameter in _parameters(model):
-            parameter.copy_(weights[name])
-    load_moments(found[-1] / OPTIMIZER, model, optimizer)
-    return int(json.loads((found[-1] / "step.json").read_text())["step"])
+    earlier = [path for path in found if _step(path) <= step]
+    for path in {*found} - {*earlier[-KEEP:]}:
+        shutil.rmtree(path)
 
 
-def save_moments(path: Path, model: Any, optimizer: Optimizer) -> None:
-    """AdamW's moments by parameter name."""
-    state: dict[str, Tensor] = {}
-    for name, parameter in _parameters(model):
-        for key, value in optimizer.state.get(parameter, {}).items():
-            state[f"{name}/{key}"] = value.detach().float().cpu().contiguous()
-    save_file(state, path)
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
-def load_moments(path: Path, model: Any, optimizer: Optimizer) -> None:
-    """Give `optimizer` the moments in `path`; rows added to an embedding since then start at zero."""
-    saved = load_file(path)
-    for name, parameter in _parameters(model):
-        state = {}
-        for key in ("step", "exp_avg", "exp_avg_sq"):
-            if f"{name}/{key}" not in saved:
-                break
-            value = saved[f"{name}/{key}"]
-            if key == "step":
-                state[key] = value
-                continue
-            moments = torch.zeros_like(parameter, dtype=torch.float32)
-            moments[: value.shape[0]] = value.to(parameter.device)
-            state[key] = moments
-        else:
-            if optimizer.defaults.get("fused"):
-                state["step"] = state["step"].to(parameter.device)
-            optimizer.state[parameter] = state
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
-def _parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Named parameters, tied ones once."""
-    yield from model.named_parameters()
+def _hush() -> None:
+    """One process is meant, not forgotten."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

@@ -9,6 +9,9 @@ from unspool.base.errors import ConfigError
 from unspool.base.sizes import Size
 from unspool.model.memory_policy import MemoryPolicy, Recompute
 from unspool.position.scaling import Position, Unchanged
+from unspool.train.guard import GuardConfig
+from unspool.train.optimizer_config import OptimizerConfig
+from unspool.train.watch_config import SamplesConfig, TrackerName, ValidationConfig
 
 # Position methods whose frequencies engines compute from the context that a config claims.
 BY_CONTEXT = ("dynamic", "longrope", "ntk-by-parts", "pi", "yarn")
@@ -38,15 +41,24 @@ class StageConfig(Config):
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.1, ge=0)
     clip: float = Field(1.0, gt=0)
+    optimizer: OptimizerConfig = OptimizerConfig()
     recompute: Recompute = Field(
         "none", description="activations computed again in the backward pass; keep-attention: all but attention's"
     )
     recompute_every: int = Field(1, ge=1, description="layers that share a checkpoint")
     offload: bool = Field(False, description="checkpoints of recomputed layers wait in host memory")
+    keep_products: int = Field(
+        0, ge=0, description="layers, from the last, that keep their matrix products too; with recompute keep-attention"
+    )
+    keep_on_host: int = Field(0, ge=0, description="of those layers, how many have what they keep in host memory")
     mlp_tiles: Size | None = Field(None, description="tokens that norms and MLPs compute at a time")
     attention_heads_at_once: int | None = Field(None, ge=1, description="KV heads that attention computes at a time")
     compile: bool = Field(False, description="fuse norms and MLPs with torch.compile; pays on a GPU")
     checkpoint_every: int | None = Field(None, ge=1, description="steps; a tenth of the stage when not given")
+    guard: GuardConfig = GuardConfig()
+    validation: ValidationConfig | None = Field(None, description="loss by position on rows that are not trained on")
+    samples: SamplesConfig | None = Field(None, description="what the model writes after some prompts")
+    track: list[TrackerName] = Field([], description="where the numbers go besides metrics.jsonl")
 
     @field_validator("mix")
     @classmethod
@@ -54,6 +66,15 @@ class StageConfig(Config):
         if not mix or min(mix.values()) <= 0:
             raise ValueError("every share must be above 0, such as {books-64k: 0.6, short: 0.4}")
         return mix
+
+    @model_validator(mode="after")
+    def _held_out(self) -> "StageConfig":
+        if self.validation and self.validation.rows in self.mix:
+            raise ValueError(
+                f"validation.rows {self.validation.rows} are in the mix, so their loss would say nothing about new "
+                "text; give rows that are made from another source"
+            )
+        return self
 
     @field_validator("lr_for")
     @classmethod
@@ -68,6 +89,11 @@ class StageConfig(Config):
             raise ValueError(f"batch must be a multiple of context ({self.context} tokens)")
         if self.micro_batch and (self.micro_batch % self.context or self.batch % self.micro_batch):
             raise ValueError("micro_batch must be a multiple of context and divide batch")
+        if self.optimizer.step == "in-backward" and (self.micro_batch or self.context) != self.batch:
+            raise ValueError(
+                "optimizer.step in-backward has no gradient left to add a second one to, so batch must equal "
+                f"micro_batch ({self.micro_batch or self.context} tokens); or set optimizer.step to after"
+            )
         if self.tokens < self.batch:
             raise ValueError("tokens must be at least one batch")
         if self.claim and self.claim > self.context:
@@ -76,6 +102,15 @@ class StageConfig(Config):
             raise ValueError(
                 f"claim cannot be below context with method {self.position.method}, whose positions depend on what the "
                 "model claims; use abf, ntk or harpe"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_skip(self) -> "StageConfig":
+        if self.optimizer.step == "in-backward" and "skip" in (self.guard.nan, self.guard.spike):
+            raise ValueError(
+                "guard cannot skip a step under optimizer.step in-backward, which has changed weights before the step "
+                "is known to be wrong; use stop, or optimizer.step after"
             )
         return self
 
@@ -93,6 +128,8 @@ class StageConfig(Config):
             recompute=self.recompute,
             recompute_every=self.recompute_every,
             offload=self.offload,
+            keep_products=self.keep_products,
+            keep_on_host=self.keep_on_host,
             mlp_tiles=self.mlp_tiles,
             attention_heads_at_once=self.attention_heads_at_once,
         )

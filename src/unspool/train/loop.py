@@ -1,85 +1,110 @@
-"""The loop of a stage: rows, step, a line of metrics, now and then a checkpoint.
+"""The loop of a stage: rows, step, guard, a line for those who watch, now and then a checkpoint.
 
-In: a model with its updater, the mix, a work folder. Out: a trained model, `metrics.jsonl`, checkpoints.
-Promise: a step whose loss or gradient is not a number stops the stage before it changes a weight, and names its rows.
+In: a model with its updater, the mix, a work folder. Out: a trained model, metrics, ledger, checkpoints.
+Promise: a step that goes wrong is stopped or skipped before it changes a weight, and its rows are named. Asked to stop
+(SIGTERM, Ctrl-C), the running step is finished and saved.
+Elsewhere: what is written about each step (watch.py), what is wrong with one (guard.py), resuming (resume.py).
 """
 
-import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
 
-from unspool.base.artefact import write_atomic
 from unspool.base.errors import UnspoolError
-from unspool.base.progress import progress_bar
-from unspool.base.sizes import format_count
+from unspool.base.progress import say
 from unspool.data.mix import Mix
 from unspool.data.store import RowSet
-from unspool.train.checkpoint import save_checkpoint
+from unspool.train.checkpoint import checkpoints
 from unspool.train.config import StageConfig
+from unspool.train.growing_file import GrowingFile
+from unspool.train.guard import Guard
+from unspool.train.ledger import LEDGER, ledger_line
 from unspool.train.loader import Picks, load_steps
 from unspool.train.optimizer import Updater
+from unspool.train.resume import CHECKPOINTS, resumable
+from unspool.train.saver import Saver
 from unspool.train.schedule import learning_rate
-from unspool.train.step import StepResult, train_step
-
-METRICS = "metrics.jsonl"
+from unspool.train.step import train_step
+from unspool.train.stop import StoppedError, listen
+from unspool.train.watch import METRICS, StepReport, Watch
 
 
 @dataclass(frozen=True)
 class Training:
     model: Any
     updater: Updater
+    guard: Guard
     mix: Mix
     rows: dict[str, RowSet]
     device: torch.device
 
 
-def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int) -> None:
+def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, watch: Watch) -> None:
     every = stage.checkpoint_every or max(1, stage.steps // 10)
-    _keep_metrics(work / METRICS, done)
+    guard = training.guard
     training.model.train()
-    steps = load_steps(stage, training.mix, training.rows, first=done + 1, pin=training.device.type == "cuda")
-    with progress_bar(f"stage {stage.name}", stage.steps) as advance, (work / METRICS).open("a") as metrics:
-        advance(done, "")
-        began = time.perf_counter()
-        for step, batches in steps:
+    pin = training.device.type == "cuda"
+    steps = load_steps(stage, training.mix, training.rows, first=done + 1, pin=pin)
+    with (
+        listen(f"stage {stage.name}") as stop,
+        GrowingFile(work / LEDGER) as ledger,
+        Saver(work / CHECKPOINTS, stage=stage.name, pin=pin) as saver,
+    ):
+        for step, batches in watch.timed(steps):
             lr = learning_rate(stage, step)
-            result = train_step(training.model, training.updater, batches, lr=lr)
-            _refuse_nonsense(result, stage, step, batches.picks)
-            seconds = time.perf_counter() - began
-            line = {
-                "step": step,
-                "tokens": step * stage.batch,
-                "loss": result.loss,
-                "lr": lr,
-                "grad_norm": result.grad_norm,
-                "seconds": round(seconds, 4),
-                "tokens_per_second": round(stage.batch / seconds, 1),
-                "losses": result.losses,
-            }
-            metrics.write(json.dumps(line) + "\n")
-            metrics.flush()
-            advance(1, f"loss {result.loss:.3f}  {format_count(stage.batch / seconds)} tok/s")
-            if step % every == 0 or step == stage.steps:
-                save_checkpoint(work / "checkpoints", training.model, training.updater.optimizer, step=step)
-            began = time.perf_counter()
+            result = train_step(
+                training.model, training.updater, batches, lr=lr, is_good=guard.allows, max_norm=guard.max_norm
+            )
+            wrong = guard.wrong_with(result.loss, result.grad_norm)
+            if not guard.note(result.loss, result.grad_norm, wrong):
+                raise UnspoolError(_stopped(stage, step, batches.picks, wrong))
+            if wrong:
+                say(f"stage {stage.name}: step {step} is skipped: {wrong} (rows {_named(batches.picks)})")
+            ledger.append(ledger_line(step, batches.picks, skipped=wrong))
+            watch.step(
+                StepReport(
+                    step=step,
+                    loss=result.loss,
+                    losses=result.losses,
+                    lr=lr,
+                    grad_norm=result.grad_norm,
+                    doc_lens=[length for batch in batches.batches for length in batch.doc_lens],
+                    skipped=wrong is not None,
+                    more={"wrong": wrong} if wrong else {},
+                )
+            )
+            asked = stop.signal  # once: it may come between the next two lines
+            if step % every == 0 or step == stage.steps or asked:
+                files = {LEDGER: ledger.content} | _content(work / METRICS)
+                saver.save(training.updater.state_tensors(), resumable(step, guard), files)
+            if asked:
+                saver.wait()
+                _leave(stage, work, asked)
+        saver.wait()
 
 
-def _refuse_nonsense(result: StepResult, stage: StageConfig, step: int, picks: Picks) -> None:
-    if result.finite:
-        return
-    rows = ", ".join(f"{name}[{index}]" for slot in picks for name, index in slot[:4])
-    raise UnspoolError(
-        f"stage {stage.name}: the loss or gradient of step {step} is not a number (rows {rows}); nothing was "
-        f"updated by it. A re-run resumes before this step; lowering stages.{stage.name}.lr starts the stage anew."
+def _content(path: Path) -> dict[str, bytes]:
+    """By name; of several processes only one writes it."""
+    return {path.name: path.read_bytes()} if path.is_file() else {}
+
+
+def _leave(stage: StageConfig, work: Path, asked: Signals) -> None:
+    saved = checkpoints(work / CHECKPOINTS)
+    kept = f"saved as {saved[-1].name}" if saved else "nothing could be saved"
+    say(f"stage {stage.name}: stopped by {asked.name}, {kept}; the same command goes on from there")
+    raise StoppedError(asked)
+
+
+def _stopped(stage: StageConfig, step: int, picks: Picks, wrong: str | None) -> str:
+    return (
+        f"stage {stage.name}: step {step}: {wrong} (rows {_named(picks)}); nothing was updated by it. A re-run resumes "
+        f"before this step; stages.{stage.name}.guard can skip such steps, and lowering stages.{stage.name}.lr starts "
+        "the stage anew."
     )
 
 
-def _keep_metrics(path: Path, done: int) -> None:
-    """Drop lines of steps after the checkpoint: they will be made again."""
-    if path.is_file():
-        lines = path.read_text().splitlines(keepends=True)
-        write_atomic(path, "".join(lines[:done]))
+def _named(picks: Picks) -> str:
+    return ", ".join(f"{name}[{index}]" for slot in picks for name, index in slot[:4])

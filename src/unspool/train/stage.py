@@ -1,40 +1,57 @@
 """One stage, top to bottom: load, resume or start, step until done, export, publish.
 
 In: a model, the rows of a mix, a `StageConfig`. Out: `stages/<name>/` with the model as a Hugging
-Face folder, `metrics.jsonl` and the optimizer's moments for a stage that follows.
+Face folder, `metrics.jsonl`, `ledger.jsonl` and what a stage that follows goes on from.
 Promise: killed at any moment and run again, it ends with the same weights.
 """
 
+import errno
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from unspool.base.artefact import digest, publish, read_manifest, stale_reason, write_atomic
-from unspool.base.errors import ConfigError
+from unspool.base.errors import ConfigError, UnspoolError
 from unspool.base.progress import say
 from unspool.base.sizes import format_count, format_size
+from unspool.data.chat_template import common_template
 from unspool.data.knots import ALL_KNOTS, add_knots, trained_ids
 from unspool.data.mix import Mix, epoch_warnings
-from unspool.data.store import open_rows
+from unspool.data.store import RowSet, open_rows
 from unspool.model.export import save_model
+from unspool.model.fuse import fuse_parts
 from unspool.model.load import build_new, fit_vocabulary, load_model, model_digest
 from unspool.model.memory import apply_memory
 from unspool.model.memory_policy import MemoryPolicy
-from unspool.model.parts import compile_parts
 from unspool.model.rotary import apply_position
 from unspool.model.scratch import NewModel
 from unspool.model.tokenizer import load_tokenizer
 from unspool.model.trial import check_trainable
-from unspool.train.checkpoint import OPTIMIZER, load_checkpoint, load_moments, save_moments
+from unspool.train.checkpoint import checkpoints
 from unspool.train.config import StageConfig
-from unspool.train.loop import METRICS, Training, run_steps
-from unspool.train.optimizer import build_updater
+from unspool.train.guard import Guard
+from unspool.train.handover import OPTIMIZER, load_trained_weights, save_handover
+from unspool.train.ledger import LEDGER
+from unspool.train.loop import Training, run_steps
+from unspool.train.optimizer import Updater, build_updater
+from unspool.train.optimizer_config import OptimizerConfig
+from unspool.train.resume import CHECKPOINTS, resume
+from unspool.train.trackers import check_trackers
+from unspool.train.watch import METRICS, build_watch, keep_watched
 
 KIND = "stage"
+
+
+# Settings that do not change a result: how often it is saved and looked at, memory, what would be done about a wrong
+# step (so that a stage which stopped at one can be told to skip it, and goes on).
+UNCHANGING = {"checkpoint_every", "start", "guard", "track", "validation", "samples", *asdict(MemoryPolicy())}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +61,7 @@ class StageInputs:
     model: str | NewModel  # folder, GGUF file, Hub id, or a new model
     rows: dict[str, Path]
     moments: Path | None = None  # an earlier stage's optimizer file
+    validation: Path | None = None  # rows that are only looked at
 
 
 def run_stage(stage: StageConfig, inputs: StageInputs, out_dir: Path, *, seed: int, device: torch.device) -> None:
@@ -55,16 +73,34 @@ def run_stage(stage: StageConfig, inputs: StageInputs, out_dir: Path, *, seed: i
         shutil.rmtree(_work_path(out_dir), ignore_errors=True)
         say(f"stage {stage.name}: up to date")
         return
+    check_trackers(stage.track)
     work = _work_folder(out_dir, digest(identity))
     rows = {name: open_rows(folder) for name, folder in inputs.rows.items()}
+    mix = _mix(stage, inputs, rows, seed=seed)
     model, tokenizer = _build(stage, inputs, seed=seed, device=device)
-    updater = build_updater(stage, model)
-    done = load_checkpoint(work / "checkpoints", model, updater.optimizer)
-    if not done and inputs.moments:
-        load_moments(inputs.moments, model, updater.optimizer)
-    resumed = f", resuming after step {done}" if done else ""
-    tokens = f"{format_count(stage.steps * stage.batch)} tokens at {format_size(stage.context)}"
-    mix = Mix(
+    handed_on = load_file(inputs.moments) if inputs.moments else {}
+    load_trained_weights(model, handed_on)
+    updater, guard = build_updater(stage, model, seed=seed), Guard(stage.guard)
+    updater.load_moments(handed_on)
+    done = resume(work, updater, guard, growing=(LEDGER, METRICS), seed=seed, stage=stage.name)
+    _announce(stage, mix, reason, done=done, device=device)
+    with _disk_is_needed(stage, work):
+        with build_watch(
+            stage, model, tokenizer, work, done=done, seed=seed, rows=inputs.rows, validation=inputs.validation
+        ) as watch:
+            run_steps(stage, Training(model, updater, guard, mix, rows, device), work, done=done, watch=watch)
+        _publish(stage, model, tokenizer, updater, work, out_dir, identity)
+
+
+def stage_reason(
+    stage: StageConfig, inputs: StageInputs, out_dir: Path, *, seed: int, device: torch.device
+) -> str | None:
+    """Why `run_stage` would train; None if `out_dir` is up to date."""
+    return stale_reason(out_dir, **_identity(stage, inputs, seed=seed, device=device))
+
+
+def _mix(stage: StageConfig, inputs: StageInputs, rows: dict[str, RowSet], *, seed: int) -> Mix:
+    return Mix(
         stage.mix,
         {name: len(row_set) for name, row_set in rows.items()},
         {name: row_set.row_len for name, row_set in rows.items()},
@@ -73,13 +109,34 @@ def run_stage(stage: StageConfig, inputs: StageInputs, out_dir: Path, *, seed: i
         # Arms that start from the same model see the same rows; a stage that goes on from another sees new ones.
         stage.name if inputs.moments else "",
     )
+
+
+def _announce(stage: StageConfig, mix: Mix, reason: str, *, done: int, device: torch.device) -> None:
+    resumed = f", resuming after step {done}" if done else ""
+    tokens = f"{format_count(stage.steps * stage.batch)} tokens at {format_size(stage.context)}"
     epochs = mix.epochs(stage.steps * stage.batch // stage.context)
     repeated = ", ".join(f"{name} {epoch:.2g}" for name, epoch in epochs.items())
     say(f"stage {stage.name}: {stage.steps} steps, {tokens} on {device.type} ({reason}{resumed}); epochs: {repeated}")
     for warning in epoch_warnings(epochs):
         say(f"stage {stage.name}: {warning}")
-    run_steps(stage, Training(model, updater, mix, rows, device), work, done=done)
-    _publish(stage, model, tokenizer, updater.optimizer, work, out_dir, identity)
+
+
+@contextmanager
+def _disk_is_needed(stage: StageConfig, work: Path) -> Iterator[None]:
+    """Checkpoints can wait for a disk that is full; the result cannot."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        saved = checkpoints(work / CHECKPOINTS)
+        place = (
+            f"resumes from {saved[-1].name}" if saved else "begins anew, since no checkpoint could be written either"
+        )
+        raise UnspoolError(
+            f"stage {stage.name}: its result could not be written ({error.strerror}); free some space and run the "
+            f"same command again, which {place}."
+        ) from error
 
 
 def _identity(stage: StageConfig, inputs: StageInputs, *, seed: int, device: torch.device) -> dict[str, Any]:
@@ -88,10 +145,10 @@ def _identity(stage: StageConfig, inputs: StageInputs, *, seed: int, device: tor
     hashes = {f"rows {name}": _rows_digest(folder) for name, folder in inputs.rows.items()}
     if isinstance(model, NewModel):
         hashes["tokenizer"] = model_digest(model.tokenizer)
-    # How often checkpoints are written does not change the result, and neither do memory settings or another GPU.
-    # Stages of before these were left out say `recompute`, so it is always said to be none.
-    unchanging = {"checkpoint_every", "start", *asdict(MemoryPolicy())}
-    settings = stage.model_dump(mode="json", exclude=unchanging) | {"recompute": "none"}
+    # Stages of before these were left out say `recompute`, so it is always said to be none; and those of before there
+    # was an `optimizer` do not name it.
+    own = UNCHANGING | ({"optimizer"} if stage.optimizer == OptimizerConfig() else set())
+    settings = stage.model_dump(mode="json", exclude=own) | {"recompute": "none"}
     return {
         "kind": KIND,
         "inputs": {"model": start} | hashes,
@@ -128,9 +185,12 @@ def _build(stage: StageConfig, inputs: StageInputs, *, seed: int, device: torch.
         model = load_model(inputs.model, device=device, dtype=torch.float32)
         check_trainable(model)
     _bring_knots(model, tokenizer, inputs.rows)
+    template = common_template(inputs.rows, f"stage {stage.name}")
+    if template is not None:
+        tokenizer.chat_template = template
     apply_position(model, stage.position, stage.context)
     if stage.compile:
-        compile_parts(model)
+        fuse_parts(model)
     apply_memory(model, stage.memory)
     return model, tokenizer
 
@@ -155,7 +215,7 @@ def _publish(
     stage: StageConfig,
     model: Any,
     tokenizer: Any,
-    optimizer: torch.optim.Optimizer,
+    updater: Updater,
     work: Path,
     out_dir: Path,
     identity: dict[str, Any],
@@ -165,8 +225,9 @@ def _publish(
         model.config.max_position_embeddings = stage.claim
     with publish(out_dir, **identity) as draft:
         save_model(model, tokenizer, draft.folder / "model", dtype=dtype)
-        save_moments(draft.folder / OPTIMIZER, model, optimizer)
-        shutil.copy(work / METRICS, draft.folder / METRICS)
+        save_handover(draft.folder / OPTIMIZER, updater, exported=dtype)
+        keep_watched(work, draft.folder)
+        shutil.copy(work / LEDGER, draft.folder / LEDGER)
         draft.counts |= {"steps": stage.steps, "tokens": stage.steps * stage.batch}
     # Only now: a kill before this line costs nothing but the export.
     shutil.rmtree(work)

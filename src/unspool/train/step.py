@@ -1,22 +1,30 @@
 """One optimizer step: the loss is a sum over valid tokens divided by the step's count of them.
 
-So the split into micro-batches changes neither loss nor gradient. Weights and moments are fp32;
-on CUDA the forward pass runs in bf16 under autocast.
+So the split into micro-batches changes neither loss nor gradient. A CPU computes in the model's own precision, fp32
+unless asked otherwise. A GPU computes in bf16, and so are the model's weights then, as `build_updater` leaves them; a
+model that is still fp32 there is computed under autocast.
 """
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from unspool.model.head import read_head
-from unspool.model.loss import summed_loss
 from unspool.train.batch import Batch, row_sums
+from unspool.train.forward import batch_loss
 from unspool.train.loader import StepBatches
-from unspool.train.optimizer import Updater
+
+
+class Updates(Protocol):
+    """What a step needs of an updater."""
+
+    def begin(self, lr: float) -> None: ...
+
+    def finish(self, *, is_good: bool, max_norm: float) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +38,19 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-def train_step(model: Any, updater: Updater, work: StepBatches, *, lr: float) -> StepResult:
-    """Forward and backward over the step's micro-batches, then one update, unless it is not finite."""
+def train_step(
+    model: Any,
+    updater: Updates,
+    work: StepBatches,
+    *,
+    lr: float,
+    is_good: Callable[[float], bool] | None = None,
+    max_norm: float = math.inf,
+) -> StepResult:
+    """Forward and backward over the step's micro-batches, then one update.
+
+    None where loss or gradient is not finite, where `is_good` refuses the loss or the gradient is above `max_norm`.
+    """
     device = next(model.parameters()).device
     num_valid = max(1, work.num_valid)
     updater.begin(lr)
@@ -46,17 +65,12 @@ def train_step(model: Any, updater: Updater, work: StepBatches, *, lr: float) ->
     return StepResult(
         loss=loss,
         losses={name: total / max(1, counts[name]) for name, total in sorted(totals.items())},
-        grad_norm=updater.finish(is_good=math.isfinite(loss)),
+        grad_norm=updater.finish(is_good=math.isfinite(loss) and (is_good is None or is_good(loss)), max_norm=max_norm),
     )
 
 
 def _backward(model: Any, batch: Batch, num_valid: int) -> Tensor:
     """Add this micro-batch's share of the step's gradient; returns every token's loss."""
-    device = batch.tokens.device
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        hidden = model.base_model(**batch.model_inputs, use_cache=False).last_hidden_state[0]
-        if device.type == "cuda":
-            hidden = hidden.to(torch.bfloat16)
-        total, losses = summed_loss(hidden, read_head(model), batch.labels, num_valid=sum(batch.num_valid))
+    total, losses = batch_loss(model, batch)
     (total / num_valid).backward()  # type: ignore[no-untyped-call]
     return losses

@@ -1,13 +1,12 @@
 """The list of checks, by promise. A new one is a function of a `Case` and a line here.
 
-Promise 3 (a killed run ends with the same weights) has no check yet; it comes with training on several devices, as do
-ranks and sequence parallelism of promise 2.
+Ranks and sequence parallelism of promise 2 come with training on several devices.
 """
 
 from functools import partial
 
 from unspool.model.plain_process import PlainProcess
-from unspool.verify import chunking, exports, packing, policies, splitting, tables
+from unspool.verify import chunking, exports, killing, packing, policies, resuming, splitting, tables
 from unspool.verify.result import Check
 
 PROMISES = {
@@ -19,8 +18,8 @@ PROMISES = {
 }
 
 
-def build_checks(plain: PlainProcess) -> dict[str, Check]:
-    """All checks by name; exports are loaded by `plain`."""
+def build_checks(plain: PlainProcess, *, kills: int = killing.KILLS) -> dict[str, Check]:
+    """All checks by name; exports are loaded by `plain`, a run is killed so many times."""
     return {
         check.name: check
         for check in (
@@ -45,14 +44,27 @@ def build_checks(plain: PlainProcess) -> dict[str, Check]:
             Check(
                 name="split",
                 promise=2,
-                what="one step in micro-batches of one, two and four rows",
+                what="one step of eight rows in micro-batches of one, four and eight",
                 measure=splitting.split,
             ),
             Check(
                 name="order",
                 promise=2,
-                what="one step with its rows in another order",
+                what="one step with its rows in other orders",
                 measure=splitting.shuffled,
+            ),
+            Check(
+                name="resumed",
+                promise=3,
+                what="a stage cut off after several of its steps, against one that never was: bits and ledger",
+                measure=resuming.resumed,
+            ),
+            Check(
+                name="killed",
+                promise=3,
+                what="a process killed at random moments (--kills) and begun again, against one that never was",
+                measure=partial(killing.killed, kills=kills),
+                once=True,
             ),
             Check(
                 name="export",

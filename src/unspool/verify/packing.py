@@ -102,9 +102,10 @@ def worst(case: Case, found: list[tuple[str, Apart]]) -> list[Measured]:
     """Of several steps, the one that comes nearest to its tolerance, or furthest beyond."""
     losses, grads = [], []
     for step, far in found:
-        loss_tolerance, grad_tolerance = case.tolerances(step)
-        losses.append(_measured("loss", far.loss, loss_tolerance, f"{step}: {far.loss_where}"))
-        grads.append(_measured("gradient", far.gradient, grad_tolerance, f"{step}: {far.gradient_where}"))
+        tolerances = case.tolerances(step)
+        losses.append(_measured("loss", far.loss, tolerances.loss, f"{step}: {far.loss_where}"))
+        grads.append(_measured("gradient", far.gradient, tolerances.gradient, f"{step}: {far.gradient_where}"))
+        grads.append(_measured("gradient", far.middle, tolerances.middle, f"{step}: half of the weights"))
     return [_nearest_to_failing(losses), _nearest_to_failing(grads)]
 
 

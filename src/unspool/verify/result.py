@@ -36,6 +36,7 @@ class Check:
     promise: int
     what: str  # one line for --list
     measure: Callable[[Case], list[Measured]]
+    once: bool = False  # says nothing about the model, so one is enough
 
 
 @dataclass(frozen=True, kw_only=True)

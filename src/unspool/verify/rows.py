@@ -15,6 +15,8 @@ from unspool.data.store import Row
 
 # Which document of a packed row also has its gradient looked at alone: the third, which is neither first nor last.
 WATCHED = 2
+# Of the step that is split: as one micro-batch of eight, two of four, eight of one.
+NUM_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Step:
 def row_len(num_parameters: int, device: torch.device) -> int:
     """Tokens of a packed row: so many that all checks of one model take about a minute on a laptop's CPU."""
     if device.type == "cuda":
-        # Long enough for every kernel that attention chooses from; scores of the reference are held in full.
-        return 8192 if num_parameters < 10**9 else 1024
+        # Small ones long enough for every kernel that attention chooses from; scores of the reference are held in full.
+        return 12288 if num_parameters < 2 * 10**7 else 8192 if num_parameters < 10**9 else 1024
     return min(192, max(64, 10**10 // num_parameters // 32 * 32))
 
 
@@ -51,17 +53,26 @@ def build_steps(length: int, *, vocabulary: int, seed: int) -> dict[str, Step]:
             "several",
             tuple(
                 _row(
-                    (quarter // 2 + index, quarter // 2 - index),
+                    (quarter // 2 + index % 4, quarter // 2 - index % 4),
                     vocabulary,
                     seed,
                     2 + index,
                     kept=0.1 + 0.9 * (index % 2),
                 )
-                for index in range(4)
+                for index in range(NUM_ROWS)
             ),
         ),
     ]
     return {step.name: step for step in made}
+
+
+def build_row_sets(context: int, *, vocabulary: int, seed: int) -> dict[str, list[Row]]:
+    """Two sets to be mixed, `long` rows of one context and `short` ones of half; few, so that all come again soon."""
+    long, short = (context // 4 * 3, context // 4), (context // 2,)
+    return {
+        "long": [_row(long, vocabulary, seed, 100 + number, kept=0.7) for number in range(5)],
+        "short": [_row(short, vocabulary, seed, 200 + number, kept=0.7) for number in range(3)],
+    }
 
 
 def only_document(row: Row, number: int) -> Row:

@@ -47,7 +47,7 @@ WIDE: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "head_dim": 64,
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": 16384,
 }
 # Both kinds of layers in two of them.
 MIXED_LAYERS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}

@@ -8,25 +8,26 @@ from torch import Tensor
 from unspool.data.store import Row
 from unspool.train.config import StageConfig
 from unspool.train.loader import build_step
-from unspool.train.optimizer import Updater
 from unspool.train.step import train_step
 from unspool.verify.rows import Step, only_document
 from unspool.verify.truth import ROW, Outcome, gradients
 
 
 class _Catch:
-    """Stands where the optimizer stands, and keeps the gradient."""
+    """Stands where the updater stands, and keeps the gradient."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.param_groups: list[Any] = []
         self.grads: dict[str, Tensor] = {}
 
-    def step(self) -> None:
-        self.grads = gradients(self._model)
+    def begin(self, lr: float) -> None:
+        self._model.zero_grad(set_to_none=True)
 
-    def zero_grad(self, set_to_none: bool) -> None:
-        self._model.zero_grad(set_to_none)
+    def finish(self, *, is_good: bool, max_norm: float) -> float:
+        if is_good:
+            self.grads = gradients(self._model)
+        self._model.zero_grad(set_to_none=True)
+        return 0.0
 
 
 def trained(model: Any, step: Step, *, rows_at_once: int = 1, order: Sequence[int] | None = None) -> Outcome:
@@ -55,11 +56,9 @@ def _train(
         batch=context * len(rows),
         micro_batch=context * rows_at_once,
         lr=1.0,
-        clip=1e30,  # never reached
     )
-    catch: Any = _Catch(model)
+    catch = _Catch(model)
     row_sets: Any = {"rows": rows}
     picks = [[("rows", index)] for index in order or range(len(rows))]
-    updater = Updater(model, catch, clip=stage.clip)
-    result = train_step(model, updater, build_step(stage, row_sets, picks), lr=stage.lr)
+    result = train_step(model, catch, build_step(stage, row_sets, picks), lr=stage.lr)
     return result.loss, catch.grads

@@ -10,7 +10,7 @@ import zstandard
 from unspool.base.errors import ConfigError, DataError
 from unspool.data.documents import Bad, Document
 from unspool.data.readers import file_source, files, jsonl, read_strictly, read_units, source_units, text
-from unspool.data.sources import ChatSource, JsonlSource, RecallSource, TextSource
+from unspool.data.sources import JsonlSource, RecallSource, TextSource
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
 
@@ -64,11 +64,6 @@ def test_a_source_without_files_is_refused(tmp_path, path, message):
     (tmp_path / "sub" / "a.txt").write_text("not JSONL")
     with pytest.raises(ConfigError, match=message):
         source_units(jsonl_source(path), tmp_path)
-
-
-def test_kinds_that_cannot_be_read_yet_say_what_to_do(tmp_path):
-    with pytest.raises(ConfigError, match=r"chat cannot be read yet. Render the conversations"):
-        source_units(ChatSource(kind="chat", path="x"), tmp_path)
 
 
 # Lines

@@ -12,8 +12,8 @@ from unspool.base.errors import ConfigError, DataError
 from unspool.cli.main import build_app
 from unspool.data.config import EngineConfig
 from unspool.data.corpus import build_corpus
+from unspool.data.corpus_store import open_corpus
 from unspool.data.sources import SyntheticSource, SyntheticTask
-from unspool.data.store import open_corpus
 from unspool.data.synthetic import TASKS, make
 from unspool.data.synthetic.verify import check
 from unspool.recipes.check import check_inputs, load_recipe

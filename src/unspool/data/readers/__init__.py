@@ -5,19 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unspool.base.errors import ConfigError, DataError
+from unspool.base.errors import DataError
 from unspool.data.documents import Bad, Document, Item
-from unspool.data.readers import hf, jsonl, mds, parquet, repos, text, textbooks
+from unspool.data.readers import chat, hf, jsonl, mds, parquet, repos, text, textbooks
 from unspool.data.readers.archives import printable
-from unspool.data.sources import (
-    NOT_READ_YET,
-    FileSource,
-    JsonlSource,
-    RecallSource,
-    Source,
-    SyntheticSource,
-    TextSource,
-)
+from unspool.data.sources import FileSource, JsonlSource, RecallSource, Source, SyntheticSource, TextSource
 
 
 class Reader(NamedTuple):
@@ -33,6 +25,7 @@ READERS = {
     "repos": Reader(repos.units, repos.read),
     "textbooks": Reader(textbooks.units, textbooks.read),
     "mds": Reader(mds.units, mds.read),
+    "chat": Reader(chat.units, chat.read),
 }
 
 
@@ -43,9 +36,7 @@ def file_source(source: Source) -> FileSource:
         if ".jsonl" in Path(source.prose).name:
             return JsonlSource.model_validate({"kind": "jsonl", "path": source.prose})
         return TextSource.model_validate({"kind": "text", "path": source.prose})
-    if isinstance(source, FileSource):
-        return source
-    raise ConfigError(f"sources of kind {source.kind} cannot be read yet. {NOT_READ_YET[source.kind]}")
+    return source
 
 
 def source_units(source: Source, root: Path) -> list[Path]:

@@ -8,7 +8,8 @@ one: memory grows to about three times the texts of a row group where they are l
 Elsewhere: Arrow files and datasets (hf.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,22 @@ _TEXT = (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large
 ARROW_ERRORS = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, MemoryError)
 
 
+# Which columns of a file are read, and the items of a batch of them, whose first record has the number given.
+Plan = tuple[list[str], Callable[[pa.RecordBatch, int], Iterator[Item]]]
+
+
 def units(source: ParquetSource, root: Path) -> list[Path]:
     return find_files(source.path, root, kind="parquet", endings=(".parquet",))
 
 
 def read(source: ParquetSource, units: Sequence[Path], seed: int) -> Iterator[Item]:
     for path in units:
-        try:
-            yield from _read_file(path, source.text)
-        except Unreadable as error:
-            yield Bad(str(path), "whole file", error.reason, error.detail)
+        yield from read_file(path, partial(_text_plan, path, source.text))
+
+
+def _text_plan(path: Path, column: str, schema: pa.Schema) -> Plan:
+    parts = column_path(schema, column)
+    return [".".join(parts)], lambda batch, number: items_of(column_of(batch, parts), path, number)
 
 
 def column_path(schema: pa.Schema, name: str) -> list[str]:
@@ -99,17 +106,25 @@ def _text(value: Any) -> str:
     return checked_text(decode(data.to_pybytes()))
 
 
-def _read_file(path: Path, column: str) -> Iterator[Item]:
+def read_file(path: Path, plan: Callable[[pa.Schema], Plan]) -> Iterator[Item]:
+    """One item per record; `plan` says of a file's schema what is read, or raises Unreadable."""
+    try:
+        yield from _read_groups(path, plan)
+    except Unreadable as error:
+        yield Bad(str(path), "whole file", error.reason, error.detail)
+
+
+def _read_groups(path: Path, plan: Callable[[pa.Schema], Plan]) -> Iterator[Item]:
     with _opened(path) as file:
         try:
-            parts = column_path(file.schema_arrow, column)
+            planned = plan(file.schema_arrow)
             sizes = [_row_group_size(file, group) for group in range(file.num_row_groups)]
         except ARROW_ERRORS as error:
             raise Unreadable("unreadable", f"its description of itself is damaged ({first_line(error)})") from error
         number = 1
         for group, (num_records, num_bytes) in enumerate(sizes):
             batch_size = min(max(_BATCH_BYTES * num_records // max(num_bytes, 1), 1), _BATCH_RECORDS)
-            yield from _read_row_group(path, file, group, parts, batch_size, number, num_records)
+            yield from _read_row_group(path, file, group, planned, batch_size, number, num_records)
             number += num_records
 
 
@@ -141,19 +156,19 @@ def _row_group_size(file: pq.ParquetFile, group: int) -> tuple[int, int]:
 
 
 def _read_row_group(
-    path: Path, file: pq.ParquetFile, group: int, parts: list[str], batch_size: int, number: int, num_records: int
+    path: Path, file: pq.ParquetFile, group: int, planned: Plan, batch_size: int, number: int, num_records: int
 ) -> Iterator[Item]:
+    columns, items = planned
     end = number + num_records
     problem = None
     try:
-        batches = file.iter_batches(batch_size, row_groups=[group], columns=[".".join(parts)], use_threads=False)
+        batches = file.iter_batches(batch_size, row_groups=[group], columns=columns, use_threads=False)
         for batch in batches:
-            array = column_of(batch, parts)
-            if len(array) > end - number:
+            if batch.num_rows > end - number:
                 problem = "more records than the file says"
                 break
-            yield from items_of(array, path, number)
-            number += len(array)
+            yield from items(batch, number)
+            number += batch.num_rows
     except ARROW_ERRORS as error:
         problem = first_line(error)
     if problem is None and number < end:

@@ -1,11 +1,11 @@
 """Loss by position on held-out text.
 
-In: documents, a model. Out: windows of equal length; the loss of every token; means over ranges of positions.
+In: documents, a model. Out: windows of equal length; the loss of every token.
 Promise: windows do not overlap and none crosses from one document into another, so that more
 context always means more of the same text. No [tokens, vocabulary] tensor ever exists.
+Elsewhere: means over ranges of positions (model/buckets.py).
 """
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -45,25 +45,6 @@ def windows(config: LossEval, materials: Materials, *, seed: int) -> list[np.nda
         )
     chosen = rng.permutation(len(found))[: config.samples]
     return [np.concatenate([opening, found[at]]) for at in chosen]
-
-
-def bucket_edges(length: int) -> list[int]:
-    """0, 64, 128, 256, … length; from 128 on for lengths above 4K."""
-    edges = [0, 64 if length <= 4096 else 128]
-    while edges[-1] * 2 < length:
-        edges.append(edges[-1] * 2)
-    return [edge for edge in edges if edge < length] + [length]
-
-
-def bucket_losses(losses: np.ndarray) -> list[dict[str, Any]]:
-    """Mean loss of the tokens at positions [from, to), given the loss at positions 1, 2, …"""
-    edges = bucket_edges(len(losses) + 1)
-    buckets = []
-    for start, stop in pairwise(edges):
-        # The first token has nothing before it and so no loss.
-        part = losses[max(0, start - 1) : stop - 1]
-        buckets.append({"from": start, "to": stop, "value": float(part.mean()), "n": len(part)})
-    return buckets
 
 
 @torch.inference_mode()

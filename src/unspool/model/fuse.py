@@ -1,0 +1,104 @@
+"""Operators between the matrix products, fused: norms, rotations, the gate of an MLP.
+
+In: a decoder of any family. Out: the same model, whose parts call compiled functions.
+Promise: results change by no more than rounding; what is compiled sees tensors only, so that it is compiled once for
+all layers and few lengths, and lies inside of what memory settings wrap.
+Price: some seconds of compiling. Matrix products and attention stay outside: theirs are kernels already, a recomputed
+layer can then stop before its last product, and attention is given the lengths of documents, which always differ.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unspool.model.parts import attention_of, layers_of, token_parts
+from unspool.model.trial import alike
+
+# What `transformers` calls the rotation of queries and keys in every family that has RoPE.
+ROTATE = "apply_rotary_pos_emb"
+_TRIED_TOKENS = 6
+
+
+def fuse_parts(model: Any) -> None:
+    """Change `model` in place; once, before its memory settings."""
+    gates: dict[str, Gate] = {}
+    for part in token_parts(model):
+        if not _fuse_gate(part, gates, model.config.hidden_size):
+            part.forward = torch.compile(part.forward)
+    for layer in layers_of(model):
+        _fuse_rotation(attention_of(layer))
+
+
+@dataclass(frozen=True)
+class Gate:
+    """An activation, which has no weights, and the kernel made of it: one for all layers."""
+
+    act: Callable[[Tensor], Tensor]
+    compiled: Callable[[Tensor, Tensor], Tensor]
+
+
+def _fuse_gate(part: Any, gates: dict[str, Gate], hidden_size: int) -> bool:
+    """Whether `part` is an MLP with a gate, as nearly all are, and now computes that in one kernel."""
+    if not all(isinstance(getattr(part, name, None), nn.Linear) for name in ("gate_proj", "up_proj", "down_proj")):
+        return False
+    act = getattr(part, "act_fn", None)
+    if not callable(act):
+        return False
+    if repr(act) not in gates:
+        gates[repr(act)] = Gate(act, torch.compile(lambda gate, up: act(gate) * up))
+    gate = gates[repr(act)]
+
+    def plain(hidden: Tensor) -> Tensor:
+        out: Tensor = part.down_proj(gate.act(part.gate_proj(hidden)) * part.up_proj(hidden))
+        return out
+
+    def gated(hidden: Tensor) -> Tensor:
+        out: Tensor = part.down_proj(gate.compiled(part.gate_proj(hidden), part.up_proj(hidden)))
+        return out
+
+    if not _same(part.forward, plain, part.down_proj.weight, hidden_size):
+        return False
+    part.forward = gated
+    return True
+
+
+@torch.no_grad()
+def _same(one: Callable[[Tensor], Any], other: Callable[[Tensor], Tensor], weight: Tensor, hidden_size: int) -> bool:
+    numbers = torch.arange(_TRIED_TOKENS * hidden_size, device=weight.device)
+    tokens = (numbers * 0.7).sin().to(weight.dtype).view(1, _TRIED_TOKENS, hidden_size)
+    found = one(tokens)
+    return isinstance(found, Tensor) and alike(found.float(), other(tokens).float())
+
+
+def _fuse_rotation(attention: Any) -> None:
+    """Let this module's `forward` call a compiled `apply_rotary_pos_emb`.
+
+    Its code is run with other globals instead of changing the module of `transformers`, which other models use too.
+    """
+    function = getattr(attention.forward, "__func__", None)
+    rotate = getattr(function, "__globals__", {}).get(ROTATE)
+    if not isinstance(function, FunctionType) or rotate is None or ROTATE not in function.__code__.co_names:
+        return
+    compiled = function.__globals__ | {ROTATE: _compiled_rotation(rotate)}
+    again = FunctionType(function.__code__, compiled, function.__name__, function.__defaults__, function.__closure__)
+    again.__kwdefaults__ = function.__kwdefaults__
+    attention.forward = MethodType(again, attention)
+
+
+@cache
+def _compiled_rotation(rotate: Any) -> Any:
+    """Once for all layers. Laid out by token, as attention kernels take and return it without a copy.
+
+    Tables are fp32 and so are the products with them; attention would round them to the model's dtype.
+    """
+
+    def by_token(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        turned = rotate(query, key, *args, **kwargs)
+        return tuple(each.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2) for each in turned)
+
+    return torch.compile(by_token)

@@ -1,0 +1,68 @@
+"""Weights, gradients and moments divided among ranks (FSDP2); a layer is whole only while it computes.
+
+In: a model, on a device or on none yet (meta), and the mesh. Out: the same model, its parameters `DTensor`s.
+Promise: a parameter's gradient is the *sum* over all ranks, since each rank's loss is its part of the step's
+sum divided by the step's count; sums are fp32. On CUDA layers compute in bf16, as they do on one device, while the
+parts that ranks keep are in the model's own precision. Layers that share a checkpoint are gathered together.
+Price: the head is whole throughout a step (with the embedding, where they are one tensor).
+Elsewhere: loading (shards.py), order among the other settings (parallelize.py).
+"""
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from unspool.model.parts import layers_of
+from unspool.train.forward import METHOD, loss_pass
+from unspool.train.mesh import weights_mesh
+
+
+def apply_fsdp(model: Any, mesh: DeviceMesh, *, offload: bool = False, layers_together: int = 1) -> None:
+    """Change `model` in place; after this `batch_loss` and the model itself can be called, its parts cannot."""
+    on_cuda = mesh.device_type == "cuda"
+    options: dict[str, Any] = {
+        "mesh": weights_mesh(mesh),
+        # What layers are given is what the layers before have made, in the precision that they computed it in.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if on_cuda else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=on_cuda) if offload else OffloadPolicy(),
+    }
+    layers = layers_of(model)
+    for start in range(0, len(layers), layers_together):
+        group = layers[start : start + layers_together]
+        fully_shard(group if len(group) > 1 else group[0], **options)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding.weight is not head.weight:
+        fully_shard(embedding, **options)
+        # Its gradient needs no weight.
+        embedding.set_unshard_in_backward(False)
+    fully_shard(model, **options)
+    sum_gradients(model)
+    setattr(model, METHOD, MethodType(loss_pass, model))
+    register_fsdp_forward_method(model, METHOD)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Sums instead of FSDP's means; and by sums alone, since gloo knows no other reduction."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor gathered from all ranks, which all must call this; one that is not divided stays as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

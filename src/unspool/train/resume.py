@@ -1,0 +1,39 @@
+"""Going on from the newest checkpoint that is whole, or from the beginning.
+
+Promise: everything that the steps to come depend on is as it was after the checkpoint's step: weights, moments,
+random generators, what the guard remembers. Files that grow by a line per step end with that step.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from unspool.base.artefact import write_atomic
+from unspool.train.checkpoint import newest_checkpoint
+from unspool.train.guard import Guard
+from unspool.train.optimizer import Updater
+from unspool.train.random_state import read_random_state, seed_all, set_random_state
+
+CHECKPOINTS = "checkpoints"
+
+
+def resume(work: Path, updater: Updater, guard: Guard, *, growing: Sequence[str], seed: int, stage: str) -> int:
+    """The steps that are done; 0 where there is nothing to go on from. `growing` are names of files in `work`."""
+    found = newest_checkpoint(work / CHECKPOINTS)
+    if found is None:
+        seed_all(seed, stage)
+        for name in growing:
+            (work / name).unlink(missing_ok=True)
+        return 0
+    updater.load_state_tensors(found.tensors())
+    set_random_state(found.facts["random"])
+    guard.restore(found.facts["guard"])
+    for name in growing:
+        if (found.folder / name).is_file():
+            write_atomic(work / name, (found.folder / name).read_text(encoding="utf-8"))
+    return found.step
+
+
+def resumable(step: int, guard: Guard) -> dict[str, Any]:
+    """The facts of a checkpoint: what `resume` needs besides tensors and files."""
+    return {"step": step, "random": read_random_state(), "guard": guard.state}

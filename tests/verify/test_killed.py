@@ -1,0 +1,50 @@
+"""Real kills: a stage that is killed at random moments ends with the bits of one that never was."""
+
+import pytest
+import torch
+
+import unspool.train.resume
+from unspool.train.optimizer import Updater
+from unspool.verify.checks import build_checks
+from unspool.verify.killing import run_kills
+from unspool.verify.result import SkippedError
+from unspool.verify.run import run_check
+from unspool.verify.subjects import given_subject
+
+CPU = torch.device("cpu")
+
+
+def test_two_kills_in_processes_of_their_own_change_no_bit(built):
+    found = run_check(build_checks(None, kills=2)["killed"], built("llama"))
+    assert [(result.quantity, result.status) for result in found] == [("bits", "passed"), ("ledger", "passed")]
+    assert all(result.detail.startswith("2 kills, ") for result in found)
+
+
+@pytest.mark.slow
+def test_twenty_kills_change_no_bit(tmp_path):
+    outcome = run_kills(tmp_path, kills=20, seed=1, device=CPU)
+    assert (outcome.kills, outcome.differing, outcome.gaps) == (20, [], [])
+
+
+def without_moments(monkeypatch):
+    monkeypatch.setattr(Updater, "load_moments", lambda updater, saved: None)
+
+
+def without_cutting_the_ledger(monkeypatch):
+    monkeypatch.setattr(unspool.train.resume, "write_atomic", lambda path, text: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", [without_moments, without_cutting_the_ledger])
+def test_kills_bring_a_mistake_to_light(mistake, tmp_path, monkeypatch):
+    mistake(monkeypatch)
+    outcome = run_kills(tmp_path, kills=6, seed=0, device=CPU)
+    assert outcome.differing
+
+
+def test_a_model_of_the_users_is_not_killed(built, tmp_path):
+    case = built("llama")
+    check = build_checks(None)["killed"]
+    named = case.__class__(**vars(case) | {"subject": given_subject(str(tmp_path))})
+    with pytest.raises(SkippedError, match="unspool verify --only killed"):
+        check.measure(named)

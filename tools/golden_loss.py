@@ -1,0 +1,29 @@
+"""Write tests/train/golden_loss.json: the losses of a tiny model trained from scratch on a CPU.
+
+    OMP_NUM_THREADS=1 .venv/bin/python tools/golden_loss.py
+
+A test trains the same again and compares. Run this only after a change that is meant to move the loss, and say in the
+commit by how much it moved: the old and the new last loss are printed.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from train.golden import GOLDEN, train_golden  # noqa: E402
+
+
+def main() -> None:
+    before = json.loads(GOLDEN.read_text())["losses"][-1] if GOLDEN.is_file() else None
+    with tempfile.TemporaryDirectory() as folder:
+        losses = train_golden(Path(folder))
+    GOLDEN.write_text(json.dumps({"renew": "tools/golden_loss.py", "losses": losses}, indent=0) + "\n")
+    print(f"{GOLDEN.relative_to(ROOT)}: {len(losses)} losses, last {losses[-1]:.6f}, before {before}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Loss by position of a model as it is and under every method that needs no training: a table, a picture, numbers.
+
+    python tools/training_free.py MODEL OUT_DIR BOOKS.jsonl.zst … [--context 32K] [--windows 16]
+
+MODEL is a folder, a Hub id or a GGUF file. Books shorter than the context are passed over; each gives one window from
+its middle, without the title page. LongRoPE is left out, whose factors come from a search for one model.
+"""
+
+import argparse
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter
+
+from unspool.base.sizes import format_size, parse_size
+from unspool.data.readers import read_strictly
+from unspool.data.sources import JsonlSource
+from unspool.eval.prompt import encode, opening_ids
+from unspool.eval.stats import Z
+from unspool.eval.tasks.loss import window_losses
+from unspool.model.load import load_model
+from unspool.model.rotary import apply_position
+from unspool.model.tokenizer import load_tokenizer
+from unspool.position.scaling import Position
+
+METHODS: list[dict[str, Any]] = [
+    {"method": "unchanged"},
+    {"method": "abf", "base": 1.6e6},
+    {"method": "ntk"},
+    {"method": "pi"},
+    {"method": "dynamic"},
+    {"method": "ntk-by-parts"},
+    {"method": "yarn"},
+    {"method": "llama3"},
+    {"method": "harpe", "bases": "uniform", "low": 2e5, "high": 3e6},
+]
+FIRST = 2048
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("out_dir", type=Path)
+    parser.add_argument("books", nargs="+", type=Path)
+    parser.add_argument("--context", type=parse_size, default=32 << 10)
+    parser.add_argument("--windows", type=int, default=16)
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    windows = middle_windows(args.books, load_tokenizer(args.model), args.context, args.windows)
+    results = []
+    for method in METHODS:
+        model = load_model(args.model, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+        # `unchanged` must not be told of the longer context: nothing is changed for it.
+        if method["method"] != "unchanged":
+            apply_position(model.eval(), TypeAdapter(Position).validate_python(method), args.context)
+        losses = np.stack([window_losses(model, window) for window in windows])
+        results.append({"position": method, "buckets": buckets(losses, args.context)})
+        print(table([results[-1]]).splitlines()[-1], flush=True)
+    args.out_dir.mkdir(parents=True, exist_ok=True)
+    content = {"context": args.context, "windows": len(windows), "results": results}
+    (args.out_dir / "training-free.json").write_text(json.dumps(content, indent=1) + "\n")
+    (args.out_dir / "training-free.md").write_text(table(results) + "\n")
+
+
+def middle_windows(paths: list[Path], tokenizer: Any, context: int, count: int) -> list[np.ndarray]:
+    opening = opening_ids(tokenizer)
+    found = []
+    for path in paths:
+        for document in read_strictly(JsonlSource(kind="jsonl", path=str(path)), [path]):
+            # Some tokens more than needed, at four characters or so each.
+            start = len(document.text) // 4
+            ids = encode(tokenizer, document.text[start : start + 8 * context])
+            if len(ids) >= context:
+                found.append(np.concatenate([opening, ids[: context - len(opening)]]))
+            if len(found) == count:
+                return found
+    raise SystemExit(f"only {len(found)} books have {context} tokens after their first quarter; give more of them.")
+
+
+def buckets(losses: np.ndarray, context: int) -> list[dict[str, Any]]:
+    """Means over windows of the mean loss at positions [0, 2K), [2K, 4K), [4K, 8K), …, with 95% intervals."""
+    edges = [0, *(FIRST << step for step in range(int(math.log2(context // FIRST)) + 1))]
+    out = []
+    for start, stop in pairwise(edges):
+        means = losses[:, start:stop].mean(axis=1)
+        half = Z * float(means.std(ddof=1)) / math.sqrt(len(means))
+        out.append({"from": start, "to": stop, "value": float(means.mean()), "half": half, "n": len(means)})
+    return out
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    spans = [f"{format_size(b['from']) if b['from'] else 0}–{format_size(b['to'])}" for b in results[0]["buckets"]]
+    lines = ["| method | " + " | ".join(spans) + " |", "| --- |" + " --- |" * len(spans)]
+    for result in results:
+        settings = ", ".join(
+            f"{key} {value:g}" for key, value in result["position"].items() if isinstance(value, float)
+        )
+        name = f"`{result['position']['method']}`" + (f" ({settings})" if settings else "")
+        cells = (f"{b['value']:.2f} ±{b['half']:.2f}" for b in result["buckets"])
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
