@@ -19,6 +19,7 @@ CHUNK = 7  # the last chunk is a part of one
 def chunked_loss(case: Case) -> list[Measured]:
     """Loss and both gradients, in fp32 on every device, through the model's own head."""
     head = read_head(case.model)
+    head = replace(head, weight=head.weight.float(), bias=None if head.bias is None else head.bias.float())
     generator = torch.Generator().manual_seed(case.seed)
     hidden = torch.randn(TOKENS, head.weight.shape[1], generator=generator).to(case.device)
     labels = torch.randint(len(head.weight), (TOKENS,), generator=generator).to(case.device)

@@ -35,7 +35,7 @@ def exported(case: Case, plain: PlainProcess) -> list[Measured]:
             raise RuntimeError(f"plain transformers cannot load the export: {problem}") from problem
     with torch.no_grad():
         ids = torch.tensor([tokens], device=case.device)
-        ours = case.model(input_ids=ids, use_cache=False).logits[0].float().cpu()
+        ours = case.model_in_fp32()(input_ids=ids, use_cache=False).logits[0].float().cpu()
     error = float((ours - theirs).norm() / theirs.norm())
     agree = float((ours.argmax(dim=-1) == theirs.argmax(dim=-1)).float().mean())
     return [

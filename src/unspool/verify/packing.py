@@ -80,9 +80,10 @@ def moved(case: Case) -> list[Measured]:
     (row,) = case.steps["unequal"].rows
     tokens = torch.from_numpy(row.tokens[: row.doc_lens[0]].astype(np.int64)).to(case.device)[None]
     positions = torch.arange(tokens.shape[1], device=case.device)[None]
+    backbone = case.model_in_fp32().base_model
     with torch.no_grad():
         here, there = (
-            case.model.base_model(input_ids=tokens, position_ids=positions + shift, use_cache=False).last_hidden_state
+            backbone(input_ids=tokens, position_ids=positions + shift, use_cache=False).last_hidden_state
             for shift in (0, SHIFT)
         )
     error = float((here - there).norm() / here.norm())
@@ -122,7 +123,7 @@ def _states(case: Case, row: Row, *, slopes: bool = False) -> tuple[Tensor, Tens
     batch: Batch = build_batch([row], attention="documents").to(case.device)
     inputs = batch.model_inputs
     embedded = case.model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_(slopes)
-    with torch.set_grad_enabled(slopes), torch.autocast(case.device.type, torch.bfloat16, enabled=case.dtype == "bf16"):
+    with torch.set_grad_enabled(slopes):
         states = case.model.base_model(inputs_embeds=embedded, use_cache=False, **inputs).last_hidden_state[0]
     return states, embedded
 

@@ -16,6 +16,7 @@ TILE = 37
 POLICIES: dict[str, MemoryPolicy] = {
     "recompute": MemoryPolicy(recompute="full"),
     "keep-attention": MemoryPolicy(recompute="keep-attention"),
+    "keep-products": MemoryPolicy(recompute="keep-attention", keep_products=2, keep_on_host=1),
     "recompute-every": MemoryPolicy(recompute="full", recompute_every=2),
     "offload": MemoryPolicy(recompute="full", offload=True),
     "mlp-tiles": MemoryPolicy(mlp_tiles=TILE),
@@ -27,6 +28,7 @@ POLICIES: dict[str, MemoryPolicy] = {
 WHAT = {
     "recompute": "every layer computed again in the backward pass",
     "keep-attention": "the same, but attention's results are kept",
+    "keep-products": "matrix products of two layers are kept as well, one of them in host memory",
     "recompute-every": "two layers share a checkpoint",
     "offload": "checkpoints wait in host memory",
     "mlp-tiles": f"norms and MLPs over {TILE} tokens at a time",

@@ -20,6 +20,7 @@ from tokenizers.models import WordLevel
 from unspool.base.errors import ConfigError
 from unspool.base.lookup import lookup
 from unspool.model.load import load_model
+from unspool.model.precision import compute_in_bf16
 from unspool.model.rotary import apply_position
 from unspool.model.tokenizer import first_line, location, quiet
 from unspool.position.harpe import Harpe
@@ -71,14 +72,16 @@ class Family:
 
 
 ABF = Placed(position=Abf(method="abf", base=5e5), rope={"rope_type": "default", "rope_theta": 5e5})
+# For the longest context that these models claim, a GPU's.
+YARN_FACTOR = 32.0
 YARN = Placed(
-    position=Yarn(method="yarn", factor=4.0, original=CONTEXT),
+    position=Yarn(method="yarn", factor=YARN_FACTOR, original=CONTEXT),
     rope={
         "rope_type": "yarn",
         "rope_theta": 1e4,
-        "factor": 4.0,
+        "factor": YARN_FACTOR,
         "original_max_position_embeddings": CONTEXT,
-        "attention_factor": 0.1 * math.log(4.0) + 1.0,
+        "attention_factor": 0.1 * math.log(YARN_FACTOR) + 1.0,
         "beta_fast": 32.0,
         "beta_slow": 1.0,
     },
@@ -118,11 +121,14 @@ class Subject:
     ref: str
     placed: Placed | None = None
 
-    def ours(self, device: torch.device) -> Any:
+    def ours(self, device: torch.device, *, bf16: bool) -> Any:
+        """As training has it."""
         model = load_model(self.ref, device=device, dtype=torch.float32)
         if self.placed is not None:
             apply_position(model, self.placed.position, model.config.max_position_embeddings)
-        # As in training: some memory policies are only at work then. None of these models drops anything out.
+        if bf16:
+            compute_in_bf16(model)
+        # Some memory policies are only at work then. None of these models drops anything out.
         return model.train()
 
     def plain(self, device: torch.device) -> Any:

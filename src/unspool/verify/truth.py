@@ -6,7 +6,10 @@ rotation is written out here with complex numbers.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -44,33 +47,32 @@ class Apart:
     middle: float  # the error of the gradient of half of the weights is below
 
 
-def plain_outcome(model: Any, step: Step, *, autocast: bool = False) -> Outcome:
-    """Loss and gradient of the step and, if it has one row, of each document."""
+def plain_outcome(model: Any, step: Step) -> Outcome:
+    """Losses of the step and of each document; gradients of the step and, if it has one row, of a document."""
     documents = [document for row in step.rows for document in _documents(row)]
     num_valid = sum(int((targets >= 0).sum()) for _, targets in documents)
     single = len(step.rows) == 1
     losses, grads, total = {}, {}, 0.0
-    model.zero_grad(set_to_none=True)
     # The watched document first, while there is no other's gradient.
     order = sorted(range(len(documents)), key=lambda number: number != WATCHED)
-    for number in order:
-        tokens, targets = documents[number]
-        count = int((targets >= 0).sum())
-        if not count:
-            continue
-        summed = _summed_loss(model, tokens[None], targets[None], autocast=autocast)
-        (summed / num_valid).backward()  # type: ignore[no-untyped-call]
-        total += summed.item()
-        if single:
+    with summed_gradients(model) as sums:
+        for number in order:
+            tokens, targets = documents[number]
+            count = int((targets >= 0).sum())
+            if not count:
+                continue
+            summed = _summed_loss(model, tokens[None], targets[None])
+            (summed / num_valid).backward()  # type: ignore[no-untyped-call]
+            total += summed.item()
             losses[f"document {number}"] = summed.item() / count
-        if single and number == WATCHED:
-            grads[f"document {number}"] = {name: grad * (num_valid / count) for name, grad in gradients(model).items()}
-    losses[ROW], grads[ROW] = total / num_valid, gradients(model)
-    model.zero_grad(set_to_none=True)
+            if single and number == WATCHED:
+                alone = gradients(model, sums)
+                grads[f"document {number}"] = {name: grad * (num_valid / count) for name, grad in alone.items()}
+        losses[ROW], grads[ROW] = total / num_valid, gradients(model, sums)
     return Outcome(losses, grads)
 
 
-def batched_outcome(model: Any, step: Step, *, autocast: bool = False) -> Outcome:
+def batched_outcome(model: Any, step: Step) -> Outcome:
     """Loss and gradient of the step with all its documents in one batch, padded on the right.
 
     The same numbers as one at a time, except for roundings: products of larger matrices add up in another order.
@@ -81,12 +83,10 @@ def batched_outcome(model: Any, step: Step, *, autocast: bool = False) -> Outcom
     tokens = np.stack([np.pad(tokens, (0, longest - len(tokens))) for tokens, _ in documents])
     targets = np.stack([np.pad(targets, (0, longest - len(targets)), constant_values=-1) for _, targets in documents])
     num_valid = int((targets >= 0).sum())
-    model.zero_grad(set_to_none=True)
-    summed = _summed_loss(model, tokens, targets, autocast=autocast)
-    (summed / num_valid).backward()  # type: ignore[no-untyped-call]
-    outcome = Outcome({ROW: summed.item() / num_valid}, {ROW: gradients(model)})
-    model.zero_grad(set_to_none=True)
-    return outcome
+    with summed_gradients(model) as sums:
+        summed = _summed_loss(model, tokens, targets)
+        (summed / num_valid).backward()  # type: ignore[no-untyped-call]
+    return Outcome({ROW: summed.item() / num_valid}, {ROW: gradients(model, sums)})
 
 
 def exact_outcome(model: Any, step: Step) -> Outcome:
@@ -109,10 +109,36 @@ class _Doubled(TorchFunctionMode):
         return func(*args, **named)
 
 
-def gradients(model: Any) -> dict[str, Tensor]:
+@contextmanager
+def summed_gradients(model: Any) -> Iterator[dict[str, Tensor]]:
+    """The gradients of all backward passes inside by name, added up in fp32 or better, whatever the weights are."""
+    sums: dict[str, Tensor] = {}
+
+    def add(name: str, weight: Tensor) -> None:
+        grad, weight.grad = weight.grad, None
+        assert grad is not None
+        if name in sums:
+            sums[name] += grad
+        else:
+            sums[name] = grad.to(torch.promote_types(grad.dtype, torch.float32))
+
+    hooks = [
+        weight.register_post_accumulate_grad_hook(partial(add, name))
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
+    ]
+    model.zero_grad(set_to_none=True)
+    try:
+        yield sums
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def gradients(model: Any, sums: dict[str, Tensor]) -> dict[str, Tensor]:
     """A copy; a weight that got none counts as zero, so that losing one is seen."""
     return {
-        name: torch.zeros_like(weight, device="cpu") if weight.grad is None else weight.grad.detach().cpu().clone()
+        name: sums[name].detach().cpu().clone() if name in sums else torch.zeros_like(weight, device="cpu")
         for name, weight in model.named_parameters()
     }
 
@@ -223,10 +249,9 @@ def _documents(row: Row) -> list[tuple[np.ndarray, np.ndarray]]:
     return documents
 
 
-def _summed_loss(model: Any, tokens: np.ndarray, targets: np.ndarray, *, autocast: bool) -> Tensor:
+def _summed_loss(model: Any, tokens: np.ndarray, targets: np.ndarray) -> Tensor:
     """Of documents [number, tokens] of one length."""
     device = next(model.parameters()).device
     ids, wanted = (torch.from_numpy(array).to(device) for array in (tokens, targets))
-    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        logits = model(input_ids=ids, use_cache=False).logits
+    logits = model(input_ids=ids, use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), ignore_index=-1, reduction="sum")

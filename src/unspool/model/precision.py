@@ -1,0 +1,27 @@
+"""A model that computes in bf16, its positions still in fp32.
+
+In: a model in any precision. Out: the same model, its parameters bf16; buffers stay as they are.
+Why by hand: `model.to(bfloat16)` would round the frequencies of positions too, and `transformers` rounds cosines and
+sines to the dtype of what it is shown, which moves far positions by whole turns of the fast dimensions' last digits.
+"""
+
+from typing import Any
+
+import torch
+
+
+def compute_in_bf16(model: Any) -> None:
+    keep_tables(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def keep_tables(model: Any) -> None:
+    """Positions stay fp32 in a model of bf16: `transformers` rounds their tables to the dtype of what it is shown."""
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    if rotary is not None and any(name.endswith("inv_freq") for name, _ in rotary.named_buffers()):
+        rotary.register_forward_pre_hook(_shown_fp32)
+
+
+def _shown_fp32(rotary: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (args[0].new_empty(0, dtype=torch.float32), *args[1:])
