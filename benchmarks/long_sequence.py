@@ -49,6 +49,8 @@ TOY = {
     "num_key_value_heads": 4,
 }
 GIB = 1 << 30
+# Memory freed in one size can be used in another; and host memory is pinned by several threads, a second a GiB by one.
+ALLOCATOR = "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 # Of the host memory that is available: the rest is for the process itself and the file cache.
 HOST_SHARE = 0.7
 TILE = 16 << 10
@@ -91,8 +93,7 @@ def in_process(length: int, layers: int | None, seconds: float) -> dict[str, Any
     command = [sys.executable, __file__, "--one", "--lengths", str(length), "--seconds", str(seconds)]
     if layers:
         command += ["--layers", str(layers)]
-    # Without this, memory freed in one size could not be used in another.
-    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | settings) as process:
         assert process.stdout is not None
         last = ""

@@ -59,6 +59,8 @@ SMOLLM2_135M = {
     "tie_word_embeddings": True,
 }
 DEVICE = torch.device("cuda")
+# As in long_sequence.py.
+ALLOCATOR = "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 LARGE = {"optimizer": {"weights": "bf16", "states": "8bit"}, "recompute": "keep-attention", "compile": True}
 
 
@@ -146,7 +148,7 @@ def in_process(name: str, side: str, args: Any) -> dict[str, Any]:
     command = [sys.executable, __file__, "--cases", name, "--one", side]
     command += ["--profile"] if args.profile and side == "ours" else []
     command += ["--set", *args.set] if args.set else []
-    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | settings) as process:
         assert process.stdout is not None
         last = ""
