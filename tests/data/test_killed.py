@@ -141,7 +141,7 @@ def check_kills(root: Path, kills: int) -> None:
 
     assert len(outcome["killed"]) == kills
     states = {tuple(kill["left"]) for kill in outcome["killed"]}
-    assert len(states) > 2, "all kills met the same moment of the work"
+    assert len(states) > 1, "all kills met the same moment of the work"
     whole = contents(root / "whole")
     assert {Path(name).parts[0] for name in whole} == {*SOURCES, *ROWS}
     assert sum(name.endswith(".arrow") for name in whole) > 10
