@@ -39,7 +39,16 @@ from unspool.data.sources import (
     TextbooksSource,
     TextSource,
 )
-from unspool.eval.config import KvEval, LossEval, NiahEval, RulerEval
+from unspool.eval.config import (
+    HelmetEval,
+    InfbenchEval,
+    KvEval,
+    LossEval,
+    LvEval,
+    NiahEval,
+    NochaEval,
+    RulerEval,
+)
 from unspool.model.scratch import NewModel
 from unspool.position.scaling import (
     Abf,
@@ -59,6 +68,7 @@ from unspool.recipes.schema import Recipe
 from unspool.train.config import StageConfig
 from unspool.train.guard import GuardConfig
 from unspool.train.optimizer_config import OptimizerConfig
+from unspool.train.parallel_config import ParallelConfig
 from unspool.train.watch_config import SamplesConfig, ValidationConfig
 
 ROOT = Path(__file__).parents[1]
@@ -200,6 +210,7 @@ TABLES: dict[str, type[Config]] = {
     "rows: replace": ReplaceConfig,
     "stages": StageConfig,
     "stages: optimizer": OptimizerConfig,
+    "stages: parallel": ParallelConfig,
     "stages: guard": GuardConfig,
     "stages: validation": ValidationConfig,
     "stages: samples": SamplesConfig,
@@ -217,6 +228,10 @@ TABLES: dict[str, type[Config]] = {
     "suite: kv": KvEval,
     "suite: loss": LossEval,
     "suite: ruler": RulerEval,
+    "suite: helmet": HelmetEval,
+    "suite: lveval": LvEval,
+    "suite: infbench": InfbenchEval,
+    "suite: nocha": NochaEval,
 }
 
 

@@ -9,10 +9,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from unspool.eval import backend
+from unspool.eval import backend, questions
 from unspool.eval.backend import ModelBackend
-from unspool.eval.config import KvEval, LossEval, NiahEval
+from unspool.eval.config import KvEval, LossEval, NiahEval, RulerEval
+from unspool.eval.plan import Plan
 from unspool.eval.run import Scoring, score_model
+
+from .toy import TOY
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
 
@@ -74,3 +77,24 @@ def test_weights_are_not_loaded_for_scores_that_stand(scoring, model_dir, monkey
 
 def test_every_end_token_of_model_and_tokenizer_stops_an_answer(model_dir, tokenizer):
     assert ModelBackend(str(model_dir), **CPU).stop_ids == {tokenizer.eos_token_id, 7}
+
+
+def test_questions_that_share_a_context_or_a_row_get_the_answers_they_get_alone(tmp_path, model_dir, monkeypatch):
+    monkeypatch.setitem(questions.SUITES, "ruler", TOY)
+    config = RulerEval.model_validate({"suite": "ruler", "lengths": [256], "samples": 8, "tasks": ["lone", "shared"]})
+    made = ModelBackend(str(model_dir), **CPU)
+    torch.manual_seed(0)
+    for weight in made.model.parameters():
+        # Large, so that answers depend on more than the last token.
+        if weight.dim() == 2:
+            torch.nn.init.normal_(weight, std=0.4)
+    together = Plan([config], made.tokenizer, seed=0, root=tmp_path)
+    together.arrange(list(together.listing()))
+    alone = Plan([config], made.tokenizer, seed=0, root=tmp_path)
+
+    def outputs(plan: Plan) -> dict[str, str]:
+        return {sample["hash"]: sample["output"] for unit in plan.units for sample in plan.score(unit, made)}
+
+    assert (len(together.units), len(alone.units)) == (3, 16)
+    assert outputs(together) == outputs(alone)
+    assert len(set(outputs(alone).values())) > 4, "equal answers would hide a mix-up"

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -6,11 +7,14 @@ import typer
 from typer.testing import CliRunner
 
 from unspool.base.errors import ConfigError
-from unspool.cli.eval import chosen_evals, eval_, table_row
-from unspool.eval import run
-from unspool.eval.config import KvEval, LossEval, NiahEval
+from unspool.cli.eval import chosen_evals, eval_
+from unspool.cli.scores_table import table_row
+from unspool.eval import questions
+from unspool.eval.backends import pick
+from unspool.eval.config import KvEval, LossEval, NiahEval, RulerEval
 
 from .oracles import Oracle
+from .toy import TOY
 
 OPTIONS = {"samples": 20, "text": None, "value": None}
 
@@ -18,7 +22,8 @@ OPTIONS = {"samples": 20, "text": None, "value": None}
 @pytest.fixture
 def command(monkeypatch, tokenizer):
     """Runs `unspool eval`; the model is an oracle."""
-    monkeypatch.setattr(run, "ModelBackend", lambda ref, *, device, dtype: Oracle(tokenizer))
+    monkeypatch.setattr(pick, "ModelBackend", lambda ref, *, device, dtype: Oracle(tokenizer))
+    monkeypatch.setattr(pick, "load_tokenizer", lambda ref: tokenizer)
     app = typer.Typer()
     app.command("eval")(eval_)
     return lambda *arguments: CliRunner().invoke(app, [*arguments], env={"COLUMNS": "120"})
@@ -50,7 +55,7 @@ def test_a_value_only_one_suite_knows_leaves_the_others_alone():
     ("suites", "lengths", "value", "message"),
     [
         ("nih", "2K", None, "Did you mean 'niah'"),
-        ("ruler", "2K", None, "'ruler' is not known"),
+        ("rulers", "2K", None, "Did you mean 'ruler'"),
         ("niah", "2Q", None, "--lengths '2Q': unit 'Q' is not known"),
         ("niah", "0", None, "--lengths '0': a size must be"),
         ("niah", ",", None, "at least one suite and one length"),
@@ -112,3 +117,67 @@ def test_what_was_not_scored_shows_as_a_dash():
     row = table_row({**cell, "value": None, "n": 0, "low": None, "high": None})
 
     assert row == ("niah", "2K", "depth 0.25", "–", "–", "0")
+
+
+def test_options_of_suites_with_tasks_reach_them():
+    options = {"tasks": ["lone"], "mode": "reference", "chat": "off", "paths": {"haystack": "x.txt"}}
+    [niah, ruler] = chosen_evals("niah,ruler", "2K", **OPTIONS, options=options)
+
+    assert isinstance(ruler, RulerEval) and isinstance(niah, NiahEval)
+    assert (ruler.tasks, ruler.mode, ruler.chat, ruler.paths) == (["lone"], "reference", "off", {"haystack": "x.txt"})
+
+
+def test_a_suite_with_tasks_is_run_and_shown(command, monkeypatch):
+    monkeypatch.setitem(questions.SUITES, "ruler", TOY)
+    arguments = ("M", "--suite", "ruler", "--lengths", "256", "--samples", "6")
+    shown = command(*arguments, "--backend", "oracle")
+
+    assert shown.exit_code == 0, shown.output
+    rows = [line.replace("│", " ").split() for line in shown.stdout.splitlines()]
+    assert ["ruler", "256", "mean", "of", "3", "tasks", "of", "4", "100%", "77%", "to", "100%", "18"] in rows
+    assert ["ruler", "256", "judged", "(judge)", "not", "judged", "–", "0"] in rows
+    assert "holds up to 256" in shown.stdout
+    assert "0%" in command(*arguments, "--backend", "empty", "--tasks", "lone").stdout
+
+
+def test_adversarial_answers_reach_no_terminal(command, monkeypatch):
+    monkeypatch.setitem(questions.SUITES, "ruler", TOY)
+    shown = command(
+        "M", "--suite", "ruler", "--lengths", "256", "--samples", "3", "--backend", "adversarial", "--parity"
+    )
+
+    assert shown.exit_code == 1
+    assert "First difference: ruler lone 256, question 0, character 0" in shown.stdout
+    assert "\x1b" not in shown.stdout and "\x00" not in shown.stdout
+
+
+def test_parity_of_equal_backends_passes(command, monkeypatch):
+    monkeypatch.setitem(questions.SUITES, "ruler", TOY)
+    monkeypatch.setattr(
+        pick, "ModelBackend", lambda ref, *, device, dtype: pick.MOCKS["oracle"](pick.load_tokenizer(ref))
+    )
+    shown = command("M", "--suite", "ruler", "--lengths", "256", "--backend", "oracle", "--parity", "--json")
+
+    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.stdout) == {"n": 20, "equal": 20, "differences": []}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--backend", "llama"), "--backend 'llama' is not known; use transformers"),
+        (("--backend", "openai"), "needs the server's address"),
+        (("--url", "http://x"), "--url is for --backend openai"),
+        (("--suite", "ruler", "--mode", "exact"), "--mode 'exact' is not known; use fixed, reference"),
+        (("--suite", "ruler", "--chat", "yes"), "--chat 'yes' is not known; use auto, on, off"),
+        (("--suite", "ruler", "--path", "x.txt"), "write NAME=PATH"),
+        (("--suite", "ruler,helmet", "--tasks", "vt"), "--tasks needs exactly one suite"),
+        (("--suite", "niah", "--tasks", "vt"), "--tasks needs exactly one suite"),
+        (("--suite", "short"), r"pip install 'unspool\[eval\]'"),
+    ],
+)
+def test_options_that_do_not_fit_are_explained(command, arguments, message):
+    shown = command("M", "--lengths", "256", *arguments)
+
+    assert isinstance(shown.exception, ConfigError)
+    assert re.search(message, str(shown.exception)), shown.exception

@@ -8,7 +8,7 @@ import pytest
 from unspool.base.artefact import read_manifest
 from unspool.base.errors import ConfigError, DataError
 from unspool.eval import run
-from unspool.eval.config import KvEval, LossEval, NiahEval, RulerEval
+from unspool.eval.config import KvEval, LossEval, NiahEval
 from unspool.eval.run import Scoring, score
 
 from .oracles import Killed, Oracle, Rambler, Silent
@@ -187,13 +187,6 @@ def test_a_length_that_cannot_work_is_found_before_the_model_is_used(scoring, to
     with pytest.raises(ConfigError, match="length 16 is too short"):
         score(replace(scoring, evals=[config]), backend)
     assert backend.contexts == 0
-
-
-def test_a_suite_that_cannot_be_run_yet_says_what_to_use(scoring, tokenizer):
-    ruler = RulerEval.model_validate({"suite": "ruler", "lengths": [4096]})
-
-    with pytest.raises(ConfigError, match=r"suite ruler cannot be run yet\. Use niah, kv and loss"):
-        score(replace(scoring, evals=[ruler]), Oracle(tokenizer))
 
 
 def test_the_same_suite_and_length_twice_is_refused(scoring, tokenizer):

@@ -1,7 +1,16 @@
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from unspool.model.attention import NAME, register
 from unspool.model.generate import answer
@@ -20,11 +29,24 @@ SHAPE = {
 }
 
 
-@pytest.fixture(scope="module", params=["unspool", "harpe", "sdpa", "window"])
+@pytest.fixture(scope="module", params=["unspool", "harpe", "sdpa", "window", "our window", "capped", "sinks"])
 def model(request):
-    """Our attention, ours with a base per head, that of transformers, and a sliding window of it."""
+    """Our attention, ours with a base per head, that of transformers, a sliding window of either, and what else
+    layers ask for."""
     register()
     torch.manual_seed(0)
+    if request.param == "our window":
+        return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=16, attn_implementation=NAME)).eval()
+    if request.param == "capped":
+        # A window in every second layer and scores that are capped.
+        options = {"sliding_window": 16, "attn_logit_softcapping": 2.0, "head_dim": 8, "query_pre_attn_scalar": 8}
+        return Gemma2ForCausalLM(Gemma2Config(**SHAPE, **options, attn_implementation=NAME)).eval()
+    if request.param == "sinks":
+        options = {"sliding_window": 16, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+        made = GptOssForCausalLM(GptOssConfig(**SHAPE, **options, attn_implementation=NAME)).eval()
+        for layer in made.model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks)
+        return made
     if request.param == "window":
         return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=16)).eval()
     kind = "sdpa" if request.param == "sdpa" else NAME

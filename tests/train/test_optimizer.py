@@ -140,15 +140,6 @@ def test_an_lr_for_that_cannot_be_meant_is_refused(lr_for, says):
         build_updater(build_stage(lr_for=lr_for), build_model())
 
 
-@pytest.mark.parametrize("mode", [{"weights": "bf16"}, {"states": "8bit"}])
-def test_what_is_not_supported_on_several_devices_is_refused(mode):
-    model = build_model()
-    next(model.parameters()).to_local = None  # as parameters have that are divided among ranks
-
-    with pytest.raises(ConfigError, match="not supported on several devices"):
-        build_updater(build_stage(optimizer=mode), model)
-
-
 # Clipping
 
 

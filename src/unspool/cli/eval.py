@@ -9,23 +9,67 @@ import typer
 
 from unspool.base.errors import ConfigError
 from unspool.base.lookup import lookup
-from unspool.base.sizes import format_size, parse_size
-from unspool.eval.config import Eval, KvEval, LossEval, NiahEval
+from unspool.base.sizes import parse_size
+from unspool.cli.scores_table import print_table
+from unspool.eval.config import (
+    Eval,
+    HelmetEval,
+    InfbenchEval,
+    KvEval,
+    LossEval,
+    LvEval,
+    NiahEval,
+    NochaEval,
+    RulerEval,
+    TaskEval,
+)
 
 if TYPE_CHECKING:
     import torch
 
+    from unspool.eval.backend import Backend
+
 # Which suites know which kind of value.
 VALUES = {"numbers": {"niah"}, "uuid": {"kv"}, "words": {"niah", "kv"}}
 DEVICES = ("auto", "cpu", "cuda")
-SUITES = {"niah": NiahEval, "kv": KvEval, "loss": LossEval}
+TASK_SUITES: dict[str, type[TaskEval]] = {
+    "ruler": RulerEval,
+    "helmet": HelmetEval,
+    "lveval": LvEval,
+    "infbench": InfbenchEval,
+    "nocha": NochaEval,
+}
+SUITES: dict[str, Any] = {"niah": NiahEval, "kv": KvEval, "loss": LossEval, **TASK_SUITES}
+SHORT = "short"
+BACKENDS = ("transformers", "vllm", "openai", "oracle", "empty", "adversarial")
+ENDPOINTS = ("completions", "chat", "text")
+FAILED = 1
+SAMPLES = 20
 
 
 def eval_(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a .gguf file or a Hub id.")],
-    suite: Annotated[str, typer.Option(help="What to measure, comma-separated: niah, kv, loss.")] = "niah,kv,loss",
+    suite: Annotated[
+        str, typer.Option(help=f"What to measure, comma-separated: {', '.join(SUITES)}; or {SHORT}.")
+    ] = "niah,kv,loss",
     lengths: Annotated[str, typer.Option(help="Context lengths in tokens, comma-separated.")] = "2K,8K",
-    samples: Annotated[int, typer.Option(min=1, help="Questions per suite and length (windows for loss).")] = 20,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Questions per suite (or task) and length, windows for loss: 20 by default; short: all."
+        ),
+    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of the suite, comma-separated; all by default.")] = None,
+    mode: Annotated[
+        str, typer.Option(help="fixed, or reference: as the suite's own code does, defects included.")
+    ] = "fixed",
+    chat: Annotated[str, typer.Option(help="auto, on or off: whether to ask through the chat template.")] = "auto",
+    path: Annotated[
+        list[str] | None, typer.Option(help="NAME=PATH of data that a suite reads; may be given several times.")
+    ] = None,
+    answer_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Room for every answer, within the length; each task's own by default.")
+    ] = None,
     text: Annotated[
         str | None,
         typer.Option(help="Held-out text files or a pattern (JSONL or plain); a shipped book by default."),
@@ -38,34 +82,104 @@ def eval_(
     ] = None,
     seed: Annotated[int, typer.Option(help="Other seeds give other prompts.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    backend: Annotated[
+        str, typer.Option(help="transformers, vllm or openai (a server); oracle, empty and adversarial pretend.")
+    ] = "transformers",
+    url: Annotated[str | None, typer.Option(help="Of the server, such as http://localhost:8000/v1.")] = None,
+    model_name: Annotated[str | None, typer.Option(help="What the server calls the model; MODEL by default.")] = None,
+    endpoint: Annotated[
+        str, typer.Option(help="completions (token ids), text (completions with words) or chat.")
+    ] = "completions",
+    requests: Annotated[int, typer.Option(min=1, help="Requests to the server at a time.")] = 8,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one answer of the server.")] = 600,
+    parity: Annotated[
+        bool,
+        typer.Option("--parity", help="Compare the answers of --backend with those of transformers, on 20 prompts."),
+    ] = False,
+    lm_eval: Annotated[
+        Path | None, typer.Option(help="Run nothing, but write the suites' tasks into this folder as tasks of lm-eval.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Score a model by context length.
 
     niah hides a fact in a book and asks for it; kv asks for values of a
     long JSON object; loss shows whether text is still predicted better
-    further on in the context. Scores come with n and a 95% interval:
-    20 questions tell 50% from 90%, but not from 60%.
+    further on in the context. ruler, helmet and lveval are the suites of
+    the papers; short runs lm-eval's tasks. Scores come with n and a 95%
+    interval: 20 questions tell 50% from 90%, but not from 60%.
 
         unspool eval MODEL --suite niah --lengths 256,1K,2K --value words
 
-        unspool eval MODEL --lengths 2K,8K --samples 50 --out scores/mine
+        unspool eval MODEL --suite ruler --lengths 4K,32K --samples 100 --out scores/mine
+
+        unspool eval MODEL --suite short --tasks hellaswag,arc_challenge
     """
-    evals = chosen_evals(suite, lengths, samples=samples, text=text, value=value)
+    if suite.strip() == SHORT:
+        _short(
+            model,
+            tasks,
+            samples=samples,
+            include=_paths(path or []).get("tasks"),
+            device=device,
+            out=out,
+            as_json=as_json,
+        )
+        return
+    options = {
+        "tasks": [name.strip() for name in (tasks or "").split(",") if name.strip()],
+        "mode": mode,
+        "chat": chat,
+        "paths": _paths(path or []),
+        "answer_tokens": answer_tokens,
+    }
+    evals = chosen_evals(suite, lengths, samples=samples or SAMPLES, text=text, value=value, options=options)
+    if backend not in BACKENDS:
+        raise ConfigError(f"--backend {backend!r} is not known; use {', '.join(BACKENDS)}.")
+    # Here and not above: torch and transformers take seconds to import, which `--help` should not.
+    from unspool.eval.backends.pick import Choice, pick
+
+    choice = Choice(
+        kind=backend,
+        model=model,
+        url=url,
+        model_name=model_name,
+        endpoint=lookup({name: name for name in ENDPOINTS}, endpoint, kind="--endpoint"),
+        requests=requests,
+        timeout=timeout,
+    )
+    if lm_eval is not None:
+        _write_tasks(model, evals, seed, lm_eval)
+        return
+    target, dtype = device_and_dtype(device)
+    chosen = pick(choice, device=target, dtype=dtype)
+    if parity:
+        _parity(
+            chosen, pick(Choice(kind="transformers", model=model), device=target, dtype=dtype), evals, seed, as_json
+        )
+        return
     if out is not None:
         _check_out(out)
-        summary = _score(model, evals, out, seed=seed, device=device)
+        summary = _score(choice.identity, chosen, model, evals, out, seed=seed)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            summary = _score(model, evals, Path(folder) / "scores", seed=seed, device=device)
+            summary = _score(choice.identity, chosen, model, evals, Path(folder) / "scores", seed=seed)
     if as_json:
         typer.echo(json.dumps(summary, indent=1))
     else:
-        _print_table(summary["cells"])
+        print_table(summary)
 
 
-def chosen_evals(suites: str, lengths: str, *, samples: int, text: str | None, value: str | None) -> list[Eval]:
-    """The evals of a recipe that the options stand for."""
+def chosen_evals(
+    suites: str,
+    lengths: str,
+    *,
+    samples: int,
+    text: str | None,
+    value: str | None,
+    options: dict[str, Any] | None = None,
+) -> list[Eval]:
+    """The evals of a recipe that the options stand for; `options` are of suites that consist of tasks."""
     names = list(dict.fromkeys(name.strip() for name in suites.split(",") if name.strip()))
     sizes = sorted({_length(length) for length in lengths.split(",") if length.strip()})
     if not names or not sizes:
@@ -75,19 +189,29 @@ def chosen_evals(suites: str, lengths: str, *, samples: int, text: str | None, v
     takers = lookup(VALUES, value, kind="--value") if value else set()
     if value and not takers & set(names):
         raise ConfigError(f"--value {value} is for {' and '.join(sorted(takers))}; the suites here are {suites}.")
-    return [_eval(name, sizes, samples, text, value if name in takers else None) for name in names]
+    if (options or {}).get("tasks") and len(TASK_SUITES.keys() & set(names)) != 1:
+        raise ConfigError(f"--tasks needs exactly one suite that has tasks: {', '.join(TASK_SUITES)} or {SHORT}.")
+    return [_eval(name, sizes, samples, text, value if name in takers else None, options or {}) for name in names]
 
 
-def _eval(name: str, lengths: list[int], samples: int, text: str | None, value: str | None) -> Eval:
-    options: dict[str, Any] = {"suite": name, "samples": samples}
+def _eval(
+    name: str, lengths: list[int], samples: int, text: str | None, value: str | None, options: dict[str, Any]
+) -> Eval:
+    given: dict[str, Any] = {"suite": name, "samples": samples}
+    if name in TASK_SUITES:
+        for key, allowed in (("mode", ("fixed", "reference")), ("chat", ("auto", "on", "off"))):
+            if options.get(key, allowed[0]) not in allowed:
+                raise ConfigError(f"--{key} {options[key]!r} is not known; use {', '.join(allowed)}.")
+        chosen: Any = TASK_SUITES[name].model_validate({**given, **options, "lengths": lengths})
+        return chosen  # type: ignore[no-any-return]
     if value:
-        options["value"] = value
+        given["value"] = value
     if name == "kv":
-        return KvEval(**options, lengths=lengths)
+        return KvEval(**given, lengths=lengths)
     if name == "niah":
-        return NiahEval(**options, lengths=lengths, text=text)
+        return NiahEval(**given, lengths=lengths, text=text)
     # Its ranges of positions cover the shorter lengths.
-    return LossEval(**options, length=lengths[-1], text=text)
+    return LossEval(**given, length=lengths[-1], text=text)
 
 
 def _length(text: str) -> int:
@@ -95,6 +219,16 @@ def _length(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise ConfigError(f"--lengths {text.strip()!r}: {error}.") from error
+
+
+def _paths(given: list[str]) -> dict[str, str]:
+    found = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not equals or not name or not path:
+            raise ConfigError(f"--path {text!r}: write NAME=PATH, such as --path haystack=essays.txt.")
+        found[name] = path
+    return found
 
 
 def _check_out(out_dir: Path) -> None:
@@ -108,20 +242,70 @@ def _check_out(out_dir: Path) -> None:
         raise ConfigError(f"--out {out_dir} exists and holds no scores; give a new folder, so that nothing is lost.")
 
 
-def _score(model: str, evals: list[Eval], out_dir: Path, *, seed: int, device: str) -> dict[str, Any]:
-    # Here and not above: torch and transformers take seconds to import, which `--help` should not.
-    from unspool.eval.run import Scoring, score_model
-    from unspool.model.load import model_digest
+def _score(
+    identity: str, backend: "Backend", model: str, evals: list[Eval], out_dir: Path, *, seed: int
+) -> dict[str, Any]:
+    from unspool.eval.run import Scoring, score
 
-    target, dtype = _device(device)
     name = Path(model).name or model
-    scoring = Scoring(
-        model=name, model_hash=model_digest(model), evals=evals, seed=seed, out_dir=out_dir, root=Path.cwd()
+    return score(
+        Scoring(model=name, model_hash=identity, evals=evals, seed=seed, out_dir=out_dir, root=Path.cwd()), backend
     )
-    return score_model(model, scoring, device=target, dtype=dtype)
 
 
-def _device(name: str) -> "tuple[torch.device, torch.dtype]":
+def _parity(first: "Backend", second: "Backend", evals: list[Eval], seed: int, as_json: bool) -> None:
+    from unspool.eval.backends.http import plain
+    from unspool.eval.parity import compare
+    from unspool.eval.plan import Plan, runnable
+
+    found = compare(Plan(runnable(evals), first.tokenizer, seed=seed, root=Path.cwd()), first, second)
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=1))
+    else:
+        typer.echo(f"{found.equal} of {found.n} answers are equal.")
+        for one in found.differences[:1]:
+            typer.echo(f"First difference: {one.name}, question {one.index}, character {one.at}:")
+            typer.echo(f"  {plain(one.first)!r}\n  {plain(one.second)!r}")
+    if found.differences:
+        raise typer.Exit(FAILED)
+
+
+def _write_tasks(model: str, evals: list[Eval], seed: int, out_dir: Path) -> None:
+    from unspool.eval.lm_tasks import write_tasks
+    from unspool.eval.plan import Plan, runnable
+    from unspool.model.tokenizer import load_tokenizer
+
+    if not all(isinstance(config, TaskEval) for config in evals):
+        raise ConfigError(f"--lm-eval is for suites that have tasks: {', '.join(TASK_SUITES)}.")
+    names = write_tasks(Plan(runnable(evals), load_tokenizer(model), seed=seed, root=Path.cwd()), out_dir)
+    typer.echo(f"lm-eval run --include_path {out_dir} --tasks {','.join(names)}")
+
+
+def _short(
+    model: str,
+    tasks: str | None,
+    *,
+    samples: int | None,
+    include: str | None,
+    device: str,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    from unspool.eval.short import TASKS, run_short
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()] if tasks else list(TASKS)
+    target, dtype = device_and_dtype(device)
+    summary = run_short(model, names, samples=samples, include=include, device=target, dtype=dtype)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(summary, indent=1))
+    else:
+        print_table(summary)
+
+
+def device_and_dtype(name: str) -> "tuple[torch.device, torch.dtype]":
     import torch
 
     if name not in DEVICES:
@@ -130,31 +314,3 @@ def _device(name: str) -> "tuple[torch.device, torch.dtype]":
         raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu.")
     cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
     return (torch.device("cuda"), torch.bfloat16) if cuda else (torch.device("cpu"), torch.float32)
-
-
-def _print_table(cells: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("suite", "length", "positions or depth")
-    for column in ("value", "95% interval", "n"):
-        table.add_column(column, justify="right")
-    for cell in cells:
-        table.add_row(*table_row(cell))
-    Console().print(table)
-
-
-def table_row(cell: dict[str, Any]) -> tuple[str, ...]:
-    """One cell of a summary for reading: shares in percent, losses in nats."""
-
-    def shown(number: float | None) -> str:
-        if number is None:
-            return "–"
-        return f"{number:.3f}" if cell["metric"] == "loss" else f"{100 * number:.0f}%"
-
-    if cell["metric"] == "loss":
-        part = f"{format_size(cell['from'])}–{format_size(cell['to'])}"
-    else:
-        part = "all" if cell["depth"] is None else f"depth {cell['depth']:g}"
-    interval = "–" if cell["low"] is None else f"{shown(cell['low'])} to {shown(cell['high'])}"
-    return cell["suite"], format_size(cell["length"]), part, shown(cell["value"]), interval, str(cell["n"])

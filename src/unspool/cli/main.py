@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from unspool import __version__
 from unspool.base.errors import UnspoolError
-from unspool.cli import eval, export, look, position, recipes, report, run, verify
+from unspool.cli import eval, export, judge, launch, look, position, recipes, report, run, verify
 
 USER_ERROR = 2
 INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
@@ -64,7 +64,9 @@ def build_app() -> typer.Typer:
     app.command("corpus")(run.corpus)
     app.command("rows")(run.rows)
     app.command("train")(run.train)
+    app.command("launch")(launch.launch)
     app.command("eval")(eval.eval_)
+    app.command("judge")(judge.judge)
     app.command("report")(report.report)
     app.command("verify")(verify.verify)
     app.command("export")(export.export)

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -23,7 +25,10 @@ def run(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = Fa
 
         unspool run my.yaml --set stages.0.lr=2e-5 --set out=runs/other-lr
     """
-    outcome = _prepared(recipe, overrides).everything()
+    with _ranked(recipe, overrides) as prepared:
+        outcome = prepared.everything()
+    if not prepared.ranks.is_leader:
+        return
     if as_json:
         typer.echo(json.dumps({"headline": outcome.headline, "report": str(outcome.report)}, indent=1))
         return
@@ -43,7 +48,7 @@ def corpus(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson =
 
         unspool corpus my.yaml --set sources.web.max_bad=0.01 --json
     """
-    counts = _prepared(recipe, overrides, data_only=True).corpora()
+    counts = _prepared(recipe, overrides).corpora()
     if as_json:
         typer.echo(json.dumps(counts, indent=1))
         return
@@ -60,7 +65,7 @@ def rows(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = F
 
         unspool rows my.yaml
     """
-    prepared = _prepared(recipe, overrides, data_only=True)
+    prepared = _prepared(recipe, overrides)
     prepared.corpora()
     counts = prepared.rows()
     if as_json:
@@ -79,29 +84,42 @@ def train(
     overrides: Override = None,
 ) -> None:
     """Documents, rows and stages, without scores and report."""
-    prepared = _prepared(recipe, overrides)
-    stages = {entry.name: entry for entry in prepared.recipe.stages}
-    chosen = [lookup(stages, stage, kind="stage")] if stage else list(stages.values())
-    prepared.corpora()
-    prepared.rows()
-    for entry in chosen:
-        prepared.train(entry)
-        typer.echo(str((prepared.out / "stages" / entry.name / "model").absolute()))
+    with _ranked(recipe, overrides) as prepared:
+        stages = {entry.name: entry for entry in prepared.recipe.stages}
+        chosen = [lookup(stages, stage, kind="stage")] if stage else list(stages.values())
+        prepared.corpora()
+        prepared.rows()
+        for entry in chosen:
+            prepared.train(entry)
+            if prepared.ranks.is_leader:
+                typer.echo(str((prepared.out / "stages" / entry.name / "model").absolute()))
 
 
-def _prepared(recipe: str, overrides: list[str] | None, *, data_only: bool = False) -> Any:
+def _prepared(recipe: str, overrides: list[str] | None) -> Any:
+    loaded = _loaded(recipe, overrides)
+    from unspool.recipes.prepare import Preparation
+
+    return Preparation(loaded)
+
+
+@contextmanager
+def _ranked(recipe: str, overrides: list[str] | None) -> Iterator[Any]:
+    """The boxes of a recipe on this process, or on all ranks of the job that it is one of."""
+    loaded = _loaded(recipe, overrides)
+    # Only now: it loads torch, and a mistake in a recipe should be told at once.
+    from unspool.recipes.run import Run, pick_device
+    from unspool.train.ranks import ranks
+
+    with ranks(pick_device(loaded.recipe.device).type) as these:
+        yield Run(loaded, these)
+
+
+def _loaded(recipe: str, overrides: list[str] | None) -> Any:
     from unspool.recipes.check import check_inputs, load_recipe
 
     loaded = load_recipe(recipe, overrides)
     check_inputs(loaded)
-    # Only now: it loads torch, and a mistake in a recipe should be told at once.
-    if data_only:
-        from unspool.recipes.prepare import Preparation
-
-        return Preparation(loaded)
-    from unspool.recipes.run import Run
-
-    return Run(loaded)
+    return loaded
 
 
 def _print(*tables: Any) -> None:

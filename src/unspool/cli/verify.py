@@ -33,6 +33,9 @@ def verify(
     kills: Annotated[
         int | None, typer.Option(min=1, help="How often a run is killed and begun again; a few when not given.")
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=2, max=8, help="Also: a step on so many local ranks, in every layout that fits.")
+    ] = None,
     each: Annotated[bool, typer.Option("--each", help="A line for every model, not only for the worst.")] = False,
     show: Annotated[bool, typer.Option("--list", help="List checks and small models; run nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print every result as JSON.")] = False,
@@ -52,15 +55,22 @@ def verify(
         unspool verify --model gemma2 --only packed --only alone
 
         unspool verify --only killed --kills 20
+
+        unspool verify --ranks 4 --only ranks
     """
     if device not in DEVICES:
         raise ConfigError(f"--device {device!r} is not known; use {', '.join(DEVICES)}.")
     from unspool.model.plain_process import PlainProcess
     from unspool.verify.checks import build_checks
     from unspool.verify.killing import KILLS
+    from unspool.verify.rank_processes import RankProcesses
 
-    with PlainProcess() as plain:
-        checks = build_checks(plain, kills=kills or KILLS)
+    with ExitStack() as stack:
+        plain = stack.enter_context(PlainProcess())
+        if ranks is None and "ranks" in (only or []):
+            ranks = 2
+        together = stack.enter_context(RankProcesses(ranks)) if ranks else None
+        checks = build_checks(plain, kills=kills or KILLS, ranks=together)
         chosen = [lookup(checks, name, kind="--only") for name in only] if only else list(checks.values())
         if show:
             _print_list(chosen)

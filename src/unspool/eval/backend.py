@@ -1,7 +1,7 @@
 """What answers prompts: a model of ours, or in tests something that only pretends to be one."""
 
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,6 +24,15 @@ class Backend(Protocol):
     def window_losses(self, ids: np.ndarray) -> np.ndarray:
         """−log p of every token but the first, in nats."""
         ...
+
+
+@runtime_checkable
+class BlockBackend(Protocol):
+    """An engine that wants many prompts at a time."""
+
+    block: int
+
+    def answers_all(self, prompts: list[Prompt]) -> list[list[str]]: ...
 
 
 class ModelBackend:

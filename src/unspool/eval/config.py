@@ -43,14 +43,58 @@ class LossEval(Config):
     text: str | None = Field(None, description="JSONL or text files; the shipped held-out book if none")
 
 
-class RulerEval(Config):
-    """RULER. Can be described, not run yet (see `NOT_RUN_YET`)."""
+class TaskEval(Config):
+    """What the suites that consist of tasks have in common."""
+
+    suite: str
+    lengths: Lengths
+    samples: int = Field(100, ge=1, description="questions per task and length, spread evenly over depths and labels")
+    tasks: list[str] = Field([], description="names of tasks; all of the suite when not given")
+    mode: Literal["fixed", "reference"] = Field(
+        "fixed", description="reference follows the suite's own code, defects included"
+    )
+    chat: Literal["auto", "on", "off"] = Field(
+        "auto", description="auto: where the suite does, if the model has a template"
+    )
+    paths: dict[str, str] = Field(
+        {}, description="name: file or folder that the suite reads instead of what is shipped"
+    )
+    answer_tokens: int | None = Field(
+        None, ge=1, description="room for every answer, within the length; each task's own if none"
+    )
+
+
+class RulerEval(TaskEval):
+    """RULER: needles, variable tracing, word counting and questions at any length."""
 
     suite: Literal["ruler"]
-    lengths: Lengths
-    samples: int = Field(100, ge=1)
 
 
-Eval = Annotated[NiahEval | KvEval | LossEval | RulerEval, Field(discriminator="suite")]
+class HelmetEval(TaskEval):
+    """HELMET: recall, RAG, re-ranking, citations, long questions, summaries, many-shot labels."""
 
-NOT_RUN_YET = {"ruler": "Use niah, kv and loss, which measure retrieval and loss at the same lengths."}
+    suite: Literal["helmet"]
+
+
+class LvEval(TaskEval):
+    """LV-Eval: questions on long articles, scored by keywords and F1."""
+
+    suite: Literal["lveval"]
+
+
+class InfbenchEval(TaskEval):
+    """∞Bench's key tasks: passkeys, numbers and values far into the context."""
+
+    suite: Literal["infbench"]
+
+
+class NochaEval(TaskEval):
+    """NoCha: pairs of a true and a false claim about a whole book, of the user's own."""
+
+    suite: Literal["nocha"]
+
+
+Eval = Annotated[
+    NiahEval | KvEval | LossEval | RulerEval | HelmetEval | LvEval | InfbenchEval | NochaEval,
+    Field(discriminator="suite"),
+]

@@ -3,10 +3,12 @@
 In: the `evals` of a recipe, a tokenizer. Out: `Unit`s, the smallest pieces of work that are kept
 when a run is killed, and how each becomes samples.
 Promise: the order and content of units depend on nothing but settings, text, tokenizer and seed.
+Elsewhere: the questions of suites that consist of tasks (questions.py), the cells of a summary (stats.py, summary.py).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +18,42 @@ from unspool.base.errors import ConfigError, DataError
 from unspool.base.sizes import format_size
 from unspool.data.wording import single_token_words, word_list
 from unspool.eval.backend import Backend
-from unspool.eval.config import NOT_RUN_YET, Eval, KvEval, LossEval, NiahEval
+from unspool.eval.config import Eval, KvEval, LossEval, NiahEval, TaskEval
+from unspool.eval.grouping import groups
 from unspool.eval.prompt import Materials, Prompt, prompt_hash
+from unspool.eval.questions import Line, Questions, Wanted, chosen_tasks
 from unspool.eval.score import score_answer
 from unspool.eval.stats import accuracy_cells, loss_cells
+from unspool.eval.summary import task_cells
 from unspool.eval.tasks import kv, loss, niah
 from unspool.eval.text import heldout_documents
 from unspool.model.buckets import bucket_losses
 
-Runnable = NiahEval | KvEval | LossEval
+Generated = NiahEval | KvEval | LossEval
+Runnable = Generated | TaskEval
 Sample = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One context with its questions, or one window."""
+    """One context with its questions, or one window; of a suite with tasks also several short prompts."""
 
     config: Runnable
     length: int
     index: int
     num_samples: int
     """Lines of samples.jsonl it gives."""
+    wanted: tuple[Wanted, ...] = ()
+    """Of a suite that consists of tasks: the questions that are read together."""
+    hashes: tuple[str, ...] = ()
+    """Of those, as prompts.jsonl has them."""
+    tokens: int
+    """What has to be read, by the length asked for."""
+
+    @property
+    def name(self) -> str:
+        task = f" {self.wanted[0].task}" if self.wanted else ""
+        return f"{self.config.suite}{task} {format_size(self.length)}"
 
 
 def runnable(evals: Sequence[Eval]) -> list[Runnable]:
@@ -44,17 +61,22 @@ def runnable(evals: Sequence[Eval]) -> list[Runnable]:
     chosen: list[Runnable] = []
     seen: set[tuple[str, int]] = set()
     for entry in evals:
-        if not isinstance(entry, NiahEval | KvEval | LossEval):
-            raise ConfigError(f"evals: suite {entry.suite} cannot be run yet. {NOT_RUN_YET[entry.suite]}")
-        for length in lengths_of(entry):
-            if (entry.suite, length) in seen:
-                raise ConfigError(
-                    f"evals: suite {entry.suite} at length {format_size(length)} is asked for twice, and their scores "
-                    "would be mixed. Keep one of them, or score the other into another folder."
-                )
-            seen.add((entry.suite, length))
+        for name in _names(entry):
+            for length in lengths_of(entry):
+                if (name, length) in seen:
+                    raise ConfigError(
+                        f"evals: suite {name} at length {format_size(length)} is asked for twice, and their scores "
+                        "would be mixed. Keep one of them, or score the other into another folder."
+                    )
+                seen.add((name, length))
         chosen.append(entry)
     return chosen
+
+
+def _names(config: Runnable) -> list[str]:
+    if isinstance(config, TaskEval):
+        return [f"{config.suite} ({task.name})" for task in chosen_tasks(config)]
+    return [config.suite]
 
 
 def lengths_of(config: Runnable) -> list[int]:
@@ -66,31 +88,80 @@ class Plan:
 
     def __init__(self, evals: Sequence[Runnable], tokenizer: Any, *, seed: int, root: Path) -> None:
         self.seed = seed
-        words = single_token_words(tokenizer, word_list())
+        generated = [config for config in evals if not isinstance(config, TaskEval)]
+        words = single_token_words(tokenizer, word_list()) if generated else []
         self._materials = {
-            text: Materials(tokenizer=tokenizer, words=words, documents=_documents(evals, text, root))
-            for text in {_text_of(config) for config in evals}
+            text: Materials(tokenizer=tokenizer, words=words, documents=_documents(generated, text, root))
+            for text in {_text_of(config) for config in generated}
         }
         self._windows = {
             config.length: loss.windows(config, self._materials[_text_of(config)], seed=seed)
-            for config in evals
+            for config in generated
             if isinstance(config, LossEval)
         }
+        self.questions = {
+            id(config): Questions(config, tokenizer, seed=seed, root=root)
+            for config in evals
+            if isinstance(config, TaskEval)
+        }
+        self._listed = False
         self.units = [unit for config in evals for unit in self._units(config)]
 
     @property
     def prompt_tokens(self) -> int:
         """What models have to read, counted by the lengths asked for."""
-        return sum(unit.length for unit in self.units)
+        return sum(unit.tokens for unit in self.units)
 
     def check(self) -> None:
         """Build one prompt of every kind, so that a length that cannot work is found before a model is loaded."""
         for unit in self.units:
-            if unit.index == 0 and not isinstance(unit.config, LossEval):
+            if unit.index == 0 and not isinstance(unit.config, LossEval | TaskEval):
                 self.prompt(unit)
+        if not self._listed:
+            for questions in self.questions.values():
+                questions.check()
+
+    def listing(self, *, skip: int = 0) -> Iterator[Line]:
+        """The lines of prompts.jsonl, all but the first: every question of every suite that consists of tasks."""
+        every = [(questions, wanted) for questions in self.questions.values() for wanted in questions.wanted]
+        return (questions.line(wanted) for questions, wanted in every[skip:])
+
+    @property
+    def num_listed(self) -> int:
+        return sum(len(questions.wanted) for questions in self.questions.values())
+
+    def arrange(self, lines: Sequence[Line]) -> None:
+        """Put questions on one context together, and short ones in rows, as prompts.jsonl tells which these are."""
+        by_place = {(line["suite"], line["task"], line["length"], line["index"]): line for line in lines}
+        arranged: list[Unit] = []
+        for (_, length, task), units in groupby(self.units, key=_block):
+            block = list(units)
+            if task is None:
+                arranged += block
+                continue
+            found = [
+                by_place[(unit.config.suite, task, length, wanted.index)] for unit in block for wanted in unit.wanted
+            ]
+            contexts = [line["context"] for line in found]
+            for places in groups(contexts, [line["prompt_tokens"] for line in found]):
+                distinct = len({contexts[at] for at in places})
+                arranged.append(
+                    replace(
+                        block[places[0]],
+                        num_samples=len(places),
+                        wanted=tuple(block[at].wanted[0] for at in places),
+                        hashes=tuple(found[at]["hash"] for at in places),
+                        tokens=length * distinct,
+                    )
+                )
+        self.units = arranged
+        self._listed = True
 
     def prompt(self, unit: Unit) -> Prompt:
-        config, materials = unit.config, self._materials[_text_of(unit.config)]
+        config = unit.config
+        if isinstance(config, TaskEval):
+            return self.questions[id(config)].prompt(unit.wanted)
+        materials = self._materials[_text_of(config)]
         if isinstance(config, NiahEval):
             return niah.prompt(config, materials, length=unit.length, seed=self.seed, index=unit.index)
         assert isinstance(config, KvEval)
@@ -100,9 +171,16 @@ class Plan:
         if isinstance(unit.config, LossEval):
             return [self._window_sample(unit, backend)]
         prompt = self.prompt(unit)
-        first = unit.index * _per_context(unit.config)
+        return self.samples(unit, prompt, backend.answers(prompt))
+
+    def samples(self, unit: Unit, prompt: Prompt, outputs: Sequence[str]) -> list[Sample]:
+        config = unit.config
+        if isinstance(config, TaskEval):
+            return self.questions[id(config)].samples(unit.wanted, prompt, outputs)
+        assert not isinstance(config, LossEval), "windows have no outputs"
+        first = unit.index * _per_context(config)
         samples = []
-        for at, (asked, output) in enumerate(zip(prompt.questions, backend.answers(prompt), strict=True)):
+        for at, (asked, output) in enumerate(zip(prompt.questions, outputs, strict=True)):
             sample = _sample(unit, first + at, asked.depth, prompt.context_ids, asked.ids)
             score = score_answer(output, asked.reference, prompt.match)
             samples.append({**sample, "reference": asked.reference, "output": output, "score": score})
@@ -118,18 +196,19 @@ class Plan:
         return {**_sample(unit, unit.index, None, ids), "score": float(losses.mean()), "losses": buckets}
 
     def _units(self, config: Runnable) -> list[Unit]:
+        def unit(length: int, index: int, num_samples: int = 1, wanted: tuple[Wanted, ...] = ()) -> Unit:
+            return Unit(
+                config=config, length=length, index=index, num_samples=num_samples, wanted=wanted, tokens=length
+            )
+
+        if isinstance(config, TaskEval):
+            return [unit(one.length, one.index, 1, (one,)) for one in self.questions[id(config)].wanted]
         if isinstance(config, LossEval):
-            count = len(self._windows[config.length])
-            return [Unit(config=config, length=config.length, index=at, num_samples=1) for at in range(count)]
+            return [unit(config.length, at) for at in range(len(self._windows[config.length]))]
         contexts = niah.num_contexts(config) if isinstance(config, NiahEval) else kv.num_contexts(config)
         per_context = _per_context(config)
         return [
-            Unit(
-                config=config,
-                length=length,
-                index=at,
-                num_samples=min(per_context, config.samples - at * per_context),
-            )
+            unit(length, at, min(per_context, config.samples - at * per_context))
             for length in config.lengths
             for at in range(contexts)
         ]
@@ -139,6 +218,9 @@ def summarize(evals: Sequence[Runnable], samples: Sequence[Sample]) -> list[dict
     """The cells of summary.json."""
     cells: list[dict[str, Any]] = []
     for config in evals:
+        if isinstance(config, TaskEval):
+            cells += task_cells(config, chosen_tasks(config), samples)
+            continue
         if isinstance(config, LossEval):
             cells += loss_cells(config.length, samples)
             continue
@@ -146,6 +228,11 @@ def summarize(evals: Sequence[Runnable], samples: Sequence[Sample]) -> list[dict
         for length in config.lengths:
             cells += accuracy_cells(config.suite, length, depths, samples)
     return cells
+
+
+def _block(unit: Unit) -> tuple[int, int, str | None]:
+    """Units that may be put together."""
+    return id(unit.config), unit.length, unit.wanted[0].task if unit.wanted else None
 
 
 def _sample(unit: Unit, index: int, depth: float | None, *ids: np.ndarray) -> Sample:
@@ -163,11 +250,11 @@ def _per_context(config: NiahEval | KvEval) -> int:
     return config.needles if isinstance(config, NiahEval) else config.questions
 
 
-def _text_of(config: Runnable) -> str | None:
+def _text_of(config: Generated) -> str | None:
     return None if isinstance(config, KvEval) else config.text
 
 
-def _documents(evals: Sequence[Runnable], text: str | None, root: Path) -> list[str]:
+def _documents(evals: Sequence[Generated], text: str | None, root: Path) -> list[str]:
     tokens = [
         config.samples * config.length if isinstance(config, LossEval) else max(config.lengths)
         for config in evals

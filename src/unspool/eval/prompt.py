@@ -11,10 +11,30 @@ from typing import Any, Literal
 
 import numpy as np
 
+from unspool.eval.task import Asked
+
 Match = Literal["start", "contains"]
 # After the reference itself: a closing quote or full stop, and a token or two of slack for
 # tokenizers that write the answer in more pieces after the question than alone.
 EXTRA_ANSWER_TOKENS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """A prompt as text, and whether it goes through a chat template."""
+
+    asked: Asked
+    chat: bool
+
+    @property
+    def text(self) -> str:
+        return self.asked.context + self.asked.question
+
+    @property
+    def oracle(self) -> str:
+        """An answer that scores full marks."""
+        told = self.asked.meta.get("oracle")
+        return " ".join(self.asked.references) if told is None else str(told)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +43,8 @@ class Question:
     reference: str
     depth: float | None
     """Where the answer stands in the context, on the suite's grid; None where depth is not measured."""
+    words: Words | None = None
+    """The whole prompt as text, for backends that want to be asked in words; None where only ids are known."""
 
 
 @dataclass(frozen=True, kw_only=True)

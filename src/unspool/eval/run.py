@@ -1,6 +1,7 @@
 """Score one model: prompts to answers to `samples.jsonl` and `summary.json`.
 
-In: a model, the evals of a recipe, a seed. Out: the artefact `scores/<model>`.
+In: a model, the evals of a recipe, a seed. Out: the artefact `scores/<model>`; where suites consist of tasks also
+`prompts.jsonl`, which names every prompt by its hash before the first is asked.
 Promise: scores whose inputs have not changed are not made again; a run killed at any moment goes on
 from the last whole context and ends with the same bytes as one never killed.
 Elsewhere: prompts (tasks/), order (plan.py), right or wrong (score.py), intervals (stats.py).
@@ -8,20 +9,26 @@ Elsewhere: prompts (tasks/), order (plan.py), right or wrong (score.py), interva
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from unspool.base.artefact import digest, seal, stale_reason, write_atomic
+from unspool.base.artefact import digest, file_digest, folder_digest, seal, stale_reason, write_atomic
+from unspool.base.errors import ConfigError
 from unspool.base.progress import progress_bar, say
-from unspool.base.sizes import format_count, format_size
+from unspool.base.sizes import format_count
 from unspool.data.wording import word_list
-from unspool.eval.backend import Backend, ModelBackend
-from unspool.eval.config import Eval, KvEval
+from unspool.eval.backend import Backend, BlockBackend, ModelBackend
+from unspool.eval.config import Eval, KvEval, LossEval, TaskEval
 from unspool.eval.plan import Plan, Runnable, Sample, Unit, runnable, summarize
+from unspool.eval.prompt import Prompt
+from unspool.eval.questions import Line, suite_of
+from unspool.eval.summary import reach
 from unspool.eval.text import heldout_digest
 
 # Raised when prompts or scoring change, so that older scores are made again.
@@ -29,6 +36,7 @@ SUITE_VERSION = 1
 SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"
 PLAN = "plan.json"
+PROMPTS = "prompts.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +60,8 @@ def score_model(model_ref: str, scoring: Scoring, *, device: torch.device, dtype
 
 def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
     evals = runnable(scoring.evals)
+    if isinstance(backend, BlockBackend) and any(isinstance(config, LossEval) for config in evals):
+        raise ConfigError("suite loss needs a model of ours, not another engine; leave it out or drop --backend.")
     identity = _identity(scoring, evals)
     reason = stale_reason(scoring.out_dir, **identity)
     if reason is None:
@@ -64,31 +74,50 @@ def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
         f"{format_count(plan.prompt_tokens)} prompt tokens"
     )
     work_dir = _work_dir(scoring.out_dir, digest(identity))
+    if plan.questions:
+        _list_prompts(plan, work_dir / PROMPTS)
     _score_units(plan, backend, work_dir / SAMPLES, label=f"score {scoring.model}")
-    samples = [json.loads(line) for line in (work_dir / SAMPLES).read_text(encoding="utf-8").splitlines()]
-    summary = {"model": scoring.model, "cells": summarize(evals, samples)}
+    summary = summary_of(scoring.model, evals, _lines(work_dir / SAMPLES))
     write_atomic(work_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
     (work_dir / PLAN).unlink()
     seal(work_dir, scoring.out_dir, **identity, counts={"contexts": len(plan.units), "samples": num_samples})
     return summary
 
 
+def summary_of(model: str, evals: Sequence[Runnable], samples: Sequence[Sample]) -> dict[str, Any]:
+    """What summary.json says."""
+    cells = summarize(evals, samples)
+    suites = [reach(config, cells, samples) for config in evals if isinstance(config, TaskEval)]
+    return {"model": model, "cells": cells, **({"suites": suites} if suites else {})}
+
+
 def _identity(scoring: Scoring, evals: list[Runnable]) -> dict[str, Any]:
     """What the scores depend on, as an artefact wants it."""
-    texts = {config.text for config in evals if not isinstance(config, KvEval)}
+    texts = {config.text for config in evals if not isinstance(config, KvEval | TaskEval)}
+    suites = [config for config in evals if isinstance(config, TaskEval)]
+    paths = {name: path for config in suites for name, path in config.paths.items()}
     return {
         "kind": "scores",
         "inputs": {
             "model": scoring.model_hash,
             "words": digest(word_list()),
             "text": {text or "shipped": heldout_digest(text, scoring.root) for text in texts},
+            **({"paths": {name: _path_digest(scoring.root / path) for name, path in paths.items()}} if paths else {}),
         },
         "settings": {
             "evals": [config.model_dump(mode="json") for config in evals],
             "seed": scoring.seed,
             "suite_version": SUITE_VERSION,
+            **({"suites": {config.suite: suite_of(config).version for config in suites}} if suites else {}),
         },
     }
+
+
+def _path_digest(path: Path) -> str:
+    """Of what a suite reads; of the name alone where it is none of this machine's paths."""
+    if path.is_dir():
+        return folder_digest(path)
+    return file_digest(path) if path.is_file() else digest(str(path))
 
 
 def _summary(out_dir: Path) -> dict[str, Any]:
@@ -107,28 +136,92 @@ def _work_dir(out_dir: Path, identity: str) -> Path:
     return work_dir
 
 
+def _list_prompts(plan: Plan, path: Path) -> None:
+    """Write prompts.jsonl, going on from its last whole line, and arrange the plan by what it says."""
+    whole = [line for line in _bytes(path).splitlines(keepends=True) if line.endswith(b"\n")]
+    with path.open("ab") as file:
+        file.truncate(sum(map(len, whole)))
+        with progress_bar("make prompts", plan.num_listed) as advance:
+            advance(len(whole), "")
+            for line in plan.listing(skip=len(whole)):
+                file.write(json.dumps(line).encode() + b"\n")
+                advance(1, f"{line['suite']} {line['task']}")
+    plan.arrange(_lines(path))
+
+
+def _lines(path: Path) -> list[Line]:
+    # Not splitlines(): outputs may hold separators that it takes for the ends of lines.
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def _bytes(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
 def _score_units(plan: Plan, backend: Backend, path: Path, *, label: str) -> None:
     done = _recover(path, plan.units)
     if done:
         say(f"{label}: {done} of {len(plan.units)} contexts were scored before")
     if done < len(plan.units):
         plan.check()
-    with progress_bar(label, len(plan.units)) as advance, path.open("a", encoding="utf-8") as file:
-        advance(done, "")
-        for unit in plan.units[done:]:
-            samples = plan.score(unit, backend)
+    # Counted in tokens, since a long context takes as much time as many short ones.
+    with progress_bar(label, plan.prompt_tokens) as advance, path.open("a", encoding="utf-8") as file:
+        advance(sum(unit.tokens for unit in plan.units[:done]), "")
+        for unit, samples in _in_order(plan, backend, plan.units[done:]):
             file.write("".join(json.dumps(sample) + "\n" for sample in samples))
             file.flush()
-            advance(1, f"{unit.config.suite} {format_size(unit.length)}")
+            done += 1
+            advance(unit.tokens, f"tokens, {done}/{len(plan.units)} contexts, {unit.name}")
+
+
+def _in_order(plan: Plan, backend: Backend, units: Sequence[Unit]) -> Iterator[tuple[Unit, list[Sample]]]:
+    """Every unit with its samples; a backend that answers many at a time (a server) is kept busy."""
+    if isinstance(backend, BlockBackend):
+        yield from _in_blocks(plan, backend, units)
+        return
+    width = getattr(backend, "width", 1)
+    if width <= 1:
+        yield from ((unit, plan.score(unit, backend)) for unit in units)
+        return
+    waiting: deque[tuple[Unit, Prompt, Future[list[str]]]] = deque()
+
+    def first() -> tuple[Unit, list[Sample]]:
+        unit, prompt, outputs = waiting.popleft()
+        return unit, plan.samples(unit, prompt, outputs.result())
+
+    # Only asking is done in threads: tokenizers must not be used by several at a time.
+    with ThreadPoolExecutor(width) as pool:
+        try:
+            for unit in units:
+                if isinstance(unit.config, LossEval):
+                    yield unit, plan.score(unit, backend)
+                    continue
+                prompt = plan.prompt(unit)
+                waiting.append((unit, prompt, pool.submit(backend.answers, prompt)))
+                if len(waiting) >= 2 * width:
+                    yield first()
+            while waiting:
+                yield first()
+        finally:
+            for _, _, outputs in waiting:
+                outputs.cancel()
+
+
+def _in_blocks(plan: Plan, backend: BlockBackend, units: Sequence[Unit]) -> Iterator[tuple[Unit, list[Sample]]]:
+    for start in range(0, len(units), backend.block):
+        some = units[start : start + backend.block]
+        prompts = [plan.prompt(unit) for unit in some]
+        for unit, prompt, outputs in zip(some, prompts, backend.answers_all(prompts), strict=True):
+            yield unit, plan.samples(unit, prompt, outputs)
 
 
 def _recover(path: Path, units: Sequence[Unit]) -> int:
     """How many units are whole on disk; whatever follows them is cut off."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    lines = _bytes(path).splitlines(keepends=True)
     done = kept = size = 0
     for unit in units:
         wanted = lines[kept : kept + unit.num_samples]
-        if len(wanted) < unit.num_samples or not all(_belongs(line, unit) for line in wanted):
+        if len(wanted) < unit.num_samples or not all(_belongs(line, unit, at) for at, line in enumerate(wanted)):
             break
         done, kept, size = done + 1, kept + len(wanted), size + sum(map(len, wanted))
     if path.exists():
@@ -137,11 +230,14 @@ def _recover(path: Path, units: Sequence[Unit]) -> int:
     return done
 
 
-def _belongs(line: bytes, unit: Unit) -> bool:
+def _belongs(line: bytes, unit: Unit, at: int) -> bool:
+    """Whether a line is the sample that the unit gives at this place."""
     if not line.endswith(b"\n"):
         return False
     try:
         sample: Sample = json.loads(line)
+        if unit.hashes:
+            return bool(sample["hash"] == unit.hashes[at])
         return (sample["suite"], sample["length"]) == (unit.config.suite, unit.length)
     except (ValueError, KeyError, TypeError):
         return False

@@ -8,7 +8,7 @@ change scores, so that published numbers can be met. Results say which.
 Elsewhere: token ids and shared contexts (prompt.py), order of work (plan.py), means and intervals (stats.py).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,6 +46,9 @@ class Task:
     build: Callable[[Any, Ask], Asked]  # from the suite's sources
     score: Callable[[str, Asked], float | None]  # 0 to 1; None where a judge has to say
     chat: bool = False  # whether the suite asks it through the chat template, if the model has one
+    size: Callable[[Any], int] | None = None  # questions that the sources hold; None: any number can be made
+    stratum: Callable[[Any, int], Hashable] | None = None  # depth or label of an index, for even subsets
+    judge: Literal["qa", "summary"] | None = None  # how a judge scores it, where `score` says None
 
 
 @dataclass(frozen=True, kw_only=True)

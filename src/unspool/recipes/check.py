@@ -16,7 +16,6 @@ from pydantic import ValidationError
 
 from unspool.base.errors import ConfigError
 from unspool.base.lookup import nearest
-from unspool.eval.config import NOT_RUN_YET
 from unspool.recipes.catalog import bundled_recipes
 from unspool.recipes.lines import Marks, Place, Problem, read_yaml
 from unspool.recipes.overrides import apply_overrides
@@ -134,12 +133,13 @@ def _tracker_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
 
 def _eval_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
     for index, entry in enumerate(loaded.recipe.evals):
-        if entry.suite in NOT_RUN_YET:
-            text = f"this suite can be described but not run yet. {NOT_RUN_YET[entry.suite]}"
-            yield Problem(place=("evals", index, "suite"), text=text, show_value=True)
         text_path = getattr(entry, "text", None)
         if text_path is not None:
             yield from _missing(loaded, ("evals", index, "text"), text_path)
+        for name, path in getattr(entry, "paths", {}).items():
+            # What could be a Hub id is left to the suite, which asks the Hub.
+            if not HUB_ID.fullmatch(path):
+                yield from _missing(loaded, ("evals", index, "paths", name), path)
 
 
 def _model_problems(loaded: LoadedRecipe) -> Iterator[Problem]:

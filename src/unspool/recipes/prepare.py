@@ -33,15 +33,18 @@ class Preparation:
         self.out = self.recipe.out
         self.model = self._model()
         self.tokenizer = load_tokenizer(self.model if isinstance(self.model, str) else self.model.tokenizer)
-        facts = self._facts()
         # Nothing is written before everything is checked.
-        self.out.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.out / "recipe.yaml", dump_recipe(self.recipe))
-        self._note(**facts)
+        self._begin(self._facts())
 
     def _facts(self) -> dict[str, Any]:
         """What is worth noting about this run from the start."""
         return {}
+
+    def _begin(self, facts: dict[str, Any]) -> None:
+        """The folder of the run, with what is known of it already."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.out / "recipe.yaml", dump_recipe(self.recipe))
+        self._note(**facts)
 
     def corpora(self) -> dict[str, dict[str, Any]]:
         """Tokenised documents of every source that some rows use; returns their counts."""

@@ -1,6 +1,7 @@
 """A recipe, box by box: corpus and rows (prepare.py), stages, scores, report; each is skipped while it still matches.
 
-Promise: safe to re-run and to kill; what is done is said, with the reason.
+Promise: safe to re-run and to kill; what is done is said, with the reason. On several ranks all of them train; every
+other box is the leader's, while the others wait.
 """
 
 import platform
@@ -13,7 +14,7 @@ import transformers
 
 from unspool import __version__
 from unspool.base.errors import ConfigError
-from unspool.base.progress import say
+from unspool.base.progress import console, say
 from unspool.eval.config import Eval
 from unspool.eval.plan import Plan, runnable
 from unspool.eval.run import Scoring, score_model
@@ -26,7 +27,10 @@ from unspool.report.headline import headline
 from unspool.report.render import write_report
 from unspool.train.config import StageConfig
 from unspool.train.handover import OPTIMIZER
+from unspool.train.layout import check_fit
+from unspool.train.ranks import Ranks
 from unspool.train.stage import StageInputs, run_stage, stage_reason
+from unspool.train.team import from_leader, one_rank
 
 BASE = "base"
 REPORT = "report.html"
@@ -43,8 +47,12 @@ class Outcome:
 class Run(Preparation):
     """The boxes of one recipe. Building one checks everything that can be checked without work."""
 
-    def __init__(self, loaded: LoadedRecipe) -> None:
-        self.device = pick_device(loaded.recipe.device)
+    def __init__(self, loaded: LoadedRecipe, ranks: Ranks | None = None) -> None:
+        """`ranks`: those of the job, of which this process is one; without them it is alone."""
+        self.ranks = ranks or one_rank(pick_device(loaded.recipe.device))
+        self.device = self.ranks.device
+        if not self.ranks.is_leader:
+            console.quiet = True  # what is said is said once
         self._fresh: set[str] = set()  # stages that are known to be as the recipe has them
         super().__init__(loaded)
 
@@ -55,9 +63,23 @@ class Run(Preparation):
             "versions": versions(),
         }
 
+    def _begin(self, facts: dict[str, Any]) -> None:
+        self._check_layouts()
+        from_leader(self.ranks, lambda: super(Run, self)._begin(facts))
+
+    def _note(self, **notes: Any) -> None:
+        if self.ranks.is_leader:
+            super()._note(**notes)
+
+    def corpora(self) -> dict[str, dict[str, Any]]:
+        return from_leader(self.ranks, super().corpora)
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        return from_leader(self.ranks, super().rows)
+
     def everything(self) -> Outcome:
         say(f"{self.recipe.name}: {len(self.recipe.stages)} stages on {self.device.type}, into {self.out}")
-        self._check_evals()
+        from_leader(self.ranks, self._check_evals)
         self.corpora()
         self.rows()
         self.score(BASE)
@@ -73,12 +95,20 @@ class Run(Preparation):
             self._check_fresh(earlier, needed_by=stage)
         with self._timed(f"stages/{stage.name}"):
             run_stage(
-                stage, self._inputs(stage), self._stage_dir(stage.name), seed=self.recipe.seed, device=self.device
+                stage,
+                self._inputs(stage),
+                self._stage_dir(stage.name),
+                seed=self.recipe.seed,
+                device=self.device,
+                ranks=self.ranks,
             )
         self._fresh.add(stage.name)
 
     def score(self, name: str) -> None:
         """Score the untouched model (`base`) or a finished stage; a new model has nothing before it."""
+        from_leader(self.ranks, lambda: self._score(name))
+
+    def _score(self, name: str) -> None:
         ref = self.model if name == BASE else str(self._stage_dir(name) / "model")
         if not self.recipe.evals or isinstance(ref, NewModel):
             return
@@ -95,8 +125,16 @@ class Run(Preparation):
             score_model(ref, scoring, device=self.device, dtype=dtype)
 
     def report(self) -> Outcome:
-        write_report([self.out], self.out / REPORT)
-        return Outcome(report=self.out / REPORT, headline=headline(gather(self.out)))
+        def write() -> list[str]:
+            write_report([self.out], self.out / REPORT)
+            return headline(gather(self.out))
+
+        return Outcome(report=self.out / REPORT, headline=from_leader(self.ranks, write))
+
+    def _check_layouts(self) -> None:
+        """Find a stage that does not fit the ranks of this job before anything is made for it."""
+        for stage in self.recipe.stages:
+            check_fit(stage, self.model, {}, world_size=self.ranks.world_size)
 
     def _check_evals(self) -> None:
         """Find a suite that cannot work (too short a text or length) now, not after hours of training."""
@@ -137,7 +175,10 @@ class Run(Preparation):
         earlier = self._earlier(stage)
         if earlier is not None and earlier.name not in self._fresh:
             self._check_fresh(earlier, needed_by=stage)
-        reason = stage_reason(stage, self._inputs(stage), folder, seed=self.recipe.seed, device=self.device)
+        reason = from_leader(
+            self.ranks,
+            lambda: stage_reason(stage, self._inputs(stage), folder, seed=self.recipe.seed, device=self.device),
+        )
         if reason is not None:
             raise ConfigError(
                 f"stage {needed_by.name} starts from stage {stage.name}, which is not what the recipe says now "
@@ -149,8 +190,17 @@ class Run(Preparation):
         return self.out / "stages" / name
 
     def _resolved_eval(self, entry: Eval) -> Eval:
-        text = getattr(entry, "text", None)
-        return entry if text is None else entry.model_copy(update={"text": self.loaded.path(text)})
+        changed: dict[str, Any] = {}
+        text: str | None = getattr(entry, "text", None)
+        paths: dict[str, str] = getattr(entry, "paths", {})
+        if text:
+            changed["text"] = self.loaded.path(text)
+        if paths:
+            # A `hub:` name is no path.
+            changed["paths"] = {
+                name: path if path.startswith("hub:") else self.loaded.path(path) for name, path in paths.items()
+            }
+        return entry.model_copy(update=changed) if changed else entry
 
 
 def pick_device(wanted: str) -> torch.device:

@@ -17,7 +17,18 @@ import yaml
 from unspool.base.artefact import MANIFEST, digest, read_manifest
 from unspool.base.errors import ConfigError, DataError
 from unspool.base.sizes import parse_size
-from unspool.report.results import BASE, Artefact, Cell, ModelScores, RunResults, Sample, Stage, Step, Validation
+from unspool.report.results import (
+    BASE,
+    Artefact,
+    Cell,
+    ModelScores,
+    RunResults,
+    Sample,
+    Stage,
+    Step,
+    Validation,
+    task_suite,
+)
 
 SAMPLES_PER_SUITE = 4
 _MARKS = ("recipe.yaml", "run.json", "scores", "stages")
@@ -118,7 +129,7 @@ def _model(folder: Path) -> ModelScores:
 def _cell(raw: Any, path: Path, position: int) -> Cell:
     try:
         return Cell(
-            suite=str(raw["suite"]),
+            suite=_suite(raw),
             metric=str(raw["metric"]),
             length=int(raw["length"]),
             value=_number(raw["value"]),
@@ -133,10 +144,15 @@ def _cell(raw: Any, path: Path, position: int) -> Cell:
         raise DataError(f"{path}: cell {position} is not readable ({error!r}); score this model again.") from error
 
 
+def _suite(raw: dict[str, Any]) -> str:
+    """A task of a suite is shown as one of its own."""
+    return task_suite(str(raw["suite"]), str(raw["task"])) if raw.get("task") else str(raw["suite"])
+
+
 def _sample(raw: dict[str, Any], path: Path, line: int) -> Sample:
     try:
         return Sample(
-            suite=str(raw["suite"]),
+            suite=_suite(raw),
             length=int(raw["length"]),
             depth=_number(raw.get("depth")),
             index=int(raw["index"]),

@@ -32,7 +32,7 @@ def key_measures(results: RunResults) -> list[Measure]:
 
 def _recalls(results: RunResults) -> list[Measure]:
     measures = []
-    for suite in results.recall_suites:
+    for suite in results.main_suites:
         longest = results.lengths(suite)[-1]
         measures.append(
             Measure(

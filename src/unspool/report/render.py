@@ -155,7 +155,7 @@ def _view(results: RunResults, anchor: str) -> RunView:
         many=len(lines) > 4,
         tiles=_tiles(results, styles),
         heat=[_heat_section(results, suite, styles) for suite in deep],
-        recall=[recall_figure(lines, suite, old) for suite in suites],
+        recall=[recall_figure(lines, suite, old) for suite in results.main_suites],
         loss=loss_figure(lines, old) if has_loss else None,
         loss_table=losses,
         training=training_figures(results.stages, styles) + validation_figures(results.stages, styles),

@@ -10,6 +10,11 @@ from typing import Any
 
 BASE = "base"
 LOSS = "loss"
+_OF = ": "  # between a suite and its task
+
+
+def task_suite(suite: str, task: str) -> str:
+    return f"{suite}{_OF}{task}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +162,11 @@ class RunResults:
         """Needles and key-values first, then any other suite that was scored."""
         found = {cell.suite for model in self.models for cell in model.cells} - {LOSS}
         return sorted(found, key=lambda suite: ({"niah": 0, "kv": 1}.get(suite, 2), suite))
+
+    @property
+    def main_suites(self) -> list[str]:
+        """Those a run is judged by: suites as a whole, not their tasks."""
+        return [suite for suite in self.recall_suites if _OF not in suite]
 
     def lengths(self, suite: str) -> list[int]:
         return sorted({cell.length for model in self.models for cell in model.cells if cell.suite == suite})

@@ -10,11 +10,21 @@ MISSING = "–"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _DIRECTION = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
-_SUITES = {"niah": "Needle recall", "kv": "Key-value recall", LOSS: "Loss"}
+_SUITES = {
+    "niah": "Needle recall",
+    "kv": "Key-value recall",
+    LOSS: "Loss",
+    "ruler": "RULER",
+    "helmet": "HELMET",
+    "lveval": "LV-Eval",
+    "infbench": "∞Bench",
+    "nocha": "Claims about books",
+}
 
 
 def suite_title(suite: str) -> str:
-    return _SUITES.get(suite, suite)
+    name, colon, task = suite.partition(":")
+    return _SUITES.get(name, name) + colon + task
 
 
 def show_percent(value: float | None) -> str:

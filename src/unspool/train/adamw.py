@@ -50,6 +50,7 @@ class Trained:
     count: int = 0  # the same number without asking the device
     grad: Tensor | None = None  # of the step under way
     norm: Tensor | None = None  # of that gradient, where it has been used already
+    rows: slice | None = None  # of the whole parameter, where each rank keeps a part of it
 
     def set_count(self, count: int) -> None:
         self.count = count
@@ -86,7 +87,10 @@ def update_all(trained: Sequence[Trained], rates: Rates) -> None:
     for one in trained:
         if one.grad is None:
             continue
-        if _is_plain(one):
+        if not one.weight.numel():
+            # Of a parameter with fewer rows than there are ranks, some have none; they count as the others do.
+            one.set_count(one.count + 1)
+        elif _is_plain(one):
             groups[one.share, one.decay].append(one)
         else:
             _update_by_us(one, one.grad, rates, None)
@@ -123,7 +127,8 @@ def _update_by_torch(group: list[Trained], rates: Rates, norm: Tensor | None) ->
         [],
         [one.steps for one in group],
         foreach=False,
-        fused=on_gpu,
+        # One pass over parts that wait in host memory, too; a CPU that trains alone keeps the bits it has always had.
+        fused=on_gpu or group[0].rows is not None,
         # The fused kernel reads this number itself, and does nothing where it is 1.
         found_inf=None if norm is None or not on_gpu else (~norm.isfinite()).float(),
         amsgrad=False,

@@ -45,9 +45,7 @@ def build_batch(rows: Sequence[Row], *, attention: str) -> Batch:
     row_lens = [len(row.tokens) for row in rows]
     # Every row ends with a document, so the labels of all rows can be made at once.
     targets = labels(tokens, np.concatenate([row.doc_lens for row in rows]), _loss_mask(rows))
-    attended = np.concatenate(
-        [attended_lens(row.doc_lens, "full" if attention == "full" else row.attention) for row in rows]
-    )
+    attended = np.concatenate([attended_by(row, attention) for row in rows])
     if any(row.positions is not None for row in rows):
         places = np.concatenate([_positions(row, attention) for row in rows])
     else:
@@ -63,6 +61,11 @@ def build_batch(rows: Sequence[Row], *, attention: str) -> Batch:
     )
 
 
+def attended_by(row: Row, attention: str) -> np.ndarray:
+    """The lengths that a row's attention goes by in a stage of this `attention`."""
+    return attended_lens(row.doc_lens, "full" if attention == "full" else row.attention)
+
+
 def row_sums(losses: Tensor, row_lens: Sequence[int]) -> Tensor:
     """Sum of token losses by row, float64, without a transfer per row; 0 for a row of which nothing is here."""
     ends = torch.tensor(row_lens, device=losses.device).cumsum(0)
@@ -73,7 +76,7 @@ def row_sums(losses: Tensor, row_lens: Sequence[int]) -> Tensor:
 def _positions(row: Row, attention: str) -> np.ndarray:
     if row.positions is not None:
         return row.positions.astype(np.int64)
-    return position_ids(attended_lens(row.doc_lens, "full" if attention == "full" else row.attention))
+    return position_ids(attended_by(row, attention))
 
 
 def _loss_mask(rows: Sequence[Row]) -> np.ndarray | None:

@@ -6,21 +6,23 @@ Promise: a checkpoint folder is complete or absent; one damaged later is noticed
 Price: for a moment three checkpoints on disk, each three times the fp32 weights under AdamW.
 Elsewhere: when they are written (saver.py), what becomes of them on resuming (resume.py).
 
-`torch.distributed.checkpoint` writes them, so that ranks can each write their share and another number of ranks can
-read it. Not in its own format, whose `.metadata` is a pickle: whoever can change a file could run code. In its
-safetensors format (`HuggingFaceStorageWriter`, sharded), which keeps the offsets of shards in the files' own headers.
+`torch.distributed.checkpoint` writes them: every rank its own parts, and any number of ranks, divided in any way, reads
+what of them it needs. The leader publishes the folder when all have written. Not in its own format, whose `.metadata`
+is a pickle: whoever can change a file could run code. In its safetensors format (`HuggingFaceStorageWriter`, sharded),
+which keeps the offsets of shards in the files' own headers.
 """
 
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -61,26 +63,36 @@ class Checkpoint:
         load(found, storage_reader=reader, no_dist=True)
         return found
 
+    def read_into(self, tensors: dict[str, Tensor]) -> None:
+        """Where they lie: of divided ones this rank's parts, whatever parts they were written in."""
+        _hush()
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(self.folder)), no_dist=True)
+
 
 def write_checkpoint(
-    folder: Path, tensors: dict[str, Tensor], facts: Mapping[str, Any], files: Mapping[str, bytes]
+    folder: Path, tensors: dict[str, Tensor], facts: Mapping[str, Any], files: Mapping[str, bytes], group: Any = None
 ) -> None:
-    """Publish `folder/step-000123` and remove all but the newest few."""
+    """Publish `folder/step-000123` and remove all but the newest few.
+
+    `group`: the ranks that each write their parts, all of which call this; the first one's facts and files count.
+    Fails on all of them where it does on one.
+    """
     _hush()
     out_dir = folder / f"step-{facts['step']:06d}"
     partial = out_dir.with_name(out_dir.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    is_leader = group is None or dist.get_rank(group) == 0
     try:
-        _fill(partial, tensors, facts, files)
-        shutil.rmtree(out_dir, ignore_errors=True)
-        partial.rename(out_dir)
-        _sync(folder)
+        _together(group, lambda: _make_empty(partial) if is_leader else None)
+        _write_tensors(partial, tensors, group)
+        sums = _together(group, lambda: _sums(partial, _own_files(partial, group)))
+        _together(group, lambda: _publish(partial, out_dir, facts, files, sums) if is_leader else None)
     except OSError:
         # A full disk: give back what this one took.
-        shutil.rmtree(partial, ignore_errors=True)
+        if is_leader:
+            shutil.rmtree(partial, ignore_errors=True)
         raise
-    _prune(folder, int(facts["step"]))
+    if is_leader:
+        _prune(folder, int(facts["step"]))
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -102,21 +114,63 @@ class _DamagedError(Exception):
     """Says what is wrong with a checkpoint."""
 
 
-def _fill(partial: Path, tensors: dict[str, Tensor], facts: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-    writer = HuggingFaceStorageWriter(str(partial), fqn_to_index_mapping=_file_numbers(tensors), save_distributed=True)
+def _together(group: Any, work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+    """What `work` gives on all ranks, put together; where it fails on one, all raise that."""
+    if group is None:
+        return work() or {}
     try:
-        save(tensors, storage_writer=writer, no_dist=True)
+        mine: dict[str, Any] | OSError = work() or {}
+    except OSError as error:
+        mine = error
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    for one in found:
+        if isinstance(one, OSError):
+            raise one
+    return {name: value for one in found for name, value in one.items()}
+
+
+def _make_empty(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _write_tensors(partial: Path, tensors: dict[str, Tensor], group: Any) -> None:
+    world_size = 1 if group is None else dist.get_world_size(group)
+    numbers = _file_numbers(tensors, FILE_BYTES * world_size)
+    writer = HuggingFaceStorageWriter(str(partial), fqn_to_index_mapping=numbers, save_distributed=True)
+    try:
+        save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         # It is a BaseException around the one that matters, such as a full disk.
         causes = [cause for cause, _ in error.failures.values()]
         raise next((cause for cause in causes if isinstance(cause, OSError)), causes[0]) from error
+
+
+def _own_files(partial: Path, group: Any) -> list[Path]:
+    """Those that this rank has written: the writer numbers them by rank, from 1."""
+    own = "*" if group is None else f"shard-{dist.get_rank(group) + 1:05d}-*"
+    return sorted(partial.glob(own))
+
+
+def _sums(partial: Path, files: Sequence[Path]) -> dict[str, Any]:
+    for path in files:
+        _sync(path)
+    return {path.name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for path in files}
+
+
+def _publish(
+    partial: Path, out_dir: Path, facts: Mapping[str, Any], files: Mapping[str, bytes], sums: Mapping[str, Any]
+) -> None:
     for name, content in files.items():
         (partial / name).write_bytes(content)
-    sums = {path.name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for path in partial.iterdir()}
-    state = {"facts": dict(facts), "files": sums}
+    state = {"facts": dict(facts), "files": {**sums, **_sums(partial, [partial / name for name in files])}}
     (partial / STATE).write_text(json.dumps(state | {"sha256": digest(state)}))
-    for path in (*partial.iterdir(), partial):
-        _sync(path)
+    _sync(partial / STATE)
+    _sync(partial)
+    shutil.rmtree(out_dir, ignore_errors=True)
+    partial.rename(out_dir)
+    _sync(out_dir.parent)
 
 
 def _read_facts(path: Path) -> dict[str, Any]:
@@ -137,12 +191,12 @@ def _read_facts(path: Path) -> dict[str, Any]:
     return facts
 
 
-def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The file each tensor goes to, from 1."""
+def _file_numbers(tensors: Mapping[str, Tensor], file_bytes: int) -> dict[str, int]:
+    """The file each tensor goes to, from 1; of a divided one, that of each of its parts."""
     numbers, size = {}, 0
     for name, tensor in tensors.items():
         size += tensor.numel() * tensor.element_size()
-        numbers[name] = 1 + size // FILE_BYTES
+        numbers[name] = 1 + size // file_bytes
     return _without_gaps(numbers)
 
 

@@ -11,6 +11,7 @@ from unspool.model.memory_policy import MemoryPolicy, Recompute
 from unspool.position.scaling import Position, Unchanged
 from unspool.train.guard import GuardConfig
 from unspool.train.optimizer_config import OptimizerConfig
+from unspool.train.parallel_config import ParallelConfig
 from unspool.train.watch_config import SamplesConfig, TrackerName, ValidationConfig
 
 # Position methods whose frequencies engines compute from the context that a config claims.
@@ -53,6 +54,7 @@ class StageConfig(Config):
     keep_on_host: int = Field(0, ge=0, description="of those layers, how many have what they keep in host memory")
     mlp_tiles: Size | None = Field(None, description="tokens that norms and MLPs compute at a time")
     attention_heads_at_once: int | None = Field(None, ge=1, description="KV heads that attention computes at a time")
+    parallel: ParallelConfig = ParallelConfig()
     compile: bool = Field(False, description="fuse norms and MLPs with torch.compile; pays on a GPU")
     checkpoint_every: int | None = Field(None, ge=1, description="steps; a tenth of the stage when not given")
     guard: GuardConfig = GuardConfig()

@@ -14,19 +14,30 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from unspool.train.divided import own_part
+from unspool.train.fsdp import whole
 from unspool.train.optimizer import Updater
+from unspool.train.shards import own_rows
 
 OPTIMIZER = "optimizer.safetensors"
 
 
-def save_handover(path: Path, updater: Updater, *, exported: torch.dtype) -> None:
-    weights = {
-        f"{name}/weight": weight
-        for name, weight in updater.named_masters()
-        if not torch.equal(weight.to(exported).to(weight.dtype), weight)
-    }
-    tensors = weights | updater.moment_tensors()
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+def save_handover(path: Path | None, updater: Updater, *, exported: torch.dtype) -> None:
+    """Without a `path`, for a rank that only gives its parts of what another one writes."""
+    kept: dict[str, Tensor] = {}
+
+    def keep(name: str, tensor: Tensor) -> None:
+        if path is not None:
+            kept[name] = tensor.detach().cpu().contiguous()
+
+    for name, weight in updater.named_masters():
+        value = whole(weight.detach())
+        if not torch.equal(value.to(exported).to(value.dtype), value):
+            keep(f"{name}/weight", value)
+    for name, moment in updater.moment_tensors().items():
+        keep(name, whole(moment))
+    if path is not None:
+        save_file(kept, path)
 
 
 @torch.no_grad()
@@ -35,4 +46,5 @@ def load_trained_weights(model: Any, saved: Mapping[str, Tensor]) -> None:
     for name, parameter in model.named_parameters():
         weight = saved.get(f"{name}/weight")
         if weight is not None:
-            parameter[: weight.shape[0]] = weight.to(parameter.device, parameter.dtype)
+            part, own = own_part(parameter), weight[own_rows(parameter)]
+            part[: own.shape[0]] = own.to(part.device, part.dtype)

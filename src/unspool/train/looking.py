@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from unspool.train.divided import computing_device, is_divided, part_again
+
 
 @contextmanager
 def looking_at(model: Any) -> Iterator[None]:
     """Evaluation mode, without gradients, in the precision of training."""
-    weight = next(model.parameters())
-    device = weight.device
+    device = computing_device(model)
+    # Layers that are gathered from ranks come in the precision that they compute in.
+    in_fp32 = next(model.parameters()).dtype == torch.float32 and not is_divided(model)
     modes = [(part, part.training) for part in model.modules()]
     kept = [(part, _state(part)) for part in model.modules() if next(part.buffers(recurse=False), None) is not None]
     is_cuda = device.type == "cuda"
@@ -27,9 +30,7 @@ def looking_at(model: Any) -> Iterator[None]:
         torch.compiler.set_stance("force_eager"),
         # As in training, for weights in fp32; without its cache, where a later pass would find weights that were cast
         # without gradients.
-        torch.autocast(
-            device.type, torch.bfloat16, enabled=is_cuda and weight.dtype == torch.float32, cache_enabled=False
-        ),
+        torch.autocast(device.type, torch.bfloat16, enabled=is_cuda and in_fp32, cache_enabled=False),
     ):
         model.eval()
         try:
@@ -39,6 +40,7 @@ def looking_at(model: Any) -> Iterator[None]:
                 _restore(part, state)
             for part, mode in modes:
                 part.training = mode
+            part_again(model)
 
 
 def _state(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

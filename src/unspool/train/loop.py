@@ -2,19 +2,22 @@
 
 In: a model with its updater, the mix, a work folder. Out: a trained model, metrics, ledger, checkpoints.
 Promise: a step that goes wrong is stopped or skipped before it changes a weight, and its rows are named. Asked to stop
-(SIGTERM, Ctrl-C), the running step is finished and saved.
+(SIGTERM, Ctrl-C), the running step is finished and saved. Several ranks go through it together, and judge alike, since
+they go by the same numbers; the leader writes.
 Elsewhere: what is written about each step (watch.py), what is wrong with one (guard.py), resuming (resume.py).
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from signal import Signals
+from signal import SIGTERM, Signals
 from typing import Any
 
 import torch
 
 from unspool.base.errors import UnspoolError
 from unspool.base.progress import say
+from unspool.data.balance import ModelShape
 from unspool.data.mix import Mix
 from unspool.data.store import RowSet
 from unspool.train.checkpoint import checkpoints
@@ -29,6 +32,7 @@ from unspool.train.saver import Saver
 from unspool.train.schedule import learning_rate
 from unspool.train.step import train_step
 from unspool.train.stop import StoppedError, listen
+from unspool.train.team import Team, one_rank
 from unspool.train.watch import METRICS, StepReport, Watch
 
 
@@ -40,30 +44,44 @@ class Training:
     mix: Mix
     rows: dict[str, RowSet]
     device: torch.device
+    team: Team | None = None  # None: one rank
+    shape: ModelShape | None = None  # by which rows are given to ranks
 
 
 def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, watch: Watch) -> None:
     every = stage.checkpoint_every or max(1, stage.steps // 10)
     guard = training.guard
+    team = training.team or Team(one_rank(training.device), None)
     training.model.train()
     pin = training.device.type == "cuda"
-    steps = load_steps(stage, training.mix, training.rows, first=done + 1, pin=pin)
+    steps = load_steps(
+        stage, training.mix, training.rows, first=done + 1, pin=pin, place=team.place, shape=training.shape
+    )
     with (
         listen(f"stage {stage.name}") as stop,
-        GrowingFile(work / LEDGER) as ledger,
-        Saver(work / CHECKPOINTS, stage=stage.name, pin=pin) as saver,
+        GrowingFile(work / LEDGER) if team.is_leader else nullcontext() as ledger,
+        Saver(work / CHECKPOINTS, stage=stage.name, pin=pin, world_size=team.ranks.world_size) as saver,
     ):
         for step, batches in watch.timed(steps):
+            team.ranks.at(step)
             lr = learning_rate(stage, step)
             result = train_step(
-                training.model, training.updater, batches, lr=lr, is_good=guard.allows, max_norm=guard.max_norm
+                training.model,
+                training.updater,
+                batches,
+                lr=lr,
+                is_good=guard.allows,
+                max_norm=guard.max_norm,
+                mesh=team.mesh,
             )
             wrong = guard.wrong_with(result.loss, result.grad_norm)
             if not guard.note(result.loss, result.grad_norm, wrong):
                 raise UnspoolError(_stopped(stage, step, batches.picks, wrong))
             if wrong:
                 say(f"stage {stage.name}: step {step} is skipped: {wrong} (rows {_named(batches.picks)})")
-            ledger.append(ledger_line(step, batches.picks, skipped=wrong))
+            if ledger is not None:
+                ledger.append(ledger_line(step, batches.picks, skipped=wrong))
+            team.ranks.outside("saving or looking", step)
             watch.step(
                 StepReport(
                     step=step,
@@ -71,19 +89,24 @@ def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, 
                     losses=result.losses,
                     lr=lr,
                     grad_norm=result.grad_norm,
-                    doc_lens=[length for batch in batches.batches for length in batch.doc_lens],
+                    doc_lens=batches.doc_lens,
                     skipped=wrong is not None,
                     more={"wrong": wrong} if wrong else {},
                 )
             )
-            asked = stop.signal  # once: it may come between the next two lines
+            asked = _agreed(stop.signal, team)  # once: it may come between the next two lines
             if step % every == 0 or step == stage.steps or asked:
-                files = {LEDGER: ledger.content} | _content(work / METRICS)
+                files = {LEDGER: ledger.content} | _content(work / METRICS) if ledger is not None else {}
                 saver.save(training.updater.state_tensors(), resumable(step, guard), files)
             if asked:
                 saver.wait()
                 _leave(stage, work, asked)
         saver.wait()
+
+
+def _agreed(asked: Signals | None, team: Team) -> Signals | None:
+    """A signal may reach some ranks only, or some a step later; all stop after the same step."""
+    return asked or SIGTERM if team.ranks.any(asked is not None) else None
 
 
 def _content(path: Path) -> dict[str, bytes]:
@@ -99,8 +122,11 @@ def _leave(stage: StageConfig, work: Path, asked: Signals) -> None:
 
 
 def _stopped(stage: StageConfig, step: int, picks: Picks, wrong: str | None) -> str:
+    updated = (
+        "some weights were updated by it" if stage.optimizer.step == "in-backward" else "nothing was updated by it"
+    )
     return (
-        f"stage {stage.name}: step {step}: {wrong} (rows {_named(picks)}); nothing was updated by it. A re-run resumes "
+        f"stage {stage.name}: step {step}: {wrong} (rows {_named(picks)}); {updated}. A re-run resumes "
         f"before this step; stages.{stage.name}.guard can skip such steps, and lowering stages.{stage.name}.lr starts "
         "the stage anew."
     )

@@ -31,6 +31,10 @@ class Place:
     ring: int  # how many of them pass keys on; the others exchange heads
 
 
+# The place of a rank that has no other beside it.
+ALONE = Place(data_rank=0, data_ranks=1, sequence_rank=0, sequence_ranks=1, ring=1)
+
+
 def build_mesh(config: ParallelConfig, world_size: int, device_type: str) -> DeviceMesh:
     layout = settle_layout(config, world_size)
     sizes = (layout.replicate, layout.shard, layout.ring, layout.ulysses)

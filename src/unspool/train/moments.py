@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from unspool.train.adam8 import Quantized
 from unspool.train.adamw import Moment, Trained
@@ -27,15 +28,18 @@ def moment_tensors(one: Trained) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_moment(one: Trained, saved: Mapping[str, Tensor]) -> None:
-    """Also of the other kind, and where rows have been added to an embedding since: these start at zero."""
+    """Also of the other kind, and where rows have been added to an embedding since: these start at zero.
+
+    Moments of a whole parameter go to the part of it that this rank keeps.
+    """
     if f"{one.name}/step" not in saved:
         return
     one.set_count(int(saved[f"{one.name}/step"]))
     for name, moment in ((FIRST, one.first), (SECOND, one.second)):
-        _load(moment, f"{one.name}/{name}", saved)
+        _load(moment, f"{one.name}/{name}", saved, rows=one.rows or slice(None))
 
 
-def _load(moment: Moment, key: str, saved: Mapping[str, Tensor]) -> None:
+def _load(moment: Moment, key: str, saved: Mapping[str, Tensor], *, rows: slice) -> None:
     codes = saved.get(f"{key}.codes")
     if codes is None:
         value = saved[key]
@@ -47,9 +51,10 @@ def _load(moment: Moment, key: str, saved: Mapping[str, Tensor]) -> None:
     else:
         value = Quantized(codes, saved[f"{key}.scales"], signed=key.endswith(f"/{FIRST}")).read()
     target = moment.codes if isinstance(moment, Quantized) else moment
-    whole = torch.zeros(target.shape, device=target.device)
-    whole[: len(value)] = value.to(target.device)
+    value = value.to_local() if isinstance(value, DTensor) else value[rows]
+    found = torch.zeros(target.shape, device=target.device)
+    found[: len(value)] = value.to(target.device)
     if isinstance(moment, Quantized):
-        moment.write(whole)
+        moment.write(found)
     else:
-        moment.copy_(whole)
+        moment.copy_(found)

@@ -7,6 +7,8 @@ Price: of `step: in-backward`: clipping goes by the norm of the step before, sin
 is done, and what is not finite leaves just the parameters alone whose gradient that is.
 Elsewhere: the update itself (adamw.py), what a recipe may ask for (optimizer_config.py).
 
+Where ranks keep a part of each parameter (fsdp.py), so does the updater: weights and moments are those parts, FSDP adds
+up the gradients, and the norm is that of all parts.
 With `weights: fp32` on a GPU the model's own parameters become bf16, which is what it computes in, and the updater
 keeps their fp32 masters. On a CPU the model computes in fp32, so parameters are their own masters.
 """
@@ -17,12 +19,17 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from unspool.base.errors import ConfigError
+from unspool.model.precision import keep_tables
 from unspool.train.adamw import Rates, Trained, build_trained, collect, update_all, update_one
 from unspool.train.config import StageConfig
+from unspool.train.divided import as_part, own_part
 from unspool.train.moments import load_moment, moment_tensors
+from unspool.train.shards import own_rows
 
 # Of a step before the first: nothing is clipped.
 NO_NORM = 0.0
@@ -49,8 +56,12 @@ class Updater:
         # True: a step that turns out to be bad has changed weights already; only a checkpoint takes it back.
         self.in_backward = in_backward
         names = {one.name: one for one in trained}
+        # Parameters of which this rank keeps a part. FSDP adds their gradients up itself, so that they need no hook.
+        self._divided: dict[str, DTensor] = {}
         for name, parameter in model.named_parameters():
-            if name in names:
+            if name in names and isinstance(parameter, DTensor):
+                self._divided[name] = parameter
+            elif name in names:
                 react = self._step_now if in_backward else self._collect
                 parameter.register_post_accumulate_grad_hook(partial(react, names[name]))
 
@@ -59,12 +70,15 @@ class Updater:
         self._rates_before = self._rates(self._norm_before)
         for one in self._trained:
             one.grad = one.norm = None
+        for parameter in self._divided.values():
+            parameter.grad = None
 
     def finish(self, *, is_good: bool, max_norm: float = math.inf) -> float:
         """Update the weights, unless the loss was bad or the gradient is not finite or above `max_norm`.
 
         Returns the norm before clipping.
         """
+        self._take_parts()
         with_grad = [one for one in self._trained if one.grad is not None]
         if not self.in_backward and with_grad:
             grads = [one.grad for one in with_grad if one.grad is not None]
@@ -72,7 +86,7 @@ class Updater:
         else:
             norms = [one.norm for one in self._trained if one.norm is not None]
         # The only time that the device is waited for.
-        norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        norm = float(self._of_all_parts(torch.linalg.vector_norm(torch.stack(norms)))) if norms else 0.0
         if not self.in_backward and is_good and math.isfinite(norm) and norm <= max_norm:
             update_all(with_grad, self._rates(norm))
         if math.isfinite(norm):
@@ -80,6 +94,26 @@ class Updater:
         for one in with_grad:
             one.grad = None
         return norm
+
+    def _take_parts(self) -> None:
+        """What FSDP has left of a gradient for this rank; and the part itself, which it may have put elsewhere."""
+        for one in self._trained:
+            parameter = self._divided.get(one.name)
+            if parameter is not None:
+                one.weight = own_part(parameter)
+                one.grad = None if parameter.grad is None else own_part(parameter.grad)
+                parameter.grad = None
+
+    def _of_all_parts(self, norm: Tensor) -> Tensor:
+        """The norm over all parts, the same on every rank."""
+        some = next(iter(self._divided.values()), None)
+        if some is None:
+            return norm
+        mesh = some.device_mesh
+        # The last axis divides weights; copies of them have the same parts.
+        square = norm.to(mesh.device_type, torch.float64).square()
+        dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
+        return square.sqrt()
 
     def _collect(self, one: Trained, parameter: Tensor) -> None:
         collect(one, _taken(parameter))
@@ -99,14 +133,27 @@ class Updater:
 
     # What checkpoints and exports hold
 
+    @property
+    def is_divided(self) -> bool:
+        return bool(self._divided)
+
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every trained weight in the precision it is kept in."""
+        """Every trained weight in the precision it is kept in, divided where it is."""
         for one in self._trained:
-            yield one.name, one.weight
+            parameter = self._divided.get(one.name)
+            yield one.name, one.weight if parameter is None else parameter.detach()
 
     def moment_tensors(self) -> dict[str, Tensor]:
         """AdamW's moments and counts by name: what a stage hands on to the next."""
-        return {key: value for one in self._trained for key, value in moment_tensors(one).items()}
+        found: dict[str, Tensor] = {}
+        for one in self._trained:
+            parameter = self._divided.get(one.name)
+            found |= {
+                # Counts belong to the whole.
+                key: value if parameter is None or not value.dim() else as_part(value, parameter)
+                for key, value in moment_tensors(one).items()
+            }
+        return found
 
     def load_moments(self, saved: Mapping[str, Tensor]) -> None:
         """Moments of another updater, of whatever kind; parameters that are not in `saved` start from nothing."""
@@ -125,8 +172,9 @@ class Updater:
     @torch.no_grad()
     def load_state_tensors(self, saved: Mapping[str, Tensor]) -> None:
         """Go on from `state_tensors` of an updater that was built alike."""
+        self._take_parts()
         for one in self._trained:
-            one.weight.copy_(saved[f"{one.name}/weight"])
+            one.weight.copy_(own_part(saved[f"{one.name}/weight"]))
             if one.computed is not None:
                 one.computed.copy_(one.weight)
         self.load_moments(saved)
@@ -140,30 +188,31 @@ def build_updater(stage: StageConfig, model: Any, *, seed: int = 0) -> Updater:
     The model's parameters (not its buffers: tables of positions stay fp32) become what the stage computes in.
     """
     some = next(model.parameters())
-    is_divided = hasattr(some, "to_local")
+    is_divided = isinstance(some, DTensor)
     _check(stage, [name for name, _ in model.named_parameters()], is_divided=is_divided)
     # Where ranks keep a part each, layers are given their weights in bf16 and the parts are the masters.
     in_bf16 = stage.optimizer.weights == "bf16" or (some.is_cuda and not is_divided)
-    if in_bf16:
+    if in_bf16 or (is_divided and some.device_mesh.device_type == "cuda"):
         keep_tables(model)
     trained = []
     for name, parameter in model.named_parameters():
         lr = _lr(stage, name)
         parameter.requires_grad_(lr > 0)
         # The memory that was loaded becomes the master, so that nothing is held twice on the way.
-        loaded = parameter.data
+        loaded = own_part(parameter)
         if in_bf16:
             parameter.data = loaded.to(torch.bfloat16).contiguous()
         if lr > 0:
             has_master = in_bf16 and stage.optimizer.weights == "fp32"
             one = build_trained(
                 name,
-                loaded.float().contiguous() if has_master else parameter.data,
+                loaded.float().contiguous() if has_master else own_part(parameter),
                 parameter.data if has_master else None,
                 share=lr / stage.lr,
                 decay=stage.weight_decay if parameter.dim() > 1 else 0.0,
                 in_8bit=stage.optimizer.states == "8bit",
             )
+            one.rows = own_rows(parameter) if is_divided else None
             trained.append(one)
     return Updater(
         model,
@@ -188,17 +237,15 @@ def _check(stage: StageConfig, names: list[str], *, is_divided: bool) -> None:
             f"stage {stage.name}: optimizer.weights {stage.optimizer.weights} and states {stage.optimizer.states} are "
             "not supported on several devices yet, which divide weights and states among them; set both to fp32."
         )
+    if is_divided and stage.optimizer.step == "in-backward":
+        raise ConfigError(
+            f"stage {stage.name}: optimizer.step in-backward is not supported on several devices, of which each would "
+            "judge its own part of a gradient; set it to after: gradients are divided among them anyway."
+        )
 
 
 def _lr(stage: StageConfig, name: str) -> float:
     return next((lr for part, lr in stage.lr_for.items() if part in name), stage.lr)
-
-
-def keep_tables(model: Any) -> None:
-    """Positions stay fp32 in a model of bf16: `transformers` rounds their tables to the dtype of what it is shown."""
-    rotary = getattr(model.base_model, "rotary_emb", None)
-    if rotary is not None and any(name.endswith("inv_freq") for name, _ in rotary.named_buffers()):
-        rotary.register_forward_pre_hook(lambda _, args: (args[0].new_empty(0, dtype=torch.float32), *args[1:]))
 
 
 def _taken(parameter: Tensor) -> Tensor:

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from unspool.base.errors import ConfigError
 from unspool.model.generate import answer
 from unspool.train.config import StageConfig
+from unspool.train.divided import computing_device, is_divided
 from unspool.train.looking import looking_at
 
 FILE = "samples.jsonl"
@@ -29,6 +31,10 @@ class Samples:
     def write(self, model: Any) -> list[dict[str, str]]:
         """`prompt` and `text` of each."""
         with looking_at(model):
+            if is_divided(model):
+                # FSDP makes room for whole layers in its first pass. Generating is done in inference mode, and what is
+                # made there could not be trained with.
+                model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=computing_device(model)), use_cache=False)
             written = [self._continue(model, ids) for ids in self.prompt_ids]
         return [{"prompt": prompt, "text": text} for prompt, text in zip(self.prompts, written, strict=True)]
 

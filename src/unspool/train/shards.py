@@ -56,6 +56,19 @@ def load_shards(model: Any, folder: Path, device: torch.device) -> None:
                 local.copy_(read_rows(piece, own_rows(parameter)))
 
 
+def why_not_by_parts(config: Any, folder: Path) -> str | None:
+    """What keeps the model of these files from being read part by part; None if nothing does."""
+    model = build_empty(config)
+    try:
+        _refuse_tables(model)
+        files = _files(folder)
+        for name, _ in model.named_parameters():
+            _stored_name(name, files, model, folder)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def read_rows(piece: Any, rows: slice) -> Tensor:
     """Rows of a tensor in a file, read from there without the others."""
     found: Tensor = piece[rows]
@@ -105,11 +118,15 @@ def _stored_name(name: str, files: dict[str, Path], model: Any, folder: Path) ->
 
 def _fill_buffers(model: Any, device: torch.device) -> None:
     """Tables that are computed and not stored: those of the rotary module. Others are refused: they would be empty."""
+    _refuse_tables(model)
     backbone = model.base_model
+    backbone.rotary_emb = type(backbone.rotary_emb)(model.config).to(device)
+
+
+def _refuse_tables(model: Any) -> None:
     others = [name for name, _ in model.named_buffers() if not name.rpartition(".")[0].endswith("rotary_emb")]
     if others:
         raise ConfigError(
             f"{type(model).__name__} has tables besides its weights ({others[0]}), which cannot be made without "
             "loading it whole; train it on one device."
         )
-    backbone.rotary_emb = type(backbone.rotary_emb)(model.config).to(device)

@@ -2,12 +2,15 @@
 
 In: a model, the rows of a mix, a `StageConfig`. Out: `stages/<name>/` with the model as a Hugging
 Face folder, `metrics.jsonl`, `ledger.jsonl` and what a stage that follows goes on from.
-Promise: killed at any moment and run again, it ends with the same weights.
+Promise: killed at any moment and run again, it ends with the same weights. On several ranks (`parallel`) all go through
+this together, on one folder that all of them reach, and the first of them writes; what comes out is what one rank makes
+up to rounding, and any number of ranks goes on from what any other has saved.
+Price: what cannot be read part by part (loading.py) every rank loads whole into host memory before it keeps its part.
 """
 
 import errno
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from unspool.base.artefact import digest, publish, read_manifest, stale_reason, write_atomic
 from unspool.base.errors import ConfigError, UnspoolError
@@ -36,22 +40,37 @@ from unspool.model.tokenizer import load_tokenizer
 from unspool.model.trial import check_trainable
 from unspool.train.checkpoint import checkpoints
 from unspool.train.config import StageConfig
+from unspool.train.gather import gathered
 from unspool.train.guard import Guard
 from unspool.train.handover import OPTIMIZER, load_trained_weights, save_handover
+from unspool.train.layout import check_fit, model_shape
 from unspool.train.ledger import LEDGER
+from unspool.train.loading import load_by_parts
 from unspool.train.loop import Training, run_steps
 from unspool.train.optimizer import Updater, build_updater
 from unspool.train.optimizer_config import OptimizerConfig
+from unspool.train.parallelize import parallelize
+from unspool.train.ranks import Ranks
 from unspool.train.resume import CHECKPOINTS, resume
+from unspool.train.team import Team, build_team, one_rank
 from unspool.train.trackers import check_trackers
 from unspool.train.watch import METRICS, build_watch, keep_watched
 
 KIND = "stage"
 
 
-# Settings that do not change a result: how often it is saved and looked at, memory, what would be done about a wrong
-# step (so that a stage which stopped at one can be told to skip it, and goes on).
-UNCHANGING = {"checkpoint_every", "start", "guard", "track", "validation", "samples", *asdict(MemoryPolicy())}
+# Settings that do not change a result but for rounding: how often it is saved and looked at, memory, ranks, what would
+# be done about a wrong step (so that a stage which stopped at one can be told to skip it, and goes on).
+UNCHANGING = {
+    "checkpoint_every",
+    "start",
+    "guard",
+    "track",
+    "validation",
+    "samples",
+    "parallel",
+    *asdict(MemoryPolicy()),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,32 +83,67 @@ class StageInputs:
     validation: Path | None = None  # rows that are only looked at
 
 
-def run_stage(stage: StageConfig, inputs: StageInputs, out_dir: Path, *, seed: int, device: torch.device) -> None:
-    """Train `stage` unless `out_dir` already holds what it would give."""
-    identity = _identity(stage, inputs, seed=seed, device=device)
+def run_stage(
+    stage: StageConfig,
+    inputs: StageInputs,
+    out_dir: Path,
+    *,
+    seed: int,
+    device: torch.device,
+    ranks: Ranks | None = None,
+) -> None:
+    """Train `stage` unless `out_dir` already holds what it would give. All of `ranks` call this."""
+    team = build_team(stage.parallel, ranks or one_rank(device))
+    identity = team.from_leader(lambda: _identity(stage, inputs, seed=seed, device=device))
+    reason = team.from_leader(lambda: _look(stage, out_dir, identity))
+    if reason is None:
+        return
+    rows = {name: open_rows(folder) for name, folder in inputs.rows.items()}
+    check_fit(stage, inputs.model, rows, world_size=team.ranks.world_size)
+    team.from_leader(lambda: _prepare_work(stage, out_dir, identity))
+    work = _work_path(out_dir)
+    mix = _mix(stage, inputs, rows, seed=seed)
+    handed_on = load_file(inputs.moments) if inputs.moments else {}
+    model, tokenizer = _build(stage, inputs, handed_on, seed=seed, device=device, team=team)
+    updater, guard = build_updater(stage, model, seed=seed), Guard(stage.guard)
+    updater.load_moments(handed_on)
+    done = resume(work, updater, guard, growing=(LEDGER, METRICS), seed=seed, stage=stage.name, team=team)
+    if team.is_leader:
+        _announce(stage, mix, reason, done=done, team=team)
+    # Files are as they were at the checkpoint before anyone looks at them.
+    team.meet()
+    with _disk_is_needed(stage, work):
+        with build_watch(
+            stage,
+            model,
+            tokenizer,
+            work,
+            done=done,
+            seed=seed,
+            rows=inputs.rows,
+            validation=inputs.validation,
+            team=team,
+        ) as watch:
+            training = Training(model, updater, guard, mix, rows, device, team, model_shape(model))
+            run_steps(stage, training, work, done=done, watch=watch)
+        team.ranks.outside("exporting", stage.steps)
+        _publish(stage, model, tokenizer, updater, work, out_dir, identity, team=team)
+        team.meet()
+
+
+def _look(stage: StageConfig, out_dir: Path, identity: dict[str, Any]) -> str | None:
+    """Why there is something to do; None if there is not."""
     reason = stale_reason(out_dir, **identity)
     if reason is None:
         # A kill just after publishing leaves checkpoints behind.
         shutil.rmtree(_work_path(out_dir), ignore_errors=True)
         say(f"stage {stage.name}: up to date")
-        return
+    return reason
+
+
+def _prepare_work(stage: StageConfig, out_dir: Path, identity: dict[str, Any]) -> None:
     check_trackers(stage.track)
-    work = _work_folder(out_dir, digest(identity))
-    rows = {name: open_rows(folder) for name, folder in inputs.rows.items()}
-    mix = _mix(stage, inputs, rows, seed=seed)
-    model, tokenizer = _build(stage, inputs, seed=seed, device=device)
-    handed_on = load_file(inputs.moments) if inputs.moments else {}
-    load_trained_weights(model, handed_on)
-    updater, guard = build_updater(stage, model, seed=seed), Guard(stage.guard)
-    updater.load_moments(handed_on)
-    done = resume(work, updater, guard, growing=(LEDGER, METRICS), seed=seed, stage=stage.name)
-    _announce(stage, mix, reason, done=done, device=device)
-    with _disk_is_needed(stage, work):
-        with build_watch(
-            stage, model, tokenizer, work, done=done, seed=seed, rows=inputs.rows, validation=inputs.validation
-        ) as watch:
-            run_steps(stage, Training(model, updater, guard, mix, rows, device), work, done=done, watch=watch)
-        _publish(stage, model, tokenizer, updater, work, out_dir, identity)
+    _work_folder(out_dir, digest(identity))
 
 
 def stage_reason(
@@ -111,12 +165,14 @@ def _mix(stage: StageConfig, inputs: StageInputs, rows: dict[str, RowSet], *, se
     )
 
 
-def _announce(stage: StageConfig, mix: Mix, reason: str, *, done: int, device: torch.device) -> None:
+def _announce(stage: StageConfig, mix: Mix, reason: str, *, done: int, team: Team) -> None:
+    ranks = team.ranks
+    where = f"{ranks.world_size} × {ranks.device.type}" if ranks.world_size > 1 else ranks.device.type
     resumed = f", resuming after step {done}" if done else ""
     tokens = f"{format_count(stage.steps * stage.batch)} tokens at {format_size(stage.context)}"
     epochs = mix.epochs(stage.steps * stage.batch // stage.context)
     repeated = ", ".join(f"{name} {epoch:.2g}" for name, epoch in epochs.items())
-    say(f"stage {stage.name}: {stage.steps} steps, {tokens} on {device.type} ({reason}{resumed}); epochs: {repeated}")
+    say(f"stage {stage.name}: {stage.steps} steps, {tokens} on {where} ({reason}{resumed}); epochs: {repeated}")
     for warning in epoch_warnings(epochs):
         say(f"stage {stage.name}: {warning}")
 
@@ -164,35 +220,62 @@ def _work_path(out_dir: Path) -> Path:
     return out_dir.with_name(out_dir.name + ".work")
 
 
-def _work_folder(out_dir: Path, key: str) -> Path:
-    """The folder of the work in progress; one that belongs to other inputs is thrown away."""
+def _work_folder(out_dir: Path, key: str) -> None:
+    """Make the folder of the work in progress; one that belongs to other inputs is thrown away."""
     work = _work_path(out_dir)
     key_path = work / "key"
     if work.exists() and (not key_path.is_file() or key_path.read_text() != key):
         shutil.rmtree(work)
     work.mkdir(parents=True, exist_ok=True)
     write_atomic(key_path, key)
-    return work
 
 
-def _build(stage: StageConfig, inputs: StageInputs, *, seed: int, device: torch.device) -> tuple[Any, Any]:
+def _build(
+    stage: StageConfig,
+    inputs: StageInputs,
+    handed_on: Mapping[str, Tensor],
+    *,
+    seed: int,
+    device: torch.device,
+    team: Team,
+) -> tuple[Any, Any]:
     """Model in fp32 (the optimizer's precision) and tokenizer, with the stage's positions and tokens."""
+    divided = load_by_parts(stage, inputs.model, inputs.rows, device=device, team=team)
+    if divided is not None:
+        tokenizer = load_tokenizer(str(inputs.model))
+        _take_template(tokenizer, stage, inputs)
+        load_trained_weights(divided, handed_on)
+        return divided, tokenizer
+    # What is to be divided is loaded in host memory, and goes to the device layer by layer.
+    place = device if team.mesh is None or _needs_device(stage) else torch.device("cpu")
     if isinstance(inputs.model, NewModel):
         tokenizer = load_tokenizer(inputs.model.tokenizer)
-        model = build_new(inputs.model, tokenizer, seed=seed).to(device)
+        model = build_new(inputs.model, tokenizer, seed=seed).to(place)
     else:
         tokenizer = load_tokenizer(inputs.model)
-        model = load_model(inputs.model, device=device, dtype=torch.float32)
+        model = load_model(inputs.model, device=place, dtype=torch.float32)
         check_trainable(model)
     _bring_knots(model, tokenizer, inputs.rows)
-    template = common_template(inputs.rows, f"stage {stage.name}")
-    if template is not None:
-        tokenizer.chat_template = template
+    _take_template(tokenizer, stage, inputs)
     apply_position(model, stage.position, stage.context)
+    load_trained_weights(model, handed_on)
+    if team.mesh is not None:
+        return parallelize(model, team.mesh, stage.parallel, memory=stage.memory, fuse=stage.compile), tokenizer
     if stage.compile:
         fuse_parts(model)
     apply_memory(model, stage.memory)
     return model, tokenizer
+
+
+def _take_template(tokenizer: Any, stage: StageConfig, inputs: StageInputs) -> None:
+    template = common_template(inputs.rows, f"stage {stage.name}")
+    if template is not None:
+        tokenizer.chat_template = template
+
+
+def _needs_device(stage: StageConfig) -> bool:
+    """Settings that are tried, or make room, on the device that the weights are on."""
+    return bool(stage.compile or stage.offload or stage.keep_on_host)
 
 
 def _bring_knots(model: Any, tokenizer: Any, rows: dict[str, Path]) -> None:
@@ -219,10 +302,17 @@ def _publish(
     work: Path,
     out_dir: Path,
     identity: dict[str, Any],
+    *,
+    team: Team,
 ) -> None:
-    dtype = torch.float32 if next(model.parameters()).device.type == "cpu" else torch.bfloat16
+    dtype = torch.float32 if team.ranks.device.type == "cpu" else torch.bfloat16
     if stage.claim:
         model.config.max_position_embeddings = stage.claim
+    if team.mesh is not None:
+        model = gathered(model, dtype=dtype, is_leader=team.is_leader)
+    if not team.is_leader:
+        save_handover(None, updater, exported=dtype)
+        return
     with publish(out_dir, **identity) as draft:
         save_model(model, tokenizer, draft.folder / "model", dtype=dtype)
         save_handover(draft.folder / OPTIMIZER, updater, exported=dtype)

@@ -1,22 +1,25 @@
 """One optimizer step: the loss is a sum over valid tokens divided by the step's count of them.
 
-So the split into micro-batches changes neither loss nor gradient. A CPU computes in the model's own precision, fp32
+So the split into micro-batches, and of these among ranks, changes neither loss nor gradient: every rank has its part of
+the sum, and divides by the count of all. A CPU computes in the model's own precision, fp32
 unless asked otherwise. A GPU computes in bf16, and so are the model's weights then, as `build_updater` leaves them; a
 model that is still fp32 there is computed under autocast.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from unspool.train.batch import Batch, row_sums
+from unspool.train.divided import computing_device
 from unspool.train.forward import batch_loss
 from unspool.train.loader import StepBatches
+from unspool.train.mesh import sum_over_ranks
 
 
 class Updates(Protocol):
@@ -46,27 +49,36 @@ def train_step(
     lr: float,
     is_good: Callable[[float], bool] | None = None,
     max_norm: float = math.inf,
+    mesh: DeviceMesh | None = None,
 ) -> StepResult:
     """Forward and backward over the step's micro-batches, then one update.
 
     None where loss or gradient is not finite, where `is_good` refuses the loss or the gradient is above `max_norm`.
     """
-    device = next(model.parameters()).device
-    num_valid = max(1, work.num_valid)
+    device = computing_device(model)
+    num_valid = max(1, round(_total([work.num_valid], mesh)[0]))
     updater.begin(lr)
     sums = [row_sums(_backward(model, batch.to(device), num_valid), batch.row_lens) for batch in work.batches]
-    totals: dict[str, float] = defaultdict(float)
-    counts: dict[str, int] = defaultdict(int)
+    # By the picks, which are the same on all ranks: a rank may have no row of some set.
+    totals: dict[str, float] = {name: 0.0 for slot in work.picks for name, _ in slot}
+    counts = dict.fromkeys(totals, 0)
     valid = [count for batch in work.batches for count in batch.num_valid]
     for name, total, count in zip(work.names, torch.cat(sums).tolist(), valid, strict=True):
         totals[name] += total
         counts[name] += count
+    found = _total([*totals.values(), *counts.values()], mesh)
+    totals = dict(zip(totals, found, strict=False))
+    counts = dict(zip(counts, map(round, found[len(totals) :]), strict=True))
     loss = sum(totals.values()) / num_valid
     return StepResult(
         loss=loss,
         losses={name: total / max(1, counts[name]) for name, total in sorted(totals.items())},
         grad_norm=updater.finish(is_good=math.isfinite(loss) and (is_good is None or is_good(loss)), max_norm=max_norm),
     )
+
+
+def _total(values: list[float], mesh: DeviceMesh | None) -> list[float]:
+    return values if mesh is None else sum_over_ranks(values, mesh)
 
 
 def _backward(model: Any, batch: Batch, num_valid: int) -> Tensor:

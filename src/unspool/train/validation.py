@@ -2,7 +2,8 @@
 
 In: a rows set that is not in the mix. Out: a line of `validation.jsonl`: the mean over tokens, and means by how many
 tokens of its own document a token has before it.
-Promise: the same rows each time, drawn by the seed; training is left as it was (looking.py).
+Promise: the same rows each time, drawn by the seed; training is left as it was (looking.py). On several ranks all give
+the same numbers: those that share rows compute their parts of them, the others the same rows once more.
 Elsewhere: when (watch.py); scores of finished models (eval/).
 """
 
@@ -12,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from unspool.base.artefact import read_manifest
 from unspool.base.errors import ConfigError
@@ -23,8 +28,11 @@ from unspool.data.store import open_rows
 from unspool.model.buckets import bucket_means
 from unspool.train.batch import Batch, build_batch
 from unspool.train.config import StageConfig
+from unspool.train.divided import computing_device
 from unspool.train.forward import batch_loss
 from unspool.train.looking import looking_at
+from unspool.train.mesh import place_of
+from unspool.train.split import part_of, split_batch
 
 FILE = "validation.jsonl"
 
@@ -33,29 +41,45 @@ FILE = "validation.jsonl"
 class Validation:
     batches: Sequence[Batch]
     row_len: int
+    mesh: DeviceMesh | None = None  # of several ranks, which all measure together
 
     def measure(self, model: Any) -> dict[str, Any]:
         """Mean loss and n over all tokens, and by bucket of positions."""
-        device = next(model.parameters()).device
+        device = computing_device(model)
         with looking_at(model):
-            found = [_losses(model, batch.to(device)) for batch in self.batches]
+            found = [_losses(model, batch, device, self.mesh) for batch in self.batches]
         losses = np.concatenate([losses for losses, _ in found])
         places = np.concatenate([places for _, places in found])
         mean = float(losses.mean()) if len(losses) else None
         return {"loss": mean, "n": len(losses), "buckets": bucket_means(losses, places, length=self.row_len)}
 
 
-def _losses(model: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+def _losses(model: Any, batch: Batch, device: torch.device, mesh: DeviceMesh | None) -> tuple[np.ndarray, np.ndarray]:
     """Of every token that is asked for: its loss, and its place in what it may look at."""
-    _, found = batch_loss(model, batch)
-    losses = found.double().cpu().numpy()
-    valid = (batch.labels != IGNORE).cpu().numpy()
+    found = _of_all_parts(model, batch, device, mesh) if mesh else batch_loss(model, batch.to(device))[1].double()
+    losses = found.cpu().numpy()
+    valid = (batch.labels != IGNORE).numpy()
     # The label at i is the token at i + 1.
     places = position_ids(np.array(batch.doc_lens)) + 1
     return losses[valid], places[valid]
 
 
-def build_validation(stage: StageConfig, folder: Path, model: Any, *, seed: int) -> Validation:
+def _of_all_parts(model: Any, batch: Batch, device: torch.device, mesh: DeviceMesh) -> Tensor:
+    """The losses of a batch that some ranks compute part by part."""
+    place = place_of(mesh)
+    part = split_batch(batch, place.sequence_rank, place.sequence_ranks, ring=place.ring)
+    _, own = batch_loss(model, part.to(device))
+    whole = torch.zeros(len(part.tokens) * place.sequence_ranks, dtype=torch.float64, device=device)
+    if place.data_rank == 0:
+        mine = part_of(len(whole), place.sequence_rank, place.sequence_ranks, ring=place.ring)
+        whole[mine.to(device)] = own.double()
+    dist.all_reduce(whole)
+    return whole[: len(batch.tokens)]
+
+
+def build_validation(
+    stage: StageConfig, folder: Path, model: Any, *, seed: int, mesh: DeviceMesh | None = None
+) -> Validation:
     """The rows to look at, in batches of at most one context."""
     assert stage.validation is not None
     name, rows = stage.validation.rows, open_rows(folder)
@@ -75,7 +99,7 @@ def build_validation(stage: StageConfig, folder: Path, model: Any, *, seed: int)
     at_once = max(1, stage.context // rows.row_len)
     groups = [chosen[start : start + at_once] for start in range(0, len(chosen), at_once)]
     batches = [build_batch(group, attention=stage.attention) for group in groups]
-    return Validation(batches=batches, row_len=rows.row_len)
+    return Validation(batches=batches, row_len=rows.row_len, mesh=mesh)
 
 
 def warn_if_trained_on(stage: StageConfig, folder: Path, trained: Mapping[str, Path]) -> None:

@@ -24,11 +24,13 @@ from unspool.base.sizes import format_size
 from unspool.train import samples as samples_module
 from unspool.train import validation as validation_module
 from unspool.train.config import StageConfig
+from unspool.train.divided import computing_device
 from unspool.train.flops import count_flops, peak_flops
 from unspool.train.growing_file import GrowingFile
 from unspool.train.lines import has_step, keep_lines
 from unspool.train.meter import Meter, Speed, peak_memory_gib
 from unspool.train.samples import Samples, build_samples, shown
+from unspool.train.team import Team
 from unspool.train.trackers import TENSORBOARD, Trackers, build_trackers
 from unspool.train.validation import Validation, build_validation, warn_if_trained_on
 from unspool.train.watch_config import is_due
@@ -216,15 +218,16 @@ def build_watch(
     seed: int,
     rows: Mapping[str, Path],
     validation: Path | None,
-    devices: int = 1,
-    is_leader: bool = True,
+    team: Team | None = None,
 ) -> Watch:
-    """`rows` are those trained on, `validation` those looked at; `devices` share the documents of a step's report."""
-    device = next(model.parameters()).device
+    """`rows` are those trained on, `validation` those looked at; the ranks of `team` share a step's documents."""
+    device = computing_device(model)
+    is_leader = team is None or team.is_leader
+    devices = 1 if team is None else team.ranks.world_size
     looked_at = None
     if stage.validation:
         assert validation is not None, "a stage with validation was not told where its rows are"
-        looked_at = build_validation(stage, validation, model, seed=seed)
+        looked_at = build_validation(stage, validation, model, seed=seed, mesh=team.mesh if team else None)
         if is_leader:
             warn_if_trained_on(stage, validation, rows)
     written = build_samples(stage, model, tokenizer) if stage.samples else None

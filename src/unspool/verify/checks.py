@@ -1,25 +1,23 @@
-"""The list of checks, by promise. A new one is a function of a `Case` and a line here.
-
-Ranks and sequence parallelism of promise 2 come with training on several devices.
-"""
+"""The list of checks, by promise. A new one is a function of a `Case` and a line here."""
 
 from functools import partial
 
 from unspool.model.plain_process import PlainProcess
 from unspool.verify import chunking, exports, killing, packing, policies, resuming, splitting, tables
+from unspool.verify.ranking import Answers, rank_check
 from unspool.verify.result import Check
 
 PROMISES = {
     1: "Packing changes neither a document's loss nor its gradient; perturbing one document changes no other.",
-    2: "Loss and gradient of a step do not depend on its split into micro-batches or the order of its rows.",
+    2: "Loss and gradient of a step do not depend on its split into micro-batches, the order of its rows or ranks.",
     3: "A run killed at any moment and resumed gives the same weights as one never killed.",
     4: "Exported checkpoints give the same logits in plain transformers.",
     5: "Chunked loss, recompute, offload and tiling change memory, not results.",
 }
 
 
-def build_checks(plain: PlainProcess, *, kills: int = killing.KILLS) -> dict[str, Check]:
-    """All checks by name; exports are loaded by `plain`, a run is killed so many times."""
+def build_checks(plain: PlainProcess, *, kills: int = killing.KILLS, ranks: Answers | None = None) -> dict[str, Check]:
+    """All checks by name; exports are loaded by `plain`, a run is killed so many times, `ranks` share a step."""
     return {
         check.name: check
         for check in (
@@ -53,6 +51,7 @@ def build_checks(plain: PlainProcess, *, kills: int = killing.KILLS) -> dict[str
                 what="one step with its rows in other orders",
                 measure=splitting.shuffled,
             ),
+            *([rank_check(ranks)] if ranks else []),
             Check(
                 name="resumed",
                 promise=3,

@@ -1,7 +1,6 @@
 """Promise 2: loss and gradient of an optimizer step do not depend on how it is split, nor on the order of its rows.
 
-Ranks, FSDP, Ulysses and ring attention belong here too, once there are several devices: each is one more check that
-compares its outcome with the truth of the step `several`.
+Elsewhere: ranks (ranking.py).
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,16 @@
 """One start of 2 ranks and one of 4 for all tests."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from unspool.train.stage import StageInputs
+
 from .jobs import jobs
 from .ranks import run_ranks
+from .stages import goes_on, make_materials, stage_jobs, train
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +28,26 @@ def answers(tmp_path_factory) -> dict[int, dict[str, Any]]:
         run_ranks(work, world_size=world, store=folder / "store")
         found[world] = torch.load(folder / "results", weights_only=False)
     return found
+
+
+@pytest.fixture(scope="session")
+def stage_materials(tmp_path_factory) -> StageInputs:
+    return make_materials(tmp_path_factory.mktemp("stage-materials"))
+
+
+@pytest.fixture(scope="session")
+def stages(stage_materials, tmp_path_factory) -> Path:
+    """What 4 ranks, then 2 and then 1 have made of the same stage, in a folder each, and in `results-4` and
+    `results-2` what rank 0 was told: see stages.py."""
+    folder = tmp_path_factory.mktemp("stages")
+    train(stage_materials, folder / "whole-1" / "one", {})
+    for world in (4, 2):
+        goes_on(stage_materials, folder)  # before there are several to write it
+
+        def work(rank: int, world: int = world) -> None:
+            results = {name: job() for name, job in stage_jobs(world, folder, stage_materials).items()}
+            if rank == 0:
+                torch.save(results, folder / f"results-{world}")
+
+        run_ranks(work, world_size=world, store=folder / f"store-{world}")
+    return folder

@@ -25,6 +25,7 @@ from unspool.train.parallelize import Exchange, apply_sequence, parallelize
 from unspool.train.split import split_batch
 
 from .cases import BASES, FULL, MORE, Case, same_bits, this_rank
+from .steps import step_jobs
 
 KEEP = MemoryPolicy(recompute="keep-attention", offload=True, mlp_tiles=10)
 TOGETHER = MemoryPolicy(recompute="full", recompute_every=2)
@@ -255,4 +256,4 @@ def jobs(world: int, folder: Path) -> dict[str, Callable[[], Any]]:
     for family in ("llama", "llama-tied"):
         found[f"load {family}"] = partial(load_into_shards, world, folder, family)
     found["load refused"] = partial(load_refused, world, folder / "broken")
-    return found
+    return found | step_jobs(world)

@@ -1,0 +1,1 @@
+"""What answers prompts besides a model in this process: servers, vLLM, and pretenders for tests."""

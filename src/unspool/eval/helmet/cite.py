@@ -1,0 +1,99 @@
+"""Questions to be answered with citations (ALCE): two examples, instruction, question, documents.
+
+In: sources, an `Ask`. Out: `Asked`. Score: ASQA's str_em, QAMPARI's recall of five. Whether the citations bear an
+answer out takes an entailment model: metrics/cite.py with `meta["documents"]`. HELMET's category is the mean of six
+numbers, of which only these two can be known without one.
+"""
+
+from itertools import islice
+
+from unspool.base.rng import rng_for
+from unspool.eval.fill import Remembered, fill, room, spread
+from unspool.eval.helmet.rag import demo_passages, demos, fitting_demos, table_count, with_gold
+from unspool.eval.helmet.records import Item
+from unspool.eval.helmet.sources import QaSet, Sources, chosen
+from unspool.eval.helmet.wording import CITE, cited
+from unspool.eval.metrics.cite import qampari, str_em
+from unspool.eval.task import Ask, Asked
+
+CUE = "Answer:"
+ANSWER_TOKENS = 300
+SHOTS, DEMO_DOCUMENTS = 2, 5
+COUNTS = {4096: 8, 8192: 30, 16384: 75, 32768: 165, 65536: 345, 131072: 700}
+_ID = 1000
+
+
+def build(task: str, sources: Sources, ask: Ask) -> Asked:
+    data, meter = sources.qa(task), sources.meter
+    reference = ask.mode == "reference"
+    item = chosen(data.items, task, ask.seed, ask.index)
+    limit = room(ask, ANSWER_TOKENS)
+    texts = [_demo_text(task, data, demo) for demo in demos(data, item, SHOTS)]
+    shown = texts if reference else fitting_demos(texts, meter, limit)
+    head = "".join(shown) + f"{CITE[task]}\n\nQuestion: {item.question}\n\n"
+    gold = [cited(_ID, *passage) for passage in item.gold]
+    distractors = Remembered(cited(_ID, *passage) for passage in data.pool.distractors(item))
+    start = float(rng_for(ask.seed, "helmet depth", task).random())
+    at = [spread(ask.index, (start + 0.618 * number) % 1) for number in range(len(gold))]
+    used = meter.piece(head) + meter.piece(f"\n\n{CUE}")
+
+    def asked(budget: int) -> Asked:
+        if reference:
+            wanted = table_count(COUNTS, ask.length)
+            # As released: documents come ranked, and nothing moves the ones that answer.
+            released = [cited(_ID, *passage) for passage in item.fixed[:wanted]]
+            documents = released or with_gold(list(islice(distractors, max(0, wanted - len(gold)))), gold, at)[0]
+            documents = meter.take(documents, budget - used, between=meter.gap)
+        else:
+            free = budget - used - sum(meter.piece(text) + meter.gap for text in gold)
+            documents, _ = with_gold(meter.take(distractors, free, between=meter.gap, keep=3), gold, at)
+        written = [text.replace(f"[{_ID}]", f"[{number}]", 1) for number, text in enumerate(documents, start=1)]
+        return Asked(
+            context=head + "\n\n".join(written),
+            question="\n\n",
+            prefix=CUE,
+            references=(item.answers[0],),
+            depth=None,
+            meta={
+                "mode": ask.mode,
+                "oracle": item.answers[0],
+                "generated": data.generated,
+                "id": item.id,
+                "shots": len(shown),
+                "question": item.question,
+                "answers": _short_answers(task, item),
+                "documents": [_premise(text) for text in documents],
+            },
+        )
+
+    return fill(asked, meter, limit, what=f"helmet {task}", length=ask.length)
+
+
+def _short_answers(task: str, item: Item) -> list[list[str]]:
+    """ASQA's sub-questions or QAMPARI's entities, each with its aliases."""
+    if "pairs" in item.extra:
+        return [list(pair) for pair in item.extra["pairs"]]
+    if task == "asqa" and item.extra.get("qa_pairs"):
+        return [list(pair["short_answers"]) for pair in item.extra["qa_pairs"]]
+    nested = item.extra.get("answers") or []
+    return [list(aliases) if isinstance(aliases, list) else [aliases] for aliases in nested]
+
+
+def _premise(text: str) -> str:
+    """As ALCE shows a document to its entailment model."""
+    title, _, body = text.partition("(Title: ")[2].partition("): ")
+    return f"Title: {title}\n{body}"
+
+
+def _demo_text(task: str, data: QaSet, demo: Item) -> str:
+    passages = demo_passages(data, demo, DEMO_DOCUMENTS)
+    listed = "\n\n".join(cited(number, *passage) for number, passage in enumerate(passages, start=1))
+    return f"{CITE[task]}\n\nQuestion: {demo.question}\n\n{listed}\n\nAnswer: {demo.answers[0]}\n\n\n"
+
+
+def score_asqa(output: str, asked: Asked) -> float:
+    return str_em(output, asked.meta["answers"])
+
+
+def score_qampari(output: str, asked: Asked) -> float:
+    return qampari(output, asked.meta["answers"])["recall_top5"]

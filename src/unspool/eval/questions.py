@@ -1,0 +1,187 @@
+"""The questions of one entry of `evals` whose suite consists of tasks.
+
+In: the entry, a tokenizer, a seed. Out: `Wanted` questions in one fixed order, the line of each in `prompts.jsonl`,
+prompts as token ids, samples.
+Promise: all of it depends on settings, sources, tokenizer and seed only. Context, question, template and answer
+together never exceed the length: a suite that does not keep to it is stopped before a model is loaded.
+Price: every prompt is made twice, once for its hash and once to be asked; both together cost less than reading it.
+Elsewhere: what is asked and how it is scored (task.py and the suites), order over all entries (plan.py).
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unspool.base.errors import ConfigError, DataError
+from unspool.base.lookup import lookup
+from unspool.base.sizes import format_size
+from unspool.eval.asking import Asker
+from unspool.eval.config import TaskEval
+from unspool.eval.grouping import common_prefix, subset
+from unspool.eval.prompt import Prompt, Question, Words, prompt_hash
+from unspool.eval.suites import SUITES
+from unspool.eval.task import Ask, Asked, Suite, Task
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """One question that is to be asked."""
+
+    task: str
+    length: int
+    index: int
+
+
+def suite_of(config: TaskEval) -> Suite:
+    return lookup(SUITES, config.suite, kind="suite")
+
+
+def chosen_tasks(config: TaskEval) -> list[Task]:
+    suite = suite_of(config)
+    names = list(dict.fromkeys(config.tasks)) or list(suite.tasks)
+    return [lookup(suite.tasks, name, kind=f"evals: task of {suite.name}") for name in names]
+
+
+class Questions:
+    """All questions of one entry."""
+
+    def __init__(self, config: TaskEval, tokenizer: Any, *, seed: int, root: Path) -> None:
+        self.config, self.seed = config, seed
+        self.suite = suite_of(config)
+        self.tasks = {task.name: task for task in chosen_tasks(config)}
+        self.asker = Asker(tokenizer)
+        self.chat = {name: self.asker.uses_chat(task, config.chat) for name, task in self.tasks.items()}
+        self.sources = self.suite.load(tokenizer, {name: _found(path, root) for name, path in config.paths.items()})
+        indices = {name: self._indices(task) for name, task in self.tasks.items()}
+        # Short ones first, so that something is known early; a task's questions stay together.
+        self.wanted = [
+            Wanted(task=name, length=length, index=index)
+            for length in sorted(config.lengths)
+            for name in self.tasks
+            for index in indices[name]
+        ]
+
+    def answer_tokens(self, task: Task) -> int:
+        return self.config.answer_tokens or task.answer_tokens
+
+    def asked(self, wanted: Wanted) -> Asked:
+        task = self.tasks[wanted.task]
+        # A task leaves room for its own number of answer tokens; what else is wanted is taken off the length.
+        overhead = self.asker.overhead(chat=self.chat[task.name]) + self.answer_tokens(task) - task.answer_tokens
+        ask = Ask(length=wanted.length, seed=self.seed, index=wanted.index, mode=self.config.mode, overhead=overhead)
+        return task.build(self.sources, ask)
+
+    def line(self, wanted: Wanted) -> Line:
+        """What prompts.jsonl says of a question."""
+        asked, ids = self._made(wanted)
+        return {
+            "suite": self.suite.name,
+            "task": wanted.task,
+            "length": wanted.length,
+            "index": wanted.index,
+            "hash": prompt_hash(ids),
+            "context": hashlib.sha256(asked.context.encode()).hexdigest()[:16],
+            "prompt_tokens": len(ids),
+            "answer_tokens": self.answer_tokens(self.tasks[wanted.task]),
+            "depth": asked.depth,
+        }
+
+    def check(self) -> None:
+        """Make the first prompt of every task and length."""
+        seen = set()
+        for wanted in self.wanted:
+            if (wanted.task, wanted.length) not in seen:
+                seen.add((wanted.task, wanted.length))
+                self._made(wanted)
+
+    def prompt(self, together: Sequence[Wanted]) -> Prompt:
+        """One prompt of all these, which are of one task and length; what their ids have in common is its context."""
+        task = self.tasks[together[0].task]
+        made = [self._made(wanted) for wanted in together]
+        shared = common_prefix([ids for _, ids in made]) if self._shares(made) else 0
+        return Prompt(
+            suite=self.suite.name,
+            length=together[0].length,
+            index=together[0].index,
+            context_ids=made[0][1][:shared],
+            questions=[
+                Question(
+                    ids=ids[shared:],
+                    reference="; ".join(asked.references),
+                    depth=asked.depth,
+                    words=Words(asked=asked, chat=self.chat[task.name]),
+                )
+                for asked, ids in made
+            ],
+            answer_tokens=self.answer_tokens(task),
+            match="contains",
+        )
+
+    def samples(self, together: Sequence[Wanted], prompt: Prompt, outputs: Sequence[str]) -> list[Line]:
+        return [
+            self._sample(wanted, prompt, question, output)
+            for wanted, question, output in zip(together, prompt.questions, outputs, strict=True)
+        ]
+
+    def _sample(self, wanted: Wanted, prompt: Prompt, question: Question, output: str) -> Line:
+        assert question.words is not None
+        asked, task = question.words.asked, self.tasks[wanted.task]
+        score = task.score(output, asked)
+        sample: Line = {
+            "suite": self.suite.name,
+            "task": wanted.task,
+            "length": wanted.length,
+            "depth": asked.depth,
+            "index": wanted.index,
+            "hash": prompt_hash(prompt.context_ids, question.ids),
+            "prompt_tokens": len(prompt.context_ids) + len(question.ids),
+            "reference": question.reference,
+            "output": output,
+            "score": None if score is None else float(score),
+        }
+        if "pair" in asked.meta:
+            sample["pair"] = asked.meta["pair"]
+        if score is None:
+            # What a judge needs, so that it can be asked later without the sources.
+            sample["judge"] = {
+                "protocol": task.judge or "qa",
+                "question": str(asked.meta.get("question") or asked.question),
+                "references": list(asked.references),
+                "key_points": [str(point) for point in asked.meta.get("key_points") or []],
+            }
+        return sample
+
+    def _made(self, wanted: Wanted) -> tuple[Asked, np.ndarray]:
+        asked = self.asked(wanted)
+        ids = self.asker.ids(asked, chat=self.chat[wanted.task])
+        used = len(ids) + self.answer_tokens(self.tasks[wanted.task])
+        if used > wanted.length:
+            raise DataError(
+                f"{self.suite.name} {wanted.task}: question {wanted.index} takes {used} tokens of "
+                f"{format_size(wanted.length)}, its answer included. Use a greater length or leave the task out."
+            )
+        return asked, ids
+
+    def _indices(self, task: Task) -> list[int]:
+        size = None if task.size is None else task.size(self.sources)
+        if size == 0:
+            raise ConfigError(f"{self.suite.name}: task {task.name} has no questions in the data given; leave it out.")
+        if size is None:
+            return list(range(self.config.samples))
+        strata = [None if task.stratum is None else task.stratum(self.sources, at) for at in range(size)]
+        return subset(strata, self.config.samples, self.seed)
+
+    def _shares(self, made: Sequence[tuple[Asked, np.ndarray]]) -> bool:
+        """Whether these stand together for their context; short ones only share a row."""
+        return len({asked.context for asked, _ in made}) == 1
+
+
+def _found(path: str, root: Path) -> str:
+    """A path from where the recipe stands; what is not there may be a name that the suite knows, such as a Hub id."""
+    return str(root / path) if (root / path).exists() else path

@@ -1,0 +1,162 @@
+"""The eight needle tasks: facts hidden in noise, in essays or among other facts.
+
+In: sources, `Ask`. Out: `Asked`.
+Promise (`fixed`): keys and values are all different, those of the haystack included; a single gold walks over the grid
+of depths by index, several stand one in each equal part; essays begin at a random sentence.
+`reference` follows RULER: keys and values drawn with repetition, depths drawn anew for every sample, essays always from
+their beginning, the order of needles shuffled by a seed that never changes.
+Price: the last line of a haystack may be cut short to meet the length (`fixed`).
+"""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from unspool.eval.ruler import depths
+from unspool.eval.ruler.draft import Builder, Draft, Place, RandomBuilder, fixed, reference
+from unspool.eval.ruler.essays import Essay
+from unspool.eval.ruler.facts import Drawn, Facts, Hidden, between, hide, one
+from unspool.eval.ruler.sources import Sources
+from unspool.eval.ruler.wording import NOISE, needle
+from unspool.eval.task import Ask, Asked
+
+ANSWER_TOKENS = 128
+# No tokenizer writes a needle's line in fewer tokens.
+_FEWEST_LINE_TOKENS = 12
+# A line counts this much, so that its last one can be cut to meet a length.
+PER_LINE = 16
+_ESSAY_STEP = 500
+# RULER: below this length haystacks of lines change by fewer lines.
+SHORT = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needles(Facts):
+    @property
+    def place(self) -> Place:
+        return Place(task=self.name, answer_tokens=ANSWER_TOKENS)
+
+    def build(self, sources: Sources, ask: Ask) -> Asked:
+        if ask.mode == "reference":
+            lines = self.haystack != "essay"
+            step = (5 if ask.length < SHORT else 25) if lines else _ESSAY_STEP
+            return reference(sources, ask, self.place, lambda ask: _reference(self, sources, ask), step=step)
+        if self.haystack == "essay":
+            return fixed(
+                sources, ask, self.place, lambda ask: _essay(self, sources, ask), fewest=40, guess=ask.length // 2
+            )
+        guess = ask.length * PER_LINE // 32
+        return fixed(sources, ask, self.place, lambda ask: _lines(self, sources, ask), fewest=PER_LINE, guess=guess)
+
+
+def _essay(task: Needles, sources: Sources, ask: Ask) -> Builder:
+    rng = task.place.rng(ask)
+    hidden = hide(task, sources.words, rng)
+    targets = _targets(hidden, ask.index, rng)
+    essay = sources.essay
+    first = int(rng.choice(essay.ends)) % len(essay.words)
+
+    def build(size: int) -> Draft:
+        borders = essay.borders(first, size)
+        places = [int(borders[np.abs(borders - target * size).argmin()]) for target in targets]
+        pieces = between(essay.stretch(first, size), places, hidden.facts)
+        return hidden.draft(task, " ".join(pieces), [place / size for place in places])
+
+    return build
+
+
+def _lines(task: Needles, sources: Sources, ask: Ask) -> Builder:
+    rng = task.place.rng(ask)
+    most = max(1, ask.length // _FEWEST_LINE_TOKENS) if task.haystack == "needle" else 0
+    drawn = Drawn(task, sources.words, most + task.num_keys, rng)
+    hidden = hide(task, sources.words, rng, drawn)
+    targets = _targets(hidden, ask.index, rng)
+
+    def build(size: int) -> Draft:
+        count, rest = divmod(size, PER_LINE)
+        if task.haystack == "noise":
+            words = NOISE.split()
+            lines = [NOISE] * count
+            cut = " ".join(words[: len(words) * rest // PER_LINE])
+        else:
+            lines = [drawn.line(at + task.num_keys) for at in range(min(count + 1, most))]
+            last = lines[count] if count < len(lines) else ""
+            lines, cut = lines[:count], last[: len(last) * rest // PER_LINE].rstrip()
+        lines += [cut] if cut else []
+        places = [depths.place(target, len(lines)) for target in targets]
+        text = "\n".join(between(lines, places, hidden.facts, joint="\n"))
+        return hidden.draft(task, text, [place / len(lines) for place in places])
+
+    return build
+
+
+def _reference(task: Needles, sources: Sources, ask: Ask) -> RandomBuilder:
+    def build(size: int, rng: np.random.Generator) -> Draft:
+        num_keys = max(task.num_keys, task.num_queries)
+        keys = [one(task.key, sources.words, rng) for _ in range(num_keys)]
+        values = [[one(task.value, sources.words, rng) for _ in range(task.num_values)] for _ in keys]
+        owners = [at for at in range(num_keys) for _ in range(task.num_values)]
+        facts = [needle(key, value, task.value) for key, own in zip(keys, values, strict=True) for value in own]
+        order = list(range(len(facts)))
+        # The same permutation for every sample, as in RULER.
+        random.Random(ask.seed).shuffle(order)
+        asked = rng.permutation(num_keys)[: task.num_queries].tolist()
+        hidden = Hidden(
+            facts=[facts[at] for at in order],
+            gold=[at for at, fact in enumerate(order) if owners[fact] in asked],
+            queries=[keys[at] for at in asked],
+            answers=tuple(value for at in asked for value in values[at]),
+        )
+        if task.haystack == "essay":
+            text, places = _reference_essay(hidden.facts, sources.essay, size, rng)
+        else:
+            text, places = _reference_lines(task, hidden.facts, sources.words, size, rng)
+        return hidden.draft(task, text, places)
+
+    return build
+
+
+def _reference_essay(facts: list[str], essay: Essay, size: int, rng: np.random.Generator) -> tuple[str, list[float]]:
+    borders = essay.borders(0, size)
+    percents = np.round(np.linspace(0, 100, depths.GRID))
+    drawn = np.sort(rng.choice(percents, size=len(facts), replace=False))
+    sentences = len(borders) - 1
+    at = [int(sentences * percent / 100) for percent in drawn]
+    text = " ".join(between(essay.stretch(0, size), [int(borders[place]) for place in at], facts))
+    return text, [place / sentences for place in at]
+
+
+def _reference_lines(
+    task: Needles, facts: list[str], words: list[str], size: int, rng: np.random.Generator
+) -> tuple[str, list[float]]:
+    if task.haystack == "noise":
+        lines = [NOISE] * size
+    else:
+        lines = [needle(one(task.key, words, rng), one(task.value, words, rng), task.value) for _ in range(size)]
+    # RULER puts the first fact at the last place; with one fact, as in its tasks, there is no difference.
+    places = sorted(rng.choice(size, size=len(facts), replace=False).tolist())
+    return "\n".join(between(lines, places, facts, joint="\n")), [place / size for place in places]
+
+
+def _targets(hidden: Hidden, index: int, rng: np.random.Generator) -> list[float]:
+    """Rising depths, one per fact."""
+    if len(hidden.gold) > 1:
+        return depths.parts(len(hidden.facts), rng)
+    gold, others = depths.target(index), np.sort(rng.random(len(hidden.facts) - 1))
+    # The facts before the gold one stand before it in the text as well.
+    before, after = others[: hidden.gold[0]], others[hidden.gold[0] :]
+    low = sorted(float(depth * gold) for depth in before)
+    return [*low, gold, *sorted(float(gold + depth * (1 - gold)) for depth in after)]
+
+
+TASKS = (
+    Needles(name="niah_single_1", haystack="noise"),
+    Needles(name="niah_single_2", haystack="essay"),
+    Needles(name="niah_single_3", haystack="essay", value="uuids"),
+    Needles(name="niah_multikey_1", haystack="essay", num_keys=4),
+    Needles(name="niah_multikey_2", haystack="needle"),
+    Needles(name="niah_multikey_3", haystack="needle", key="uuids", value="uuids"),
+    Needles(name="niah_multivalue", haystack="essay", num_values=4),
+    Needles(name="niah_multiquery", haystack="essay", num_queries=4),
+)

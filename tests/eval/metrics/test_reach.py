@@ -1,0 +1,72 @@
+"""Pairs, adaptation rate and effective length: what is known, and what is not."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unspool.eval.metrics import reach
+from unspool.eval.metrics.pairs import pair_accuracy, parse_verdict
+from unspool.eval.metrics.reach import adaptation_rate, effective_length
+
+
+def test_both_claims_of_a_pair_must_be_right():
+    found = pair_accuracy([("a", 1.0), ("b", 1.0), ("a", 1.0), ("b", 0.0), ("c", None), ("c", 1.0), ("d", 1.0)])
+    assert (found.value, found.n, found.missing) == (0.5, 2, 2)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low < 0.5 < found.high
+    assert pair_accuracy([]).value is None
+
+
+@pytest.mark.parametrize(
+    ("output", "verdict"),
+    [
+        (" True.", True),
+        ("FALSE, since it is not true", False),
+        ("<explanation>true or false?</explanation><answer>FALSE</answer>", False),
+        ("untrue", None),
+        ("", None),
+    ],
+)
+def test_a_verdict_is_read(output: str, verdict: bool | None):
+    assert parse_verdict(output) is verdict
+
+
+def test_the_rate_by_hand():
+    rate = adaptation_rate([1, 0, None, 1, 0], [1, 1, 1, 0, 1])
+    assert (rate.value, rate.n_target, rate.n_reference) == (pytest.approx(0.5 / 0.8), 4, 5)
+    assert rate.low is not None
+    assert rate.high is not None
+    assert 0 <= rate.low < 0.625 < rate.high
+
+
+@pytest.mark.parametrize(("target", "reference"), [([], [1.0]), ([1.0], []), ([1.0], [0.0]), ([None], [1.0])])
+def test_what_cannot_be_known_is_none(target: list[float | None], reference: list[float | None]):
+    rate = adaptation_rate(target, reference)
+    assert rate.value is rate.low is rate.high is None
+
+
+@settings(deadline=None, max_examples=20)  # each takes thousands of resamples
+@given(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=30), st.integers(0, 3))
+def test_the_interval_is_the_same_each_time_and_holds_a_rate_of_equal_lists(scores: list[float], seed: int):
+    rate = adaptation_rate(scores, [1.0], seed=seed)
+    assert rate == adaptation_rate(scores, [1.0], seed=seed)
+    assert rate.low is not None
+    assert rate.high is not None
+    assert rate.low - 1e-9 <= rate.value <= rate.high + 1e-9  # type: ignore[operator]
+
+
+def test_the_effective_length_ends_at_the_first_length_below_the_threshold():
+    scores = {4096: [1.0] * 9 + [0.0], 8192: [1.0], 16384: [0.5], 32768: [1.0]}
+    assert effective_length(scores) == 8192  # what holds again beyond a gap does not count
+    assert effective_length({4096: [0.5], 8192: [1.0]}) is None
+    assert effective_length({}) is effective_length({4096: []}) is effective_length({4096: [None]}) is None
+    assert effective_length({4096: [1.0], 8192: [None], 16384: [0.9]}) == 16384
+    assert effective_length({4096: [90, 80]}, shares=100) is None
+    assert effective_length({4096: [90, 80]}, shares=100, threshold=0.8) == 4096
+
+
+def test_missing_taken_for_zero_would_show(monkeypatch: pytest.MonkeyPatch):
+    plain = reach._known
+    monkeypatch.setattr(reach, "_known", lambda scores: plain([score or 0.0 for score in scores]))
+    assert adaptation_rate([1, 0, None, 1, 0], [1, 1, 1, 0, 1]).value != pytest.approx(0.5 / 0.8)

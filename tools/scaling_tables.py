@@ -1,0 +1,154 @@
+"""Write the tables of docs/scaling.md between their marks: `python tools/scaling_tables.py`; `--check` changes nothing.
+
+Everything in them is computed by unspool/train/cost.py from a model's shape, the rates measured on one H200 and the
+link speeds of its `Rates`.
+"""
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from unspool.base.sizes import format_size
+from unspool.train.cost import Rates, Shape, memory, seconds, sent
+from unspool.train.parallel_config import Layout, fits_heads
+
+PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
+MODELS = {
+    "8B": Shape(
+        num_layers=32, hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8, head_dim=128, vocabulary=128256
+    ),
+    "70B": Shape(
+        num_layers=80, hidden=8192, intermediate=28672, num_heads=64, num_kv_heads=8, head_dim=128, vocabulary=128256
+    ),
+}
+CONTEXTS = [1 << power for power in range(16, 23)]
+DEVICES = (8, 16, 32, 64, 128, 256, 512)
+GIB = 1 << 30
+# Of a device with 80 GB, what is left for tensors after the CUDA context, NCCL and the allocator's gaps.
+ROOM = 68 * GIB
+HOST_ROOM = 128 * GIB  # for one device: half of what machines with eight of them usually have
+BATCH = 8 << 20  # tokens of a step, ProLong's
+
+
+def choose(shape: Shape, context: int, devices: int, *, ring: bool = True) -> Layout | None:
+    """The fewest ranks for a row that fit in the room there is, with a row for each group; None if there are none."""
+    node = Rates().node
+    for ranks in (1 << power for power in range(10)):
+        ulysses = min(ranks, node)
+        rest = ranks // ulysses
+        if ranks > devices or (rest > 1 and not ring) or not fits_heads(ulysses, shape.num_heads, shape.num_kv_heads):
+            continue
+        layout = Layout(replicate=1, shard=devices // ranks, ring=rest, ulysses=ulysses)
+        held = memory(shape, layout, context)
+        enough_rows = layout.shard * context <= max(BATCH, context)
+        if enough_rows and held.device <= ROOM and held.host <= HOST_ROOM:
+            return layout
+    return None
+
+
+def spelled(layout: Layout) -> str:
+    axes = {name: getattr(layout, name) for name in ("shard", "ulysses", "ring")}
+    return " × ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
+
+
+def line(shape: Shape, context: int, devices: int, layout: Layout) -> str:
+    held, time = memory(shape, layout, context), seconds(shape, layout, context)
+    messages = sent(shape, layout, context)
+    speed = layout.shard * context / time.row / devices
+    cells = [
+        format_size(context),
+        str(devices),
+        spelled(layout),
+        f"{held.device / GIB:.0f}",
+        f"{held.host / GIB:.0f}",
+        f"{time.row:.1f}" if time.row < 100 else f"{time.row:,.0f}",
+        triple(part / 1e9 for part in (messages.weights, messages.heads, messages.keys)),
+        triple((time.weights, time.heads, time.keys)),
+        f"{speed:,.0f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def triple(numbers: Iterable[float]) -> str:
+    return " / ".join(f"{number:.0f}" if number >= 10 else f"{number:.1g}" for number in numbers)
+
+
+HEADER = (
+    "| row | GPUs | layout | GiB on a GPU | host GiB for it | s for a row | GB sent: weights / heads / keys | "
+    "s for that | tokens a second and GPU |\n" + "| --- " * 9 + "|"
+)
+
+
+def model_table(name: str) -> str:
+    lines = []
+    for context in CONTEXTS:
+        fitting = {devices: choose(MODELS[name], context, devices) for devices in DEVICES}
+        chosen = [(devices, layout) for devices, layout in fitting.items() if layout is not None]
+        # The fewest that are enough, and 64 and 512 of them.
+        wanted = {chosen[0][0], 64, 512} if chosen else set()
+        lines += [line(MODELS[name], context, devices, layout) for devices, layout in chosen if devices in wanted]
+    return "\n".join([HEADER, *lines])
+
+
+def parts_table() -> str:
+    """Where the memory is, of some of the lines."""
+    rows = ["| model | row | layout | states | layers gathered | head | one layer | loss | GiB |", "| --- " * 9 + "|"]
+    for name, context, devices in (("8B", 1 << 16, 8), ("8B", 1 << 19, 8), ("8B", 1 << 22, 64), ("70B", 1 << 19, 64)):
+        layout = choose(MODELS[name], context, devices)
+        assert layout is not None
+        held = memory(MODELS[name], layout, context)
+        parts = (held.states, held.gathered, held.head, held.layer, held.loss, held.device)
+        cells = [name, format_size(context), spelled(layout), *(f"{part / GIB:.1f}" for part in parts)]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def prolong_table() -> str:
+    """The recipe prolong-512k: 8M tokens a step, documents masked, so no ring; a row's worst case is one document."""
+    rows = [
+        "| GPUs | `parallel` | micro-batches of each group in a step | GiB on a GPU | host GiB for it | "
+        "s for a step, at most | tokens a second and GPU, at least |",
+        "| --- " * 7 + "|",
+    ]
+    context = 1 << 19
+    for devices in (8, 16, 32, 64, 128):
+        layout = Layout(replicate=1, shard=devices // 8, ring=1, ulysses=8)
+        held, time = memory(MODELS["8B"], layout, context), seconds(MODELS["8B"], layout, context)
+        micro = BATCH // context // layout.shard
+        step = micro * time.row
+        cells = [
+            str(devices),
+            f"`{{shard: {layout.shard}, ulysses: 8}}`",
+            str(micro),
+            f"{held.device / GIB:.0f}",
+            f"{held.host / GIB:.0f}",
+            f"{step:,.0f}",
+            f"{BATCH / step / devices:,.0f}",
+        ]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def tables() -> dict[str, str]:
+    return {"8B": model_table("8B"), "70B": model_table("70B"), "parts": parts_table(), "prolong": prolong_table()}
+
+
+def filled(page: str) -> str:
+    for name, table in tables().items():
+        begin, end = f"<!-- table: {name} -->\n", f"\n<!-- end: {name} -->"
+        assert begin in page and end in page, name
+        page = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: begin + table + end, page, flags=re.DOTALL)  # noqa: B023
+    return page
+
+
+def main() -> None:
+    page = PAGE.read_text()
+    new = filled(page)
+    if "--check" in sys.argv:
+        sys.exit(0 if new == page else "docs/scaling.md is not what tools/scaling_tables.py writes; run it.")
+    PAGE.write_text(new)
+
+
+if __name__ == "__main__":
+    main()
