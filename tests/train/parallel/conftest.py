@@ -1,4 +1,4 @@
-"""One start of 2 ranks and one of 4 for all tests."""
+"""One start of 2 ranks and one of 4 for all tests of a file, which may run in a process of its own."""
 
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,24 @@ from .ranks import run_ranks
 from .stages import goes_on, make_materials, stage_jobs, train
 
 
-@pytest.fixture(scope="session")
-def answers(tmp_path_factory) -> dict[int, dict[str, Any]]:
+def asked_for(module: str, job: str) -> bool:
+    """Whether the tests of a file look at what a job finds."""
+    in_steps = job.startswith("steps: ") or job == "refusals"
+    in_groups = job in ("places", "slices", "sinks") or job.startswith("load ")
+    files = {"test_steps": in_steps, "test_groups_and_loading": in_groups}
+    return files.get(module.rpartition(".")[2], not in_steps and not in_groups)
+
+
+@pytest.fixture(scope="module")
+def answers(request, tmp_path_factory) -> dict[int, dict[str, Any]]:
     """By number of ranks: what rank 0 found."""
     found = {}
+    module = request.module.__name__
     for world in (2, 4):
         folder = tmp_path_factory.mktemp(f"ranks-{world}")
 
         def work(rank: int, world: int = world, folder=folder) -> None:
-            results = {name: job() for name, job in jobs(world, folder).items()}
+            results = {name: job() for name, job in jobs(world, folder).items() if asked_for(module, name)}
             if rank == 0:
                 torch.save(results, folder / "results")
 
