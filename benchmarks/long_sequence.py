@@ -13,9 +13,6 @@ for 256K, 10 for 512K and 40 for 1M; `--layers 8` takes a quarter of that and al
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -23,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu import in_own_process
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from unspool.base.sizes import format_size, parse_size
@@ -49,8 +47,6 @@ TOY = {
     "num_key_value_heads": 4,
 }
 GIB = 1 << 30
-# Memory freed in one size can be used in another; and host memory is pinned by several threads, a second a GiB by one.
-ALLOCATOR = "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 # Of the host memory that is available: the rest is for the process itself and the file cache.
 HOST_SHARE = 0.7
 TILE = 16 << 10
@@ -89,24 +85,12 @@ def main() -> None:
 
 
 def in_process(length: int, layers: int | None, seconds: float) -> dict[str, Any]:
-    """One length in a process of its own, so that nothing of an attempt that failed is left for the next."""
-    command = [sys.executable, __file__, "--one", "--lengths", str(length), "--seconds", str(seconds)]
-    if layers:
-        command += ["--layers", str(layers)]
-    settings = {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | settings) as process:
-        assert process.stdout is not None
-        last = ""
-        for line in process.stdout:
-            if not line.startswith("{"):
-                print(line, end="", flush=True)
-            last = line
-    if process.returncode == 0 and last.startswith("{"):
-        result: dict[str, Any] = json.loads(last)
-        return result
-    # The system ends a process that takes too much host memory without a word of its own.
-    print(f"{format_size(length)}: ended with code {process.returncode}", flush=True)
-    return {"length": length, "outcome": f"ended with code {process.returncode}"}
+    arguments = [__file__, "--one", "--lengths", str(length), "--seconds", str(seconds)]
+    found = in_own_process(*arguments, *(["--layers", str(layers)] if layers else []))
+    if isinstance(found, dict):
+        return found
+    print(f"{format_size(length)}: ended with code {found}", flush=True)
+    return {"length": length, "outcome": f"ended with code {found}"}
 
 
 def measure(shape: dict[str, Any], length: int, device: torch.device, seconds: float) -> dict[str, Any]:

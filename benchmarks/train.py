@@ -15,9 +15,6 @@ Liger is pure Python: `pip download --no-deps liger-kernel`, unzip it, name the 
 import argparse
 import gc
 import json
-import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -27,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from attention import ROW, short_documents
-from gpu import machine, require_gpu, save
+from gpu import in_own_process, machine, require_gpu, save
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from unspool.base.rng import rng_for
@@ -59,8 +56,6 @@ SMOLLM2_135M = {
     "tie_word_embeddings": True,
 }
 DEVICE = torch.device("cuda")
-# As in long_sequence.py.
-ALLOCATOR = "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 LARGE = {"optimizer": {"weights": "bf16", "states": "8bit"}, "recompute": "keep-attention", "compile": True}
 
 
@@ -145,21 +140,12 @@ def main() -> None:
 
 def in_process(name: str, side: str, args: Any) -> dict[str, Any]:
     """One side of one case in a process of its own, so that it has the whole memory."""
-    command = [sys.executable, __file__, "--cases", name, "--one", side]
-    command += ["--profile"] if args.profile and side == "ours" else []
-    command += ["--set", *args.set] if args.set else []
-    settings = {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | settings) as process:
-        assert process.stdout is not None
-        last = ""
-        for line in process.stdout:
-            if not line.startswith("{"):
-                print(line, end="", flush=True)
-            last = line
-    if process.returncode or not last.startswith("{"):
-        print(f"{name} {side}: ended with code {process.returncode}", flush=True)
-        return {"error": f"ended with code {process.returncode}"}
-    result: dict[str, Any] = json.loads(last)
+    arguments = [__file__, "--cases", name, "--one", side]
+    arguments += ["--profile"] if args.profile and side == "ours" else []
+    result = in_own_process(*arguments, *(["--set", *args.set] if args.set else []))
+    if isinstance(result, int):
+        print(f"{name} {side}: ended with code {result}", flush=True)
+        return {"error": f"ended with code {result}"}
     rate, mfu = result["tokens_per_second"], result["mfu"]
     print(
         f"{name} {side}: {rate:.0f} tokens/s, MFU {mfu:.1%}, peak {result['peak_gib']:.1f} GiB, "

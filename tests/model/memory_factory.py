@@ -49,6 +49,19 @@ def apart(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     return max(float((left[name] - right[name]).norm() / right[name].norm().clamp(min=1e-20)) for name in right)
 
 
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
 class Watch(TorchDispatchMode):
     """Counts operators and adds up what tensors made under it still hold."""
 

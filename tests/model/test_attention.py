@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, DynamicCache
 
 from factory import build_model, packed_inputs, random_tokens
+from model.memory_factory import Largest
 from unspool.base.errors import ConfigError
 from unspool.model import attention, attention_reference
 from unspool.model.attention import NAME, attend
@@ -22,19 +22,6 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 @pytest.fixture(params=FAMILIES)
 def family(request) -> str:
     return request.param
-
-
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:

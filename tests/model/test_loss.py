@@ -3,8 +3,8 @@
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from model.memory_factory import Largest
 from unspool.model import loss as loss_module
 from unspool.model.loss import IGNORE, Head, summed_loss, token_losses
 
@@ -213,29 +213,16 @@ def test_huge_logits_stay_finite(inputs):
     assert all(torch.isfinite(grad).all() for grad in grads)
 
 
-class _Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
-
-
 def test_no_tensor_holds_tokens_times_vocabulary():
     tokens, words, dim, chunk = 128, 101, 4, 8
     hidden = torch.randn(tokens, dim, requires_grad=True)
     weight = torch.randn(words, dim, requires_grad=True)
     labels = torch.randint(words, (tokens,))
 
-    with _Largest() as ours:
+    with Largest() as ours:
         summed_loss(hidden, weight, labels, chunk=chunk)[0].backward()
         token_losses(hidden, weight, labels, chunk=chunk)
-    with _Largest() as full:
+    with Largest() as full:
         plain(hidden, weight, labels).backward()
 
     assert full.elements == tokens * words, "the probe would not see it"

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unspool.model.parts import attention_of, layers_of, token_parts
+from unspool.model.parts import attention_of, layers_of, token_parts, tried_tokens
 from unspool.model.trial import alike
 
 # What `transformers` calls the rotation of queries and keys in every family that has RoPE.
 ROTATE = "apply_rotary_pos_emb"
-_TRIED_TOKENS = 6
 
 
 def fuse_parts(model: Any) -> None:
@@ -69,8 +68,7 @@ def _fuse_gate(part: Any, gates: dict[str, Gate], hidden_size: int) -> bool:
 
 @torch.no_grad()
 def _same(one: Callable[[Tensor], Any], other: Callable[[Tensor], Tensor], weight: Tensor, hidden_size: int) -> bool:
-    numbers = torch.arange(_TRIED_TOKENS * hidden_size, device=weight.device)
-    tokens = (numbers * 0.7).sin().to(weight.dtype).view(1, _TRIED_TOKENS, hidden_size)
+    tokens = tried_tokens(weight, hidden_size)
     found = one(tokens)
     return isinstance(found, Tensor) and alike(found.float(), other(tokens).float())
 

@@ -49,15 +49,19 @@ def token_parts(model: Any) -> Iterator[nn.Module]:
             yield part
 
 
+def tried_tokens(weight: Tensor, hidden_size: int) -> Tensor:
+    """A few hidden states to try a part of a model on, where and in what `weight` is."""
+    numbers = torch.arange(_TRIED_TOKENS * hidden_size, device=weight.device)
+    return (numbers * 0.7).sin().to(weight.dtype).view(1, _TRIED_TOKENS, hidden_size)
+
+
 @torch.no_grad()
 def check_token_part(part: nn.Module, hidden_size: int) -> None:
     """Refuse a module that gives another result for some of the tokens than for all of them."""
     name = type(part).__name__
     if any(isinstance(inner, nn.Dropout) and inner.p > 0 for inner in part.modules()):
         raise ConfigError(f"mlp_tiles: {name} has dropout, which would fall otherwise in tiles; leave mlp_tiles out.")
-    weight = next(part.parameters())
-    numbers = torch.arange(_TRIED_TOKENS * hidden_size, device=weight.device)
-    tokens = (numbers * 0.7).sin().to(weight.dtype).view(1, _TRIED_TOKENS, hidden_size)
+    tokens = tried_tokens(next(part.parameters()), hidden_size)
     whole = part(tokens)
     if isinstance(whole, Tensor) and whole.shape == tokens.shape:
         half = _TRIED_TOKENS // 2

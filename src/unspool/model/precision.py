@@ -2,7 +2,7 @@
 
 In: a model in any precision. Out: the same model, its parameters bf16; buffers stay as they are.
 Why by hand: `model.to(bfloat16)` would round the frequencies of positions too, and `transformers` rounds cosines and
-sines to the dtype of what it is shown, which moves far positions by whole turns of the fast dimensions' last digits.
+sines to the dtype of what it is shown.
 """
 
 from typing import Any
@@ -12,8 +12,13 @@ import torch
 
 def compute_in_bf16(model: Any) -> None:
     keep_tables(model)
+    cast_parameters(model, torch.bfloat16)
+
+
+def cast_parameters(model: Any, dtype: torch.dtype) -> None:
+    """Parameters and not buffers, as `transformers` loads a model in `dtype`."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
+        parameter.data = parameter.data.to(dtype)
 
 
 def keep_tables(model: Any) -> None:

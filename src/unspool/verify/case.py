@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from unspool.model.precision import cast_parameters
 from unspool.verify.rows import Step, build_steps, row_len
 from unspool.verify.subjects import Subject
 from unspool.verify.tolerance import FP32_WORST_WEIGHT, allowed
@@ -84,9 +85,11 @@ def build_case(subject: Subject, *, device: torch.device, seed: int) -> Case:
     half = training_dtype(device) == "bf16"
     if half:
         # fp32 is exact enough to measure bf16 by, and float64 would take memory that a GPU may not have.
-        _round_weights(plain)
+        # Both sides start from weights that bf16 can hold: what is measured is how they compute.
+        cast_parameters(plain, torch.bfloat16)
+        cast_parameters(plain, torch.float32)
         truths = {name: plain_outcome(plain, step) for name, step in steps.items()}
-        _in_bf16(plain)
+        cast_parameters(plain, torch.bfloat16)
     again = {name: [plain_outcome(plain, step)] for name, step in steps.items()}
     again["several"].append(batched_outcome(plain, steps["several"]))
     if not half:
@@ -101,15 +104,3 @@ def build_case(subject: Subject, *, device: torch.device, seed: int) -> Case:
         truths=truths,
         plain={name: reduce(larger, (apart(one, truths[name]) for one in again[name])) for name in steps},
     )
-
-
-def _round_weights(model: Any) -> None:
-    """Both sides start from weights that bf16 can hold: what is measured is how they compute."""
-    for weight in model.parameters():
-        weight.data = weight.data.to(torch.bfloat16).float()
-
-
-def _in_bf16(model: Any) -> None:
-    """As `transformers` loads a model in bf16: parameters, not the tables of positions."""
-    for weight in model.parameters():
-        weight.data = weight.data.to(torch.bfloat16)
