@@ -4,17 +4,20 @@
 
 MODEL is a folder, a Hub id or a GGUF file. Books shorter than the context are passed over; each gives one window from
 its middle, without the title page. LongRoPE is left out, whose factors come from a search for one model.
+`python tools/training_free.py --draw OUT_DIR` writes table and picture anew from the numbers.
 """
 
 import argparse
 import json
 import math
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from markupsafe import Markup
 from pydantic import TypeAdapter
 
 from unspool.base.sizes import format_size, parse_size
@@ -27,6 +30,7 @@ from unspool.model.load import load_model
 from unspool.model.rotary import apply_position
 from unspool.model.tokenizer import load_tokenizer
 from unspool.position.scaling import Position
+from unspool.report.charts import MODEL_STYLES, Frame, Point, Series, line_chart, swatch
 
 METHODS: list[dict[str, Any]] = [
     {"method": "unchanged"},
@@ -44,12 +48,18 @@ FIRST = 2048
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model")
-    parser.add_argument("out_dir", type=Path)
-    parser.add_argument("books", nargs="+", type=Path)
+    parser.add_argument("--draw", type=Path, metavar="OUT_DIR", help="table and picture of numbers that are there")
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("out_dir", nargs="?", type=Path)
+    parser.add_argument("books", nargs="*", type=Path)
     parser.add_argument("--context", type=parse_size, default=32 << 10)
     parser.add_argument("--windows", type=int, default=16)
     args = parser.parse_args()
+    if args.draw:
+        show(args.draw)
+        return
+    if not args.books:
+        parser.error("MODEL, OUT_DIR and BOOKS are needed")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     windows = middle_windows(args.books, load_tokenizer(args.model), args.context, args.windows)
     results = []
@@ -64,7 +74,13 @@ def main() -> None:
     args.out_dir.mkdir(parents=True, exist_ok=True)
     content = {"context": args.context, "windows": len(windows), "results": results}
     (args.out_dir / "training-free.json").write_text(json.dumps(content, indent=1) + "\n")
-    (args.out_dir / "training-free.md").write_text(table(results) + "\n")
+    show(args.out_dir)
+
+
+def show(out_dir: Path) -> None:
+    content = json.loads((out_dir / "training-free.json").read_text())
+    (out_dir / "training-free.md").write_text(table(content["results"]) + "\n")
+    (out_dir / "training-free.html").write_text(page(content["results"]))
 
 
 def middle_windows(paths: list[Path], tokenizer: Any, context: int, count: int) -> list[np.ndarray]:
@@ -101,9 +117,52 @@ def table(results: list[dict[str, Any]]) -> str:
             f"{key} {value:g}" for key, value in result["position"].items() if isinstance(value, float)
         )
         name = f"`{result['position']['method']}`" + (f" ({settings})" if settings else "")
-        cells = (f"{b['value']:.2f} ±{b['half']:.2f}" for b in result["buckets"])
+        cells = (f"{b['value']:.2f} ±{b['half']:.2f} ({math.exp(b['value']):.0f})" for b in result["buckets"])
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def page(results: list[dict[str, Any]]) -> str:
+    """Two pictures, with the report's colours: what leaves the others behind would flatten them in one."""
+    last = sorted(result["buckets"][-1]["value"] for result in results)
+    middle = last[len(last) // 2]
+    apart = [one for one in results if max(b["value"] for b in one["buckets"]) > middle + 0.5]
+    near = [one for one in results if one not in apart]
+    best = min(near, key=lambda one: one["buckets"][-1]["value"])
+    css = (files("unspool") / "report" / "page.css").read_text()
+    title = "Loss by position without training (nats per token, 95% intervals)"
+    return Markup(
+        "<!doctype html><meta charset=utf-8><title>{title}</title><style>{css}</style>"
+        "<main><h2>{title}</h2><div class=pair>{apart}{near}</div></main>"
+    ).format(title=title, css=Markup(css), apart=figure([*apart, best]), near=figure(near))
+
+
+def figure(results: list[dict[str, Any]]) -> Markup:
+    series = [
+        Series(
+            label=result["position"]["method"],
+            style=number % MODEL_STYLES,
+            points=[
+                Point(
+                    x=math.sqrt(max(b["from"], b["to"] / 2) * b["to"]),
+                    y=b["value"],
+                    low=b["value"] - b["half"],
+                    high=b["value"] + b["half"],
+                )
+                for b in result["buckets"]
+            ],
+        )
+        for number, result in enumerate(results)
+    ]
+    frame = Frame(
+        label="Loss by position, one line per method; the table has the same numbers.",
+        x_title="position in the text (tokens, log scale)",
+        x_ticks=[(float(b["to"]), format_size(b["to"])) for b in results[0]["buckets"]],
+        show_y=lambda value: f"{value:g}",
+        log_x=True,
+    )
+    legend = Markup("").join(Markup("<li>{}{}</li>").format(swatch(one.style), one.label) for one in series)
+    return Markup("<figure><ul class=legend>{}</ul>{}</figure>").format(legend, line_chart(series, frame))
 
 
 if __name__ == "__main__":

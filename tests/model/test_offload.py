@@ -5,8 +5,9 @@ import torch
 from factory import CPU
 from model.memory_factory import apart, build, trained
 from unspool.model import recompute
+from unspool.model.keep import Kept
 from unspool.model.memory import MemoryPolicy
-from unspool.model.offload import Offloader
+from unspool.model.offload import Offloader, Stored, is_dense
 
 OFFLOAD = MemoryPolicy(recompute="full", offload=True)
 
@@ -25,6 +26,35 @@ def test_tensors_of_any_size_and_dtype_come_back_in_the_opposite_order():
         assert found.dtype == tensor.dtype
         assert torch.equal(found, tensor)
     assert len(offloader.free) == offloader.num_blocks == 3 + 2 + 1 + 1
+
+
+def test_the_layout_comes_back_too_since_kernels_of_the_backward_pass_read_by_it():
+    by_token = torch.randn(1, 5, 3, 4).transpose(1, 2)
+    offloader = Offloader(CPU, block_bytes=64)
+    handle = offloader.put(by_token)
+    offloader.put(torch.randn(1))
+    assert handle.on_device is None, "nothing was brought back, so the next lines would check nothing"
+
+    found = offloader.take(handle)
+
+    assert found.stride() == by_token.stride()
+    assert torch.equal(found, by_token)
+
+
+def test_what_has_gaps_stays_on_the_device():
+    padded = torch.randn(3, 8)[:, :5]
+    kept = Kept(Offloader(CPU), None)
+    kept.put((padded, torch.randn(3, 5).T))
+
+    stays, leaves = kept._results[0]
+    assert isinstance(leaves, Stored)
+    assert stays.stride() == padded.stride() == (8, 1)
+    assert [is_dense(one) for one in (padded, padded.contiguous(), torch.empty(0, 3), torch.zeros(()))] == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_the_original_is_let_go_and_the_next_one_is_fetched_ahead():

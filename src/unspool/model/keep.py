@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from unspool.model.offload import Offloader, Stored
+from unspool.model.offload import Offloader, Stored, is_dense
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
@@ -69,8 +69,8 @@ class Kept:
                 tree_map_only(Stored, self._offloader.fetch, result)
 
     def _put_tensor(self, tensor: Tensor) -> Any:
-        # Seeds and the like stay where they are.
-        if self._offloader is None or tensor.dim() < 2:
+        # Seeds and the like stay where they are, and so does what has gaps, which some kernels leave between heads.
+        if self._offloader is None or tensor.dim() < 2 or not is_dense(tensor):
             return tensor.detach()
         return self._offloader.put(tensor)
 

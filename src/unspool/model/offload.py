@@ -1,7 +1,8 @@
 """Layer inputs in host memory between the forward and the backward pass.
 
 In: tensors in the order of the layers. Out: the same tensors, asked for in the opposite order.
-Promise: every byte comes back; the device computes while bytes move, on a stream of their own.
+Promise: every byte comes back, in the same layout, which kernels of backward passes rely on; the device computes while
+bytes move, on a stream of their own.
 Host memory is a pool of blocks of one size, pinned once and used again by every micro-batch whatever its length.
 A tensor of any size takes whole blocks: pinned memory comes in powers of two, so one tensor of 5 GiB would take 8.
 Elsewhere: which tensors these are (recompute.py, keep.py).
@@ -27,6 +28,7 @@ class Stored:
     """A tensor that was put away."""
 
     shape: torch.Size
+    stride: tuple[int, ...]
     dtype: torch.dtype
     blocks: list[Tensor]
     before: "Stored | None"  # will be asked for next, where that is known
@@ -47,11 +49,12 @@ class Offloader:
 
     def put(self, tensor: Tensor, *, before: Stored | None = None) -> Stored:
         """Start the copy to the host; the tensor is let go when a later one is put away."""
-        tensor = tensor.detach().contiguous()
+        tensor = tensor.detach()
+        assert is_dense(tensor), "between its numbers are others, which would stay behind"
         content = _as_bytes(tensor)
         self._let_go(len(content))
         blocks = [self._block() for _ in range(0, len(content), self.block_bytes)]
-        stored = Stored(tensor.shape, tensor.dtype, blocks, before, on_device=tensor, copied=None)
+        stored = Stored(tensor.shape, tensor.stride(), tensor.dtype, blocks, before, on_device=tensor, copied=None)
         with self._beside():
             for block, piece in zip(blocks, torch.split(content, self.block_bytes), strict=True):
                 block[: len(piece)].copy_(piece, non_blocking=True)
@@ -79,7 +82,7 @@ class Offloader:
         if stored.on_device is not None or not stored.blocks:
             return
         # Memory of the computing stream: it is used there, and freed there after the wait for the copy.
-        tensor = torch.empty(stored.shape, dtype=stored.dtype, device=self._device)
+        tensor = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=self._device)
         content = _as_bytes(tensor)
         with self._beside():
             for block, piece in zip(stored.blocks, torch.split(content, self.block_bytes), strict=True):
@@ -127,5 +130,17 @@ class Offloader:
             torch.cuda.current_stream(self._device).wait_event(event)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its numbers fill one stretch of memory, in whatever order."""
+    by_stride = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    expected = 1
+    for stride, size in by_stride:
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    """Of one that is dense, in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

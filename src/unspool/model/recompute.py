@@ -118,6 +118,6 @@ class _Group:
         needs_grad = hidden.requires_grad
         # Tells `checkpoint` which device it is about; without values, so that there is nothing to keep.
         out = checkpoint(run, hidden.new_empty(0), use_reentrant=False, **self._options)
-        self.stored = offloader.put(hidden, before=self._before.stored if self._before else None)
+        self.stored = offloader.put(hidden.contiguous(), before=self._before.stored if self._before else None)
         entry.append(self.stored)
         return out

@@ -126,6 +126,9 @@ def _unflat(flat: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 def _pass_on(tensor: Tensor, group: Any) -> tuple[Tensor, list[Any]]:
     """Start sending to the next rank and receiving from the one before."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    # Gloo, by which ranks that share a GPU talk, sends from host memory only.
+    if tensor.is_cuda and group._get_backend(tensor.device).name() == "gloo":
+        tensor = tensor.cpu()
     received = torch.empty_like(tensor)
     messages = [
         dist.P2POp(dist.isend, tensor, dist.get_global_rank(group, (rank + 1) % ranks), group),
@@ -139,4 +142,4 @@ def _arrived(coming: tuple[Tensor, list[Any]] | None, stays: Tensor) -> Tensor:
         return stays
     for message in coming[1]:
         message.wait()
-    return coming[0]
+    return coming[0].to(stays.device)

@@ -24,6 +24,7 @@ from unspool.train.seat import Seat, pick_backend
 from unspool.verify.ranking import answer
 
 SECONDS = 300
+DONE = "done\n"
 
 
 class RankProcesses(AbstractContextManager["RankProcesses"]):
@@ -49,7 +50,12 @@ class RankProcesses(AbstractContextManager["RankProcesses"]):
             said = self._last_words()
             self._end()
             raise RuntimeError(said or str(error)) from None
-        answered: dict[str, tuple[float, dict[str, Tensor]]] = torch.load(self._folder / "answer", weights_only=True)
+        answer_file = self._folder / "answer"
+        if not answer_file.is_file():
+            words = (self._folder / "errors-0").read_text().strip()
+            raise RuntimeError(f"rank 0 was done and left no answer; what it said: {words[-300:] or 'nothing'}")
+        answered: dict[str, tuple[float, dict[str, Tensor]]] = torch.load(answer_file, weights_only=True)
+        answer_file.unlink()  # so that the next answer is not this one
         return answered
 
     @property
@@ -83,8 +89,10 @@ class RankProcesses(AbstractContextManager["RankProcesses"]):
                 if not ready:
                     raise TimeoutError(f"ranks did not answer within {SECONDS} s")
                 for key, _ in ready:
-                    if not key.fileobj.readline():  # type: ignore[union-attr]
-                        raise BrokenPipeError("a rank has ended")
+                    # Gloo greets its peers on the same channel.
+                    while (line := key.fileobj.readline()) != DONE:  # type: ignore[union-attr]
+                        if not line:
+                            raise BrokenPipeError("a rank has ended")
                     selector.unregister(key.fileobj)
 
     def _last_words(self) -> str:
@@ -136,7 +144,7 @@ def main() -> None:
         found = answer(json.loads(line), world_size=world_size)
         if rank == 0:
             torch.save(found, folder / "answer")
-        print("done", flush=True)
+        print(DONE, end="", flush=True)
 
 
 if __name__ == "__main__":
