@@ -65,6 +65,14 @@ from unspool.position.scaling import (
 from unspool.recipes.catalog import bundled_recipes
 from unspool.recipes.check import load_recipe
 from unspool.recipes.schema import Recipe
+from unspool.synth.config import (
+    ChecksConfig,
+    DecontaminateConfig,
+    LocalGenerator,
+    MockGenerator,
+    ServerGenerator,
+    SynthConfig,
+)
 from unspool.train.config import StageConfig
 from unspool.train.guard import GuardConfig
 from unspool.train.optimizer_config import OptimizerConfig
@@ -181,7 +189,6 @@ def test_every_verb_is_on_the_map_and_none_of_the_missing_ones_exists():
     named = set(re.findall(r"^\| `unspool ([a-z]+)", described["The flow of data"], re.MULTILINE))
     assert named == verbs()
     missing = set(code_spans(described["Not there yet"].partition("Verbs of the plan:")[2].partition(".")[0]))
-    assert missing
     assert not missing & verbs()
 
 
@@ -232,6 +239,12 @@ TABLES: dict[str, type[Config]] = {
     "suite: lveval": LvEval,
     "suite: infbench": InfbenchEval,
     "suite: nocha": NochaEval,
+    "synth": SynthConfig,
+    "synth: openai": ServerGenerator,
+    "synth: transformers": LocalGenerator,
+    "synth: mock": MockGenerator,
+    "synth: checks": ChecksConfig,
+    "synth: decontaminate": DecontaminateConfig,
 }
 
 

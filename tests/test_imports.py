@@ -10,7 +10,7 @@ import pytest
 
 import unspool
 
-ORDER = ("base", "data", "position", "model", "train", "eval", "report", "recipes", "cli")
+ORDER = ("base", "data", "position", "model", "train", "eval", "synth", "report", "recipes", "cli")
 # A package that shares another's place in the order; neither imports the other.
 BESIDE = {"inspect": "report", "verify": "eval"}
 PACKAGES = (*ORDER, *BESIDE)

@@ -96,5 +96,14 @@ def test_questions_that_share_a_context_or_a_row_get_the_answers_they_get_alone(
         return {sample["hash"]: sample["output"] for unit in plan.units for sample in plan.score(unit, made)}
 
     assert (len(together.units), len(alone.units)) == (3, 16)
+    [row] = [unit for unit in together.units if unit.wanted[0].task == "lone"]
+    prompt = together.prompt(row)
+    with monkeypatch.context() as gpu:
+        # A GPU whose memory takes three of these prompts at a time.
+        gpu.setattr(made, "device", torch.device("cuda"))
+        gpu.setattr(backend, "chunk_len", lambda model, length: 3 * (len(prompt.questions[0].ids) + 16))
+        rows = made._rows(prompt, [question.ids for question in prompt.questions])
+        assert [len(some) for some in rows] == [3, 3, 2]
+        assert made.answers(prompt) == [made.answers(alone.prompt(unit))[0] for unit in alone.units[:8]]
     assert outputs(together) == outputs(alone)
     assert len(set(outputs(alone).values())) > 4, "equal answers would hide a mix-up"

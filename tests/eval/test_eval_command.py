@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,12 @@ def test_parity_of_equal_backends_passes(command, monkeypatch):
         (("--suite", "ruler", "--path", "x.txt"), "write NAME=PATH"),
         (("--suite", "ruler,helmet", "--tasks", "vt"), "--tasks needs exactly one suite"),
         (("--suite", "niah", "--tasks", "vt"), "--tasks needs exactly one suite"),
+        (
+            ("--suite", "ruler,helmet", "--wording", "w.yaml"),
+            "--wording is for one suite at a time, of these: ruler, helmet, lveval",
+        ),
+        (("--suite", "nocha", "--wording", "w.yaml"), "--wording is for one suite at a time"),
+        (("--suite", "ruler", "--wording", "w.yaml"), "wording w.yaml: no such file"),
         (("--suite", "short"), r"pip install 'unspool\[eval\]'"),
     ],
 )
@@ -181,3 +188,37 @@ def test_options_that_do_not_fit_are_explained(command, arguments, message):
 
     assert isinstance(shown.exception, ConfigError)
     assert re.search(message, str(shown.exception)), shown.exception
+
+
+def test_a_shipped_model_is_named_as_in_a_recipe(monkeypatch):
+    asked = []
+
+    def no_model(choice, *, device, dtype):
+        asked.append(choice)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(pick, "pick", no_model)
+    app = typer.Typer()
+    app.command("eval")(eval_)
+    run = CliRunner().invoke
+
+    run(app, ["asset:tiny-base", "--suite", "kv", "--lengths", "256"])
+    wrong = run(app, ["asset:tiny-bace", "--suite", "kv", "--lengths", "256"])
+
+    assert (Path(asked[0].model) / "config.json").is_file() and len(asked) == 1
+    assert "did you mean 'asset:tiny-base'?" in str(wrong.exception)
+
+
+def test_means_and_categories_are_shown_below_the_table(command, monkeypatch, tmp_path):
+    toy = replace(TOY, categories={"first": ("lone", "shared"), "second": ("judged",)})
+    monkeypatch.setitem(questions.SUITES, "ruler", toy)
+    arguments = ("M", "--suite", "ruler", "--lengths", "256,512", "--samples", "6", "--backend", "oracle")
+    shown = command(*arguments)
+
+    rows = [" ".join(line.replace("│", " ").split()) for line in shown.stdout.splitlines()]
+    assert "mean of 3 tasks of 4 100.0% (77–100, n 18) 100.0% (77–100, n 18)" in rows
+    assert "first, 2 tasks 100.0% (72–100, n 12) 100.0% (72–100, n 12)" in rows
+    assert "second, 0 tasks of 1 – –" in rows
+    assert "overall, mean of 2 categories – (1 of 2 known) – (1 of 2 known)" in rows
+    told = json.loads(command(*arguments, "--json").stdout)["suites"][0]
+    assert {one["name"] for one in told["means"]} == {"mean", "first", "second", "overall"}

@@ -13,15 +13,19 @@ import numpy as np
 import pytest
 
 from unspool.base.errors import ConfigError, DataError
-from unspool.eval import questions
+from unspool.eval import helmet, nocha, questions
 from unspool.eval.backends.mock import Adversarial, Empty, Oracle
-from unspool.eval.config import RulerEval
-from unspool.eval.grouping import ROW_TOKENS, common_prefix, groups, subset
+from unspool.eval.config import HelmetEval, RulerEval
+from unspool.eval.grouping import ROW_TOKENS, common_prefix, groups, subset, whole_subset
+from unspool.eval.helmet.suite import category_means
 from unspool.eval.plan import Plan
 from unspool.eval.prompt import prompt_hash
 from unspool.eval.questions import Questions, Wanted
 from unspool.eval.run import Scoring, score
+from unspool.eval.summary import suite_summary, task_cells
+from unspool.eval.task import Ask
 
+from .suites import english_tokenizer
 from .toy import LABELS, TOY
 
 FILES = ("samples.jsonl", "summary.json", "prompts.jsonl")
@@ -243,6 +247,8 @@ def test_groups_keep_every_question_once():
     assert found == [[0, 2, 5], [1, 4], [3]]
     assert all(len(row) <= 16 for row in groups([str(at) for at in range(100)], [10] * 100))
     assert all(600 * len(row) <= ROW_TOKENS for row in groups([str(at) for at in range(100)], [600] * 100))
+    assert groups(list("abc"), [8000] * 3) == [[0], [1], [2]]
+    assert groups(list("abc"), [8000] * 3, 1 << 16) == [[0, 1, 2]], "longer rows take longer prompts"
 
 
 def test_a_common_prefix_leaves_something_to_ask():
@@ -373,3 +379,110 @@ def test_questions_in_pairs_also_count_as_pairs(scoring, tokenizer, monkeypatch)
     pairs = cell_of(summary, "lone, pairs", 256)
     assert (pairs["value"], pairs["n"], pairs["metric"]) == (pytest.approx(2 / 6), 6, "pair accuracy")
     assert cell_of(summary, None, 256)["value"] == pytest.approx(8 / 12), "pairs are no task of their own"
+
+
+def test_what_belongs_together_is_asked_whole_or_not_at_all(scoring, tokenizer, monkeypatch):
+    labelled = TOY.tasks["labelled"]
+    pairs = replace(labelled, together=2, stratum=None)
+    endless = replace(TOY.tasks["lone"], together=3)
+    monkeypatch.setitem(questions.SUITES, "ruler", replace(TOY, tasks={"labelled": pairs, "lone": endless}))
+
+    for samples, expected in ((1, 2), (7, 6), (29, 28), (100, 30)):
+        asked = Questions(entry(samples=samples, lengths=[256]), tokenizer, seed=5, root=Path())
+        indices = [wanted.index for wanted in asked.wanted if wanted.task == "labelled"]
+        assert len(indices) == expected
+        assert all(at ^ 1 in indices for at in indices), "a pair was split"
+    assert len([wanted for wanted in asked.wanted if wanted.task == "lone"]) == 99
+    assert whole_subset(LABELS * 4, 5, 0, together=1) == subset(LABELS * 4, 5, 0)
+    firsts = whole_subset(["a", "x", "b", "x"] * 5, 8, 0, together=2)
+    assert [index % 4 // 2 for index in firsts[::2]].count(0) == 2, "strata are those of the first of each pair"
+
+
+def test_real_pairs_of_claims_are_never_split(english_sources):
+    task, sources = english_sources
+    size = task.size(sources)
+
+    for samples in (2, 49, 50, 51, size - 1):
+        indices = whole_subset([None] * size, samples, 0, together=task.together)
+        assert len(indices) == samples // 2 * 2
+        pairs = [task.build(sources, Ask(length=1024, seed=0, index=at)).meta["pair"] for at in indices[:6]]
+        assert pairs == [pair for pair in pairs[::2] for _ in range(2)]
+
+
+@pytest.fixture
+def english_sources():
+    return nocha.SUITE.tasks["claims"], nocha.SUITE.load(english_tokenizer(), {})
+
+
+def test_a_mean_gives_every_task_the_same_weight(scoring, tokenizer):
+    """Six hundred right answers of one task do not drown twelve wrong ones of another."""
+
+    class LoneOnly(Oracle):
+        def answer(self, prompt, question):
+            return super().answer(prompt, question) if "number" in question.words.asked.question else ""
+
+    config = entry(tasks=["lone", "labelled"], samples=40)
+    summary = score(replace(scoring, evals=[config]), LoneOnly(tokenizer))
+    mean = cell_of(summary, None, 256)
+
+    assert (cell_of(summary, "lone", 256)["n"], cell_of(summary, "labelled", 256)["n"]) == (40, 30)
+    assert mean["value"] == 0.5 and mean["n"] == 70 and (mean["tasks"], mean["of_tasks"]) == (2, 4)
+    half = [cell_of(summary, task, 256)["high"] - cell_of(summary, task, 256)["value"] for task in ("lone", "labelled")]
+    assert mean["high"] == pytest.approx(0.5 + (half[0] ** 2 + half[1] ** 2) ** 0.5 / 2)
+    [suite] = summary["suites"]
+    assert [(one["length"], one["name"], one["value"], one["n"]) for one in suite["means"]] == [
+        (256, "mean", 0.5, 70),
+        (512, "mean", 0.5, 70),
+    ]
+    assert suite["adaptation_rate"]["value"] == 1.0
+
+
+CATEGORIES = {"first": ("lone", "shared"), "second": ("labelled",)}
+
+
+def test_categories_are_means_of_their_tasks_and_the_whole_is_their_mean(scoring, tokenizer, monkeypatch):
+    monkeypatch.setitem(questions.SUITES, "ruler", replace(TOY, categories=CATEGORIES))
+
+    class NoLabels(Oracle):
+        def answer(self, prompt, question):
+            return "" if "colour" in question.words.asked.question else super().answer(prompt, question)
+
+    [suite] = score(replace(scoring, evals=[entry(lengths=[256])]), NoLabels(tokenizer))["suites"]
+    means = {one["name"]: one for one in suite["means"]}
+
+    assert (means["first"]["value"], means["second"]["value"]) == (1.0, 0.0)
+    assert means["overall"]["value"] == 0.5, "of categories"
+    assert means["mean"]["value"] == pytest.approx(2 / 3), "of tasks"
+    assert (means["overall"]["categories"], means["overall"]["n"]) == (2, 36)
+    assert suite["effective_length_of"] == "overall"
+
+
+def test_a_category_without_one_of_its_tasks_is_missing_and_so_is_the_whole(scoring, tokenizer, monkeypatch):
+    categories = {**CATEGORIES, "third": ("judged",)}
+    monkeypatch.setitem(questions.SUITES, "ruler", replace(TOY, categories=categories))
+
+    found = score(replace(scoring, evals=[entry(tasks=["lone", "judged"], lengths=[256])]), Oracle(tokenizer))
+    [suite] = found["suites"]
+    means = {one["name"]: one for one in suite["means"]}
+
+    assert [means[name]["value"] for name in ("mean", "first", "second", "third", "overall")] == [1.0, *[None] * 4]
+    assert [(means[name]["tasks"], means[name]["of_tasks"]) for name in categories] == [(1, 2), (0, 1), (0, 1)]
+    assert (means["overall"]["categories"], means["overall"]["of_categories"], means["overall"]["n"]) == (0, 3, 0)
+    assert (suite["effective_length"], suite["effective_length_of"]) == (256, "mean")
+
+
+def test_helmets_means_are_those_of_its_own_function():
+    tasks = {task: at / 20 for at, task in enumerate(helmet.SUITE.tasks)}
+    config = HelmetEval(suite="helmet", lengths=[8192])
+    samples = [
+        {"suite": "helmet", "length": 8192, "task": task, "depth": None, "score": value}
+        for task, value in tasks.items()
+        for _ in range(2)
+    ]
+    cells = task_cells(config, list(helmet.SUITE.tasks.values()), samples)
+
+    found = {one["name"]: one["value"] for one in suite_summary(config, helmet.SUITE, cells, samples)["means"]}
+
+    for name, value in category_means(tasks).items():
+        assert found[name] == pytest.approx(value)
+    assert found["mean"] != pytest.approx(found["overall"]), "nothing would be told apart"

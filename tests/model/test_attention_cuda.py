@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from unspool.model import attention_cuda
 from unspool.model.attention import attend
@@ -58,9 +59,10 @@ def plain_varlen(query, key, value, query_ends, key_ends, max_q, max_k, *, scale
     return torch.cat(outs)
 
 
-def plain_sdpa(heads, rules, *, is_causal):
+def plain_sdpa(heads, rules, *, is_causal, kernels=attention_cuda.KERNELS):
     query, key, value = heads
     key, value = same_heads(query, key, value)
+    assert query.shape[2] > 1 or kernels[0] != SDPBackend.CUDNN_ATTENTION, "one more key each time: planned anew"
     assert query.shape[2] == 1 or query.shape[2] % 128 == 0, "a length that cuDNN would have to plan anew"
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=rules.scaling)
     return out.transpose(1, 2)

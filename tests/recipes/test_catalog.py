@@ -76,12 +76,19 @@ def test_utk_and_harpe_follow_their_papers():
 @pytest.mark.parametrize("name", ["smollm2-32k", "tiny"])
 def test_the_two_arms_of_a_comparison_differ_in_their_rows_only(name):
     recipe = load(name)
-    abf, utk = recipe.stages
+    abf, utk = recipe.stages[:2]
     assert abf.start == utk.start == "model"
     same = {"name", "mix"}
     assert abf.model_dump(exclude=same) == utk.model_dump(exclude=same)
     assert any(recipe.rows[rows].tangle for rows in utk.mix)
     assert not any(recipe.rows[rows].tangle for rows in abf.mix)
+
+
+def test_the_third_arm_of_the_demo_differs_in_its_positions_only():
+    _, utk, both = load("tiny").stages
+    same = {"name", "position"}
+    assert utk.model_dump(exclude=same) == both.model_dump(exclude=same)
+    assert (utk.position.method, both.position.method) == ("abf", "harpe")
 
 
 def test_smollm2_trains_on_whole_batches_of_held_apart_books():

@@ -26,6 +26,17 @@ LOSSES = {
 # Share of needles found, by length; the base model knows nothing beyond its context.
 RECALLS = {"base": (0.95, 0.08, 0.0, 0.0), "abf": (0.95, 0.92, 0.88, 0.8), "utk": (0.96, 0.95, 0.93, 0.92)}
 
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 200000.0},
+}
+BAD_RECORD = {"file": "books.jsonl", "record": "line 7", "reason": "not JSON", "detail": "Expecting value: '<b>'"}
+
 RECIPE = """\
 name: tiny
 seed: 0
@@ -81,6 +92,10 @@ def _write_data(run_dir: Path) -> None:
         with publish(run_dir / "corpus" / name, kind="corpus", inputs={"files": "a" * 64}, settings={}) as draft:
             (draft.folder / "docs-00000.arrow").write_bytes(name.encode() * 1000)
             draft.counts |= {"documents": documents, "tokens": tokens, "characters": 4 * tokens, "files": 1}
+            draft.counts |= {"records": documents + 3, "quarantined": {"not JSON": 2}, "filtered": {"empty": 1}}
+            lengths = {"at_least": [1024, 2048], "documents": [documents - 12, 12], "tokens": [tokens - 40000, 40000]}
+            draft.counts |= {"left_out": {}, "lengths": lengths}
+            (draft.folder / "quarantine.jsonl").write_text(json.dumps(BAD_RECORD) + "\n")
     for name, rows in {"books-2k": 480, "books-utk": 480, "short": 320}.items():
         with publish(run_dir / "rows" / name, kind="rows", inputs={"corpus": "b" * 64}, settings={}) as draft:
             (draft.folder / "rows-00000.arrow").write_bytes(name.encode() * 2000)
@@ -90,9 +105,19 @@ def _write_data(run_dir: Path) -> None:
 
 def write_stage(run_dir: Path, name: str) -> None:
     with publish(run_dir / "stages" / name, kind="stage", inputs={"model": "c" * 64}, settings={}) as draft:
+        write_ledger(draft.folder / "ledger.jsonl", name)
+        (draft.folder / "model").mkdir()
+        (draft.folder / "model" / "config.json").write_text(json.dumps(CONFIG))
         lines = "".join(json.dumps(step) + "\n" for step in fake_steps(name))
         (draft.folder / "metrics.jsonl").write_text(lines)
         draft.counts |= {"steps": NUM_STEPS, "tokens": NUM_STEPS * STEP_TOKENS}
+
+
+def write_ledger(path: Path, name: str) -> None:
+    """Three rows of five from the long set: 60%, as the recipe asks."""
+    long_rows = "books-utk" if name == "utk" else "books-2k"
+    lines = [{"step": step, "rows": {long_rows: [0, 1, 2], "short": [0, 1]}} for step in range(1, NUM_STEPS + 1)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def fake_steps(name: str) -> list[dict[str, Any]]:
@@ -151,7 +176,20 @@ def fake_scores(name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         cells.append({**cell, "value": loss, "n": 8 * (stop - start), "low": loss - half, "high": loss + half})
     if name == "base":
         samples[-40]["output"] = SCRIPT
-    return cells, samples
+    # Questions stay first and last, where tests look for them.
+    return cells, [*samples[:-40], *fake_windows(name), *samples[-40:]]
+
+
+def fake_windows(name: str) -> list[dict[str, Any]]:
+    """Windows differ among themselves far more than models do on one of them."""
+    hard, own = rng_for(0, "windows").normal(0, 0.4, 8), rng_for(0, "windows", name).normal(0, 0.005, 8)
+    samples = []
+    for index, shift in enumerate(hard + own):
+        found = zip(BUCKETS, LOSSES[name], strict=True)
+        losses = [{"from": a, "to": b, "value": loss + shift, "n": b - a} for (a, b), loss in found]
+        sample = {"suite": "loss", "length": 2048, "depth": None, "index": index, "hash": f"window {index}"}
+        samples.append({**sample, "prompt_tokens": 2048, "score": losses[-1]["value"], "losses": losses})
+    return samples
 
 
 def recall_cell(suite: str, length: int, depth: float | None, found: int, n: int) -> dict[str, Any]:
@@ -182,6 +220,7 @@ def fake_sample(suite: str, length: int, depth: float | None, index: int, *, rig
         "reference": value,
         "output": f" {value} ." if right else wrong,
         "score": float(right),
+        "prompt": {"start": "Once upon a time", "end": f"The secret word of {index} is", "cut_tokens": length - 40},
     }
 
 

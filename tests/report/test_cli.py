@@ -44,10 +44,27 @@ def test_out_names_the_file(fake_run: Path, app: typer.Typer):
 def test_json_holds_the_cells_under_their_names_and_writes_no_page(fake_run: Path, app: typer.Typer):
     result = CliRunner().invoke(app, [str(fake_run), "--json"])
 
-    (run,) = json.loads(result.stdout)
+    (run,) = json.loads(result.stdout)["runs"]
     summary = json.loads((fake_run / "scores" / "utk" / "summary.json").read_text())
-    assert run["models"][2] == {"model": "utk", "cells": summary["cells"]}
+    assert (run["models"][2]["model"], run["models"][2]["cells"]) == ("utk", summary["cells"])
     assert len(run["headline"]) == 3
+    assert not (fake_run / "report.html").exists()
+
+
+def test_markdown_is_written_beside_the_page_and_both_are_named(fake_run: Path, app: typer.Typer):
+    out = fake_run.parent / "deep" / "mine.md"
+    result = CliRunner().invoke(app, [str(fake_run), "--markdown", str(out)])
+
+    assert result.stdout.splitlines()[-2:] == [f"Report: {fake_run / 'report.html'}", f"Markdown: {out}"]
+    assert out.read_text(encoding="utf-8").startswith("# tiny\n")
+
+
+@pytest.mark.parametrize("option", ["--out", "--markdown"])
+def test_a_folder_to_write_to_is_refused_before_anything_is_written(fake_run: Path, app: typer.Typer, option: str):
+    result = CliRunner().invoke(app, [str(fake_run), option, str(fake_run.parent)])
+
+    assert isinstance(result.exception, ConfigError)
+    assert "is a folder. Name the file to write" in str(result.exception)
     assert not (fake_run / "report.html").exists()
 
 

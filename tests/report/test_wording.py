@@ -2,10 +2,13 @@ import pytest
 
 from unspool.report.results import Cell
 from unspool.report.wording import (
+    clipped,
+    inside_sentence,
     listing,
     show_bytes,
     show_duration,
     show_full,
+    show_gain,
     show_percent,
     unbroken,
     visible,
@@ -52,3 +55,17 @@ def test_model_output_is_clipped_and_its_control_characters_show():
 def test_numbers_do_not_break_over_lines():
     assert " " not in unbroken("n = 40")
     assert unbroken("1K–2K").replace("\u2060", "") == "1K–2K"
+
+
+@pytest.mark.parametrize(
+    ("value", "is_loss", "text"),
+    [(0.123, False, "+12"), (-0.5, False, "−50"), (0.003, False, "+0.3"), (0.0, False, "0"), (-0.0512, True, "−0.051")],
+)
+def test_differences_carry_their_sign_and_never_round_to_none(value: float, is_loss: bool, text: str):
+    assert show_gain(value, is_loss=is_loss) == text
+
+
+def test_names_keep_their_capitals_inside_a_sentence():
+    assert inside_sentence("Needle recall at 2K") == "needle recall at 2K"
+    assert inside_sentence("RULER at 2K") == "RULER at 2K"
+    assert clipped("recall-256", 6) == "recal…"

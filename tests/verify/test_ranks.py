@@ -125,18 +125,19 @@ def test_layouts_are_those_that_the_heads_allow():
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_is_named_and_ends_the_others():
-    with RankProcesses(2) as ranks, pytest.raises(RuntimeError, match=r"rank [01]: .*nowhere"):
-        ranks.answers(
-            {
-                "name": "x",
-                "ref": "./nowhere",
-                "device": "cpu",
-                "seed": 0,
-                "length": 64,
-                "ways": [{"step": "several", "replicate": 1, "shard": 1, "ring": 1, "ulysses": 2}],
-            }
-        )
+def test_a_rank_that_fails_is_named_and_others_are_started_for_the_next_request():
+    request = {
+        "name": "x",
+        "ref": "./nowhere",
+        "device": "cpu",
+        "seed": 0,
+        "length": 64,
+        "ways": [{"step": "several", "replicate": 1, "shard": 1, "ring": 1, "ulysses": 2}],
+    }
+    with RankProcesses(2) as ranks:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"rank [01]: .*nowhere"):
+                ranks.answers(request)
 
 
 @pytest.mark.slow
@@ -149,3 +150,14 @@ def test_the_command_gives_a_line_for_each_layout():
     assert {one["check"] for one in found} == {"ranks"}
     assert {one["promise"] for one in found} == {2}
     assert {"shard 2 loss", "ulysses 2 gradient", "ring 2, full rows gradient"} <= {one["quantity"] for one in found}
+
+
+@pytest.mark.gpu
+def test_two_ranks_that_share_a_gpu_compute_what_one_does():
+    done = CliRunner().invoke(
+        build_app(), ["verify", "--device", "cuda", "--model", "llama", "--only", "ranks", "--ranks", "2", "--json"]
+    )
+    assert done.exit_code == 0, done.output
+    assert {"shard 2 loss", "ulysses 2 loss", "ring 2, full rows loss"} <= {
+        one["quantity"] for one in json.loads(done.stdout)
+    }

@@ -22,7 +22,9 @@ from unspool.eval.config import (
     NochaEval,
     RulerEval,
     TaskEval,
+    WordedEval,
 )
+from unspool.recipes.paths import resolve_path
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +42,7 @@ TASK_SUITES: dict[str, type[TaskEval]] = {
     "nocha": NochaEval,
 }
 SUITES: dict[str, Any] = {"niah": NiahEval, "kv": KvEval, "loss": LossEval, **TASK_SUITES}
+WORDED = tuple(name for name, entry in TASK_SUITES.items() if issubclass(entry, WordedEval))
 SHORT = "short"
 BACKENDS = ("transformers", "vllm", "openai", "oracle", "empty", "adversarial")
 ENDPOINTS = ("completions", "chat", "text")
@@ -48,7 +51,9 @@ SAMPLES = 20
 
 
 def eval_(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a .gguf file or a Hub id.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A model folder, a .gguf file, a Hub id or asset:NAME.")
+    ],
     suite: Annotated[
         str, typer.Option(help=f"What to measure, comma-separated: {', '.join(SUITES)}; or {SHORT}.")
     ] = "niah,kv,loss",
@@ -66,6 +71,9 @@ def eval_(
     chat: Annotated[str, typer.Option(help="auto, on or off: whether to ask through the chat template.")] = "auto",
     path: Annotated[
         list[str] | None, typer.Option(help="NAME=PATH of data that a suite reads; may be given several times.")
+    ] = None,
+    wording: Annotated[
+        str | None, typer.Option(help="YAML or JSON file with the words of the suite's tasks, such as a paper's own.")
     ] = None,
     answer_tokens: Annotated[
         int | None, typer.Option(min=1, help="Room for every answer, within the length; each task's own by default.")
@@ -111,10 +119,13 @@ def eval_(
 
         unspool eval MODEL --suite niah --lengths 256,1K,2K --value words
 
+        unspool eval asset:tiny-base --suite niah --lengths 1K --samples 5
+
         unspool eval MODEL --suite ruler --lengths 4K,32K --samples 100 --out scores/mine
 
         unspool eval MODEL --suite short --tasks hellaswag,arc_challenge
     """
+    model = resolve_path(model, Path())
     if suite.strip() == SHORT:
         _short(
             model,
@@ -131,6 +142,7 @@ def eval_(
         "mode": mode,
         "chat": chat,
         "paths": _paths(path or []),
+        "wording": wording,
         "answer_tokens": answer_tokens,
     }
     evals = chosen_evals(suite, lengths, samples=samples or SAMPLES, text=text, value=value, options=options)
@@ -191,6 +203,8 @@ def chosen_evals(
         raise ConfigError(f"--value {value} is for {' and '.join(sorted(takers))}; the suites here are {suites}.")
     if (options or {}).get("tasks") and len(TASK_SUITES.keys() & set(names)) != 1:
         raise ConfigError(f"--tasks needs exactly one suite that has tasks: {', '.join(TASK_SUITES)} or {SHORT}.")
+    if (options or {}).get("wording") and [name for name in names if name in TASK_SUITES] not in [[n] for n in WORDED]:
+        raise ConfigError(f"--wording is for one suite at a time, of these: {', '.join(WORDED)}.")
     return [_eval(name, sizes, samples, text, value if name in takers else None, options or {}) for name in names]
 
 
@@ -202,7 +216,8 @@ def _eval(
         for key, allowed in (("mode", ("fixed", "reference")), ("chat", ("auto", "on", "off"))):
             if options.get(key, allowed[0]) not in allowed:
                 raise ConfigError(f"--{key} {options[key]!r} is not known; use {', '.join(allowed)}.")
-        chosen: Any = TASK_SUITES[name].model_validate({**given, **options, "lengths": lengths})
+        said = {key: option for key, option in options.items() if key != "wording" or option is not None}
+        chosen: Any = TASK_SUITES[name].model_validate({**given, **said, "lengths": lengths})
         return chosen  # type: ignore[no-any-return]
     if value:
         given["value"] = value

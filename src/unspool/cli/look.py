@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from unspool.base.errors import ConfigError
+from unspool.cli.attention import attention
 from unspool.cli.distances import distances
 from unspool.cli.opening import Name, Paths, Tokenizer, check_page, find_reading, find_rows
 
@@ -56,11 +57,12 @@ def build_group() -> typer.Typer:
     group.command(DEFAULT, hidden=True)(look_at)
     group.command("rows")(look_rows)
     group.command("distances")(distances)
+    group.command("attention")(attention)
     return group
 
 
 def look() -> None:
-    """See inside documents and rows, and how far apart rows put what belongs together."""
+    """See inside documents and rows, how far apart rows put what belongs together, and where models look."""
 
 
 def look_at(
@@ -98,6 +100,8 @@ def look_at(
         unspool look rows runs/tiny --html rows.html
 
         unspool look distances runs/tiny --html distances.html
+
+        unspool look attention my-model --text book.txt --html maps.html
 
     A folder that is called as one of the commands is reached as ./rows.
     """

@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from unspool import __version__
 from unspool.base.errors import UnspoolError
-from unspool.cli import eval, export, judge, launch, look, position, recipes, report, run, verify
+from unspool.cli import ablate, eval, export, judge, launch, look, plan, position, recipes, report, run, synth, verify
 
 USER_ERROR = 2
 INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
@@ -59,6 +59,7 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     # Verbs, in the order of a run.
+    app.command("plan")(plan.plan)
     app.command("position")(position.position)
     app.command("run")(run.run)
     app.command("corpus")(run.corpus)
@@ -67,7 +68,9 @@ def build_app() -> typer.Typer:
     app.command("launch")(launch.launch)
     app.command("eval")(eval.eval_)
     app.command("judge")(judge.judge)
+    app.command("synth")(synth.synth)
     app.command("report")(report.report)
+    app.command("ablate")(ablate.ablate)
     app.command("verify")(verify.verify)
     app.command("export")(export.export)
     app.add_typer(look.build_group(), name="look")

@@ -1,61 +1,62 @@
-"""`unspool report`: the page of one run, or of several side by side."""
+"""`unspool report`: the page of one run, or of several side by side; also as Markdown and JSON."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-
-from unspool.report.gather import gather
-from unspool.report.headline import headline
-from unspool.report.results import Cell, RunResults
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders: what recipes name as `out`.")],
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="The file to write. By default report.html in the run folder, or here for several."),
+        typer.Option("--out", help="The page to write. By default report.html in the run folder, or here for several."),
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", help="Also write the tables and samples as Markdown to this file.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the numbers as JSON; write a page only with --out.")
+        bool, typer.Option("--json", help="Print every number as JSON; write a page only with --out.")
     ] = False,
 ) -> None:
-    """Write one self-contained HTML page from the results of a run."""
-    from unspool.report.render import write_report
+    """Write one self-contained HTML page from the results of a run.
 
+    Scores by length, depth and category with intervals, paired
+    comparisons, loss by position, training curves, positions, what became
+    of the data, samples, recipe and hashes. Several runs stand side by
+    side. The page needs no network, and what is missing is said.
+
+        unspool report runs/tiny
+
+        unspool report runs/abf runs/utk --out both.html --markdown both.md
+
+        unspool report runs/tiny --json | jq '.runs[0].measures'
+    """
+    from unspool.base.html import write_html
+    from unspool.report.gather import gather
+    from unspool.report.headline import headline
+    from unspool.report.markdown import write_markdown
+    from unspool.report.plain import as_plain
+    from unspool.report.render import check_file, render
+
+    page = out
+    if page is None and not as_json:
+        page = runs[0] / "report.html" if len(runs) == 1 else Path("report.html")
+    for file, name in ((page, "report.html"), (markdown, "report.md")):
+        if file is not None:
+            check_file(file, name)
     results = [gather(run) for run in runs]
-    out_file = out
-    if out_file is None and not as_json:
-        out_file = runs[0] / "report.html" if len(runs) == 1 else Path("report.html")
-    if out_file is not None:
-        write_report(runs, out_file)
+    if page is not None:
+        write_html(page, render(results))
+    if markdown is not None:
+        write_markdown(results, markdown)
     if as_json:
-        typer.echo(json.dumps([as_plain(one) for one in results], indent=1, ensure_ascii=False))
+        typer.echo(json.dumps(as_plain(results), indent=1, ensure_ascii=False))
         return
     for one in results:
         for line in headline(one):
             typer.echo(line)
-    typer.echo(f"Report: {out_file}")
-
-
-def as_plain(results: RunResults) -> dict[str, Any]:
-    """What `--json` prints of one run: the headline and every cell."""
-    return {
-        "name": results.name,
-        "original_context": results.original_context,
-        "target_context": results.target_context,
-        "headline": headline(results),
-        "models": [{"model": model.name, "cells": [_cell(cell) for cell in model.cells]} for model in results.models],
-    }
-
-
-def _cell(cell: Cell) -> dict[str, Any]:
-    """A cell under the names it has in summary.json."""
-    plain = asdict(cell)
-    start, stop = plain.pop("start"), plain.pop("stop")
-    if start is None:
-        return plain
-    del plain["depth"]
-    return {**plain, "from": start, "to": stop}
+    typer.echo(f"Report: {page}")
+    if markdown is not None:
+        typer.echo(f"Markdown: {markdown}")

@@ -1,4 +1,4 @@
-"""The cells of a summary as a table in the terminal."""
+"""The cells of a summary as a table in the terminal, and below it what suites come to as a whole."""
 
 from typing import Any
 
@@ -19,10 +19,39 @@ def print_table(summary: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     for suite in summary.get("suites", []):
+        _print_means(console, suite)
         length, rate = suite["effective_length"], suite["adaptation_rate"]
         holds = f"holds up to {format_size(length)}" if length else "does not hold at any length"
         kept = f"; {100 * rate['value']:.0f}% of its score is kept" if rate and rate["value"] is not None else ""
-        console.print(f"{suite['suite']} ({suite['mode']}): {holds}{kept}", highlight=False)
+        worded = f", wording {suite['wording']}" if suite.get("wording") else ""
+        console.print(f"{suite['suite']} ({suite['mode']}{worded}): {holds}{kept}", highlight=False)
+
+
+def _print_means(console: Any, suite: dict[str, Any]) -> None:
+    """A suite's mean by length; of one that has categories, these as well."""
+    from rich.table import Table
+
+    lengths = list(dict.fromkeys(mean["length"] for mean in suite.get("means", [])))
+    table = Table(suite["suite"], *(format_size(length) for length in lengths))
+    for name in dict.fromkeys(mean["name"] for mean in suite.get("means", [])):
+        row = [mean for mean in suite["means"] if mean["name"] == name]
+        table.add_row(_mean_name(min(row, key=lambda mean: mean["tasks"])), *(_mean_text(mean) for mean in row))
+    if lengths:
+        console.print(table, highlight=False)
+
+
+def _mean_name(mean: dict[str, Any]) -> str:
+    if mean["name"] == "overall":
+        return f"overall, mean of {mean['of_categories']} categories"
+    counted = f"{mean['tasks']} task{'s' if mean['tasks'] != 1 else ''}"
+    counted += f" of {mean['of_tasks']}" if mean["tasks"] < mean["of_tasks"] else ""
+    return f"mean of {counted}" if mean["name"] == "mean" else f"{mean['name']}, {counted}"
+
+
+def _mean_text(mean: dict[str, Any]) -> str:
+    if mean["value"] is None:
+        return f"– ({mean['categories']} of {mean['of_categories']} known)" if "categories" in mean else "–"
+    return f"{100 * mean['value']:.1f}% ({100 * mean['low']:.0f}–{100 * mean['high']:.0f}, n {mean['n']})"
 
 
 def table_row(cell: dict[str, Any]) -> tuple[str, ...]:

@@ -253,6 +253,11 @@ def _files_of(unit: Path) -> list[Path]:
     return sorted(file for file in unit.rglob("*") if file.is_file() and not file.is_symlink())
 
 
+def files_digest(source: Source, root: Path) -> str:
+    """What a corpus of this source would name as its `files`."""
+    return _units_digest(source, source_units(source, root.resolve()))
+
+
 def _units_digest(source: Source, units: list[Path]) -> str:
     files = [(unit, file) for unit in units for file in _files_of(unit)]
     if isinstance(source, MdsSource):

@@ -64,19 +64,27 @@ class TaskEval(Config):
     )
 
 
-class RulerEval(TaskEval):
+class WordedEval(TaskEval):
+    """Suites whose instructions a user may give in other words."""
+
+    wording: str | None = Field(
+        None, description="YAML or JSON file with the words of tasks, such as a paper's own; our own words if none"
+    )
+
+
+class RulerEval(WordedEval):
     """RULER: needles, variable tracing, word counting and questions at any length."""
 
     suite: Literal["ruler"]
 
 
-class HelmetEval(TaskEval):
+class HelmetEval(WordedEval):
     """HELMET: recall, RAG, re-ranking, citations, long questions, summaries, many-shot labels."""
 
     suite: Literal["helmet"]
 
 
-class LvEval(TaskEval):
+class LvEval(WordedEval):
     """LV-Eval: questions on long articles, scored by keywords and F1."""
 
     suite: Literal["lveval"]

@@ -12,9 +12,11 @@ from unspool.base.rng import rng_for
 
 # Questions on one context that are decoded side by side.
 MOST_TOGETHER = 16
-# Short prompts are read in one row, up to so many tokens in all; longer ones gain nothing by company.
+# Prompts without a context in common are read in one row, up to so many tokens in all. Small, since a row is what is
+# lost when a run is killed; a GPU reads longer rows in seconds and says so (`row_tokens` of a backend).
 ROW_TOKENS = 8192
-SHORT = ROW_TOKENS // 4
+# A prompt longer than this share of a row stays alone.
+_SHARE = 4
 
 
 def subset(strata: Sequence[Hashable], count: int, seed: int) -> list[int]:
@@ -32,7 +34,16 @@ def subset(strata: Sequence[Hashable], count: int, seed: int) -> list[int]:
     return sorted(at for _, at in rank[:count])
 
 
-def groups(contexts: Sequence[str], tokens: Sequence[int]) -> list[list[int]]:
+def whole_subset(strata: Sequence[Hashable], count: int, seed: int, *, together: int) -> list[int]:
+    """The same where `together` indices in a row are one whole: as many wholes as `count` holds, at least one.
+
+    The stratum of a whole is that of its first index.
+    """
+    wholes = subset(strata[::together], max(1, count // together), seed)
+    return [at for whole in wholes for at in range(whole * together, min((whole + 1) * together, len(strata)))]
+
+
+def groups(contexts: Sequence[str], tokens: Sequence[int], row_tokens: int = ROW_TOKENS) -> list[list[int]]:
     """Places of questions: those with equal contexts together, then short ones in rows, the others alone."""
     by_context: dict[str, list[int]] = {}
     for place, context in enumerate(contexts):
@@ -42,10 +53,10 @@ def groups(contexts: Sequence[str], tokens: Sequence[int]) -> list[list[int]]:
     for places in by_context.values():
         if len(places) > 1:
             found += [places[at : at + MOST_TOGETHER] for at in range(0, len(places), MOST_TOGETHER)]
-        elif tokens[places[0]] > SHORT:
+        elif tokens[places[0]] > row_tokens // _SHARE:
             found.append(places)
         else:
-            if len(row) >= MOST_TOGETHER or sum(tokens[at] for at in [*row, *places]) > ROW_TOKENS:
+            if len(row) >= MOST_TOGETHER or sum(tokens[at] for at in [*row, *places]) > row_tokens:
                 found.append(row)
                 row = []
             row = [*row, *places]

@@ -19,10 +19,12 @@ from unspool.base.sizes import format_size
 from unspool.data.wording import single_token_words, word_list
 from unspool.eval.backend import Backend
 from unspool.eval.config import Eval, KvEval, LossEval, NiahEval, TaskEval
-from unspool.eval.grouping import groups
+from unspool.eval.excerpt import excerpt
+from unspool.eval.grouping import ROW_TOKENS, groups
 from unspool.eval.prompt import Materials, Prompt, prompt_hash
-from unspool.eval.questions import Line, Questions, Wanted, chosen_tasks
+from unspool.eval.questions import Line, Questions, Wanted, chosen_tasks, suite_of
 from unspool.eval.score import score_answer
+from unspool.eval.spool import Spool
 from unspool.eval.stats import accuracy_cells, loss_cells
 from unspool.eval.summary import task_cells
 from unspool.eval.tasks import kv, loss, niah
@@ -87,7 +89,7 @@ class Plan:
     """Everything needed to turn a unit into samples."""
 
     def __init__(self, evals: Sequence[Runnable], tokenizer: Any, *, seed: int, root: Path) -> None:
-        self.seed = seed
+        self.seed, self._tokenizer = seed, tokenizer
         generated = [config for config in evals if not isinstance(config, TaskEval)]
         words = single_token_words(tokenizer, word_list()) if generated else []
         self._materials = {
@@ -130,7 +132,12 @@ class Plan:
     def num_listed(self) -> int:
         return sum(len(questions.wanted) for questions in self.questions.values())
 
-    def arrange(self, lines: Sequence[Line]) -> None:
+    def keep(self, spool: Spool) -> None:
+        """What is listed from now on is kept until it is asked, so that it is made once."""
+        for questions in self.questions.values():
+            questions.spool = spool
+
+    def arrange(self, lines: Sequence[Line], *, row_tokens: int = ROW_TOKENS) -> None:
         """Put questions on one context together, and short ones in rows, as prompts.jsonl tells which these are."""
         by_place = {(line["suite"], line["task"], line["length"], line["index"]): line for line in lines}
         arranged: list[Unit] = []
@@ -143,7 +150,7 @@ class Plan:
                 by_place[(unit.config.suite, task, length, wanted.index)] for unit in block for wanted in unit.wanted
             ]
             contexts = [line["context"] for line in found]
-            for places in groups(contexts, [line["prompt_tokens"] for line in found]):
+            for places in groups(contexts, [line["prompt_tokens"] for line in found], row_tokens):
                 distinct = len({contexts[at] for at in places})
                 arranged.append(
                     replace(
@@ -183,7 +190,8 @@ class Plan:
         for at, (asked, output) in enumerate(zip(prompt.questions, outputs, strict=True)):
             sample = _sample(unit, first + at, asked.depth, prompt.context_ids, asked.ids)
             score = score_answer(output, asked.reference, prompt.match)
-            samples.append({**sample, "reference": asked.reference, "output": output, "score": score})
+            words = excerpt(self._tokenizer, unit.length, config.lengths, prompt.context_ids, asked.ids)
+            samples.append({**sample, "reference": asked.reference, "output": output, "score": score, **words})
         return samples
 
     def _window_sample(self, unit: Unit, backend: Backend) -> Sample:
@@ -219,7 +227,8 @@ def summarize(evals: Sequence[Runnable], samples: Sequence[Sample]) -> list[dict
     cells: list[dict[str, Any]] = []
     for config in evals:
         if isinstance(config, TaskEval):
-            cells += task_cells(config, chosen_tasks(config), samples)
+            every = len(suite_of(config).tasks)
+            cells += task_cells(config, chosen_tasks(config), samples, of_tasks=every)
             continue
         if isinstance(config, LossEval):
             cells += loss_cells(config.length, samples)

@@ -4,8 +4,9 @@ In: the entry, a tokenizer, a seed. Out: `Wanted` questions in one fixed order, 
 prompts as token ids, samples.
 Promise: all of it depends on settings, sources, tokenizer and seed only. Context, question, template and answer
 together never exceed the length: a suite that does not keep to it is stopped before a model is loaded.
-Price: every prompt is made twice, once for its hash and once to be asked; both together cost less than reading it.
-Elsewhere: what is asked and how it is scored (task.py and the suites), order over all entries (plan.py).
+Price: without a spool every prompt is made twice, once for its hash and once to be asked.
+Elsewhere: what is asked and how it is scored (task.py and the suites), order over all entries (plan.py), prompts that
+wait to be asked (spool.py).
 """
 
 import hashlib
@@ -20,11 +21,14 @@ from unspool.base.errors import ConfigError, DataError
 from unspool.base.lookup import lookup
 from unspool.base.sizes import format_size
 from unspool.eval.asking import Asker
-from unspool.eval.config import TaskEval
-from unspool.eval.grouping import common_prefix, subset
+from unspool.eval.config import TaskEval, WordedEval
+from unspool.eval.excerpt import excerpt
+from unspool.eval.grouping import common_prefix, whole_subset
 from unspool.eval.prompt import Prompt, Question, Words, prompt_hash
+from unspool.eval.spool import Made, Spool
 from unspool.eval.suites import SUITES
 from unspool.eval.task import Ask, Asked, Suite, Task
+from unspool.eval.wording import Wording, read_wording
 
 Line = dict[str, Any]
 
@@ -48,16 +52,27 @@ def chosen_tasks(config: TaskEval) -> list[Task]:
     return [lookup(suite.tasks, name, kind=f"evals: task of {suite.name}") for name in names]
 
 
+def wording_of(config: TaskEval, root: Path) -> Wording | None:
+    """What the entry's file says, checked whole; None where our own words are used."""
+    if not isinstance(config, WordedEval) or config.wording is None:
+        return None
+    suite = suite_of(config)
+    return read_wording(_found(config.wording, root), suite.name, suite.wording)
+
+
 class Questions:
     """All questions of one entry."""
 
     def __init__(self, config: TaskEval, tokenizer: Any, *, seed: int, root: Path) -> None:
         self.config, self.seed = config, seed
+        self.spool: Spool | None = None
         self.suite = suite_of(config)
         self.tasks = {task.name: task for task in chosen_tasks(config)}
         self.asker = Asker(tokenizer)
         self.chat = {name: self.asker.uses_chat(task, config.chat) for name, task in self.tasks.items()}
-        self.sources = self.suite.load(tokenizer, {name: _found(path, root) for name, path in config.paths.items()})
+        self.wording = wording_of(config, root)
+        paths = {name: _found(path, root) for name, path in config.paths.items()}
+        self.sources = self.suite.load(tokenizer, paths, *([] if self.wording is None else [self.wording]))
         indices = {name: self._indices(task) for name, task in self.tasks.items()}
         # Short ones first, so that something is known early; a task's questions stay together.
         self.wanted = [
@@ -68,7 +83,8 @@ class Questions:
         ]
 
     def answer_tokens(self, task: Task) -> int:
-        return self.config.answer_tokens or task.answer_tokens
+        theirs = None if self.wording is None else self.wording.answer_tokens.get(task.name)
+        return self.config.answer_tokens or theirs or task.answer_tokens
 
     def asked(self, wanted: Wanted) -> Asked:
         task = self.tasks[wanted.task]
@@ -79,7 +95,9 @@ class Questions:
 
     def line(self, wanted: Wanted) -> Line:
         """What prompts.jsonl says of a question."""
-        asked, ids = self._made(wanted)
+        asked, ids = made = self._made(wanted)
+        if self.spool is not None:
+            self.spool.put((id(self), wanted), made)
         return {
             "suite": self.suite.name,
             "task": wanted.task,
@@ -90,6 +108,7 @@ class Questions:
             "prompt_tokens": len(ids),
             "answer_tokens": self.answer_tokens(self.tasks[wanted.task]),
             "depth": asked.depth,
+            **self._worded,
         }
 
     def check(self) -> None:
@@ -103,7 +122,7 @@ class Questions:
     def prompt(self, together: Sequence[Wanted]) -> Prompt:
         """One prompt of all these, which are of one task and length; what their ids have in common is its context."""
         task = self.tasks[together[0].task]
-        made = [self._made(wanted) for wanted in together]
+        made = [self._waiting(wanted) or self._made(wanted) for wanted in together]
         shared = common_prefix([ids for _, ids in made]) if self._shares(made) else 0
         return Prompt(
             suite=self.suite.name,
@@ -144,7 +163,9 @@ class Questions:
             "reference": question.reference,
             "output": output,
             "score": None if score is None else float(score),
+            **excerpt(self.asker.tokenizer, wanted.length, self.config.lengths, prompt.context_ids, question.ids),
         }
+        sample |= self._worded
         if "pair" in asked.meta:
             sample["pair"] = asked.meta["pair"]
         if score is None:
@@ -157,7 +178,15 @@ class Questions:
             }
         return sample
 
-    def _made(self, wanted: Wanted) -> tuple[Asked, np.ndarray]:
+    @property
+    def _worded(self) -> Line:
+        """Which words were used, if not our own."""
+        return {} if self.wording is None else {"wording": self.wording.hash}
+
+    def _waiting(self, wanted: Wanted) -> Made | None:
+        return None if self.spool is None else self.spool.take((id(self), wanted))
+
+    def _made(self, wanted: Wanted) -> Made:
         asked = self.asked(wanted)
         ids = self.asker.ids(asked, chat=self.chat[wanted.task])
         used = len(ids) + self.answer_tokens(self.tasks[wanted.task])
@@ -173,9 +202,9 @@ class Questions:
         if size == 0:
             raise ConfigError(f"{self.suite.name}: task {task.name} has no questions in the data given; leave it out.")
         if size is None:
-            return list(range(self.config.samples))
+            return list(range(max(1, self.config.samples // task.together) * task.together))
         strata = [None if task.stratum is None else task.stratum(self.sources, at) for at in range(size)]
-        return subset(strata, self.config.samples, self.seed)
+        return whole_subset(strata, self.config.samples, self.seed, together=task.together)
 
     def _shares(self, made: Sequence[tuple[Asked, np.ndarray]]) -> bool:
         """Whether these stand together for their context; short ones only share a row."""

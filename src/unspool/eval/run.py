@@ -25,10 +25,12 @@ from unspool.base.sizes import format_count
 from unspool.data.wording import word_list
 from unspool.eval.backend import Backend, BlockBackend, ModelBackend
 from unspool.eval.config import Eval, KvEval, LossEval, TaskEval
+from unspool.eval.grouping import ROW_TOKENS
 from unspool.eval.plan import Plan, Runnable, Sample, Unit, runnable, summarize
 from unspool.eval.prompt import Prompt
-from unspool.eval.questions import Line, suite_of
-from unspool.eval.summary import reach
+from unspool.eval.questions import Line, suite_of, wording_of
+from unspool.eval.spool import Spool
+from unspool.eval.summary import suite_summary
 from unspool.eval.text import heldout_digest
 
 # Raised when prompts or scoring change, so that older scores are made again.
@@ -74,9 +76,13 @@ def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
         f"{format_count(plan.prompt_tokens)} prompt tokens"
     )
     work_dir = _work_dir(scoring.out_dir, digest(identity))
+    spool = Spool(work_dir)
     if plan.questions:
+        plan.keep(spool)
         _list_prompts(plan, work_dir / PROMPTS)
+        plan.arrange(_lines(work_dir / PROMPTS), row_tokens=getattr(backend, "row_tokens", ROW_TOKENS))
     _score_units(plan, backend, work_dir / SAMPLES, label=f"score {scoring.model}")
+    spool.close()
     summary = summary_of(scoring.model, evals, _lines(work_dir / SAMPLES))
     write_atomic(work_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
     (work_dir / PLAN).unlink()
@@ -87,7 +93,9 @@ def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
 def summary_of(model: str, evals: Sequence[Runnable], samples: Sequence[Sample]) -> dict[str, Any]:
     """What summary.json says."""
     cells = summarize(evals, samples)
-    suites = [reach(config, cells, samples) for config in evals if isinstance(config, TaskEval)]
+    suites = [
+        suite_summary(config, suite_of(config), cells, samples) for config in evals if isinstance(config, TaskEval)
+    ]
     return {"model": model, "cells": cells, **({"suites": suites} if suites else {})}
 
 
@@ -96,6 +104,8 @@ def _identity(scoring: Scoring, evals: list[Runnable]) -> dict[str, Any]:
     texts = {config.text for config in evals if not isinstance(config, KvEval | TaskEval)}
     suites = [config for config in evals if isinstance(config, TaskEval)]
     paths = {name: path for config in suites for name, path in config.paths.items()}
+    words = {config.suite: wording_of(config, scoring.root) for config in suites}
+    worded = {suite: wording.hash for suite, wording in words.items() if wording is not None}
     return {
         "kind": "scores",
         "inputs": {
@@ -103,14 +113,21 @@ def _identity(scoring: Scoring, evals: list[Runnable]) -> dict[str, Any]:
             "words": digest(word_list()),
             "text": {text or "shipped": heldout_digest(text, scoring.root) for text in texts},
             **({"paths": {name: _path_digest(scoring.root / path) for name, path in paths.items()}} if paths else {}),
+            **({"wording": worded} if worded else {}),
         },
         "settings": {
-            "evals": [config.model_dump(mode="json") for config in evals],
+            "evals": [_settings(config) for config in evals],
             "seed": scoring.seed,
             "suite_version": SUITE_VERSION,
             **({"suites": {config.suite: suite_of(config).version for config in suites}} if suites else {}),
         },
     }
+
+
+def _settings(config: Runnable) -> dict[str, Any]:
+    """What an entry says; a wording that it does not ask for goes unsaid, so that older scores stay what they are."""
+    said = config.model_dump(mode="json")
+    return {name: value for name, value in said.items() if name != "wording" or value is not None}
 
 
 def _path_digest(path: Path) -> str:
@@ -137,7 +154,7 @@ def _work_dir(out_dir: Path, identity: str) -> Path:
 
 
 def _list_prompts(plan: Plan, path: Path) -> None:
-    """Write prompts.jsonl, going on from its last whole line, and arrange the plan by what it says."""
+    """Write prompts.jsonl, going on from its last whole line."""
     whole = [line for line in _bytes(path).splitlines(keepends=True) if line.endswith(b"\n")]
     with path.open("ab") as file:
         file.truncate(sum(map(len, whole)))
@@ -146,7 +163,6 @@ def _list_prompts(plan: Plan, path: Path) -> None:
             for line in plan.listing(skip=len(whole)):
                 file.write(json.dumps(line).encode() + b"\n")
                 advance(1, f"{line['suite']} {line['task']}")
-    plan.arrange(_lines(path))
 
 
 def _lines(path: Path) -> list[Line]:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from unspool.eval.wording import Forms
+
 Mode = Literal["fixed", "reference"]
 
 
@@ -48,6 +50,7 @@ class Task:
     chat: bool = False  # whether the suite asks it through the chat template, if the model has one
     size: Callable[[Any], int] | None = None  # questions that the sources hold; None: any number can be made
     stratum: Callable[[Any, int], Hashable] | None = None  # depth or label of an index, for even subsets
+    together: int = 1  # so many indices in a row are one whole, such as both claims of a pair: all are asked or none
     judge: Literal["qa", "summary"] | None = None  # how a judge scores it, where `score` says None
 
 
@@ -56,4 +59,6 @@ class Suite:
     name: str
     version: int  # raised when any prompt or score changes
     tasks: Mapping[str, Task]
-    load: Callable[[Any, Mapping[str, str]], Any]  # tokenizer, paths that the user gave by name → sources
+    load: Callable[..., Any]  # tokenizer, paths that the user gave by name, a wording if there is one → sources
+    categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # names of tasks, where the suite has any
+    wording: Forms = field(default_factory=dict)  # texts of its tasks that a user may word otherwise

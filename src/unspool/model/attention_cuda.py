@@ -63,7 +63,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rules: Rules, doc_lens: tu
     num_keys = key.shape[2]
     if doc_lens is None and num_queries == 1:
         last = slice(0 if rules.window is None else max(0, num_keys - rules.window), num_keys)
-        return _sdpa((query, key[:, :, last], value[:, :, last]), rules, is_causal=False)
+        # Every token that is written makes a new length, for which cuDNN would plan anew.
+        return _sdpa((query, key[:, :, last], value[:, :, last]), rules, is_causal=False, kernels=KERNELS[::-1])
     if doc_lens is None and (rules.window is not None or num_queries < num_keys):
         flat = (_rows(query).flatten(0, 1), _rows(key).flatten(0, 1), _rows(value).flatten(0, 1))
         out = _varlen(flat, (num_queries,) * batch, (num_keys,) * batch, rules)
@@ -136,10 +137,10 @@ def _dense(heads: Heads, rules: Rules) -> Tensor:
     return _sdpa((_rows(query[None]), _rows(key[None]), _rows(value[None])), rules, is_causal=True)[0, :length]
 
 
-def _sdpa(heads: Heads, rules: Rules, *, is_causal: bool) -> Tensor:
+def _sdpa(heads: Heads, rules: Rules, *, is_causal: bool, kernels: list[SDPBackend] = KERNELS) -> Tensor:
     """From [B, H, S, D] to [B, S, H, D]."""
     query, key, value = heads
-    with sdpa_kernel(KERNELS, set_priority=True):
+    with sdpa_kernel(kernels, set_priority=True):
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=rules.scaling, enable_gqa=query.shape[1] != key.shape[1]
         )

@@ -25,6 +25,8 @@ PREFILL_CHUNK = 8192
 USABLE = 0.8
 # Tokens of questions that are answered side by side; more would cost more in wasted scores than they save.
 MOST_OWN_TOKENS = 4096
+# And without a context, where reading wastes nothing: while answers are written, each token meets all keys of the row.
+MOST_ROW_TOKENS = 1 << 17
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]
@@ -47,7 +49,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         end = start + key_states.shape[-2]
         if self._kept is None or end > self._kept[0].shape[-2]:
             grown = tuple(
-                new.new_empty(*new.shape[:-2], max(self._room, 2 * end), new.shape[-1])
+                new.new_empty(*new.shape[:-2], self._room if end <= self._room else 2 * end, new.shape[-1])
                 for new in (key_states, value_states)
             )
             for new, old in zip(grown, (self.keys, self.values), strict=True):
@@ -103,7 +105,7 @@ def chunk_len(model: Any, length: int) -> int:
 
 def _fits(context_ids: np.ndarray, questions: Sequence[np.ndarray]) -> bool:
     # Without a context, questions are read as documents of one row, which wastes nothing.
-    return sum(map(len, questions)) <= (MOST_OWN_TOKENS if len(context_ids) else 4 * MOST_OWN_TOKENS)
+    return sum(map(len, questions)) <= (MOST_OWN_TOKENS if len(context_ids) else MOST_ROW_TOKENS)
 
 
 def _alone(

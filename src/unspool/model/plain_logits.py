@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 def main() -> None:
@@ -43,9 +43,16 @@ def answers(request: dict[str, Any]) -> dict[str, Tensor]:
     if request["text"] is not None:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
         found["text"] = torch.tensor(tokenizer(request["text"])["input_ids"])
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
+    # Some versions choose SDPA by themselves, which leaves the cap of attention's scores out without a word.
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     for dtype in dict.fromkeys(one["dtype"] for one in request["passes"]):
         model, loading = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=remote, output_loading_info=True
+            folder,
+            dtype=dtype,
+            trust_remote_code=remote,
+            output_loading_info=True,
+            attn_implementation="eager" if capped else None,
         )
         if loading["missing_keys"] or loading["unexpected_keys"]:
             raise ValueError(f"weights and config do not fit together: {loading}")

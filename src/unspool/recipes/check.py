@@ -136,6 +136,9 @@ def _eval_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
         text_path = getattr(entry, "text", None)
         if text_path is not None:
             yield from _missing(loaded, ("evals", index, "text"), text_path)
+        wording = getattr(entry, "wording", None)
+        if wording is not None:
+            yield from _missing(loaded, ("evals", index, "wording"), wording)
         for name, path in getattr(entry, "paths", {}).items():
             # What could be a Hub id is left to the suite, which asks the Hub.
             if not HUB_ID.fullmatch(path):

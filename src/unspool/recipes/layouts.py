@@ -28,10 +28,10 @@ def check_layouts(loaded: LoadedRecipe, world_size: int) -> list[str]:
     for stage in loaded.recipe.stages:
         try:
             layout = settle_layout(stage.parallel, world_size)
-            check_layout(layout, _work(loaded, stage, heads))
+            check_layout(layout, work_of(loaded, stage, heads))
         except ConfigError as error:
             raise ConfigError(f"stage {stage.name} on {world_size} ranks: {error}") from None
-        lines.append(f"stage {stage.name}: {_told(layout)}")
+        lines.append(f"stage {stage.name}: {told(layout)}")
     return lines
 
 
@@ -42,14 +42,14 @@ def model_heads(loaded: LoadedRecipe) -> tuple[int, int] | None:
         shape = SIZES[model.size]
         return shape["num_attention_heads"], shape["num_key_value_heads"]
     ref = loaded.path(model)
-    values = _config(ref)
+    values = cached_config(ref)
     if values is None or "num_attention_heads" not in values:
         return None
     heads = int(values["num_attention_heads"])
     return heads, int(values.get("num_key_value_heads") or heads)
 
 
-def _config(ref: str) -> dict[str, Any] | None:
+def cached_config(ref: str) -> dict[str, Any] | None:
     if not path_exists(ref):
         # Not the Hub itself: a launcher stands on a login node and must answer at once.
         cached = try_to_load_from_cache(ref, "config.json") if HUB_ID.fullmatch(ref) else None
@@ -62,7 +62,7 @@ def _config(ref: str) -> dict[str, Any] | None:
         return None
 
 
-def _work(loaded: LoadedRecipe, stage: StageConfig, heads: tuple[int, int] | None) -> Work:
+def work_of(loaded: LoadedRecipe, stage: StageConfig, heads: tuple[int, int] | None) -> Work:
     degree = stage.parallel.ulysses
     # As many as there are ranks fit any check of heads that cannot be made.
     num_heads, num_kv_heads = heads or (degree, degree)
@@ -81,7 +81,7 @@ def _work(loaded: LoadedRecipe, stage: StageConfig, heads: tuple[int, int] | Non
     )
 
 
-def _told(layout: Layout) -> str:
+def told(layout: Layout) -> str:
     axes = {name: getattr(layout, name) for name in ("replicate", "shard", "ring", "ulysses")}
     spread = " × ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one rank"
     groups, ranks = format_size(layout.data_ranks), layout.sequence_ranks

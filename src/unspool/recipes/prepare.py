@@ -52,30 +52,37 @@ class Preparation:
         used = {source for config in self.recipe.rows.values() for source in config.shares}
         for name in (name for name in self.recipe.sources if name in used):
             with self._timed(f"corpus/{name}"):
-                counts[name] = build_corpus(
-                    self._resolved(self.recipe.sources[name]),
-                    self.out / "corpus" / name,
-                    tokenizer=self.tokenizer,
-                    root=Path(),
-                    engine=self.recipe.engine,
-                    seed=self.recipe.seed,
-                )
+                counts[name] = self._corpus(name, self.out / "corpus" / name)
         return counts
+
+    def _corpus(self, name: str, folder: Path) -> dict[str, Any]:
+        return build_corpus(
+            self._resolved(self.recipe.sources[name]),
+            folder,
+            tokenizer=self.tokenizer,
+            root=Path(),
+            engine=self.recipe.engine,
+            seed=self.recipe.seed,
+        )
 
     def rows(self) -> dict[str, dict[str, Any]]:
         """Training rows; returns their counts."""
         counts = {}
-        for name, config in self.recipe.rows.items():
+        for name in self.recipe.rows:
             with self._timed(f"rows/{name}"):
-                counts[name] = build_rows(
-                    config,
-                    {source: self.out / "corpus" / source for source in config.shares},
-                    self.out / "rows" / name,
-                    tokenizer=self.tokenizer,
-                    seed=self.recipe.seed,
-                    embed=self._embed(config),
-                )
+                counts[name] = self._rows(name, self.out / "rows" / name)
         return counts
+
+    def _rows(self, name: str, folder: Path) -> dict[str, Any]:
+        config = self.recipe.rows[name]
+        return build_rows(
+            config,
+            {source: self.out / "corpus" / source for source in config.shares},
+            folder,
+            tokenizer=self.tokenizer,
+            seed=self.recipe.seed,
+            embed=self._embed(config),
+        )
 
     def _embed(self, config: RowsConfig) -> Any:
         """What makes vectors of texts, for rows that are filled with what is near by them."""

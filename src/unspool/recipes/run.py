@@ -120,9 +120,12 @@ class Run(Preparation):
             out_dir=self.out / "scores" / name,
             root=Path(),
         )
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         with self._timed(f"scores/{name}"):
-            score_model(ref, scoring, device=self.device, dtype=dtype)
+            self._scores(ref, scoring)
+
+    def _scores(self, ref: str, scoring: Scoring) -> None:
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        score_model(ref, scoring, device=self.device, dtype=dtype)
 
     def report(self) -> Outcome:
         def write() -> list[str]:
@@ -195,6 +198,9 @@ class Run(Preparation):
         paths: dict[str, str] = getattr(entry, "paths", {})
         if text:
             changed["text"] = self.loaded.path(text)
+        wording: str | None = getattr(entry, "wording", None)
+        if wording:
+            changed["wording"] = self.loaded.path(wording)
         if paths:
             # A `hub:` name is no path.
             changed["paths"] = {

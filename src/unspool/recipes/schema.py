@@ -21,6 +21,7 @@ from unspool.data.sources import Source
 from unspool.eval.config import Eval
 from unspool.model.scratch import NewModel
 from unspool.recipes.lines import CoreDumper, Place, Problem
+from unspool.synth.config import SynthConfig
 from unspool.train.config import StageConfig
 
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -48,6 +49,7 @@ class Recipe(Config):
     rows: dict[str, RowsConfig] = Field(description="name: how documents become training rows")
     stages: list[StageConfig] = Field(description="training stages, in order")
     evals: list[Eval] = Field([], description="suites to score before and after")
+    synth: dict[str, SynthConfig] = Field({}, description="name: conversations that `unspool synth` generates")
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Recipe":
@@ -68,6 +70,7 @@ def reference_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
     stages = [_entries(stage) for stage in _items(data.get("stages"))]
     stage_names = [_text(stage.get("name")) for stage in stages]
     yield from _name_problems(_text(data.get("name")), list(sources), list(rows), stage_names)
+    yield from _synth_problems(_entries(data.get("synth")), sources)
     for name, entry in rows.items():
         wanted = _entries(entry).get("from")
         for source in [wanted] if isinstance(wanted, str) else _entries(wanted):
@@ -92,9 +95,7 @@ def _name_problems(
     named += [(("stages", index, "name"), name) for index, name in enumerate(stage_names) if name]
     for place, given in named:
         if not FOLDER_NAME.fullmatch(given) or given.endswith(WORK_ENDINGS):
-            allowed = "begin with a letter or digit, use only those, '-', '_' and '.'"
-            endings = ", ".join(WORK_ENDINGS)
-            yield Problem(place=place, text=f"{given!r} cannot name a folder; {allowed}, and do not end in {endings}.")
+            yield Problem(place=place, text=_no_folder(given))
     for index, given in enumerate(stage_names):
         if given in RESERVED_STAGES:
             text = f"{given!r} has a meaning of its own; call the stage something else."
@@ -102,6 +103,20 @@ def _name_problems(
         if given and given in stage_names[:index]:
             text = f"{given!r} is already the name of stages.{stage_names.index(given)}; stages need unique names."
             yield Problem(place=("stages", index, "name"), text=text)
+
+
+def _synth_problems(sets: Mapping[str, Any], sources: Mapping[str, Any]) -> Iterator[Problem]:
+    for name, entry in sets.items():
+        if not FOLDER_NAME.fullmatch(name) or name.endswith(WORK_ENDINGS):
+            yield Problem(place=("synth", name), text=_no_folder(name))
+        wanted = _entries(entry).get("from")
+        for source in [wanted] if isinstance(wanted, str) else _items(wanted):
+            place = ("synth", name, "from")
+            if source not in sources:
+                yield Problem(place=place, text=_unknown("source", str(source), list(sources)))
+            elif _entries(sources[source]).get("kind") == "chat":
+                text = f"source {source!r} holds conversations; name a source of documents to write about."
+                yield Problem(place=place, text=text)
 
 
 def _mix_problems(index: int, stage: Mapping[str, Any], rows: Mapping[str, Any]) -> Iterator[Problem]:
@@ -155,6 +170,11 @@ def _start_problems(index: int, start: Any, stage_names: list[str]) -> Iterator[
     if start in stage_names:
         text = f"stage {start!r} does not come before this one; start from previous, model or an earlier stage."
     yield Problem(place=("stages", index, "start"), text=text)
+
+
+def _no_folder(name: str) -> str:
+    allowed = "begin with a letter or digit, use only those, '-', '_' and '.'"
+    return f"{name!r} cannot name a folder; {allowed}, and do not end in {', '.join(WORK_ENDINGS)}."
 
 
 def _entries(value: Any) -> dict[str, Any]:

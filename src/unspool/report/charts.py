@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
+from unspool.report.wording import plain_text
+
 MODEL_STYLES = 8  # as many as page.css defines; further models start over
 WIDTH = 420.0  # in viewBox units: about a phone's width, so that text stays readable there
 HEIGHT = 250.0
@@ -29,7 +31,9 @@ def element(name: str, *children: object, **attributes: object) -> Markup:
 
 
 def _plain(value: object) -> object:
-    return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else value
+    if isinstance(value, float):
+        return f"{value:.1f}".removesuffix(".0")
+    return plain_text(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +81,10 @@ def line_chart(series: Sequence[Series], frame: Frame) -> Markup:
     for order, one in enumerate(series):
         shift = dodge * (order - (len(series) - 1) / 2)
         lines.append(_line(one, lambda x, shift=shift: place_x(x) + shift, place_y, dots=frame.dots))  # type: ignore[misc]
-    return _svg(WIDTH, HEIGHT, frame.label, *axes, *lines)
+    return svg(WIDTH, HEIGHT, frame.label, *axes, *lines)
 
 
-def _svg(width: float, height: float, label: str, *children: Markup) -> Markup:
+def svg(width: float, height: float, label: str, *children: Markup) -> Markup:
     return element("svg", *children, class_="chart", viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=label)
 
 
@@ -244,7 +248,7 @@ def heatmap(panel: Heatmap) -> Markup:
     if panel.mark_after is not None:
         x = HEAT_LEFT + column * panel.mark_after
         parts.append(element("line", class_="mark", x1=x, x2=x, y1=HEAT_TOP - 6, y2=floor + 4))
-    return _svg(HEAT_WIDTH, floor + 42, panel.label, *parts)
+    return svg(HEAT_WIDTH, floor + 42, panel.label, *parts)
 
 
 def _heat_cell(cell: HeatCell, left: float, top: float, width: float) -> Markup:
@@ -252,14 +256,16 @@ def _heat_cell(cell: HeatCell, left: float, top: float, width: float) -> Markup:
     parts = [element("title", cell.tooltip), element("rect", class_="heat-back", **box)]
     if cell.value is not None:
         parts.append(element("rect", class_="heat", fill_opacity=f"{heat_strength(cell.value):.3f}", **box))
-    ink = "heat-text" if cell.value is None or cell.value < INK_TURNS else "heat-text on"
+    turned = [name for name, value in INK_TURNS.items() if cell.value is not None and cell.value >= value]
+    ink = " ".join(["heat-text", *turned])
     place = {"x": left + width / 2, "y": top + HEAT_ROW / 2 + 4}
     parts.append(element("text", cell.text, class_=ink, text_anchor="middle", **place))
     return element("g", *parts)
 
 
-# From this value on, text in the page's background colour reads better than in its ink.
-INK_TURNS = 0.58
+# From these values on, white on the light page and black on the dark one read better than the other way round; with
+# both at their best the contrast is at least 4.5.
+INK_TURNS = {"on-light": 0.65, "on-dark": 0.52}
 
 
 def heat_strength(value: float) -> float:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from unspool.base.sizes import format_count, format_size
-from unspool.report.charts import Frame, HeatCell, Heatmap, Point, Series, heatmap, line_chart, nice_ticks
-from unspool.report.results import Cell, ModelScores, RunResults, Stage
+from unspool.base.sizes import format_size
+from unspool.report.charts import Frame, HeatCell, Heatmap, Point, Series, heatmap, line_chart
+from unspool.report.results import Cell, ModelScores, RunResults
 from unspool.report.wording import MISSING, listing, show_full, show_n, show_percent, show_span, suite_title
 
 MAX_TICKS = 8
@@ -24,6 +24,7 @@ class Line:
     label: str
     style: int
     scores: ModelScores
+    context: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,12 @@ def recall_figure(lines: Sequence[Line], suite: str, original_context: int | Non
         y_range=(0.0, 1.0),
         mark=_old_context(original_context),
     )
-    return Figure(title=title, note="share of right answers, 95% intervals", drawing=line_chart(series, frame))
+    return Figure(title=title, note=f"{score_kind(suite)}, 95% intervals", drawing=line_chart(series, frame))
+
+
+def score_kind(suite: str) -> str:
+    """What a score is the mean of: these two suites know right and wrong only."""
+    return "share of right answers" if suite in ("niah", "kv") else "mean score"
 
 
 def loss_figure(lines: Sequence[Line], original_context: int | None) -> Figure:
@@ -132,75 +138,3 @@ def _heat_cell(model: ModelScores, suite: str, length: int, depth: float | None)
     if cell is None or cell.value is None:
         return HeatCell(value=None, text=MISSING, tooltip=f"{model.name}, {format_size(length)}: not scored")
     return HeatCell(value=cell.value, text=show_percent(cell.value)[:-1], tooltip=describe(model.name, cell))
-
-
-def training_figures(stages: Sequence[Stage], styles: dict[str, int]) -> list[Figure]:
-    """Loss and learning rate by tokens, one curve per stage."""
-    trained = [stage for stage in stages if len(stage.steps) > 1]
-    if not trained:
-        return []
-    ticks = nice_ticks(0.0, float(max(stage.tokens for stage in trained)))
-    x_ticks = [(tick, format_count(tick) if tick else "0") for tick in ticks[:-1]]
-    figures = []
-    for title, note, name in (
-        ("Training loss", "nats per token, each step", "loss"),
-        ("Learning rate", "each step", "lr"),
-    ):
-        curves = {stage.name: [(step.tokens, getattr(step, name)) for step in stage.steps] for stage in trained}
-        averaged = max(len(curve) for curve in curves.values()) > MAX_CURVE_POINTS
-        series = [Series(label=key, style=styles[key], points=_curve(curve)) for key, curve in curves.items()]
-        frame = Frame(
-            label=f"{title} by tokens trained, one curve per stage.",
-            x_title="tokens trained in the stage",
-            x_ticks=x_ticks,
-            show_y=_show_small if name == "lr" else lambda value: f"{value:g}",
-            y_range=(0.0, max((step.lr or 0.0) for stage in trained for step in stage.steps)) if name == "lr" else None,
-            dots=False,
-        )
-        shown = note + (", averaged over neighbouring steps" if averaged else "")
-        figures.append(Figure(title=title, note=shown, drawing=line_chart(series, frame)))
-    return figures
-
-
-def validation_figures(stages: Sequence[Stage], styles: dict[str, int]) -> list[Figure]:
-    """Loss on rows that were not trained on, by tokens: of all tokens, and of those with the most before them."""
-    looked = [stage for stage in stages if len(stage.validation) > 1]
-    if not looked:
-        return []
-    ticks = nice_ticks(0.0, float(max(stage.validation[-1].tokens for stage in looked)))
-    spans = sorted({one.span for stage in looked for one in stage.validation if one.span})
-    farthest = listing([show_span(*span) for span in spans])
-    figures = []
-    for title, note, name in (
-        ("Validation loss", "nats per token, rows that were not trained on", "loss"),
-        ("Validation loss far into the text", f"the same at positions {farthest}", "farthest"),
-    ):
-        curves = {stage.name: [(one.tokens, getattr(one, name)) for one in stage.validation] for stage in looked}
-        series = [Series(label=key, style=styles[key], points=_curve(curve)) for key, curve in curves.items()]
-        frame = Frame(
-            label=f"{title} by tokens trained, one curve per stage.",
-            x_title="tokens trained in the stage",
-            x_ticks=[(tick, format_count(tick) if tick else "0") for tick in ticks[:-1]],
-            show_y=lambda value: f"{value:g}",
-            dots=max(map(len, curves.values())) <= MAX_DOTS,
-        )
-        figures.append(Figure(title=title, note=note, drawing=line_chart(series, frame)))
-    return figures
-
-
-def _curve(values: list[tuple[int, float | None]]) -> list[Point]:
-    size = math.ceil(len(values) / MAX_CURVE_POINTS)
-    points = []
-    for first in range(0, len(values), size):
-        group = values[first : first + size]
-        known = [value for _, value in group if value is not None]
-        points.append(Point(x=float(group[-1][0]), y=sum(known) / len(known) if known else None))
-    return points
-
-
-def _show_small(value: float) -> str:
-    """`2.5e-4` rather than `0.00025`."""
-    if value == 0:
-        return "0"
-    digits, exponent = f"{value:.1e}".split("e")
-    return f"{digits.removesuffix('.0')}e{int(exponent)}"

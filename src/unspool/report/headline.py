@@ -1,9 +1,10 @@
 """The three lines that matter, in plain text: recall, loss, and which arm is ahead."""
 
 from unspool.base.sizes import format_count, format_size
-from unspool.report.measures import Measure, key_measures, winner
+from unspool.report.measures import Measure, key_measures
+from unspool.report.paired import ahead_of_all
 from unspool.report.results import BASE, LOSS, Cell, RunResults
-from unspool.report.wording import listing, show_full, show_n, suite_title
+from unspool.report.wording import inside_sentence, listing, show_full, show_n, suite_title
 
 # Arms stop on whole batches, so that equal budgets may differ by less than this share.
 EQUAL_TOKENS = 0.01
@@ -33,7 +34,7 @@ def _extension(results: RunResults) -> str:
 
 
 def _sentence(parts: list[str]) -> str:
-    return "; ".join([parts[0], *(part[0].lower() + part[1:] for part in parts[1:])]) + "."
+    return "; ".join([parts[0], *(inside_sentence(part) for part in parts[1:])]) + "."
 
 
 def _before_after(measure: Measure, results: RunResults) -> str:
@@ -51,17 +52,22 @@ def _arms(measures: list[Measure], results: RunResults) -> list[str]:
     names = [model.name for model in results.arms]
     if len(names) < 2:
         return []
+    models = {model.name: model for model in results.arms}
     won: dict[str | None, list[str]] = {}
+    paired = []
     for measure in measures:
         if not all(_has_interval(measure.cells.get(name)) for name in names):
             continue
-        won.setdefault(winner(measure, names), []).append(measure.title[0].lower() + measure.title[1:])
+        best, by_answers = ahead_of_all(measure, models)
+        won.setdefault(best, []).append(inside_sentence(measure.title))
+        paired.append(by_answers)
     verdicts = [f"{name} wins on {listing(titles)}" for name, titles in won.items() if name is not None]
     if None in won:
-        verdicts.append(f"too close to call on {listing(won[None])} (intervals overlap)")
+        verdicts.append(f"too close to call on {listing(won[None])}" + ("" if all(paired) else " (intervals overlap)"))
     if not verdicts:
         return []
-    return [f"{listing(names)} {_budget(names, results)}: {'; '.join(verdicts)}."]
+    how = ", answer by answer" if all(paired) else ""
+    return [f"{listing(names)} {_budget(names, results)}{how}: {'; '.join(verdicts)}."]
 
 
 def _has_interval(cell: Cell | None) -> bool:

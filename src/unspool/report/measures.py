@@ -5,10 +5,12 @@ the original context. The tiles, the headline and the comparison of arms all rea
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from unspool.base.sizes import format_size
-from unspool.report.results import Cell, RunResults
+from unspool.report.results import LOSS, Cell, ModelScores, RunResults, main_suites
 from unspool.report.wording import show_span, suite_title
 
 
@@ -20,6 +22,10 @@ class Measure:
     place: str  # "at 2K"
     higher_is_better: bool
     cells: dict[str, Cell | None]
+    suite: str
+    lengths: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...] = ()  # of positions, for a loss
+    all_lengths: tuple[int, ...] = ()  # every length of the suite
 
     @property
     def title(self) -> str:
@@ -27,40 +33,79 @@ class Measure:
 
 
 def key_measures(results: RunResults) -> list[Measure]:
-    return [*_recalls(results), *_losses(results)]
+    return measures_for({model.name: model for model in results.models}, results.original_context)
 
 
-def _recalls(results: RunResults) -> list[Measure]:
+def measures_for(models: Mapping[str, ModelScores], original_context: int | None) -> list[Measure]:
+    """Of any models, by what they are to be called; models of several runs may have lengths that others lack."""
+    return [*_recalls(models), *_losses(models, original_context)]
+
+
+def _recalls(models: Mapping[str, ModelScores]) -> list[Measure]:
     measures = []
-    for suite in results.main_suites:
-        longest = results.lengths(suite)[-1]
+    for suite in main_suites(models.values()):
+        lengths = sorted({cell.length for model in models.values() for cell in model.cells if cell.suite == suite})
         measures.append(
             Measure(
                 subject=suite_title(suite),
-                place=f"at {format_size(longest)}",
+                place=f"at {format_size(lengths[-1])}",
                 higher_is_better=True,
-                cells={model.name: model.recall(suite, longest) for model in results.models},
+                cells={name: model.recall(suite, lengths[-1]) for name, model in models.items()},
+                suite=suite,
+                lengths=(lengths[-1],),
+                all_lengths=tuple(lengths),
             )
         )
     return measures
 
 
-def _losses(results: RunResults) -> list[Measure]:
-    buckets = {model.name: model.losses() for model in results.models}
+def _losses(models: Mapping[str, ModelScores], old: int | None) -> list[Measure]:
+    buckets = {name: model.losses() for name, model in models.items()}
     spans = sorted({(cell.start or 0, cell.stop or 0) for cells in buckets.values() for cell in cells})
     if not spans:
         return []
-    old, last = results.original_context, spans[-1]
+    last = spans[-1]
     measures = []
     if old is None or last[0] >= old:
         farthest = {name: _at(cells, last) for name, cells in buckets.items()}
-        measures.append(Measure(subject="Loss", place=f"at {show_span(*last)}", higher_is_better=False, cells=farthest))
-    if old is not None and any(stop <= old for _, stop in spans):
-        inside = {name: pool([c for c in cells if (c.stop or 0) <= old]) for name, cells in buckets.items()}
-        measures.append(
-            Measure(subject="Loss", place=f"inside {format_size(old)}", higher_is_better=False, cells=inside)
-        )
+        measures.append(_loss(f"at {show_span(*last)}", farthest, (last,)))
+    inside = tuple(span for span in spans if old is not None and span[1] <= old)
+    if old is not None and inside:
+        pooled = {name: pool([c for c in cells if (c.stop or 0) <= old]) for name, cells in buckets.items()}
+        measures.append(_loss(f"inside {format_size(old)}", pooled, inside))
     return measures
+
+
+def _loss(place: str, cells: dict[str, Cell | None], spans: tuple[tuple[int, int], ...]) -> Measure:
+    lengths = tuple(sorted({cell.length for cell in cells.values() if cell is not None}))
+    return Measure(
+        subject="Loss", place=place, higher_is_better=False, cells=cells, suite=LOSS, lengths=lengths, spans=spans
+    )
+
+
+def average(cells: Sequence[Cell | None]) -> Cell | None:
+    """The plain mean over lengths, tasks or categories; None where one of them is missing.
+
+    Their prompts are different ones, so the squares of their half intervals add up.
+    """
+    known = [cell for cell in cells if cell is not None and cell.value is not None]
+    if not known or len(known) < len(cells):
+        return None
+    value = fmean(cell.value or 0.0 for cell in known)
+    low: float | None = None
+    high: float | None = None
+    if all(cell.low is not None and cell.high is not None for cell in known):
+        low = value - math.hypot(*((cell.value or 0.0) - (cell.low or 0.0) for cell in known)) / len(known)
+        high = value + math.hypot(*((cell.high or 0.0) - (cell.value or 0.0) for cell in known)) / len(known)
+    return Cell(
+        suite=known[0].suite,
+        metric="mean",
+        length=max(cell.length for cell in known),
+        value=value,
+        n=sum(cell.n for cell in known),
+        low=low,
+        high=high,
+    )
 
 
 def _at(cells: tuple[Cell, ...], span: tuple[int, int]) -> Cell | None:
@@ -98,8 +143,8 @@ def pool(cells: list[Cell]) -> Cell | None:
 def winner(measure: Measure, names: list[str]) -> str | None:
     """The model whose interval clears all others' on the good side; None: too close to call.
 
-    The intervals are of each model alone. Models that answer the same questions could be told apart
-    sooner by comparing answer with answer, so "too close" here is the careful verdict.
+    The intervals are of each model alone. Models that answered the same questions are told apart sooner by
+    comparing answer with answer (paired.py), so "too close" here is the careful verdict.
     """
     ranges = {name: _good_range(measure, name) for name in names}
     best = max(names, key=lambda name: ranges[name][0])

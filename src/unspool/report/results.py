@@ -4,17 +4,25 @@ Made by gather.py; every chart, table and sentence is computed from these.
 Promise: a number that was not measured is None, never 0.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 BASE = "base"
 LOSS = "loss"
+SHORT = "short"  # lm-eval's tasks: short prompts, so without a length
 _OF = ": "  # between a suite and its task
 
 
 def task_suite(suite: str, task: str) -> str:
     return f"{suite}{_OF}{task}"
+
+
+def task_of(suite: str) -> tuple[str, str]:
+    """(suite, task) of a name that `task_suite` made; the task is empty for a suite as a whole."""
+    name, _, task = suite.partition(_OF)
+    return name, task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +39,18 @@ class Cell:
     depth: float | None = None  # None: all depths together
     start: int | None = None
     stop: int | None = None
+    tasks: int | None = None  # of a mean over tasks: how many have a number …
+    of_tasks: int | None = None  # … of how many
+    unscored: int = 0  # answers that no judge has seen yet, or whose verdict could not be read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What was asked, cut in the middle where it is long."""
+
+    start: str
+    end: str = ""
+    cut_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +66,11 @@ class Sample:
     reference: str
     output: str
     score: float | None
+    prompt: Prompt | None = None
+
+
+Answers = dict[str, float]  # hash of a prompt: score
+Windows = dict[str, dict[tuple[int, int], tuple[float, int]]]  # hash of a window: span of positions: (loss, tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +81,10 @@ class ModelScores:
     cells: tuple[Cell, ...]
     samples: tuple[Sample, ...] = ()  # a few per suite, at its longest length
     question_sets: dict[str, str] = field(default_factory=dict)  # suite: hash over all prompts
+    answers: dict[tuple[str, int], Answers] = field(default_factory=dict)  # by suite (or task) and length
+    windows: dict[int, Windows] = field(default_factory=dict)  # by length
+    short: tuple[Cell, ...] = ()  # one per task of lm-eval
+    holds_until: dict[str, int | None] = field(default_factory=dict)  # suite: its effective length
 
     def recall(self, suite: str, length: int, depth: float | None = None) -> Cell | None:
         wanted = (suite, length, depth)
@@ -68,6 +97,17 @@ class ModelScores:
         return tuple(sorted((cell for cell in found if cell.length == longest), key=lambda cell: cell.start or 0))
 
 
+def recall_suites(models: Iterable[ModelScores]) -> list[str]:
+    """Needles and key-values first, then any other suite that was scored."""
+    found = {cell.suite for model in models for cell in model.cells} - {LOSS}
+    return sorted(found, key=lambda suite: ({"niah": 0, "kv": 1}.get(suite, 2), suite))
+
+
+def main_suites(models: Iterable[ModelScores]) -> list[str]:
+    """Those a run is judged by: suites as a whole, not their tasks."""
+    return [suite for suite in recall_suites(models) if _OF not in suite]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """One optimizer step; `tokens` counts from the start of the stage."""
@@ -78,6 +118,11 @@ class Step:
     lr: float | None
     tokens_per_second: float | None
     losses: dict[str, float | None]
+    grad_norm: float | None = None
+    mfu: float | None = None  # share of what the device could compute
+    memory_gib: float | None = None
+    skipped: bool = False  # the weights were left as they are
+    wrong: str = ""  # what was wrong with it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +145,10 @@ class Stage:
     finished: bool
     steps: tuple[Step, ...]
     validation: tuple[Validation, ...] = ()
+    mix: dict[str, float] = field(default_factory=dict)  # rows set: share of tokens asked for
+    drawn: dict[str, int] = field(default_factory=dict)  # rows set: rows trained on
+    position: dict[str, Any] = field(default_factory=dict)  # as the recipe has it
+    config: dict[str, Any] | None = None  # config.json of its model
 
     @property
     def tokens(self) -> int:
@@ -118,6 +167,18 @@ class Artefact:
     content_hash: str
     num_files: int
     num_bytes: int
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A record that was not read, or a part of a document that was left out."""
+
+    corpus: str
+    kind: str  # "not read" or "left out"
+    place: str
+    reason: str
+    detail: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +193,8 @@ class RunResults:
     models: tuple[ModelScores, ...]  # base first, then stages as in the recipe
     stages: tuple[Stage, ...]
     artefacts: tuple[Artefact, ...]
+    problems: tuple[Problem, ...] = ()  # the first few of each corpus
+    base_config: dict[str, Any] | None = None  # config.json of the model before training
 
     @property
     def before(self) -> ModelScores | None:
@@ -159,14 +222,17 @@ class RunResults:
 
     @property
     def recall_suites(self) -> list[str]:
-        """Needles and key-values first, then any other suite that was scored."""
-        found = {cell.suite for model in self.models for cell in model.cells} - {LOSS}
-        return sorted(found, key=lambda suite: ({"niah": 0, "kv": 1}.get(suite, 2), suite))
+        return recall_suites(self.models)
+
+    def context_of(self, name: str) -> int | None:
+        """The context that a model was trained for."""
+        if name == BASE:
+            return self.original_context
+        return next((stage.context for stage in self.stages if stage.name == name), None)
 
     @property
     def main_suites(self) -> list[str]:
-        """Those a run is judged by: suites as a whole, not their tasks."""
-        return [suite for suite in self.recall_suites if _OF not in suite]
+        return main_suites(self.models)
 
     def lengths(self, suite: str) -> list[int]:
         return sorted({cell.length for model in self.models for cell in model.cells if cell.suite == suite})

@@ -1,13 +1,12 @@
 """The tables of the page: plain rows of text, the accessible twin of every chart."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
 from typing import Any
 
-from unspool.base.sizes import format_count, format_size
+from unspool.base.sizes import format_size
 from unspool.report.figures import Line, describe
-from unspool.report.results import Artefact, Cell, RunResults, Stage
+from unspool.report.results import Artefact, Cell, RunResults
 from unspool.report.wording import (
     MISSING,
     show_bytes,
@@ -27,6 +26,8 @@ class Entry:
     text: str
     note: str = ""
     tooltip: str = ""
+    strong: bool = False
+    rank: float | None = None  # what a column is compared by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,21 +36,35 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[Entry]]  # the first entry of a row names it
     numeric: bool = True
+    note: str = ""  # how to read it
+    stacked: bool = False  # notes of cells below their texts, where there is much of both
 
 
-def _entries(*texts: str) -> list[Entry]:
+def entries(*texts: str) -> list[Entry]:
     return [Entry(text=text) for text in texts]
 
 
-def _number_entry(label: str, cell: Cell | None) -> Entry:
+def number_entry(label: str, cell: Cell | None, *, tooltip: bool = True) -> Entry:
     if cell is None:
         return Entry(text=MISSING)
-    return Entry(text=show_value(cell), note=show_interval(cell), tooltip=describe(label, cell))
+    return Entry(
+        text=show_value(cell),
+        note=show_interval(cell),
+        tooltip=describe(label, cell) if tooltip else "",
+        rank=_rank(cell),
+    )
 
 
-def _number_row(place: str, lines: Sequence[Line], cells: Sequence[Cell | None]) -> list[Entry]:
+def _rank(cell: Cell) -> float | None:
+    """What is spelled the same ranks the same."""
+    return None if cell.value is None else round(cell.value, 2)
+
+
+def _number_row(
+    place: str, lines: Sequence[Line], cells: Sequence[Cell | None], *, tooltips: bool = True
+) -> list[Entry]:
     """The models' numbers at one place, with their n in the last column: once where they agree."""
-    numbers = [_number_entry(line.label, cell) for line, cell in zip(lines, cells, strict=True)]
+    numbers = [number_entry(line.label, cell, tooltip=tooltips) for line, cell in zip(lines, cells, strict=True)]
     counts = [MISSING if cell is None else f"{cell.n:,}" for cell in cells]
     together = counts[0] if len(set(counts)) == 1 else " / ".join(counts)
     return [Entry(text=place), *numbers, Entry(text=together)]
@@ -66,97 +81,17 @@ def loss_table(lines: Sequence[Line]) -> Table:
 
 def recall_table(lines: Sequence[Line], suite: str, depths: Sequence[float | None]) -> Table:
     cells = [cell for line in lines for cell in line.scores.cells if cell.suite == suite]
+    by_depth = any(depth is not None for depth in depths)
     rows = []
     for length in sorted({cell.length for cell in cells}):
         for depth in depths:
             found = [line.scores.recall(suite, length, depth) for line in lines]
             place = format_size(length) + ("" if depth is None else f" · {show_percent(depth)}")
-            rows.append(_number_row(place, lines, found))
-    by_depth = any(depth is not None for depth in depths)
+            # There are many of these, and a tooltip would only say again what stands there.
+            rows.append(_number_row(place, lines, found, tooltips=not by_depth))
     caption = f"{suite_title(suite)} by length" + (" and depth" if by_depth else "")
     first = "length · depth" if by_depth else "length"
     return Table(caption=caption, columns=[first, *(line.label for line in lines), "n"], rows=rows)
-
-
-def training_table(results: RunResults) -> Table:
-    columns = [
-        "stage",
-        "starts from",
-        "context",
-        "steps",
-        "tokens",
-        "tokens/s",
-        "time",
-        "last loss",
-        "last loss by rows",
-    ]
-    rows = [_training_row(stage, results.seconds.get(f"stages/{stage.name}")) for stage in results.stages]
-    return Table(caption="Stages", columns=columns, rows=rows)
-
-
-def _training_row(stage: Stage, seconds: float | None) -> list[Entry]:
-    speeds = [step.tokens_per_second for step in stage.steps if step.tokens_per_second is not None]
-    tail = stage.steps[-max(1, len(stage.steps) // 10) :]
-    broken = sum(step.loss is None for step in stage.steps)
-    steps = f"{stage.steps[-1].step:,}" if stage.steps else MISSING
-    names = sorted({name for step in tail for name in step.losses})
-    by_rows = [f"{name} {_mean(step.losses.get(name) for step in tail)}" for name in names]
-    return [
-        Entry(text=stage.name, note="" if stage.finished else "in progress" if stage.steps else "not trained yet"),
-        *_entries(stage.parent or "base model", format_size(stage.context) if stage.context else MISSING, steps),
-        Entry(text=format_count(stage.tokens) if stage.steps else MISSING, tooltip=f"{stage.tokens:,} tokens"),
-        Entry(text=format_count(median(speeds)) if speeds else MISSING, tooltip="median over steps"),
-        Entry(text=show_duration(seconds) if seconds is not None else MISSING),
-        Entry(
-            text=_mean(step.loss for step in tail),
-            note=f"without a finite loss: {broken:,} of {len(stage.steps):,} steps" if broken else "",
-            tooltip=f"mean of the last {len(tail)} steps",
-        ),
-        *_entries(", ".join(by_rows) or MISSING),
-    ]
-
-
-def _mean(values: Iterable[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{fmean(known):.2f}" if known else MISSING
-
-
-# These counts come first, in this order; drops last, since they are spelled out by reason.
-_COUNTS = ("documents", "rows", "tokens")
-_DROPS = "dropped"
-# Tables of their own, too large for a cell.
-_DETAILS = {"sources", "lengths"}
-
-
-def data_table(artefacts: Sequence[Artefact], group: str, caption: str) -> Table | None:
-    """The counts of each folder under `group/`, as its manifest has them."""
-    chosen = [artefact for artefact in artefacts if artefact.path.startswith(f"{group}/")]
-    if not chosen:
-        return None
-    names = sorted({name for artefact in chosen for name in artefact.counts} - _DETAILS, key=_count_order)
-    rows = []
-    for artefact in chosen:
-        numbers = [_show_count(artefact.counts.get(name)) for name in names]
-        rows.append(_entries(artefact.path.removeprefix(f"{group}/"), *numbers))
-    return Table(caption=caption, columns=["name", *(name.replace("_", " ") for name in names)], rows=rows)
-
-
-def _count_order(name: str) -> tuple[int, str]:
-    place = _COUNTS.index(name) if name in _COUNTS else len(_COUNTS)
-    return (place + (name == _DROPS), name)
-
-
-def _show_count(value: Any) -> str:
-    """A count as people read it; `{"tail": 12, "short": 3}` becomes `tail 12, short 3`, a list its length."""
-    if value is None:
-        return MISSING
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_show_count(part)}" for name, part in value.items()) or "none"
-    if isinstance(value, list):
-        return f"{len(value)}"
-    if isinstance(value, float):
-        return f"{value:,.4g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def artefact_table(artefacts: Sequence[Artefact]) -> Table:
@@ -165,7 +100,7 @@ def artefact_table(artefacts: Sequence[Artefact]) -> Table:
         inputs = ", ".join(f"{name} {_short(value)}" for name, value in artefact.inputs.items())
         rows.append(
             [
-                *_entries(artefact.path, artefact.version, f"{artefact.num_files:,}", show_bytes(artefact.num_bytes)),
+                *entries(artefact.path, artefact.version, f"{artefact.num_files:,}", show_bytes(artefact.num_bytes)),
                 Entry(text=_short(artefact.content_hash), tooltip=artefact.content_hash),
                 Entry(text=inputs or MISSING, tooltip=str(artefact.inputs) if inputs else ""),
             ]
@@ -182,13 +117,13 @@ def _short(value: Any) -> str:
 
 def facts_table(results: RunResults) -> Table:
     facts = {"base model": results.base_model or MISSING, "folder": results.run_dir.name, **results.versions}
-    rows = [_entries(name, value) for name, value in facts.items()]
+    rows = [entries(name, value) for name, value in facts.items()]
     return Table(caption="Model and versions", columns=["what", "value"], rows=rows, numeric=False)
 
 
 def timing_table(results: RunResults) -> Table | None:
     if not results.seconds:
         return None
-    rows = [_entries(name, show_duration(seconds)) for name, seconds in results.seconds.items()]
-    rows.append(_entries("together", show_duration(sum(results.seconds.values()))))
+    rows = [entries(name, show_duration(seconds)) for name, seconds in results.seconds.items()]
+    rows.append(entries("together", show_duration(sum(results.seconds.values()))))
     return Table(caption="Time", columns=["part", "time"], rows=rows)

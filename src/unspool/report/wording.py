@@ -8,7 +8,7 @@ from unspool.report.results import LOSS, Cell
 MISSING = "–"
 # Control and direction-changing characters would hide or reorder what a model wrote.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
-_DIRECTION = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_DIRECTION = re.compile("[\u0080-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 
 _SUITES = {
     "niah": "Needle recall",
@@ -19,6 +19,7 @@ _SUITES = {
     "lveval": "LV-Eval",
     "infbench": "∞Bench",
     "nocha": "Claims about books",
+    "short": "Short tasks",
 }
 
 
@@ -62,6 +63,31 @@ def show_n(cell: Cell) -> str:
     return f"n = {cell.n:,} tokens" if cell.suite == LOSS else f"n = {cell.n:,}"
 
 
+def show_gain(value: float | None, *, is_loss: bool) -> str:
+    """A difference with its sign: `+12`, in points of percent; `−0.05`, in nats."""
+    if value is None:
+        return MISSING
+    if value == 0:
+        return "0"
+    # Whole points, except where rounding would claim that there is no difference.
+    shown = f"{value:+.3f}" if is_loss else f"{100 * value:+.{1 if abs(value) < 0.005 else 0}f}"
+    return shown.replace("-", "−")
+
+
+def show_gain_range(low: float | None, high: float | None, *, is_loss: bool) -> str:
+    if low is None or high is None:
+        return ""
+    return f"{show_gain(low, is_loss=is_loss)} to {show_gain(high, is_loss=is_loss)}"
+
+
+def show_small(value: float) -> str:
+    """`2.5e-4` rather than `0.00025`."""
+    if value == 0:
+        return "0"
+    digits, exponent = f"{value:.1e}".split("e")
+    return f"{digits.removesuffix('.0')}e{int(exponent)}"
+
+
 def show_span(start: int, stop: int) -> str:
     return f"{format_size(start)}–{format_size(stop)}"
 
@@ -87,6 +113,12 @@ def listing(parts: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]])) if parts else ""
 
 
+def inside_sentence(title: str) -> str:
+    """`needle recall at 2K`, but `RULER at 64K`."""
+    is_name = len(title) > 1 and title[1].isupper()
+    return title if is_name else title[:1].lower() + title[1:]
+
+
 def unbroken(line: str) -> str:
     """Keep `1K–2K`, `n = 40` and `3.70 ±0.09` each on one line when a page wraps."""
     joined = line.replace("–", "\u2060–\u2060").replace(" = ", "\u00a0=\u00a0").replace(" ±", "\u00a0±")
@@ -94,8 +126,17 @@ def unbroken(line: str) -> str:
 
 
 def visible(text: str, limit: int = 240) -> str:
-    """Model output as something a page can show: clipped, with control characters made visible."""
+    """Text of models and data as something a page can show: clipped, with nothing that hides or moves other text."""
     text = text.strip()
-    shown = _CONTROL.sub(lambda found: chr(0x2400 + ord(found[0])) if found[0] != "\x7f" else "\u2421", text[:limit])
-    shown = _DIRECTION.sub("\ufffd", shown)
+    shown = plain_text(text[:limit])
     return f"{shown}… (+{len(text) - limit:,} characters)" if len(text) > limit else shown
+
+
+def clipped(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def plain_text(text: str) -> str:
+    """Control and direction-changing characters made visible; line breaks and tabs stay."""
+    shown = _CONTROL.sub(lambda found: chr(0x2400 + ord(found[0])) if found[0] != "\x7f" else "\u2421", text)
+    return _DIRECTION.sub("\ufffd", shown)

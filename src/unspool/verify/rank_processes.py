@@ -50,12 +50,7 @@ class RankProcesses(AbstractContextManager["RankProcesses"]):
             said = self._last_words()
             self._end()
             raise RuntimeError(said or str(error)) from None
-        answer_file = self._folder / "answer"
-        if not answer_file.is_file():
-            words = (self._folder / "errors-0").read_text().strip()
-            raise RuntimeError(f"rank 0 was done and left no answer; what it said: {words[-300:] or 'nothing'}")
-        answered: dict[str, tuple[float, dict[str, Tensor]]] = torch.load(answer_file, weights_only=True)
-        answer_file.unlink()  # so that the next answer is not this one
+        answered: dict[str, tuple[float, dict[str, Tensor]]] = torch.load(self._folder / "answer", weights_only=True)
         return answered
 
     @property
@@ -111,7 +106,7 @@ class RankProcesses(AbstractContextManager["RankProcesses"]):
         for child in self._children:
             child.kill()
             child.communicate()
-        self._children = []
+        self._children, self._device = [], ""
 
     def __exit__(self, *_: object) -> None:
         self._end()

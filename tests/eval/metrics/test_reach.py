@@ -1,5 +1,6 @@
 """Pairs, adaptation rate and effective length: what is known, and what is not."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,3 +71,31 @@ def test_missing_taken_for_zero_would_show(monkeypatch: pytest.MonkeyPatch):
     plain = reach._known
     monkeypatch.setattr(reach, "_known", lambda scores: plain([score or 0.0 for score in scores]))
     assert adaptation_rate([1, 0, None, 1, 0], [1, 1, 1, 0, 1]).value != pytest.approx(0.5 / 0.8)
+
+
+def test_every_task_weighs_the_same_whatever_its_samples():
+    target = {"often": [1.0] * 90, "seldom": [0.0, 0.0], "unknown": [1.0], "empty": []}
+    rate = adaptation_rate(target, {"often": [1.0] * 10, "seldom": [1.0, 1.0], "empty": [1.0]})
+
+    assert (rate.value, rate.n_target, rate.n_reference) == (0.5, 92, 12), "tasks known at one length only do not count"
+    pooled = adaptation_rate([1.0] * 90 + [0.0] * 2, [1.0] * 12)
+    assert pooled.value == pytest.approx(90 / 92)
+
+
+def test_single_samples_of_several_tasks_give_no_interval():
+    rate = adaptation_rate({"a": [1.0], "b": [0.0]}, {"a": [1.0], "b": [1.0]})
+
+    assert (rate.value, rate.low, rate.high) == (0.5, None, None)
+
+
+def test_the_interval_over_tasks_has_the_width_that_repetitions_show():
+    """Twelve tasks of three samples each, all right half of the time: the truth is 1."""
+    rng = np.random.default_rng(0)
+    inside = 0
+    for trial in range(200):
+        drawn = [{str(task): rng.integers(2, size=3).tolist() for task in range(12)} for _ in range(2)]
+        rate = adaptation_rate(*drawn, seed=trial)
+        assert rate.low is not None and rate.high is not None
+        inside += rate.low <= 1 <= rate.high
+
+    assert 0.90 <= inside / 200 <= 0.99

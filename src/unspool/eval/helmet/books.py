@@ -20,10 +20,11 @@ from unspool.eval.helmet import generated
 from unspool.eval.helmet.rag import demo_order
 from unspool.eval.helmet.records import Item, Record, one_of, strings
 from unspool.eval.helmet.sources import Sources, chosen
-from unspool.eval.helmet.wording import BOOKS, OMITTED
+from unspool.eval.helmet.wording import DEMO, DEMOS, NO_DEMOS, OMITTED_NOTICE
 from unspool.eval.metrics.answers import best, exact_match, exact_match_reference, parse_answer, raw_or_parsed
 from unspool.eval.metrics.rouge import rouge_l
 from unspool.eval.task import Ask, Asked
+from unspool.eval.wording import PREFIX, Wording
 
 SHOTS = 2
 ANSWER_TOKENS = {"narrativeqa": 100, "infbench_qa": 10, "infbench_mc": 10, "infbench_sum": 1200, "multi_lexsum": 400}
@@ -78,13 +79,14 @@ def _book(task: str, row: Record, path: str, number: int) -> Book:
 
 
 def build(task: str, sources: Sources, ask: Ask) -> Asked:
-    known, meter = books(task, sources), sources.meter
+    known, meter, wording = books(task, sources), sources.meter, sources.wording
     by_id = sources.once(f"books by id {task}", lambda: {id(book.item): book for book in known})
     book: Book = by_id[id(chosen([book.item for book in known], task, ask.seed, ask.index))]
     answer_tokens = ANSWER_TOKENS[task]
     limit = room(ask, answer_tokens)
     shown = _demos(task, book, known)
-    head, question, cue = BOOKS[task] + _examples(task, shown), _question(task, book), _cue(task)
+    head, question = wording.around(task, demos=_examples(task, shown, wording), **_values(book))
+    cue, omitted = wording.fill(task, PREFIX), wording.fill(task, OMITTED_NOTICE)
     used = meter.piece(head) + meter.piece(question + cue)
     cap = ask.length - answer_tokens - SET_ASIDE.get(task, 200) if ask.mode == "reference" else ask.length
     start = float(rng_for(ask.seed, "helmet depth", task).random())
@@ -105,7 +107,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Asked:
         else:
             text = "".join(meter.take(blocks, free))
             if len(text) < len(book.text):
-                text = "".join(meter.take(blocks, free - meter.piece(OMITTED))) + OMITTED
+                text = "".join(meter.take(blocks, free - meter.piece(omitted))) + omitted
         return Asked(
             context=head + text,
             question=question,
@@ -148,37 +150,21 @@ def _demos(task: str, book: Book, known: list[Book]) -> list[Book]:
     return [others[at] for at in order[:SHOTS]]
 
 
-def _examples(task: str, shown: list[Book]) -> str:
+def _examples(task: str, shown: list[Book], wording: Wording) -> str:
     if not shown:
-        return "Legal documents:\n" if task == "multi_lexsum" else ""
-    if task == "multi_lexsum":
-        listed = "\n\n".join(f"Summary: {book.answer}" for book in shown)
-        opening, closing = "Example summaries:", "Now, write a summary of the following legal documents."
-        return f"{opening}\n\n{listed}\n\n{closing}\nLegal documents:\n"
-    if task == "narrativeqa":
-        listed = "\n\n".join(f"Question: {book.item.question}\nAnswer: {book.answer}" for book in shown)
-        return f"For example:\n\n{listed}\n\nNow, use the following story to answer the question:\n\n"
-
-    def said(book: Book) -> str:
-        if task == "infbench_sum":
-            return f"Summary: {book.answer.strip()}"
-        return _question(task, book).strip() + f"\nAnswer: {_references(task, book)[0].strip()}"
-
-    listed = "\n\n".join(f"[story text]\n{said(book)}" for book in shown)
-    return f"For example:\n\n{listed}\n\nNow, read the following story:\n\n"
+        return wording.fill(task, NO_DEMOS)
+    # ∞Bench's questions and answers come with space around them.
+    trim = str.strip if task.startswith("infbench") else str
+    listed = []
+    for book in shown:
+        values = {name: trim(value) for name, value in _values(book).items()}
+        listed.append(wording.fill(task, DEMO, answer=trim(_references(task, book)[0]), **values))
+    return wording.fill(task, DEMOS, demos="\n\n".join(listed))
 
 
-def _question(task: str, book: Book) -> str:
-    if task in SUMMARIES:
-        what = "summarize the book" if task == "infbench_sum" else "please summarize the case"
-        return f"\n\nNow {what}.\n\n"
+def _values(book: Book) -> dict[str, str]:
     listed = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, book.options, strict=False))
-    options = f"\nOptions:\n{listed}" if task == "infbench_mc" else ""
-    return f"\n\nQuestion: {book.item.question}{options}\n" + ("" if task == "narrativeqa" else "\n")
-
-
-def _cue(task: str) -> str:
-    return "Summary:" if task in SUMMARIES else "Answer:"
+    return {"question": book.item.question, "options": listed}
 
 
 def _references(task: str, book: Book) -> tuple[str, ...]:

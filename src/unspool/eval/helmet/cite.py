@@ -5,53 +5,59 @@ answer out takes an entailment model: metrics/cite.py with `meta["documents"]`. 
 numbers, of which only these two can be known without one.
 """
 
+import re
 from itertools import islice
+from string import Formatter
 
 from unspool.base.rng import rng_for
 from unspool.eval.fill import Remembered, fill, room, spread
 from unspool.eval.helmet.rag import demo_passages, demos, fitting_demos, table_count, with_gold
-from unspool.eval.helmet.records import Item
-from unspool.eval.helmet.sources import QaSet, Sources, chosen
-from unspool.eval.helmet.wording import CITE, cited
+from unspool.eval.helmet.records import Item, Passage
+from unspool.eval.helmet.rerank import renumbered
+from unspool.eval.helmet.sources import Sources, chosen
+from unspool.eval.helmet.wording import DEMO, PASSAGE
 from unspool.eval.metrics.cite import qampari, str_em
 from unspool.eval.task import Ask, Asked
+from unspool.eval.wording import PREFIX, Wording
 
-CUE = "Answer:"
 ANSWER_TOKENS = 300
 SHOTS, DEMO_DOCUMENTS = 2, 5
 COUNTS = {4096: 8, 8192: 30, 16384: 75, 32768: 165, 65536: 345, 131072: 700}
-_ID = 1000
+_ID = "1000"  # stands for any number while tokens are counted
 
 
 def build(task: str, sources: Sources, ask: Ask) -> Asked:
-    data, meter = sources.qa(task), sources.meter
+    data, meter, wording = sources.qa(task), sources.meter, sources.wording
     reference = ask.mode == "reference"
     item = chosen(data.items, task, ask.seed, ask.index)
     limit = room(ask, ANSWER_TOKENS)
-    texts = [_demo_text(task, data, demo) for demo in demos(data, item, SHOTS)]
+    texts = [_demo_text(task, sources, demo) for demo in demos(data, item, SHOTS)]
     shown = texts if reference else fitting_demos(texts, meter, limit)
-    head = "".join(shown) + f"{CITE[task]}\n\nQuestion: {item.question}\n\n"
-    gold = [cited(_ID, *passage) for passage in item.gold]
-    distractors = Remembered(cited(_ID, *passage) for passage in data.pool.distractors(item))
+    head, after = wording.around(task, demos="".join(shown), question=item.question)
+    cue = wording.fill(task, PREFIX)
+    gold = [_cited(wording, task, _ID, passage) for passage in item.gold]
+    distractors = Remembered(_cited(wording, task, _ID, passage) for passage in data.pool.distractors(item))
     start = float(rng_for(ask.seed, "helmet depth", task).random())
     at = [spread(ask.index, (start + 0.618 * number) % 1) for number in range(len(gold))]
-    used = meter.piece(head) + meter.piece(f"\n\n{CUE}")
+    used = meter.piece(head) + meter.piece(after + cue)
+
+    pattern = _pattern(wording.text(task, PASSAGE))
 
     def asked(budget: int) -> Asked:
         if reference:
             wanted = table_count(COUNTS, ask.length)
             # As released: documents come ranked, and nothing moves the ones that answer.
-            released = [cited(_ID, *passage) for passage in item.fixed[:wanted]]
+            released = [_cited(wording, task, _ID, passage) for passage in item.fixed[:wanted]]
             documents = released or with_gold(list(islice(distractors, max(0, wanted - len(gold)))), gold, at)[0]
             documents = meter.take(documents, budget - used, between=meter.gap)
         else:
             free = budget - used - sum(meter.piece(text) + meter.gap for text in gold)
             documents, _ = with_gold(meter.take(distractors, free, between=meter.gap, keep=3), gold, at)
-        written = [text.replace(f"[{_ID}]", f"[{number}]", 1) for number, text in enumerate(documents, start=1)]
+        written = [renumbered(wording, task, text, _ID, str(at)) for at, text in enumerate(documents, start=1)]
         return Asked(
             context=head + "\n\n".join(written),
-            question="\n\n",
-            prefix=CUE,
+            question=after,
+            prefix=cue,
             references=(item.answers[0],),
             depth=None,
             meta={
@@ -62,7 +68,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Asked:
                 "shots": len(shown),
                 "question": item.question,
                 "answers": _short_answers(task, item),
-                "documents": [_premise(text) for text in documents],
+                "documents": [_premise(pattern, text) for text in documents],
             },
         )
 
@@ -79,16 +85,31 @@ def _short_answers(task: str, item: Item) -> list[list[str]]:
     return [list(aliases) if isinstance(aliases, list) else [aliases] for aliases in nested]
 
 
-def _premise(text: str) -> str:
+def _cited(wording: Wording, task: str, number: str, passage: Passage) -> str:
+    return wording.fill(task, PASSAGE, id=number, title=passage.title, text=passage.text)
+
+
+def _pattern(passage: str) -> re.Pattern[str]:
+    """Finds title and text again in a passage as it is worded."""
+    found = ""
+    for said, name, *_ in Formatter().parse(passage):
+        found += re.escape(said) + ("" if name is None else f"(?P<{name}>{'.*' if name == 'text' else '.*?'})")
+    return re.compile(found, flags=re.DOTALL)
+
+
+def _premise(pattern: re.Pattern[str], text: str) -> str:
     """As ALCE shows a document to its entailment model."""
-    title, _, body = text.partition("(Title: ")[2].partition("): ")
-    return f"Title: {title}\n{body}"
+    found = pattern.match(text)
+    parts = found.groupdict() if found else {}
+    return f"Title: {parts.get('title', '')}\n{parts.get('text', text if not found else '')}"
 
 
-def _demo_text(task: str, data: QaSet, demo: Item) -> str:
-    passages = demo_passages(data, demo, DEMO_DOCUMENTS)
-    listed = "\n\n".join(cited(number, *passage) for number, passage in enumerate(passages, start=1))
-    return f"{CITE[task]}\n\nQuestion: {demo.question}\n\n{listed}\n\nAnswer: {demo.answers[0]}\n\n\n"
+def _demo_text(task: str, sources: Sources, demo: Item) -> str:
+    passages = demo_passages(sources.qa(task), demo, DEMO_DOCUMENTS)
+    listed = "\n\n".join(
+        _cited(sources.wording, task, str(number), passage) for number, passage in enumerate(passages, start=1)
+    )
+    return sources.wording.fill(task, DEMO, documents=listed, question=demo.question, answer=demo.answers[0])
 
 
 def score_asqa(output: str, asked: Asked) -> float:

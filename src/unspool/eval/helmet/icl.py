@@ -19,11 +19,11 @@ from unspool.eval.helmet import generated
 from unspool.eval.helmet.rag import first_line, table_count
 from unspool.eval.helmet.records import one_of
 from unspool.eval.helmet.sources import LABELS, Sources
-from unspool.eval.helmet.wording import ICL
+from unspool.eval.helmet.wording import DEMO
 from unspool.eval.metrics.answers import best, exact_match, exact_match_reference, parse_answer
 from unspool.eval.task import Ask, Asked
+from unspool.eval.wording import PREFIX
 
-CUE = "label:"
 ANSWER_TOKENS = 20
 TESTS = 500
 SPARE, LAST = 400, 20  # examples among which one is sought that fills what is left; those it may stand in for
@@ -94,21 +94,22 @@ def numbered(task: str, train: Labelled, seed: int) -> dict[str, str]:
 
 def build(task: str, sources: Sources, ask: Ask) -> Asked:
     train, tests, is_generated = sentences(task, sources)
-    meter, limit = sources.meter, room(ask, ANSWER_TOKENS)
+    meter, wording, limit = sources.meter, sources.wording, room(ask, ANSWER_TOKENS)
     text, label = tests[ask.index % len(tests)]
     seed = (int(hashlib.sha256(text.encode()).hexdigest(), 16) + ask.seed) % 2**31
     number = numbered(task, train, seed)
 
     def written(pair: tuple[str, str]) -> str:
-        return f"{pair[0]}\nlabel: {number[pair[1]]}"
+        return wording.fill(task, DEMO, text=pair[0], label=number[pair[1]])
 
     def size(pair: tuple[str, str]) -> int:
         # Text and label apart: labels change with every question, texts are counted once.
-        return meter.piece(pair[0]) + meter.piece(f"\nlabel: {number[pair[1]]}") + meter.gap
+        return meter.piece(pair[0]) + meter.piece(wording.fill(task, DEMO, text="", label=number[pair[1]])) + meter.gap
 
     mean = sum(size(pair) for pair in train[:200]) / len(train[:200])
-    question = f"\n\n{text}\n"
-    used = meter.piece(ICL) + meter.piece(question + CUE)
+    head, question = wording.around(task, question=text)
+    cue = wording.fill(task, PREFIX)
+    used = meter.piece(head) + meter.piece(question + cue)
     reference = ask.mode == "reference"
     named = dict(zip(_LENGTHS, COUNTS[task], strict=True))
     # A little more than the mean says, as the first ones may be short.
@@ -124,9 +125,9 @@ def build(task: str, sources: Sources, ask: Ask) -> Asked:
         else:
             shown = [written(pair) for pair in fitted(budget - used)]
         return Asked(
-            context=ICL + "\n\n".join(shown),
+            context=head + "\n\n".join(shown),
             question=question,
-            prefix=CUE,
+            prefix=cue,
             references=(f" {number[label]}",),
             meta={"mode": ask.mode, "generated": is_generated, "label": label, "shots": len(shown)},
         )
@@ -163,4 +164,4 @@ def label_order(labels: tuple[str, ...]) -> list[str]:
 def score(output: str, asked: Asked) -> float:
     """Only the parsed line counts here; `reference` puts the cue back first, which parsing takes away again."""
     metric = exact_match_reference if asked.meta["mode"] == "reference" else exact_match
-    return best(metric, parse_answer(CUE + first_line(output, asked), CUE), asked.references)
+    return best(metric, parse_answer(asked.prefix + first_line(output, asked), asked.prefix), asked.references)

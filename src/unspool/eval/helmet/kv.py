@@ -12,11 +12,12 @@ from unspool.base.rng import rng_for
 from unspool.eval.fill import fill, room, spread
 from unspool.eval.helmet.rag import first_line, table_count
 from unspool.eval.helmet.sources import Sources
-from unspool.eval.helmet.wording import KV
+from unspool.eval.helmet.wording import DEMO
 from unspool.eval.metrics.answers import raw_or_parsed, sub_em, sub_em_reference
 from unspool.eval.task import Ask, Asked
+from unspool.eval.wording import PREFIX
 
-CUE = "Corresponding value:"
+TASK = "json_kv"
 ANSWER_TOKENS = 100
 SHOTS, FEWEST = 2, 4
 COUNTS = {4096: 50, 8192: 105, 16384: 220, 32768: 440, 65536: 900, 131072: 1800}
@@ -32,11 +33,11 @@ def entry(key: str, value: str) -> str:
 
 
 def build(sources: Sources, ask: Ask) -> Asked:
-    meter, limit = sources.meter, room(ask, ANSWER_TOKENS)
+    meter, wording, limit = sources.meter, sources.wording, room(ask, ANSWER_TOKENS)
     sizes = sum(meter.count(f" {entry(*uuids(rng_for(0, 'helmet size', at), 2))},\n") for at in range(8)) / 8
     sample = "-".join(uuids(rng_for(0, "helmet size"), 8))
     letters = len(sample) / meter.count(sample)  # of a token
-    fixed = meter.count(KV) + (SHOTS + 1) * sizes
+    fixed = meter.count(wording.after_context(TASK)) + (SHOTS + 1) * sizes
     start = float(rng_for(ask.seed, "helmet depth", "json_kv").random())
 
     def pairs(count: int) -> list[tuple[str, str]]:
@@ -60,11 +61,12 @@ def build(sources: Sources, ask: Ask) -> Asked:
         # What is left of the length goes into one value that nobody asks for and no example shows.
         longer = _more(shown[-1][1], lengthened)
         text = ",\n ".join(entry(key, longer if key == shown[-1][0] else value) for key, value in known)
-        examples = "".join(f"Key: {key}\n{CUE} {value}\n\n" for key, value in shown[:SHOTS])
+        examples = "".join(wording.fill(TASK, DEMO, question=key, answer=value) for key, value in shown[:SHOTS])
+        before, after = wording.around(TASK, demos=examples, question=known[at][0])
         return Asked(
-            context=f"JSON data:\n{{{text}}}",
-            question=f"{KV}{examples}Key: {known[at][0]}\n",
-            prefix=CUE,
+            context=f"{before}{{{text}}}",
+            question=after,
+            prefix=wording.fill(TASK, PREFIX),
             references=(f" {known[at][1]}",),
             depth=at / (count - 1),
             meta={"mode": ask.mode, "generated": True, "keys": count},
@@ -81,4 +83,4 @@ def _more(value: str, letters: int) -> str:
 def score(output: str, asked: Asked) -> float:
     mode = asked.meta["mode"]
     metric = sub_em_reference if mode == "reference" else sub_em
-    return raw_or_parsed(metric, first_line(output, asked), asked.references, CUE, mode)
+    return raw_or_parsed(metric, first_line(output, asked), asked.references, asked.prefix, mode)

@@ -15,7 +15,8 @@ ANSWER_TOKENS = {"niah_multikey_2": 50, "niah_multikey_3": 100, "niah_multivalue
 def build(name: str, sources: Sources, ask: Ask) -> Asked:
     task = ruler.SUITE.tasks[name]
     paths = {key: path for key, path in sources.paths.items() if key == "haystack"}
-    theirs = sources.once("ruler", lambda: ruler.SUITE.load(sources.tokenizer, paths))
+    wording = sources.wording.of(ruler.SUITE.wording)
+    theirs = sources.once("ruler", lambda: ruler.SUITE.load(sources.tokenizer, paths, wording))
     # RULER keeps more room for an answer than HELMET lets it have.
     asked = task.build(theirs, replace(ask, overhead=ask.overhead + ANSWER_TOKENS[name] - task.answer_tokens))
     return replace(asked, meta={**asked.meta, "mode": ask.mode, "generated": "haystack" not in paths})

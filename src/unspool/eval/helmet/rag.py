@@ -16,11 +16,11 @@ from unspool.base.rng import rng_for
 from unspool.eval.fill import Meter, Remembered, fill, room, spread
 from unspool.eval.helmet.records import Item, Passage
 from unspool.eval.helmet.sources import QaSet, Sources, chosen
-from unspool.eval.helmet.wording import RAG, document
+from unspool.eval.helmet.wording import DEMO, PASSAGE
 from unspool.eval.metrics.answers import raw_or_parsed, sub_em, sub_em_reference
 from unspool.eval.task import Ask, Asked
+from unspool.eval.wording import PREFIX
 
-CUE = "Answer:"
 ANSWER_TOKENS = 20
 SHOTS, DEMO_PASSAGES = 2, 3
 # HELMET's number of passages at each of its lengths.
@@ -79,26 +79,30 @@ def with_gold(others: Sequence[str], gold: Sequence[str], depths: Sequence[float
 
 
 def build(task: str, depths: int, sources: Sources, ask: Ask) -> Asked:
-    data, meter = sources.qa(task), sources.meter
+    data, meter, wording = sources.qa(task), sources.meter, sources.wording
     reference = ask.mode == "reference"
     item = chosen(data.items, task, ask.seed, ask.index // depths if reference else ask.index)
     limit = room(ask, ANSWER_TOKENS)
-    texts = [_demo_text(data, demo) for demo in demos(data, item, SHOTS)]
+    texts = [_demo_text(task, sources, demo) for demo in demos(data, item, SHOTS)]
     shown = texts if reference else fitting_demos(texts, meter, limit)
-    head = RAG + "".join(shown)
-    question = f"\n\nQuestion: {item.question}\n"
-    gold = [document(*passage) for passage in item.gold]
+    head, question = wording.around(task, demos="".join(shown), question=item.question)
+    cue = wording.fill(task, PREFIX)
+
+    def document(passage: Passage) -> str:
+        return wording.fill(task, PASSAGE, title=passage.title, text=passage.text)
+
+    gold = [document(passage) for passage in item.gold]
     variants = data.variants.get(item.id, [])
     released = variants[ask.index % depths % len(variants)] if variants else None
     wanted = table_count(COUNTS, ask.length)
-    others = Remembered(document(*passage) for passage in data.pool.distractors(item))
+    others = Remembered(document(passage) for passage in data.pool.distractors(item))
     rng = rng_for(ask.seed, "helmet depth", task)
     start = float(rng.random())
     at = [
         (ask.index % depths) / (depths - 1) if reference else spread(ask.index, (start + 0.618 * number) % 1)
         for number in range(len(gold))
     ]
-    fixed = meter.piece(head) + meter.piece(question + CUE) + sum(meter.piece(text) + meter.gap for text in gold)
+    fixed = meter.piece(head) + meter.piece(question + cue) + sum(meter.piece(text) + meter.gap for text in gold)
 
     def filled(budget: int) -> Asked:
         kept = meter.take(others, budget - fixed, between=meter.gap, keep=4)
@@ -109,9 +113,9 @@ def build(task: str, depths: int, sources: Sources, ask: Ask) -> Asked:
     def cut(budget: int) -> Asked:
         passages, places = with_gold(list(islice(others, max(0, wanted - len(gold)))), gold, at)
         if released and len(released.fixed) == wanted:
-            passages = [document(*passage) for passage in released.fixed]
+            passages = [document(passage) for passage in released.fixed]
             places = [at for at, passage in enumerate(released.fixed) if passage in item.gold]
-        used = meter.piece(head) + meter.piece(question + CUE)
+        used = meter.piece(head) + meter.piece(question + cue)
         kept = meter.take(passages, budget - used, between=meter.gap)
         return asked("\n\n".join(kept), [place / max(1, len(passages) - 1) for place in places])
 
@@ -128,7 +132,7 @@ def build(task: str, depths: int, sources: Sources, ask: Ask) -> Asked:
         return Asked(
             context=head + passages,
             question=question,
-            prefix=CUE,
+            prefix=cue,
             references=item.answers,
             depth=found[0],
             meta=meta,
@@ -137,9 +141,10 @@ def build(task: str, depths: int, sources: Sources, ask: Ask) -> Asked:
     return fill(cut if reference else filled, meter, limit, what=f"helmet {task}", length=ask.length)
 
 
-def _demo_text(data: QaSet, demo: Item) -> str:
-    passages = "\n\n".join(document(*passage) for passage in demo_passages(data, demo, DEMO_PASSAGES))
-    return f"{passages}\n\nQuestion: {demo.question}\nAnswer: {demo.answers[0]}\n\n"
+def _demo_text(task: str, sources: Sources, demo: Item) -> str:
+    shown = demo_passages(sources.qa(task), demo, DEMO_PASSAGES)
+    passages = "\n\n".join(sources.wording.fill(task, PASSAGE, title=one.title, text=one.text) for one in shown)
+    return sources.wording.fill(task, DEMO, documents=passages, question=demo.question, answer=demo.answers[0])
 
 
 def first_line(output: str, asked: Asked) -> str:

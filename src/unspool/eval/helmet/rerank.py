@@ -11,12 +11,12 @@ from unspool.base.rng import rng_for
 from unspool.eval.fill import Remembered, fill, room, spread
 from unspool.eval.helmet.rag import demos, first_line, fitting_demos, table_count
 from unspool.eval.helmet.records import Item, Passage
-from unspool.eval.helmet.sources import QaSet, Sources, chosen
-from unspool.eval.helmet.wording import RERANK, numbered
+from unspool.eval.helmet.sources import Sources, chosen
+from unspool.eval.helmet.wording import DEMO, PASSAGE, UNTITLED
 from unspool.eval.metrics.ranking import ndcg, parse_ranking
 from unspool.eval.task import Ask, Asked
+from unspool.eval.wording import PREFIX, Wording, said_before
 
-CUE = "Ranking:"
 ANSWER_TOKENS = 200
 SHOTS, DEMO_PASSAGES, DEPTHS = 2, 10, 3
 COUNTS = {4096: 14, 8192: 50, 16384: 130, 32768: 285, 65536: 600, 131072: 1000}
@@ -24,19 +24,20 @@ _ID = "1000"  # stands for any id while tokens are counted
 
 
 def build(task: str, sources: Sources, ask: Ask) -> Asked:
-    data, meter = sources.qa(task), sources.meter
+    data, meter, wording = sources.qa(task), sources.meter, sources.wording
     reference = ask.mode == "reference"
     item = chosen(data.items, task, ask.seed, ask.index // DEPTHS if reference else ask.index)
     limit = room(ask, ANSWER_TOKENS)
-    texts = [_demo_text(data, demo) for demo in demos(data, item, SHOTS)]
+    texts = [_demo_text(task, sources, demo) for demo in demos(data, item, SHOTS)]
     shown = texts if reference else fitting_demos(texts, meter, limit)
-    head, question = RERANK + "".join(shown), f"\n\nQuery: {item.question}\n"
+    head, question = wording.around(task, demos="".join(shown), question=item.question)
+    cue = wording.fill(task, PREFIX)
     grade = dict(zip(item.gold, item.grades, strict=True))
     start = float(rng_for(ask.seed, "helmet depth", task).random())
     at = (ask.index % DEPTHS) / (DEPTHS - 1) if reference else spread(ask.index, start)
-    distractors = Remembered(numbered(_ID, *passage) for passage in data.pool.distractors(item))
-    known = {numbered(_ID, *passage): passage for passage in item.gold}
-    used = meter.piece(head) + meter.piece(question + CUE)
+    distractors = Remembered(_numbered(wording, task, _ID, passage) for passage in data.pool.distractors(item))
+    known = {_numbered(wording, task, _ID, passage): passage for passage in item.gold}
+    used = meter.piece(head) + meter.piece(question + cue)
 
     def asked(budget: int) -> Asked:
         rng = rng_for(ask.seed, "helmet passages", task, ask.length, ask.index)
@@ -53,11 +54,11 @@ def build(task: str, sources: Sources, ask: Ask) -> Asked:
             number: grade[known[text]] if text in known else 0 for number, text in zip(ids, texts, strict=True)
         }
         best = sorted(ids, key=lambda number: -relevance[number])
-        written = [text.replace(f"[ID: {_ID}]", f"[ID: {number}]", 1) for number, text in zip(ids, texts, strict=True)]
+        written = [renumbered(wording, task, text, _ID, number) for number, text in zip(ids, texts, strict=True)]
         return Asked(
             context=head + "\n\n".join(written),
             question=question,
-            prefix=CUE,
+            prefix=cue,
             references=(" " + " > ".join(best),),
             depth=at,
             meta={
@@ -78,15 +79,31 @@ def _at_depth(others: list[str], gold: list[str], depth: float) -> list[str]:
     return [*others[:place], *gold, *others[place:]]
 
 
-def _demo_text(data: QaSet, demo: Item) -> str:
+def _numbered(wording: Wording, task: str, number: str, passage: Passage) -> str:
+    if passage.title:
+        return wording.fill(task, PASSAGE, id=number, title=passage.title, text=passage.text)
+    return wording.fill(task, UNTITLED, id=number, text=passage.text)
+
+
+def renumbered(wording: Wording, task: str, text: str, old: str, new: str) -> str:
+    """A passage that may have lost its end, with another id: the id stands first in its text."""
+    for form in (PASSAGE, UNTITLED):
+        said = said_before(wording.text(task, form), "id") if form in wording.forms[task] else None
+        if said is not None and text.startswith(said + old):
+            return said + new + text[len(said + old) :]
+    return text
+
+
+def _demo_text(task: str, sources: Sources, demo: Item) -> str:
+    data, wording = sources.qa(task), sources.wording
     grades = dict(zip(demo.gold, demo.grades, strict=True))
     shown: list[Passage] = [*demo.gold[:DEMO_PASSAGES]]
     shown += islice(data.pool.distractors(demo), DEMO_PASSAGES - len(shown))
     order = rng_for(0, "helmet demo", demo.id).permutation(len(shown))
     ids = {shown[at]: str(number + 1) for number, at in enumerate(order)}
-    listed = "\n\n".join(numbered(number, *passage) for passage, number in ids.items())
+    listed = "\n\n".join(_numbered(wording, task, number, passage) for passage, number in ids.items())
     ranking = " > ".join(ids[passage] for passage in sorted(ids, key=lambda passage: -grades.get(passage, 0)))
-    return f"{listed}\n\nQuery: {demo.question}\nRanking: {ranking}\n\n"
+    return wording.fill(task, DEMO, documents=listed, question=demo.question, answer=ranking)
 
 
 def score(output: str, asked: Asked) -> float:

@@ -17,6 +17,8 @@ from unspool.eval.fill import Meter
 from unspool.eval.helmet import generated
 from unspool.eval.helmet.pool import Pool
 from unspool.eval.helmet.records import Item, Passage, Record, qa_item, rank_item, read_passages, read_records
+from unspool.eval.helmet.wording import OWN
+from unspool.eval.wording import Wording
 
 RAG = ("nq", "triviaqa", "hotpotqa", "popqa")
 CITE = ("asqa", "qampari")
@@ -43,6 +45,7 @@ class Sources:
     tokenizer: Any
     meter: Meter
     paths: Mapping[str, str]
+    wording: Wording = OWN
     _sets: dict[str, Any] = field(default_factory=dict)
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
@@ -62,10 +65,10 @@ class Sources:
         return found
 
 
-def load(tokenizer: Any, paths: Mapping[str, str]) -> Sources:
+def load(tokenizer: Any, paths: Mapping[str, str], wording: Wording = OWN) -> Sources:
     for name in paths:
         lookup(dict.fromkeys(sorted(PATHS)), name, kind="path of helmet")
-    return Sources(tokenizer=tokenizer, meter=Meter(tokenizer, sample_texts()), paths=dict(paths))
+    return Sources(tokenizer=tokenizer, meter=Meter(tokenizer, sample_texts()), paths=dict(paths), wording=wording)
 
 
 def sample_texts() -> list[str]:

@@ -10,6 +10,7 @@ from statistics import fmean
 from unspool.eval import ruler
 from unspool.eval.helmet import books, cite, icl, kv, needles, rag, rerank
 from unspool.eval.helmet.sources import BOOKS, CITE, LABELS, RAG, Sources, load
+from unspool.eval.helmet.wording import FORMS
 from unspool.eval.task import Suite, Task
 
 VERSION = 1
@@ -132,4 +133,4 @@ TASKS: dict[str, Task] = {
     **{name: _book(name) for name in BOOKS},
     **{name: _icl(name) for name in LABELS},
 }
-SUITE = Suite(name="helmet", version=VERSION, tasks=TASKS, load=load)
+SUITE = Suite(name="helmet", version=VERSION, tasks=TASKS, load=load, categories=CATEGORIES, wording=FORMS)

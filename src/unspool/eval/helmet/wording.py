@@ -1,8 +1,12 @@
 """The instructions of HELMET's tasks, in words of our own: they ask for the same and fix the same forms of answers.
 
 What scorers depend on is as in HELMET (`Answer:`, `Ranking: ID3 > ID1 > ID2`, `label: …`, `[x]` for citations); the
-sentences around it are not, so that scores can differ from published ones by what wording does.
+sentences around it are not, so that scores can differ from published ones by what wording does. A user's own words can
+stand for any of them: `FORMS` says which texts a task has.
 """
+
+from unspool.eval.ruler.wording import FORMS as RULER
+from unspool.eval.wording import PREFIX, TEMPLATE, Form, Text, Wording, literal
 
 RAG = (
     "Read the documents and answer the question in as few words as possible. Give your answer in this form:\n"
@@ -52,15 +56,102 @@ BOOKS = {
     ),
 }
 OMITTED = " ... [what follows is left out]"
+PASSAGE, DEMO, DEMOS, NO_DEMOS, OMITTED_NOTICE = "passage", "demo", "demos", "no_demos", "omitted"
+UNTITLED = "passage_untitled"
 
 
-def document(title: str, text: str) -> str:
-    return f"Document (Title: {title}): {text}"
+def _asked(template: str, prefix: str, *needs: str, demos: bool = True) -> Form:
+    return {
+        TEMPLATE: Text(own=template, needs=("context", *needs), may=("demos",) if demos else ()),
+        PREFIX: Text(own=prefix),
+    }
 
 
-def numbered(number: str, title: str, text: str) -> str:
-    return f"[ID: {number}] " + (document(title, text) if title else f"Document: {text}")
+def _demo(own: str, *needs: str) -> Form:
+    return {DEMO: Text(own=own, needs=needs)}
 
 
-def cited(number: int, title: str, text: str) -> str:
-    return f"Document [{number}](Title: {title}): {text}"
+def _rag() -> Form:
+    return {
+        **_asked(literal(RAG) + "{demos}{context}\n\nQuestion: {question}\n", "Answer:", "question"),
+        **_demo("{documents}\n\nQuestion: {question}\nAnswer: {answer}\n\n", "documents", "question", "answer"),
+        PASSAGE: Text(own="Document (Title: {title}): {text}", needs=("text",), may=("title",)),
+    }
+
+
+def _cite(task: str) -> Form:
+    said = literal(CITE[task])
+    return {
+        **_asked(f"{{demos}}{said}\n\nQuestion: {{question}}\n\n{{context}}\n\n", "Answer:", "question"),
+        **_demo(
+            f"{said}\n\nQuestion: {{question}}\n\n{{documents}}\n\nAnswer: {{answer}}\n\n\n",
+            *("documents", "question", "answer"),
+        ),
+        PASSAGE: Text(own="Document [{id}](Title: {title}): {text}", needs=("id", "text"), may=("title",), first="id"),
+    }
+
+
+def _book(task: str, asked: str, demo: str, demos: tuple[str, str], *needs: str) -> Form:
+    prefix = "Answer:" if "question" in needs else "Summary:"
+    listed, none = demos
+    return {
+        **_asked(literal(BOOKS[task]) + "{demos}{context}\n\n" + asked, prefix, *needs),
+        **_demo(demo, *needs, "answer"),
+        DEMOS: Text(own=listed, needs=("demos",)),
+        NO_DEMOS: Text(own=none),
+        OMITTED_NOTICE: Text(own=OMITTED),
+    }
+
+
+_STORY = ("For example:\n\n{demos}\n\nNow, read the following story:\n\n", "")
+_CASES = (
+    "Example summaries:\n\n{demos}\n\nNow, write a summary of the following legal documents.\nLegal documents:\n",
+    "Legal documents:\n",
+)
+_OPTIONS = "Question: {question}\nOptions:\n{options}"
+FORMS: dict[str, Form] = {
+    "json_kv": {
+        **_asked(
+            f"JSON data:\n{{context}}{literal(KV)}{{demos}}Key: {{question}}\n", "Corresponding value:", "question"
+        ),
+        **_demo("Key: {question}\nCorresponding value: {answer}\n\n", "question", "answer"),
+    },
+    **{name: RULER[name] for name in ("niah_multikey_2", "niah_multikey_3", "niah_multivalue")},
+    **{name: _rag() for name in ("nq", "triviaqa", "hotpotqa", "popqa")},
+    "msmarco": {
+        **_asked(literal(RERANK) + "{demos}{context}\n\nQuery: {question}\n", "Ranking:", "question"),
+        **_demo("{documents}\n\nQuery: {question}\nRanking: {answer}\n\n", "documents", "question", "answer"),
+        PASSAGE: Text(
+            own="[ID: {id}] Document (Title: {title}): {text}", needs=("id", "text"), may=("title",), first="id"
+        ),
+        UNTITLED: Text(own="[ID: {id}] Document: {text}", needs=("id", "text"), first="id"),
+    },
+    **{name: _cite(name) for name in CITE},
+    "narrativeqa": _book(
+        "narrativeqa",
+        "Question: {question}\n",
+        "Question: {question}\nAnswer: {answer}",
+        ("For example:\n\n{demos}\n\nNow, use the following story to answer the question:\n\n", ""),
+        "question",
+    ),
+    "infbench_qa": _book(
+        "infbench_qa",
+        "Question: {question}\n\n",
+        "[story text]\nQuestion: {question}\nAnswer: {answer}",
+        _STORY,
+        "question",
+    ),
+    "infbench_mc": _book(
+        "infbench_mc", f"{_OPTIONS}\n\n", f"[story text]\n{_OPTIONS}\nAnswer: {{answer}}", _STORY, "question", "options"
+    ),
+    "infbench_sum": _book("infbench_sum", "Now summarize the book.\n\n", "[story text]\nSummary: {answer}", _STORY),
+    "multi_lexsum": _book("multi_lexsum", "Now please summarize the case.\n\n", "Summary: {answer}", _CASES),
+    **{
+        name: {
+            **_asked(literal(ICL) + "{context}\n\n{question}\n", "label:", "question", demos=False),
+            **_demo("{text}\nlabel: {label}", "text", "label"),
+        }
+        for name in ("trec_coarse", "trec_fine", "banking77", "clinc150", "nlu")
+    },
+}
+OWN = Wording(forms=FORMS)

@@ -14,9 +14,10 @@ from unspool.base.lookup import lookup
 from unspool.eval.fill import Meter
 from unspool.eval.helmet import generated
 from unspool.eval.helmet.records import one_of, read_records, strings
-from unspool.eval.lveval.wording import PROMPTS
+from unspool.eval.lveval.wording import OWN, PROMPTS
 from unspool.eval.lveval.words import Segmenter, read_blacklists, words_for
 from unspool.eval.metrics.keywords import Language, Words
+from unspool.eval.wording import Wording
 
 # LV-Eval counts words; the number of tokens of a level depends on the tokenizer and is a third more at least.
 LEVELS = {"16k": 16_000, "32k": 32_000, "64k": 64_000, "128k": 128_000, "256k": 256_000}
@@ -40,6 +41,7 @@ class Sources:
     words: dict[Language, Words]
     own_blacklist: dict[Language, bool]
     segmenter: Segmenter
+    wording: Wording = OWN
     _read: dict[str, list[Question]] = field(default_factory=dict)
 
     def questions(self, task: str, length: int) -> list[Question]:
@@ -71,7 +73,7 @@ def language_of(task: str) -> Language:
     return "zh" if task in chinese else "en"
 
 
-def load(tokenizer: Any, paths: Mapping[str, str]) -> Sources:
+def load(tokenizer: Any, paths: Mapping[str, str], wording: Wording = OWN) -> Sources:
     for name in paths:
         lookup(dict.fromkeys(sorted(PATHS)), name, kind="path of lveval")
     # A name and no path, but it comes among paths, and so perhaps as one.
@@ -87,6 +89,7 @@ def load(tokenizer: Any, paths: Mapping[str, str]) -> Sources:
         words={language: words_for(language, words, segmenter) for language, (words, _) in blacklists.items()},
         own_blacklist={language: not theirs for language, (_, theirs) in blacklists.items()},
         segmenter=segmenter,
+        wording=wording,
     )
 
 

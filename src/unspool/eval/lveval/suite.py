@@ -12,10 +12,11 @@ from unspool.base.rng import rng_for
 from unspool.eval.fill import Meter, Remembered, fill, room, spread
 from unspool.eval.helmet.generated import filler
 from unspool.eval.lveval.sources import Question, Sources, language_of, load
-from unspool.eval.lveval.wording import PROMPTS
+from unspool.eval.lveval.wording import FORMS, PROMPTS
 from unspool.eval.lveval.words import words_for
 from unspool.eval.metrics.keywords import filtered_rouge_l, gated_f1, plain_f1
 from unspool.eval.task import Ask, Asked, Suite, Task
+from unspool.eval.wording import PREFIX
 
 VERSION = 1
 ANSWER_TOKENS, FACT_TOKENS = 64, 16
@@ -28,8 +29,8 @@ def build(task: str, answer_tokens: int, sources: Sources, ask: Ask) -> Asked:
     questions = sources.questions(task, ask.length)
     order = rng_for(ask.seed, "lveval order", task).permutation(len(questions))
     question = questions[int(order[ask.index % len(questions)])]
-    before, between, cue = PROMPTS[task]
-    asked_text = f"{between}{question.text}\n"
+    before, asked_text = sources.wording.around(task, input=question.text)
+    cue = sources.wording.fill(task, PREFIX)
     limit = room(ask, answer_tokens)
     if ask.mode == "reference":
         limit = min(limit, ask.length - SET_ASIDE)
@@ -118,4 +119,4 @@ def _task(name: str) -> Task:
     )
 
 
-SUITE = Suite(name="lveval", version=VERSION, tasks={name: _task(name) for name in PROMPTS}, load=load)
+SUITE = Suite(name="lveval", version=VERSION, tasks={name: _task(name) for name in PROMPTS}, load=load, wording=FORMS)

@@ -1,7 +1,10 @@
 """The instructions of LV-Eval's tasks, in words of our own: before the article, between it and the question, after.
 
-Every instruction is given twice, so that it is near the question and near the beginning.
+Every instruction is given twice, so that it is near the question and near the beginning. A user's own words can stand
+for them; {input} is what LV-Eval calls the question.
 """
+
+from unspool.eval.wording import PREFIX, TEMPLATE, Form, Text, Wording, literal
 
 _ONE = "Only one of the passages matters for it."
 _SOME = "Only some of the passages matter for it."
@@ -45,3 +48,11 @@ PROMPTS: dict[str, tuple[str, str, str]] = {
     "lic_mixup": _chinese(_ARTICLES, f"请从上面的文章中找出答案，{_ZH_ONE}"),
     "dureader_mixup": _chinese(_ARTICLES, f"请从上面的文章中找出答案，{_ZH_ONE}"),
 }
+FORMS: dict[str, Form] = {
+    task: {
+        TEMPLATE: Text(own=f"{literal(before)}{{context}}{literal(between)}{{input}}\n", needs=("context", "input")),
+        PREFIX: Text(own=cue),
+    }
+    for task, (before, between, cue) in PROMPTS.items()
+}
+OWN = Wording(forms=FORMS)

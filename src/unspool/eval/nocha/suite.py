@@ -123,5 +123,6 @@ CLAIMS = Task(
     build=build,
     score=score,
     size=lambda sources: 2 * len(sources.pairs),
+    together=2,
 )
 SUITE = Suite(name="nocha", version=VERSION, tasks={"claims": CLAIMS}, load=load)

@@ -7,6 +7,7 @@ Elsewhere: what the modes do and how they compare with RULER's own code (docs/ru
 from unspool.eval.ruler import counting_words, needles, questions, tracing
 from unspool.eval.ruler.scoring import match_all, match_any
 from unspool.eval.ruler.sources import load
+from unspool.eval.ruler.wording import FORMS
 from unspool.eval.task import Suite, Task
 
 _TASKS = (
@@ -58,4 +59,4 @@ _TASKS = (
     ),
 )
 
-SUITE = Suite(name="ruler", version=1, tasks={task.name: task for task in _TASKS}, load=load)
+SUITE = Suite(name="ruler", version=1, tasks={task.name: task for task in _TASKS}, load=load, wording=FORMS)

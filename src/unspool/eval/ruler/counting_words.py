@@ -15,7 +15,7 @@ import numpy as np
 from unspool.eval.ruler.draft import NO_INDEX, Builder, Draft, Place, RandomBuilder, asked, fixed, reference
 from unspool.eval.ruler.needles import SHORT
 from unspool.eval.ruler.sources import Sources
-from unspool.eval.ruler.wording import Parts, coded_words, common_words, numbered
+from unspool.eval.ruler.wording import Parts, numbered, parts
 from unspool.eval.task import Ask, Asked
 
 CWE = Place(task="cwe", answer_tokens=120)
@@ -62,7 +62,7 @@ def _cwe_fixed(sources: Sources, ask: Ask) -> Builder:
         order = np.random.Generator(np.random.PCG64(seed))
         example = _shuffled(shown, shown_repeats[0], shown_repeats[1], order)
         entries = _shuffled(pool[: min(size, most - num_shown)], often, seldom, order)
-        return _cwe_draft(example, shown, entries, pool[:NUM_COMMON])
+        return _cwe_draft(sources, example, shown, entries, pool[:NUM_COMMON])
 
     return build
 
@@ -91,15 +91,17 @@ def _cwe_reference(sources: Sources, ask: Ask) -> RandomBuilder:
 
     def build(size: int, rng: np.random.Generator) -> Draft:
         example, shown = listed(num_shown, shown_repeats[0], shown_repeats[1], rng)
-        return _cwe_draft(example, shown, *listed(size, often, seldom, rng))
+        return _cwe_draft(sources, example, shown, *listed(size, often, seldom, rng))
 
     return build
 
 
-def _cwe_draft(example: Sequence[str], shown: Sequence[str], entries: Sequence[str], common: Sequence[str]) -> Draft:
-    worked = f"{common_words(example).text} {numbered(shown[:NUM_COMMON])}\n"
-    parts = common_words(entries)
-    whole = Parts(worked + parts.context, parts.question, parts.prefix)
+def _cwe_draft(
+    sources: Sources, example: Sequence[str], shown: Sequence[str], entries: Sequence[str], common: Sequence[str]
+) -> Draft:
+    first, asked = (parts(sources.wording, "cwe", numbered(words)) for words in (example, entries))
+    worked = f"{first.text} {numbered(shown[:NUM_COMMON])}\n"
+    whole = Parts(worked + asked.context, asked.question, asked.prefix)
     return Draft(parts=whole, references=tuple(common), meta={"example": worked})
 
 
@@ -130,7 +132,8 @@ def _fwe_fixed(sources: Sources, ask: Ask) -> Builder:
     def build(size: int) -> Draft:
         ranks = np.repeat(np.arange(len(vocabulary)), exact_counts(size, len(vocabulary)))
         shuffled = np.random.Generator(np.random.PCG64(seed)).permutation(ranks).tolist()
-        return Draft(parts=coded_words([vocabulary[rank] for rank in shuffled]), references=tuple(vocabulary[1:4]))
+        text = " ".join(vocabulary[rank] for rank in shuffled)
+        return Draft(parts=parts(sources.wording, "fwe", text), references=tuple(vocabulary[1:4]))
 
     return build
 
@@ -144,7 +147,8 @@ def _fwe_reference(sources: Sources, ask: Ask) -> Asked:
         entries = np.repeat(np.array(vocabulary), zipf_counts(size, len(vocabulary))).tolist()
         # The same permutation for every text of a length, as in RULER.
         random.Random(ask.seed).shuffle(entries)
-        return Draft(parts=coded_words(entries), references=tuple(vocabulary[1:4]))
+        asked = parts(sources.wording, "fwe", " ".join(entries))
+        return Draft(parts=asked, references=tuple(vocabulary[1:4]))
 
     least = sources.count(draft(_FEWEST_CODED, FWE.rng(ask, "least")).parts.text)
     if least > room.budget:

@@ -13,7 +13,9 @@ from typing import Literal
 import numpy as np
 
 from unspool.eval.ruler.draft import Draft
+from unspool.eval.ruler.sources import Sources
 from unspool.eval.ruler.wording import needle, niah
+from unspool.eval.wording import Wording
 
 Values = Literal["words", "numbers", "uuids"]
 
@@ -38,8 +40,8 @@ class Hidden:
     queries: list[str]
     answers: tuple[str, ...]
 
-    def draft(self, task: Facts, haystack: str, places: Sequence[float]) -> Draft:
-        parts = niah(haystack, self.queries, task.value, one=len(self.answers) == 1)
+    def draft(self, task: Facts, wording: Wording, haystack: str, places: Sequence[float]) -> Draft:
+        parts = niah(wording, task.name, haystack, self.queries, task.value, one=len(self.answers) == 1)
         at = parts.context.find(self.answers[0])
         return Draft(
             parts=parts,
@@ -63,8 +65,9 @@ def between(pieces: list[str], places: Sequence[int], facts: Sequence[str], join
 class Drawn:
     """Different keys and different values, as many as the haystack could need; written out when asked for."""
 
-    def __init__(self, task: Facts, words: list[str], count: int, rng: np.random.Generator) -> None:
-        self._task, self._words = task, words
+    def __init__(self, task: Facts, sources: Sources, count: int, rng: np.random.Generator) -> None:
+        self._task, self._words = task, sources.words
+        self._needle = needle(sources.wording, task.name, task.value)
         self._keys = self._numbers(task.key, count, rng)
         self._values = self._numbers(task.value, count * task.num_values, rng)
 
@@ -75,7 +78,10 @@ class Drawn:
         return self._written(self._task.value, self._values, at)
 
     def line(self, at: int) -> str:
-        return needle(self.key(at), self.value(at), self._task.value)
+        return self.fact(at, at)
+
+    def fact(self, key: int, value: int) -> str:
+        return self._needle(self.key(key), self.value(value))
 
     def _numbers(self, kind: Values, count: int, rng: np.random.Generator) -> np.ndarray | bytes:
         if kind == "uuids":
@@ -93,14 +99,14 @@ class Drawn:
         return f"{self._words[first]}-{self._words[second]}"
 
 
-def hide(task: Facts, words: list[str], rng: np.random.Generator, drawn: Drawn | None = None) -> Hidden:
+def hide(task: Facts, sources: Sources, rng: np.random.Generator, drawn: Drawn | None = None) -> Hidden:
     """Facts in random order; the first `num_queries` keys drawn are asked for."""
     num_keys = max(task.num_keys, task.num_queries)
-    source = drawn or Drawn(task, words, num_keys, rng)
+    source = drawn or Drawn(task, sources, num_keys, rng)
     pairs = [(key, key * task.num_values + at) for key in range(num_keys) for at in range(task.num_values)]
     order = rng.permutation(len(pairs)).tolist()
     return Hidden(
-        facts=[needle(source.key(pairs[at][0]), source.value(pairs[at][1]), task.value) for at in order],
+        facts=[source.fact(*pairs[at]) for at in order],
         gold=[place for place, at in enumerate(order) if pairs[at][0] < task.num_queries],
         queries=[source.key(at) for at in range(task.num_queries)],
         answers=tuple(source.value(at) for key, at in pairs if key < task.num_queries),

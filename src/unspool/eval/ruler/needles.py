@@ -18,7 +18,7 @@ from unspool.eval.ruler.draft import Builder, Draft, Place, RandomBuilder, fixed
 from unspool.eval.ruler.essays import Essay
 from unspool.eval.ruler.facts import Drawn, Facts, Hidden, between, hide, one
 from unspool.eval.ruler.sources import Sources
-from unspool.eval.ruler.wording import NOISE, needle
+from unspool.eval.ruler.wording import needle
 from unspool.eval.task import Ask, Asked
 
 ANSWER_TOKENS = 128
@@ -52,7 +52,7 @@ class Needles(Facts):
 
 def _essay(task: Needles, sources: Sources, ask: Ask) -> Builder:
     rng = task.place.rng(ask)
-    hidden = hide(task, sources.words, rng)
+    hidden = hide(task, sources, rng)
     targets = _targets(hidden, ask.index, rng)
     essay = sources.essay
     first = int(rng.choice(essay.ends)) % len(essay.words)
@@ -61,7 +61,7 @@ def _essay(task: Needles, sources: Sources, ask: Ask) -> Builder:
         borders = essay.borders(first, size)
         places = [int(borders[np.abs(borders - target * size).argmin()]) for target in targets]
         pieces = between(essay.stretch(first, size), places, hidden.facts)
-        return hidden.draft(task, " ".join(pieces), [place / size for place in places])
+        return hidden.draft(task, sources.wording, " ".join(pieces), [place / size for place in places])
 
     return build
 
@@ -69,15 +69,16 @@ def _essay(task: Needles, sources: Sources, ask: Ask) -> Builder:
 def _lines(task: Needles, sources: Sources, ask: Ask) -> Builder:
     rng = task.place.rng(ask)
     most = max(1, ask.length // _FEWEST_LINE_TOKENS) if task.haystack == "needle" else 0
-    drawn = Drawn(task, sources.words, most + task.num_keys, rng)
-    hidden = hide(task, sources.words, rng, drawn)
+    drawn = Drawn(task, sources, most + task.num_keys, rng)
+    hidden = hide(task, sources, rng, drawn)
+    noise = _noise(task, sources)
     targets = _targets(hidden, ask.index, rng)
 
     def build(size: int) -> Draft:
         count, rest = divmod(size, PER_LINE)
         if task.haystack == "noise":
-            words = NOISE.split()
-            lines = [NOISE] * count
+            words = noise.split()
+            lines = [noise] * count
             cut = " ".join(words[: len(words) * rest // PER_LINE])
         else:
             lines = [drawn.line(at + task.num_keys) for at in range(min(count + 1, most))]
@@ -86,18 +87,20 @@ def _lines(task: Needles, sources: Sources, ask: Ask) -> Builder:
         lines += [cut] if cut else []
         places = [depths.place(target, len(lines)) for target in targets]
         text = "\n".join(between(lines, places, hidden.facts, joint="\n"))
-        return hidden.draft(task, text, [place / len(lines) for place in places])
+        return hidden.draft(task, sources.wording, text, [place / len(lines) for place in places])
 
     return build
 
 
 def _reference(task: Needles, sources: Sources, ask: Ask) -> RandomBuilder:
+    fact = needle(sources.wording, task.name, task.value)
+
     def build(size: int, rng: np.random.Generator) -> Draft:
         num_keys = max(task.num_keys, task.num_queries)
         keys = [one(task.key, sources.words, rng) for _ in range(num_keys)]
         values = [[one(task.value, sources.words, rng) for _ in range(task.num_values)] for _ in keys]
         owners = [at for at in range(num_keys) for _ in range(task.num_values)]
-        facts = [needle(key, value, task.value) for key, own in zip(keys, values, strict=True) for value in own]
+        facts = [fact(key, value) for key, own in zip(keys, values, strict=True) for value in own]
         order = list(range(len(facts)))
         # The same permutation for every sample, as in RULER.
         random.Random(ask.seed).shuffle(order)
@@ -111,8 +114,8 @@ def _reference(task: Needles, sources: Sources, ask: Ask) -> RandomBuilder:
         if task.haystack == "essay":
             text, places = _reference_essay(hidden.facts, sources.essay, size, rng)
         else:
-            text, places = _reference_lines(task, hidden.facts, sources.words, size, rng)
-        return hidden.draft(task, text, places)
+            text, places = _reference_lines(task, hidden.facts, sources, size, rng)
+        return hidden.draft(task, sources.wording, text, places)
 
     return build
 
@@ -128,15 +131,20 @@ def _reference_essay(facts: list[str], essay: Essay, size: int, rng: np.random.G
 
 
 def _reference_lines(
-    task: Needles, facts: list[str], words: list[str], size: int, rng: np.random.Generator
+    task: Needles, facts: list[str], sources: Sources, size: int, rng: np.random.Generator
 ) -> tuple[str, list[float]]:
     if task.haystack == "noise":
-        lines = [NOISE] * size
+        lines = [_noise(task, sources)] * size
     else:
-        lines = [needle(one(task.key, words, rng), one(task.value, words, rng), task.value) for _ in range(size)]
+        fact, words = needle(sources.wording, task.name, task.value), sources.words
+        lines = [fact(one(task.key, words, rng), one(task.value, words, rng)) for _ in range(size)]
     # RULER puts the first fact at the last place; with one fact, as in its tasks, there is no difference.
     places = sorted(rng.choice(size, size=len(facts), replace=False).tolist())
     return "\n".join(between(lines, places, facts, joint="\n")), [place / size for place in places]
+
+
+def _noise(task: Needles, sources: Sources) -> str:
+    return sources.wording.fill(task.name, "noise") if task.haystack == "noise" else ""
 
 
 def _targets(hidden: Hidden, index: int, rng: np.random.Generator) -> list[float]:

@@ -21,7 +21,7 @@ from unspool.eval.ruler import depths
 from unspool.eval.ruler.draft import Builder, Draft, Place, RandomBuilder, fixed, reference
 from unspool.eval.ruler.qa_data import Query, Questions
 from unspool.eval.ruler.sources import Sources
-from unspool.eval.ruler.wording import documents
+from unspool.eval.ruler.wording import Parts, documents
 from unspool.eval.task import Ask, Asked
 
 _STEP = 10
@@ -40,14 +40,14 @@ class Asking:
         return Place(task=self.name, answer_tokens=ANSWER_TOKENS)
 
     def build(self, sources: Sources, ask: Ask) -> Asked:
-        questions = self.questions(sources)
         if ask.mode == "reference":
-            return reference(sources, ask, self.place, lambda ask: _reference(self, questions, ask), step=_STEP)
+            return reference(sources, ask, self.place, lambda ask: _reference(self, sources, ask), step=_STEP)
         # In characters; the smallest prompt has the gold documents alone.
-        return fixed(sources, ask, self.place, lambda ask: _fixed(self, questions, ask), fewest=1, guess=4 * ask.length)
+        return fixed(sources, ask, self.place, lambda ask: _fixed(self, sources, ask), fewest=1, guess=4 * ask.length)
 
 
-def _fixed(task: Asking, questions: Questions, ask: Ask) -> Builder:
+def _fixed(task: Asking, sources: Sources, ask: Ask) -> Builder:
+    questions = task.questions(sources)
     rng = task.place.rng(ask)
     order = rng_for(ask.seed, "ruler", task.name, "questions").permutation(len(questions.queries))
     query = questions.queries[order[ask.index % len(order)]]
@@ -63,7 +63,10 @@ def _fixed(task: Asking, questions: Questions, ask: Ask) -> Builder:
         places = [depths.place(target, len(taken)) for target in targets]
         for before, (place, gold) in enumerate(zip(places, golds, strict=True)):
             taken.insert(place + before, gold)
-        return _draft(questions, query, taken, [place / max(1, len(taken) - len(golds)) for place in places])
+        asked = documents(sources.wording, task.name, taken, query.question)
+        return _draft(
+            questions, query, asked, len(taken), [place / max(1, len(taken) - len(golds)) for place in places]
+        )
 
     return build
 
@@ -96,7 +99,8 @@ def _others(questions: Questions, query: Query, rng: np.random.Generator) -> lis
     return [near[at] for at in rng.permutation(len(near))] + far
 
 
-def _reference(task: Asking, questions: Questions, ask: Ask) -> RandomBuilder:
+def _reference(task: Asking, sources: Sources, ask: Ask) -> RandomBuilder:
+    questions = task.questions(sources)
     if ask.index >= len(questions.queries):
         raise ConfigError(
             f"ruler {task.name}: mode reference asks every question of the file once, and there are "
@@ -121,17 +125,19 @@ def _reference(task: Asking, questions: Questions, ask: Ask) -> RandomBuilder:
         random.Random(ask.seed).shuffle(taken)
         golds = set(query.golds)
         places = [at / max(1, len(taken) - 1) for at, number in enumerate(taken) if number in golds]
-        return _draft(questions, query, [questions.documents[at] for at in taken], places)
+        texts = [questions.documents[at] for at in taken]
+        asked = documents(sources.wording, task.name, texts, query.question)
+        return _draft(questions, query, asked, len(taken), places)
 
     return build
 
 
-def _draft(questions: Questions, query: Query, texts: list[str], places: list[float]) -> Draft:
+def _draft(questions: Questions, query: Query, asked: Parts, count: int, places: list[float]) -> Draft:
     return Draft(
-        parts=documents(texts, query.question),
+        parts=asked,
         references=query.answers,
         depths=tuple(places),
-        meta={"documents": len(texts), "data": questions.origin},
+        meta={"documents": count, "data": questions.origin},
     )
 
 

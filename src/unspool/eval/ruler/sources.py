@@ -18,8 +18,9 @@ from unspool.eval.ruler.counting import Counter
 from unspool.eval.ruler.essays import Essay
 from unspool.eval.ruler.qa_data import Questions, read_hotpotqa, read_squad
 from unspool.eval.ruler.qa_made import made_hotpotqa, made_squad
-from unspool.eval.ruler.wording import needle
+from unspool.eval.ruler.wording import OWN, needle
 from unspool.eval.text import heldout_documents
+from unspool.eval.wording import Wording
 
 # What a user may bring, by name.
 PATHS = {
@@ -36,13 +37,14 @@ _SAMPLE_CHARS = 100_000
 
 
 class Sources:
-    def __init__(self, tokenizer: Any, paths: Mapping[str, str]) -> None:
+    def __init__(self, tokenizer: Any, paths: Mapping[str, str], wording: Wording = OWN) -> None:
         for name in paths:
             lookup(PATHS, name, kind="ruler path")
         if "hotpotqa_pool" in paths and "hotpotqa" not in paths:
             raise ConfigError("ruler: paths.hotpotqa_pool needs paths.hotpotqa, whose documents it adds to.")
         self._tokenizer = tokenizer
         self._paths = paths
+        self.wording = wording
         self._memory: dict[Hashable, int] = {}
 
     def count(self, text: str) -> int:
@@ -56,7 +58,8 @@ class Sources:
     @cached_property
     def _counter(self) -> Counter:
         prose = " ".join(self.essay.words[: _SAMPLE_CHARS // 5])
-        lines = [needle(f"{word}-{word}", f"{at:07}", "numbers") for at, word in enumerate(self.words[:500])]
+        fact = needle(OWN, "niah_single_1", "numbers")
+        lines = [fact(f"{word}-{word}", f"{at:07}") for at, word in enumerate(self.words[:500])]
         return Counter(self._tokenizer, [prose, "\n".join(lines)])
 
     @cached_property
@@ -89,9 +92,9 @@ class Sources:
         return read_hotpotqa(path, self._paths.get("hotpotqa_pool")) if path else made_hotpotqa()
 
 
-def load(tokenizer: Any, paths: Mapping[str, str]) -> Sources:
+def load(tokenizer: Any, paths: Mapping[str, str], wording: Wording = OWN) -> Sources:
     """What the user brought is read at once, so that a wrong file is known before any work."""
-    sources = Sources(tokenizer, paths)
+    sources = Sources(tokenizer, paths, wording)
     if "haystack" in paths:
         assert sources.essay
     if "words" in paths:

@@ -18,7 +18,7 @@ from unspool.eval.ruler.draft import Builder, Draft, Place, RandomBuilder, fixed
 from unspool.eval.ruler.fitting import Room, reference_size
 from unspool.eval.ruler.needles import PER_LINE, SHORT
 from unspool.eval.ruler.sources import Sources
-from unspool.eval.ruler.wording import NOISE, Parts, tracing
+from unspool.eval.ruler.wording import Parts, parts
 from unspool.eval.task import Ask, Asked
 
 PLACE = Place(task="vt", answer_tokens=30)
@@ -50,27 +50,28 @@ def _fixed(sources: Sources, ask: Ask) -> Builder:
     drawn = _names(2 * NUM_NAMES, _NAME_LEN, rng)
     names, value = drawn[:NUM_NAMES], _value(rng)
     targets = depths.parts(NUM_NAMES, rng)
+    noise = sources.wording.fill("vt", "noise")
     example = _example(sources, ask, [name[:_EXAMPLE_NAME_LEN] for name in drawn[NUM_NAMES:]], rng)
 
     def build(size: int) -> Draft:
         count, rest = divmod(size, PER_LINE)
-        words = NOISE.split()
+        words = noise.split()
         cut = " ".join(words[: len(words) * rest // PER_LINE])
-        lines = [NOISE] * count + ([cut] if cut else [])
+        lines = [noise] * count + ([cut] if cut else [])
         places = [depths.place(target, len(lines)) for target in targets]
         text = _inserted(lines, places, _chain(names, value, end=""))
-        parts = tracing(text, value, NUM_NAMES, trailing_space=False)
-        return _draft(example, parts, names, [place / len(lines) for place in places])
+        return _draft(example, _parts(sources, text, value), names, [place / len(lines) for place in places])
 
     return build
 
 
 def _example(sources: Sources, ask: Ask, names: list[str], rng: np.random.Generator) -> str:
     """A worked example of its own; as many lines as `_EXAMPLE_TOKENS` or half of a short length allow."""
+    line = sources.wording.fill("vt", "noise")
 
     def text(lines: int, places: Sequence[int], names: Sequence[str], value: str) -> str:
-        noise = _inserted([NOISE] * lines, places, _chain(names, value, end=""))
-        return f"{tracing(noise, value, NUM_NAMES, trailing_space=False).text} {' '.join(names)}\n\n"
+        noise = _inserted([line] * lines, places, _chain(names, value, end=""))
+        return f"{_parts(sources, noise, value).text} {' '.join(names)}\n\n"
 
     def most_lines() -> int:
         limit = min(_EXAMPLE_TOKENS, ask.length // 2)
@@ -83,13 +84,15 @@ def _example(sources: Sources, ask: Ask, names: list[str], rng: np.random.Genera
 
 
 def _reference(sources: Sources, ask: Ask) -> RandomBuilder:
+    line = sources.wording.fill("vt", "noise")
+
     def example(lines: int) -> tuple[str, list[str]]:
         """The same for all samples of a run but for names and value."""
         rng = PLACE.rng(Ask(length=_EXAMPLE_TOKENS, seed=ask.seed, index=0, mode="reference"), "example")
         names = _names(NUM_NAMES, _EXAMPLE_NAME_LEN, rng)
         places = sorted(rng.choice(lines, size=NUM_NAMES, replace=False).tolist())
-        noise = _inserted([NOISE] * lines, places, _chain(names, _EXAMPLE_VALUE, end=" "))
-        return tracing(noise, _EXAMPLE_VALUE, NUM_NAMES, trailing_space=True).text, names
+        noise = _inserted([line] * lines, places, _chain(names, _EXAMPLE_VALUE, end=" "))
+        return _parts(sources, noise, _EXAMPLE_VALUE, trailing_space=True).text, names
 
     room = Room(task="vt", length=_EXAMPLE_TOKENS, budget=_EXAMPLE_TOKENS)
     lines = sources.remembered(
@@ -105,11 +108,15 @@ def _reference(sources: Sources, ask: Ask) -> RandomBuilder:
         names = _names(NUM_NAMES, _NAME_LEN, rng)
         value = str(rng.integers(10_000, 99_999))
         places = sorted(rng.choice(size, size=NUM_NAMES, replace=False).tolist())
-        text = _inserted([NOISE] * size, places, _chain(names, value, end=" "))
-        parts = tracing(text, value, NUM_NAMES, trailing_space=True)
-        return _draft(_renamed(shown, rng) + "\n\n", parts, names, [place / size for place in places])
+        text = _inserted([line] * size, places, _chain(names, value, end=" "))
+        asked = _parts(sources, text, value, trailing_space=True)
+        return _draft(_renamed(shown, rng) + "\n\n", asked, names, [place / size for place in places])
 
     return build
+
+
+def _parts(sources: Sources, text: str, value: str, *, trailing_space: bool = False) -> Parts:
+    return parts(sources.wording, "vt", text, query=value, num_v=str(NUM_NAMES), trailing_space=trailing_space)
 
 
 def _renamed(example: str, rng: np.random.Generator) -> str:
@@ -119,8 +126,8 @@ def _renamed(example: str, rng: np.random.Generator) -> str:
     return example.replace(_EXAMPLE_VALUE, str(rng.integers(10_000, 99_999)))
 
 
-def _draft(example: str, parts: Parts, names: list[str], places: list[float]) -> Draft:
-    whole = Parts(example + parts.context, parts.question, parts.prefix)
+def _draft(example: str, asked: Parts, names: list[str], places: list[float]) -> Draft:
+    whole = Parts(example + asked.context, asked.question, asked.prefix)
     return Draft(parts=whole, references=tuple(names), depths=tuple(places), meta={"example": example})
 
 

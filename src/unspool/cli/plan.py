@@ -1,0 +1,277 @@
+"""`unspool plan`: tokens, memory, hours and settings of a recipe before anything is started."""
+
+import json
+import re
+import shlex
+import shutil
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from unspool.base.errors import ConfigError
+from unspool.base.progress import progress_bar, say
+from unspool.base.sizes import format_count, format_size
+from unspool.cli.recipes import Override
+from unspool.cli.run import RecipeArgument
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from unspool.recipes.check import LoadedRecipe
+    from unspool.recipes.plan import Plan, StagePlan
+    from unspool.recipes.plan_fit import Estimate, Machine
+    from unspool.train.cost_calibration import Calibration
+
+GIB = 1 << 30
+_BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([GT])i?B?", re.IGNORECASE)
+
+
+def plan(
+    recipe: RecipeArgument,
+    gpu: Annotated[
+        str | None, typer.Option(help="h200, h100, a100, a100-40, b200, l40s, 4090, …; this machine's when not given.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, max=65536, help="How many of them.")] = 1,
+    host_mem: Annotated[
+        str | None, typer.Option("--host-mem", help="Memory of one machine, such as 1.9T or 512G; 128G a GPU if not.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Of a GPU for an hour, to show what it costs.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or Hub id whose config has the model's shape, if the model is not here.")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Take a few steps on this machine's GPU first, and plan by those.")
+    ] = False,
+    overrides: Override = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Plan a recipe: tokens and epochs, memory, hours, settings that fit.
+
+    Reads no weights and writes nothing (but for --measure). A stage that does
+    not fit as it is written is refused, with the settings that do, and exit
+    code 2; paste them, and plan again.
+
+        unspool plan smollm2-32k --gpu 4090
+
+        unspool plan prolong-512k --gpu h100 --count 8 --host-mem 1.9T --price 2.5
+
+        unspool plan my.yaml --measure        calibrates itself on this GPU
+    """
+    from unspool.recipes.check import load_recipe
+    from unspool.recipes.plan import as_plain, plan_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    machine = _machine(gpu, count, host_mem, here=measure)
+    measured = _measured(loaded, machine, model) if measure else _saved(loaded, machine, model)
+    with progress_bar("stages planned", len(loaded.recipe.stages)) as advance:
+        found = plan_recipe(loaded, machine, model=model, measured=measured, advance=lambda done: advance(done))
+    if as_json:
+        typer.echo(json.dumps(as_plain(found, price), indent=1, ensure_ascii=False))
+    else:
+        _print(found, price)
+    if not found.fits:
+        raise ConfigError("\n".join(_refusals(found)))
+
+
+def _machine(gpu: str | None, count: int, host_mem: str | None, *, here: bool) -> "Machine":
+    from unspool.recipes.plan_fit import Machine
+    from unspool.train.cost_gpus import REFERENCE, find_gpu
+
+    own = _own_gpu() if gpu is None or here else None
+    if here and own is None:
+        raise ConfigError("--measure needs a GPU that is known, and none was found here; plan with --gpu NAME instead.")
+    if here and gpu is not None and own is not None and find_gpu(gpu) != own:
+        raise ConfigError(f"--measure measures this machine's {own.name}, not --gpu {gpu}; leave one of them out.")
+    if gpu is None and own is None:
+        say(f"no GPU here and no --gpu: planning for {REFERENCE.title}")
+    return Machine(gpu=find_gpu(gpu) if gpu else own or REFERENCE, count=count, host=_bytes(host_mem))
+
+
+def _own_gpu() -> Any:
+    """What stands in this machine, if anything does; torch takes seconds to ask."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    import torch
+
+    from unspool.train.cost_gpus import named_like
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    return named_like(properties.name, float(properties.total_memory))
+
+
+def _bytes(text: str | None) -> float | None:
+    if text is None:
+        return None
+    match = _BYTES.fullmatch(text.strip())
+    if match is None or not float(match[1]):
+        raise ConfigError(f"--host-mem {text!r} is no size of memory; write 512G or 1.9T (powers of 1024).")
+    return float(match[1]) * (GIB if match[2].upper() == "G" else 1024 * GIB)
+
+
+def _saved(loaded: "LoadedRecipe", machine: "Machine", model: str | None) -> "Calibration | None":
+    from unspool.recipes.plan_model import planned_model
+    from unspool.train.cost_calibration import FILE, load_calibration
+
+    found = load_calibration(loaded.recipe.out)
+    if found is None or not found.is_for(machine.gpu.name, planned_model(loaded, model).shape):
+        return None
+    say(f"rates measured earlier: {loaded.recipe.out / FILE}")
+    return found
+
+
+def _measured(loaded: "LoadedRecipe", machine: "Machine", model: str | None) -> "Calibration":
+    import torch
+
+    from unspool.recipes.plan import plan_recipe
+    from unspool.train.cost_calibration import save_calibration
+    from unspool.train.cost_measure import measure
+
+    first = plan_recipe(loaded, machine, model=model)
+    longest = max(first.stages, key=lambda planned: planned.stage.context)
+    stage = longest.chosen.stage if longest.chosen else longest.stage
+    say(f"measuring a few layers of stage {stage.name} on {machine.gpu.title}, six steps of some seconds …")
+    docs = first.data.documents[stage.name]
+    found = measure(first.model.shape, stage, docs, machine.gpu, torch.device("cuda"))
+    path = save_calibration(found, loaded.recipe.out)
+    say(f"measured rates are kept in {path}, and used from now on")
+    return found
+
+
+def _refusals(found: "Plan") -> list[str]:
+    lines = []
+    for planned in found.stages:
+        if planned.problem is None:
+            continue
+        lines.append(f"stage {planned.stage.name} does not fit as it is written: {planned.problem.rstrip('.')}.")
+        lines += [f"stage {planned.stage.name} fits with {way.text}" for way in planned.ways]
+        if not planned.ways:
+            lines.append(f"stage {planned.stage.name}: nothing that was tried fits; use a smaller model.")
+    return lines
+
+
+# The terminal
+
+
+def _print(found: "Plan", price: float | None) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    machine, shape = found.machine, found.model.shape
+    console.print(f"{found.loaded.recipe.name} on {machine.count} × {machine.gpu.title}", style="bold", soft_wrap=True)
+    console.print(f"model  {format_count(shape.params)} parameters ({found.model.origin})", soft_wrap=True)
+    console.print(f"rates  {found.rates}", soft_wrap=True)
+    console.print()
+    _print_sources(console, found)
+    for planned in found.stages:
+        _print_stage(console, found, planned, price)
+    for warning in found.data.warnings:
+        console.print(warning, style="yellow", soft_wrap=True)
+    if found.hours is not None and len(found.stages) > 1:
+        console.print(f"\nall stages: {_time(found.hours, machine.count, price)}", style="bold")
+
+
+def _print_sources(console: "Console", found: "Plan") -> None:
+    table = _table("source", "has", "how that is known", "trained on", "epochs")
+    for source in found.data.sources:
+        amount = source.available
+        has = "?" if amount.tokens is None else format_count(amount.tokens)
+        table.add_row(source.name, has, f"{amount.how}: {amount.why}", format_count(source.tokens), _epochs(source))
+    console.print(table)
+
+
+def _print_stage(console: "Console", found: "Plan", planned: "StagePlan", price: float | None) -> None:
+    stage, uses = planned.stage, found.data.stages[planned.stage.name]
+    steps = f"{stage.steps} steps of {format_size(stage.batch)} at {format_size(stage.context)}"
+    console.print(f"\nstage {stage.name}", style="bold", end="")
+    console.print(f"  {steps}, {format_count(stage.steps * stage.batch)} tokens")
+    table = _table("rows", "share", "tokens", "epochs", "documents", "how their length is known")
+    for use in uses:
+        cells = (
+            f"{use.share:.0%}",
+            format_count(use.tokens),
+            _epochs(use),
+            format_count(use.document_len),
+            use.lengths,
+        )
+        table.add_row(use.name, *cells)
+    console.print(table)
+    flops = f"{format_count(planned.flops_per_token).replace('B', 'G')}FLOP a token"
+    console.print(f"work       {flops}, {planned.flops_per_token * stage.steps * stage.batch:.3g} in all")
+    for line in planned.position:
+        console.print(f"positions  {line}", soft_wrap=True)
+    if planned.problem:
+        console.print(f"as written it does not fit: {planned.problem}", style="red", soft_wrap=True)
+    if planned.chosen is None:
+        return
+    _print_estimate(console, planned, planned.chosen, price)
+    if planned.faster is not None:
+        from unspool.recipes.plan_refusal import set_words
+
+        words = shlex.join(set_words(planned.index, stage, planned.faster.stage))
+        saved = 1 - planned.faster.seconds.step / planned.chosen.seconds.step
+        console.print(f"faster     by {saved:.0%}: {words}", style="green", soft_wrap=True)
+    elif not stage.compile:
+        console.print(
+            "hint       compile: true makes norms and gates about three times as fast on a GPU", soft_wrap=True
+        )
+
+
+def _print_estimate(console: "Console", planned: "StagePlan", chosen: "Estimate", price: float | None) -> None:
+    from unspool.recipes.layouts import told
+    from unspool.recipes.plan_refusal import set_words
+    from unspool.train.cost_memory import PARTS
+
+    held, machine, seconds = chosen.footprint, chosen.machine, chosen.seconds
+    parts = ", ".join(f"{part} {getattr(held, part) / GIB:.1f}" for part in PARTS if getattr(held, part) >= 0.05 * GIB)
+    room = f"{held.device / GIB:.1f} of {machine.room / GIB:.1f} GiB ({machine.gpu.gib:g} less what CUDA takes)"
+    console.print(f"memory     {room} in {held.moment}", soft_wrap=True)
+    console.print(
+        f"           {parts}; host {held.host / GIB:.1f} of {machine.host_room / GIB:.0f} GiB", soft_wrap=True
+    )
+    console.print(f"layout     {told(chosen.layout)}", soft_wrap=True)
+    console.print(f"policy     {_policy(chosen)}", soft_wrap=True)
+    parts = ", ".join(f"{name} {value:.3g}" for name, value in vars(seconds).items() if value >= 0.005 * seconds.step)
+    console.print(f"step       {seconds.step:.3g} s ({parts})", soft_wrap=True)
+    speed = f"{format_count(chosen.tokens_per_second / machine.count)} tokens/s and GPU, MFU {planned.mfu:.0%}"
+    console.print(f"time       {_time(chosen.hours, machine.count, price)}; {speed}", soft_wrap=True)
+    words = set_words(planned.index, planned.stage, chosen.stage)
+    if words:
+        console.print(f"paste      {shlex.join(words)}", style="green", soft_wrap=True)
+
+
+def _policy(chosen: "Estimate") -> str:
+    from unspool.model.memory_policy import MemoryPolicy
+
+    own, plain = asdict(chosen.stage.memory), asdict(MemoryPolicy())
+    words = [f"{name} {value}" for name, value in own.items() if name == "recompute" or value != plain[name]]
+    optimizer = chosen.stage.optimizer
+    words.append(f"optimizer {optimizer.weights} weights, {optimizer.states} states, step {optimizer.step}")
+    if chosen.stage.compile:
+        words.append("compile")
+    if chosen.stage.parallel.offload:
+        words.append("weights in host memory")
+    return ", ".join(words)
+
+
+def _time(hours: float, count: int, price: float | None) -> str:
+    spent = (
+        f"{hours * 60:.3g} minutes" if hours < 1 else f"{hours:,.1f} hours" if hours < 96 else f"{hours / 24:,.1f} days"
+    )
+    gpus = f", {hours * count:,.3g} GPU hours" if hours * count < 100 else f", {hours * count:,.0f} GPU hours"
+    return spent + gpus + ("" if price is None else f", {price * hours * count:,.2f} at {price:g} an hour")
+
+
+def _epochs(use: Any) -> str:
+    return "?" if use.epochs is None else f"{use.epochs:.2g}"
+
+
+def _table(*columns: str) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in columns:
+        table.add_column(column, no_wrap=not column.startswith("how"))
+    return table

@@ -1,0 +1,253 @@
+"""Load a study and check it whole: one recipe, the arms that change it, seeds, and what they are compared by.
+
+In: a study file or the name of a bundled one, and `--set` texts for all arms. Out: a `Study`, each of its runs with a
+checked recipe.
+Promise: every problem is told before any work, one line each, with the line of the study file and the arm; each arm's
+recipe goes through the checker of recipes. Nothing is written here.
+Elsewhere: writing and running (study_run.py), what is shared (study_store.py), comparing (study_results.py).
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unspool.base.errors import ConfigError
+from unspool.base.lookup import nearest
+from unspool.recipes.catalog import bundled_recipes
+from unspool.recipes.check import MAX_BYTES, LoadedRecipe, check_inputs, load_recipe
+from unspool.recipes.lines import Marks, Place, read_yaml
+from unspool.recipes.paths import expand_home, path_exists
+from unspool.recipes.problems import refuse
+from unspool.recipes.study_compare import Measure, chosen_names, compare_problems, measures_of
+from unspool.recipes.study_grid import ArmSpec, expand
+from unspool.recipes.study_schema import DEFAULT_SEEDS, Margin, study_problems, unknown_arm
+
+FOLDER = Path(__file__).parent / "studies"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRun:
+    """One arm under one seed."""
+
+    arm: str
+    seed: int
+    stage: str
+    """The stage whose scores stand for the arm."""
+    loaded: LoadedRecipe
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}-s{self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    name: str
+    out: Path
+    text: str
+    runs: list[StudyRun]
+    baseline: str
+    against: dict[str, list[str]]
+    """The arms that each arm is compared with."""
+    measures: list[Measure]
+    compare: list[str] | None
+    """Names of the measures that rank the arms; None: those beyond the model's own context."""
+    margin: Margin
+
+    @property
+    def arms(self) -> list[str]:
+        return list(dict.fromkeys(run.arm for run in self.runs))
+
+    def run_dir(self, run: StudyRun) -> Path:
+        return self.out / run.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class BundledStudy:
+    name: str
+    path: Path
+    summary: str
+
+
+def bundled_studies() -> dict[str, BundledStudy]:
+    """Every bundled study by name; its summary is the comment on its first line."""
+    found = {}
+    for path in sorted(FOLDER.glob("*.yaml")):
+        first_line = path.read_text(encoding="utf-8").split("\n", 1)[0]
+        found[path.stem] = BundledStudy(name=path.stem, path=path, summary=first_line.removeprefix("#").strip())
+    return found
+
+
+def load_study(path_or_name: str | Path, *, overrides: list[str] | None = None, out: Path | None = None) -> Study:
+    """`overrides` are `--set` texts that hold for every arm, after its own."""
+    file, root, label = _find(str(path_or_name))
+    text = _read(file, label)
+    data, marks, problems = read_yaml(text, label)
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{label}:1: a study is a mapping of keys such as name, recipe and arms; see docs/studies.md."
+        )
+    refuse([*problems, *study_problems(data)], marks, data)
+    specs, grid_problems = expand(data)
+    refuse(grid_problems, marks, data)
+    name = str(data["name"])
+    folder = out or Path(data.get("out") or Path("runs", name))
+    recipe = _recipe(str(data["recipe"]), root, marks)
+    common = data.get("set") or {}
+    runs: list[StudyRun] = []
+    errors: list[str] = []
+    for spec in specs:
+        try:
+            runs += _runs_of(spec, common, data, _Asked(recipe, folder, marks, overrides or []))
+        except ConfigError as error:
+            # What is wrong for every arm is said once.
+            errors += [line for line in str(error).splitlines() if _bare(line) not in {_bare(one) for one in errors}]
+    if errors:
+        raise ConfigError("\n".join(errors))
+    measures = measures_of([run.loaded.recipe for run in runs])
+    refuse(list(compare_problems(data, measures)), marks, data)
+    baseline = str(data.get("baseline") or specs[0].name)
+    return Study(
+        name=name,
+        out=folder,
+        text=text,
+        runs=runs,
+        baseline=baseline,
+        against={spec.name: spec.against or [baseline] * (spec.name != baseline) for spec in specs},
+        measures=measures,
+        compare=chosen_names(data, measures),
+        margin=Margin.model_validate(data.get("margin") or {}),
+    )
+
+
+def check_study_inputs(runs: list[StudyRun], label: str = "") -> None:
+    """Refuse what cannot be found on this machine; each sentence names the first arm that needs it."""
+    errors: list[str] = []
+    for run in runs:
+        try:
+            check_inputs(run.loaded)
+        except ConfigError as error:
+            found = [line for line in str(error).splitlines() if not any(line in one for one in errors)]
+            errors += [f"arm {run.arm}: {line}" for line in found]
+    if errors:
+        raise ConfigError("\n".join(errors))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What all arms have in common."""
+
+    recipe: str
+    folder: Path
+    marks: Marks
+    overrides: list[str]
+
+
+def _runs_of(spec: ArmSpec, common: dict[str, Any], data: dict[str, Any], asked: _Asked) -> list[StudyRun]:
+    texts: dict[str, Place] = {f"{path}={_spell(value)}": ("set", path) for path, value in common.items()}
+    texts |= {f"{path}={_spell(value)}": place for path, (value, place) in spec.sets.items()}
+    runs = []
+    for seed in spec.seeds or data.get("seeds") or DEFAULT_SEEDS:
+        name = f"{spec.name}-s{seed}"
+        own = [f"name={name}", f"seed={seed}", f"out={_spell(str(asked.folder / name))}"]
+        try:
+            loaded = load_recipe(asked.recipe, [*texts, *asked.overrides, *own])
+        except ConfigError as error:
+            raise ConfigError("\n".join(_placed(error, spec, texts, asked.overrides, asked.marks))) from None
+        runs.append(StudyRun(arm=spec.name, seed=seed, stage=_stage(spec, loaded, asked.marks), loaded=loaded))
+    return runs
+
+
+def _placed(
+    error: ConfigError, spec: ArmSpec, texts: dict[str, Place], overrides: list[str], marks: Marks
+) -> list[str]:
+    """The checker's sentences; what it knows as a `--set` of ours stands on a line of the study file."""
+    lines = []
+    for line in str(error).splitlines():
+        where = {f"--set {_line(text)}: ": marks.where(place) for text, place in texts.items()}
+        where |= {f"--set {_line(text)}: ": f"--set {_line(text)}" for text in overrides}
+        known = next((start for start in where if line.startswith(start)), "")
+        lines.append(f"{where.get(known, marks.where(spec.place))}: arm {spec.name}: {line.removeprefix(known)}")
+    return lines
+
+
+def _line(text: str) -> str:
+    """As sentences quote it."""
+    return " ".join(text.split())
+
+
+def _bare(line: str) -> str:
+    """A sentence without the arm it was found in."""
+    before, named, after = line.partition(": arm ")
+    return f"{before}: {after.partition(': ')[2]}" if named else line
+
+
+def _stage(spec: ArmSpec, loaded: LoadedRecipe, marks: Marks) -> str:
+    names = [stage.name for stage in loaded.recipe.stages]
+    if not names:
+        raise ConfigError(
+            f"{marks.where(spec.place)}: arm {spec.name}: its recipe has no stages, so nothing is trained."
+        )
+    if spec.stage is None:
+        return names[-1]
+    if spec.stage not in names:
+        guess = nearest(spec.stage, names)
+        hint = f"; did you mean {guess!r}?" if guess else "."
+        where = marks.where((*spec.place, "stage"))
+        raise ConfigError(
+            f"{where}: arm {spec.name}: stage = {spec.stage}: not a stage of its recipe{hint} "
+            f"Known: {', '.join(names)}."
+        )
+    return spec.stage
+
+
+def _spell(value: Any) -> str:
+    """A value as `--set` reads it: JSON is YAML, but for characters beyond 16 bits."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _recipe(given: str, root: Path, marks: Marks) -> str:
+    """The base recipe as `load_recipe` finds it: beside the study first, then here, then bundled."""
+    beside = root / expand_home(given)
+    if given not in bundled_recipes() and path_exists(str(beside)):
+        given = str(beside)
+    try:
+        load_recipe(given)
+    except ConfigError as error:
+        where = marks.where(("recipe",))
+        raise ConfigError("\n".join(f"{where}: recipe: {line}" for line in str(error).splitlines())) from None
+    return given
+
+
+def _find(given: str) -> tuple[Path, Path, str]:
+    """The file, the folder its paths start from, and what to call it."""
+    path = expand_home(given)
+    bundled = bundled_studies()
+    if path_exists(str(path)) and path.is_file():
+        return path, path.parent, given
+    if given in bundled:
+        return bundled[given].path, Path(), f"{given}.yaml"
+    guess = nearest(given, bundled)
+    hint = f"; did you mean {guess!r}?" if guess else "."
+    raise ConfigError(f"{given!r} is neither a study file nor a bundled study{hint} Bundled: {', '.join(bundled)}.")
+
+
+def _read(file: Path, label: str) -> str:
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{label} is too large for a study; a study is a YAML file of some kilobytes.")
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{label} is not a text file in UTF-8, so it cannot be a study.") from None
+    except OSError as error:
+        raise ConfigError(f"{label} cannot be read: {error.strerror}.") from None
+
+
+def pick_runs(study: Study, only: list[str] | None) -> list[StudyRun]:
+    """The runs that were asked for, by arm or by run; all of them if none was."""
+    known = [*study.arms, *(run.name for run in study.runs)]
+    for name in only or []:
+        if name not in known:
+            raise ConfigError(f"--only {name}: {unknown_arm(name, known)}")
+    return [run for run in study.runs if not only or run.arm in only or run.name in only]

@@ -1,0 +1,1 @@
+"""Long instruction data: questions, retrieved passages and summaries that a language model writes about documents."""

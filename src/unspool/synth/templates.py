@@ -1,0 +1,138 @@
+"""The wording around generated texts: instructions, where document and question stand, how answers begin.
+
+In: our own wording (wording.yaml), lists of the user's that replace ours. Out: texts with the parts filled in.
+Promise: what is filled in is never read as a template. Which wording an example gets follows from seed and the uses
+so far: the least used first, so that all of them are used, about equally often.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from unspool.base.artefact import digest
+from unspool.base.errors import ConfigError
+from unspool.base.lookup import nearest
+from unspool.base.rng import rng_for
+from unspool.synth.config import KINDS, Kind
+
+# For every kind and list: the places a text must have, and those it may have besides.
+PLACES: dict[str, dict[str, tuple[set[str], set[str]]]] = {
+    "qa": {
+        "instruction": (set(), set()),
+        "placement": ({"document", "question"}, {"instruction"}),
+        "answer": ({"answer"}, set()),
+    },
+    "rag": {
+        "instruction": (set(), set()),
+        "placement": ({"document", "question"}, {"instruction"}),
+        "passage": ({"text"}, {"number"}),
+        "answer": ({"answer"}, set()),
+    },
+    "summary": {
+        "instruction": (set(), set()),
+        "placement": ({"document", "instruction"}, set()),
+        "answer": ({"answer"}, set()),
+    },
+}
+_PLACE = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which wording an example has: the number of its text in every list."""
+
+    numbers: tuple[tuple[str, int], ...]
+
+    @property
+    def ids(self) -> dict[str, int]:
+        return dict(self.numbers)
+
+
+class Templates:
+    def __init__(self, lists: dict[str, dict[str, list[str]]]) -> None:
+        self.lists = lists
+
+    @property
+    def digest(self) -> str:
+        return digest(self.lists)
+
+    def fill(self, kind: Kind, name: str, chosen: Chosen, **parts: str) -> str:
+        return fill(self.lists[kind][name][chosen.ids[name]], **parts)
+
+
+def fill(template: str, **parts: str) -> str:
+    # In one go, so that a document that spells "{question}" stays as it is.
+    return _PLACE.sub(lambda found: parts.get(found[1], found[0]), template)
+
+
+class Uses:
+    """How often each wording was chosen."""
+
+    def __init__(self, templates: Templates, seed: int) -> None:
+        self._templates, self._seed = templates, seed
+        self._counts: dict[tuple[str, str], Counter[int]] = {}
+
+    def choose(self, kind: Kind, number: int) -> Chosen:
+        """One of the least used of every list, by seed and the example's number."""
+        chosen = []
+        for name, texts in self._templates.lists[kind].items():
+            counts = self._counts.setdefault((kind, name), Counter())
+            least = min(counts[at] for at in range(len(texts)))
+            free = [at for at in range(len(texts)) if counts[at] == least]
+            taken = free[int(rng_for(self._seed, "synth wording", kind, name, number).integers(len(free)))]
+            counts[taken] += 1
+            chosen.append((name, taken))
+        return Chosen(tuple(chosen))
+
+    def give_back(self, kind: Kind, chosen: Chosen) -> None:
+        """The example was not kept, so its wording is free again."""
+        for name, taken in chosen.numbers:
+            self._counts[(kind, name)][taken] -= 1
+
+
+def load_templates(path: Path | None) -> Templates:
+    """Our wording, and what the user's file has in its place."""
+    ours: dict[str, dict[str, list[str]]] = yaml.safe_load(
+        (files("unspool") / "synth" / "wording.yaml").read_text(encoding="utf-8")
+    )
+    if path is None:
+        return Templates(ours)
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"templates {path}: cannot be read as YAML ({str(error).splitlines()[0]}).") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"templates {path}: must be a mapping with some of {', '.join(KINDS)}.")
+    for kind, lists in given.items():
+        _check_name(path, "kind", kind, PLACES)
+        if not isinstance(lists, dict):
+            raise ConfigError(f"templates {path}: {kind} must be a mapping of lists: {', '.join(PLACES[kind])}.")
+        for name, texts in lists.items():
+            _check_name(path, f"list of {kind}", name, PLACES[kind])
+            _check_texts(f"templates {path}: {kind}.{name}", texts, *PLACES[kind][name])
+            ours[kind][name] = texts
+    return Templates(ours)
+
+
+def _check_name(path: Path, what: str, name: Any, known: dict[str, Any]) -> None:
+    if name not in known:
+        guess = nearest(str(name), known)
+        hint = f" did you mean {guess!r}?" if guess else ""
+        raise ConfigError(f"templates {path}: {what} {name!r} is not known;{hint} known: {', '.join(known)}.")
+
+
+def _check_texts(where: str, texts: Any, needed: set[str], allowed: set[str]) -> None:
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise ConfigError(f"{where} must be a list of texts, at least one, none of them empty.")
+    for number, text in enumerate(texts, start=1):
+        found = set(_PLACE.findall(text))
+        if missing := needed - found:
+            raise ConfigError(f"{where}: text {number} lacks {{{min(missing)}}}, so something would be left out.")
+        if unknown := found - needed - allowed:
+            places = ", ".join(f"{{{name}}}" for name in sorted(needed | allowed)) or "none"
+            raise ConfigError(f"{where}: text {number} has {{{min(unknown)}}}; places here: {places}.")

@@ -1,0 +1,127 @@
+"""`unspool plan`: what a person and a program see of it."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from factory import save_mini
+from unspool.cli.main import build_app
+from unspool.recipes.check import load_recipe
+from unspool.recipes.plan_model import planned_model
+from unspool.train.cost_calibration import Calibration, save_calibration
+
+
+def run(*options: object):
+    return CliRunner().invoke(build_app(), ["plan", *map(str, options)])
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+
+
+@pytest.fixture
+def mini(tmp_path) -> Path:
+    path = save_mini(tmp_path)
+    path.write_text(path.read_text().replace("name: mini\n", f"name: mini\nout: {tmp_path / 'run'}\n"))
+    return path
+
+
+def test_a_person_sees_data_memory_time_and_settings():
+    done = run("smollm2-32k", "--gpu", "h200", "--price", 2.5)
+    assert done.exit_code == 0, done.output
+    for text in (
+        "120 steps",
+        "books-32k",
+        "epochs",
+        "FLOP a token",
+        "positions",
+        "GiB",
+        "tokens/s",
+        "GPU hours",
+        "2.5",
+    ):
+        assert text in done.stdout, text
+    assert "measured on one NVIDIA H200" in done.stdout
+    assert "estimated" in run("smollm2-32k", "--gpu", "h100").stdout
+
+
+def test_a_doomed_run_is_refused_and_its_line_can_be_pasted():
+    done = run("prolong-512k", "--gpu", "h100", "--count", 8)
+    assert done.exit_code == 2
+    assert "Traceback" not in done.output
+    refusal = next(line for line in done.stderr.splitlines() if "fits with" in line)
+    words = shlex.split(refusal.split("fits with ", 1)[1])
+    again = run("prolong-512k", "--gpu", "h100", "--count", 8, *words)
+    assert again.exit_code == 0, again.output
+    assert "ulysses 8" in again.stdout
+
+
+def test_json_is_whole_and_pure(mini):
+    done = run(mini, "--gpu", "h200", "--json", "--price", 3)
+    plan = json.loads(done.stdout)
+    assert done.exit_code == 0
+    assert set(plan) == {
+        *("recipe", "fits", "machine", "model", "sources", "stages", "warnings", "hours", "gpu_hours", "cost")
+    }
+    assert set(plan["stages"][0]) >= {
+        *("name", "context", "steps", "tokens", "rows", "flops_per_token", "flops", "fits", "problem", "written"),
+        *("chosen", "faster", "ways", "position", "lengths_counted", "document_len"),
+    }
+    assert set(plan["stages"][0]["chosen"]) >= {"layout", "memory", "seconds", "set", "settings", "hours", "cost"}
+    assert plan["fits"] is True
+
+
+def test_json_of_what_does_not_fit_tells_the_ways_out():
+    done = run("prolong-512k", "--gpu", "4090", "--json")
+    assert done.exit_code == 2
+    (stage,) = json.loads(done.stdout)["stages"]
+    assert stage["problem"]
+    assert stage["chosen"] is None
+    assert {way["kind"] for way in stage["ways"]} >= {"gpus"}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["tiny", "--gpu", "h999"], "--gpu 'h999' is not known"),
+        (["tiny", "--gpu", "h200", "--host-mem", "much"], "--host-mem 'much' is no size of memory"),
+        (["tiny", "--measure"], "--measure needs a GPU"),
+        (["nothing"], "neither a file nor a bundled recipe"),
+        (["tiny", "--gpu", "h200", "--set", "stages.0.lr=no"], "stages.0.lr"),
+        (["tiny", "--gpu", "h200", "--model", "./nowhere"], "is not here"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(options, told):
+    done = run(*options)
+    assert done.exit_code == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_without_a_gpu_it_says_what_it_plans_for():
+    done = run("tiny")
+    assert done.exit_code == 0
+    assert "NVIDIA H200" in done.stdout
+
+
+def test_a_measurement_in_the_runs_folder_is_used_and_said(mini, tmp_path):
+    before = json.loads(run(mini, "--gpu", "h200", "--json").stdout)
+    assert not (tmp_path / "run").exists(), "planning writes nothing"
+    shape = planned_model(load_recipe(mini)).shape
+    measured = Calibration(
+        device="NVIDIA H200", gpu="h200", versions="torch", shape=shape, tokens=128, document_len=128, layers=1.0,
+        rest=3.0, activations=1.5, seconds=(1.0, 2.0), num_layers=(2, 4),
+    )  # fmt: skip
+    save_calibration(measured, tmp_path / "run")
+    done = run(mini, "--gpu", "h200", "--json")
+    after = json.loads(done.stdout)
+    assert "measured here" in after["machine"]["rates"]
+    one, other = (plan["stages"][0]["chosen"] for plan in (before, after))
+    assert other["seconds"]["loss"] == pytest.approx(3 * one["seconds"]["loss"])
+    assert other["memory"]["parts"]["kept"] == pytest.approx(1.5 * one["memory"]["parts"]["kept"])
+    elsewhere = json.loads(run(mini, "--gpu", "h100", "--json").stdout)
+    assert "estimated" in elsewhere["machine"]["rates"]
