@@ -67,7 +67,13 @@ def known_step(name: str, *, again: bool) -> dict[str, Any] | None:
     if not again and path.is_file():
         found = json.loads(path.read_text())["cases"].get(name, {}).get("ours", {})
         if found.get("step_seconds"):
-            return {"peak_gib": found["peak_gib"], "step_seconds": median(found["step_seconds"]), "from": "train.json"}
+            step = median(found["step_seconds"])
+            return {
+                "peak_gib": found["peak_gib"],
+                "step_seconds": step,
+                "settings": found["settings"],
+                "from": "train.json",
+            }
     if not torch.cuda.is_available():
         return None
     result = in_own_process(__file__, "--cases", name, "--one", "step")
@@ -93,13 +99,16 @@ def own_gpu() -> Gpu:
 
 def compared(name: str, measured: dict[str, Any] | None, *, calibrate: bool) -> dict[str, Any]:
     gpu = own_gpu() if torch.cuda.is_available() else REFERENCE
-    found: dict[str, Any] = {"predicted": vars(predicted(PLANNED[name], gpu)), "measured": measured}
+    # Under the settings that were measured, which need not be today's.
+    settings = (measured or {}).get("settings", PLANNED[name].settings)
+    case = replace(PLANNED[name], settings=settings)
+    found: dict[str, Any] = {"predicted": vars(predicted(case, gpu)), "measured": measured}
     if measured is not None:
         found["ratios"] = ratios(found["predicted"], measured)
     if calibrate and torch.cuda.is_available():
         factors = in_own_process(__file__, "--cases", name, "--one", "layers")
         if not isinstance(factors, int):
-            again = predicted(PLANNED[name], gpu, factors)
+            again = predicted(case, gpu, factors)
             found["calibrated"] = {"factors": factors, "predicted": vars(again)}
             if measured is not None:
                 found["calibrated"]["ratios"] = ratios(vars(again), measured)

@@ -82,7 +82,7 @@ CASES = {
         shape=LLAMA_8B,
         length=ROW,
         goal=5300,
-        settings=LARGE | {"offload": True, "keep_products": 20, "keep_on_host": 9},
+        settings=LARGE | {"offload": True, "keep_products": 30, "keep_on_host": 15},
     ),
     "8b-prolong": Case(
         shape=LLAMA_8B,
@@ -90,14 +90,14 @@ CASES = {
         goal=6300,
         kinds=(((ROW,), 5), (SHORT, 3)),
         same_peer="8b-64k",
-        settings=LARGE | {"offload": True, "keep_products": 20, "keep_on_host": 9},
+        settings=LARGE | {"offload": True, "keep_products": 30, "keep_on_host": 15},
     ),
     "8b-128k": Case(
         shape=LLAMA_8B,
         length=2 * ROW,
         goal=3200,
         timed=1,
-        settings=LARGE | {"offload": True, "keep_products": 5, "keep_on_host": 3},
+        settings=LARGE | {"offload": True, "keep_products": 8, "keep_on_host": 5},
     ),
     "135m-32k": Case(
         shape=SMOLLM2_135M, length=ROW // 2, rows_per_step=4, goal=75_000, timed=5, settings={"compile": True}
