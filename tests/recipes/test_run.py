@@ -230,7 +230,7 @@ def test_paths_are_found_beside_the_recipe_wherever_it_is_run_from(place, recipe
     prepared = Run(load_recipe(given, [f"out={tmp_path / 'out'}"]))
 
     assert prepared.corpora()["books"]["documents"] == 20
-    assert prepared._resolved_eval(prepared.recipe.evals[0]).text == str(given.parent / "held-out.jsonl")
+    assert prepared.loaded.evals()[0].text == str(given.parent / "held-out.jsonl")
 
 
 # Where a stage starts

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from unspool.base.errors import ConfigError
+from unspool.recipes.catalog import bundled_studies
 from unspool.recipes.check import load_recipe
-from unspool.recipes.study import bundled_studies, check_study_inputs, load_study, pick_runs
+from unspool.recipes.study import check_study_inputs, load_study, pick_runs
 from unspool.recipes.study_schema import ARM_KEYS, KEYS
 from unspool.recipes.study_store import shared_boxes
 from unspool.recipes.study_written import load_written, recipe_digest, write_recipes

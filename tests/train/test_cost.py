@@ -25,6 +25,7 @@ from unspool.train.parallel_config import ParallelConfig
 from unspool.train.parallelize import parallelize
 from unspool.train.split import split_batch
 
+from .cost_tracked import shape_of
 from .parallel.cases import random_row
 from .parallel.ranks import run_ranks
 
@@ -41,20 +42,6 @@ LLAMA_8B = Shape(
 ONE = Layout(replicate=1, shard=1, ring=1, ulysses=1)
 ROW = 64
 IN_FP32 = 2  # times bf16: what a CPU computes in
-
-
-def shape_of(model: Any) -> Shape:
-    config = model.config
-    return Shape(
-        num_layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        vocabulary=config.vocab_size,
-        tied=config.tie_word_embeddings,
-    )
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-tied"])

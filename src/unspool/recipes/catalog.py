@@ -1,28 +1,37 @@
-"""The recipes that come with the package."""
+"""The recipes and studies that come with the package."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from unspool.base.lookup import lookup
 
-FOLDER = Path(__file__).parent / "bundled"
+RECIPES = Path(__file__).parent / "bundled"
+STUDIES = Path(__file__).parent / "studies"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BundledRecipe:
+class Bundled:
     name: str
     path: Path
     summary: str
 
 
-def bundled_recipes() -> dict[str, BundledRecipe]:
-    """Every bundled recipe by name; its summary is the comment on its first line."""
+def bundled_recipes() -> dict[str, Bundled]:
+    return _bundled(RECIPES)
+
+
+def bundled_studies() -> dict[str, Bundled]:
+    return _bundled(STUDIES)
+
+
+def _bundled(folder: Path) -> dict[str, Bundled]:
+    """By name; the summary is the comment on the first line."""
     found = {}
-    for path in sorted(FOLDER.glob("*.yaml")):
+    for path in sorted(folder.glob("*.yaml")):
         first_line = path.read_text(encoding="utf-8").split("\n", 1)[0]
-        found[path.stem] = BundledRecipe(name=path.stem, path=path, summary=first_line.removeprefix("#").strip())
+        found[path.stem] = Bundled(name=path.stem, path=path, summary=first_line.removeprefix("#").strip())
     return found
 
 
-def find_bundled(name: str) -> BundledRecipe:
+def find_bundled(name: str) -> Bundled:
     return lookup(bundled_recipes(), name, kind="recipe")

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from unspool.base.errors import ConfigError
 from unspool.base.lookup import nearest
+from unspool.eval.config import Eval
 from unspool.recipes.catalog import bundled_recipes
 from unspool.recipes.lines import Marks, Place, Problem, read_yaml
 from unspool.recipes.overrides import apply_overrides
@@ -26,6 +27,8 @@ from unspool.recipes.shape import recipe_schema
 
 # Whoever passes a model or a data file by mistake should hear so at once.
 MAX_BYTES = 1 << 20
+# Keys of an evaluation that name a file.
+EVAL_PATHS = ("text", "wording")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -41,10 +44,24 @@ class LoadedRecipe:
     def path(self, value: str) -> str:
         return resolve_path(value, self.root)
 
+    def evals(self) -> list[Eval]:
+        """The recipe's evaluations, with their files found."""
+        return [self._found(entry) for entry in self.recipe.evals]
+
+    def _found(self, entry: Eval) -> Eval:
+        changed: dict[str, Any] = {key: self.path(value) for key in EVAL_PATHS if (value := getattr(entry, key, None))}
+        paths: dict[str, str] = getattr(entry, "paths", {})
+        if paths:
+            # A `hub:` name is no path.
+            changed["paths"] = {
+                name: path if path.startswith("hub:") else self.path(path) for name, path in paths.items()
+            }
+        return entry.model_copy(update=changed) if changed else entry
+
 
 def load_recipe(path_or_name: str | Path, overrides: list[str] | None = None) -> LoadedRecipe:
     file, root, label = _find(str(path_or_name))
-    text = _read(file, label)
+    text = read_text(file, label, kind="recipe")
     data, marks, problems = read_yaml(text, label)
     if data is None:
         raise ConfigError(f"{label}: the recipe is empty; see `unspool recipes show tiny` for a complete one.")
@@ -85,13 +102,14 @@ def _find(given: str) -> tuple[Path, Path, str]:
     )
 
 
-def _read(file: Path, label: str) -> str:
+def read_text(file: Path, label: str, *, kind: str) -> str:
+    """What stands in a recipe, or in another file that is written by hand."""
     try:
         if file.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{label} is too large for a recipe; a recipe is a YAML file of some kilobytes.")
+            raise ConfigError(f"{label} is too large for a {kind}; a {kind} is a YAML file of some kilobytes.")
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise ConfigError(f"{label} is not a text file in UTF-8, so it cannot be a recipe.") from None
+        raise ConfigError(f"{label} is not a text file in UTF-8, so it cannot be a {kind}.") from None
     except OSError as error:
         raise ConfigError(f"{label} cannot be read: {error.strerror}.") from None
 

@@ -15,7 +15,6 @@ import transformers
 from unspool import __version__
 from unspool.base.errors import ConfigError
 from unspool.base.progress import console, say
-from unspool.eval.config import Eval
 from unspool.eval.plan import Plan, runnable
 from unspool.eval.run import Scoring, score_model
 from unspool.model.load import model_digest, original_context
@@ -115,7 +114,7 @@ class Run(Preparation):
         scoring = Scoring(
             model=name,
             model_hash=model_digest(ref),
-            evals=[self._resolved_eval(entry) for entry in self.recipe.evals],
+            evals=self.loaded.evals(),
             seed=self.recipe.seed,
             out_dir=self.out / "scores" / name,
             root=Path(),
@@ -141,7 +140,7 @@ class Run(Preparation):
 
     def _check_evals(self) -> None:
         """Find a suite that cannot work (too short a text or length) now, not after hours of training."""
-        evals = runnable([self._resolved_eval(entry) for entry in self.recipe.evals])
+        evals = runnable(self.loaded.evals())
         Plan(evals, self.tokenizer, seed=self.recipe.seed, root=Path()).check()
 
     def _original_context(self) -> int:
@@ -191,22 +190,6 @@ class Run(Preparation):
 
     def _stage_dir(self, name: str) -> Path:
         return self.out / "stages" / name
-
-    def _resolved_eval(self, entry: Eval) -> Eval:
-        changed: dict[str, Any] = {}
-        text: str | None = getattr(entry, "text", None)
-        paths: dict[str, str] = getattr(entry, "paths", {})
-        if text:
-            changed["text"] = self.loaded.path(text)
-        wording: str | None = getattr(entry, "wording", None)
-        if wording:
-            changed["wording"] = self.loaded.path(wording)
-        if paths:
-            # A `hub:` name is no path.
-            changed["paths"] = {
-                name: path if path.startswith("hub:") else self.loaded.path(path) for name, path in paths.items()
-            }
-        return entry.model_copy(update=changed) if changed else entry
 
 
 def pick_device(wanted: str) -> torch.device:

@@ -14,16 +14,14 @@ from typing import Any
 
 from unspool.base.errors import ConfigError
 from unspool.base.lookup import nearest
-from unspool.recipes.catalog import bundled_recipes
-from unspool.recipes.check import MAX_BYTES, LoadedRecipe, check_inputs, load_recipe
+from unspool.recipes.catalog import bundled_recipes, bundled_studies
+from unspool.recipes.check import LoadedRecipe, check_inputs, load_recipe, read_text
 from unspool.recipes.lines import Marks, Place, read_yaml
 from unspool.recipes.paths import expand_home, path_exists
 from unspool.recipes.problems import refuse
 from unspool.recipes.study_compare import Measure, chosen_names, compare_problems, measures_of
 from unspool.recipes.study_grid import ArmSpec, expand
 from unspool.recipes.study_schema import DEFAULT_SEEDS, Margin, study_problems, unknown_arm
-
-FOLDER = Path(__file__).parent / "studies"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,26 +61,10 @@ class Study:
         return self.out / run.name
 
 
-@dataclass(frozen=True, kw_only=True)
-class BundledStudy:
-    name: str
-    path: Path
-    summary: str
-
-
-def bundled_studies() -> dict[str, BundledStudy]:
-    """Every bundled study by name; its summary is the comment on its first line."""
-    found = {}
-    for path in sorted(FOLDER.glob("*.yaml")):
-        first_line = path.read_text(encoding="utf-8").split("\n", 1)[0]
-        found[path.stem] = BundledStudy(name=path.stem, path=path, summary=first_line.removeprefix("#").strip())
-    return found
-
-
 def load_study(path_or_name: str | Path, *, overrides: list[str] | None = None, out: Path | None = None) -> Study:
     """`overrides` are `--set` texts that hold for every arm, after its own."""
     file, root, label = _find(str(path_or_name))
-    text = _read(file, label)
+    text = read_text(file, label, kind="study")
     data, marks, problems = read_yaml(text, label)
     if not isinstance(data, dict):
         raise ConfigError(
@@ -231,17 +213,6 @@ def _find(given: str) -> tuple[Path, Path, str]:
     guess = nearest(given, bundled)
     hint = f"; did you mean {guess!r}?" if guess else "."
     raise ConfigError(f"{given!r} is neither a study file nor a bundled study{hint} Bundled: {', '.join(bundled)}.")
-
-
-def _read(file: Path, label: str) -> str:
-    try:
-        if file.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{label} is too large for a study; a study is a YAML file of some kilobytes.")
-        return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{label} is not a text file in UTF-8, so it cannot be a study.") from None
-    except OSError as error:
-        raise ConfigError(f"{label} cannot be read: {error.strerror}.") from None
 
 
 def pick_runs(study: Study, only: list[str] | None) -> list[StudyRun]:

@@ -19,9 +19,9 @@ from unspool.base.artefact import MANIFEST, digest, read_manifest
 from unspool.data.corpus import SEEDED
 from unspool.eval.run import Scoring
 from unspool.model.scratch import NewModel
-from unspool.recipes.check import LoadedRecipe
+from unspool.recipes.check import EVAL_PATHS, LoadedRecipe
 from unspool.recipes.run import BASE, Run
-from unspool.recipes.study_written import EVAL_PATHS, SOURCE_PATHS, located
+from unspool.recipes.study_written import SOURCE_PATHS, located
 
 SHARED = "shared"
 LOCK = ".lock"

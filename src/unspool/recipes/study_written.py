@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from unspool.base.artefact import digest, write_atomic
-from unspool.recipes.check import LoadedRecipe, load_recipe
+from unspool.recipes.check import EVAL_PATHS, LoadedRecipe, load_recipe
 from unspool.recipes.lines import CoreDumper, Place
 from unspool.recipes.paths import ASSET_PREFIX, expand_home, path_exists
 from unspool.recipes.schema import Recipe
@@ -23,7 +23,6 @@ from unspool.recipes.study import Study, StudyRun
 RECIPES = "recipes"
 # Keys of sources and of evals that name files.
 SOURCE_PATHS = ("path", "prose", "template")
-EVAL_PATHS = ("text", "wording")
 
 
 def recipe_file(study: Study, run: StudyRun) -> Path:

@@ -138,7 +138,7 @@ class Synthesis(Preparation):
 
     def _inputs(self, name: str, config: SynthConfig) -> dict[str, Any]:
         corpora = {source: read_manifest(self.out / "corpus" / source) or {} for source in config.sources}
-        evals = [self._resolved_eval(entry) for entry in self.recipe.evals] if config.decontaminate.evals else []
+        evals = self.loaded.evals() if config.decontaminate.evals else []
         return {
             "corpora": {source: digest(manifest.get("files")) for source, manifest in corpora.items()},
             "tokenizer": build_encoder(self.tokenizer).digest,
@@ -152,8 +152,7 @@ class Synthesis(Preparation):
         """The runs of words that must not be trained on."""
         found = Evaluations(config.decontaminate.ngram)
         if config.decontaminate.evals:
-            evals = [self._resolved_eval(entry) for entry in self.recipe.evals]
-            found.add_all(eval_texts(evals, self.tokenizer, seed=self.recipe.seed, root=Path()))
+            found.add_all(eval_texts(self.loaded.evals(), self.tokenizer, seed=self.recipe.seed, root=Path()))
         found.add_all(file_texts([self.loaded.path(path) for path in config.decontaminate.files]))
         if found.texts:
             say(f"kept out: {found.num_runs:,} runs of words from {found.texts:,} texts of evaluations")
@@ -186,19 +185,6 @@ class Synthesis(Preparation):
 
     def _seed(self, config: SynthConfig) -> int:
         return self.recipe.seed if config.seed is None else config.seed
-
-    def _resolved_eval(self, entry: Eval) -> Eval:
-        changed: dict[str, Any] = {}
-        text: str | None = getattr(entry, "text", None)
-        if text:
-            changed["text"] = self.loaded.path(text)
-        paths: dict[str, str] = getattr(entry, "paths", {})
-        if paths:
-            # A `hub:` name is no path.
-            changed["paths"] = {
-                name: path if path.startswith("hub:") else self.loaded.path(path) for name, path in paths.items()
-            }
-        return entry.model_copy(update=changed) if changed else entry
 
 
 def _settings(config: SynthConfig) -> dict[str, Any]:

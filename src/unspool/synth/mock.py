@@ -78,7 +78,7 @@ class MockAnswering:
         sentence = sentences[int.from_bytes(draw[4:8]) % len(sentences)]
         if fault == "copy":
             return _COPY.format(words=" ".join(sentence.split()[:4]))
-        words = sorted(set(re.findall(r"[^\W\d_]{4,}", sentence)), key=len)[-3:] or ["it"]
+        words = sorted(set(re.findall(r"[^\W\d_]{4,}", sentence)), key=lambda word: (len(word), word))[-3:] or ["it"]
         asked = _ASKS[draw[8] % len(_ASKS)].format(words=", ".join(words))
         if fault == "refers":
             return f"Reasoning: some.\nQuestion: In the snippet, {asked}\nAnswer: {sentence}"
