@@ -1,12 +1,18 @@
 """A small real tokenizer and generated prose, shared by the evaluation's tests."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from unspool.data.wording import fact, pair_question, pairs_text, question
+from unspool.eval import questions
 from unspool.eval.prompt import Materials
+from unspool.eval.run import Scoring
+
+from .toy import TOY, entry
 
 
 def make_words(count: int, seed: int = 0) -> list[str]:
@@ -77,3 +83,16 @@ def materials(tokenizer: PreTrainedTokenizerFast, words: list[str], documents: l
 @pytest.fixture(scope="session")
 def coarse_materials(coarse_tokenizer: PreTrainedTokenizerFast, words: list[str], documents: list[str]) -> Materials:
     return Materials(tokenizer=coarse_tokenizer, words=words, documents=documents)
+
+
+@pytest.fixture
+def toy_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RULER's place is taken by a suite of four small tasks."""
+    monkeypatch.setitem(questions.SUITES, "ruler", TOY)
+
+
+@pytest.fixture
+def scoring(tmp_path: Path) -> Scoring:
+    return Scoring(
+        model="base", model_hash="m", evals=[entry()], seed=0, out_dir=tmp_path / "scores/base", root=tmp_path
+    )

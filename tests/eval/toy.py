@@ -1,10 +1,13 @@
 """A suite of generated questions: one task with a context for every question, one with shared contexts, one from a set
 of labelled items, one that needs a judge."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from unspool.base.errors import ConfigError
+from unspool.eval.config import RulerEval
 from unspool.eval.prompt import encode
 from unspool.eval.task import Ask, Asked, Suite, Task
 
@@ -86,3 +89,17 @@ TOY = Suite(
     },
     load=_load,
 )
+
+
+def entry(**options) -> RulerEval:
+    return RulerEval.model_validate({"suite": "ruler", "lengths": [256, 512], "samples": 12, **options})
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
+
+
+def cell_of(summary: dict, task: str | None, length: int, depth: float | None = None) -> dict:
+    found = [c for c in summary["cells"] if (c["task"], c["length"], c["depth"]) == (task, length, depth)]
+    assert len(found) == 1
+    return found[0]

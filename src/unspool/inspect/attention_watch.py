@@ -7,8 +7,8 @@ drawn when no more than `count` of the layers so far look further.
 Elsewhere: the numbers (attention_tiles.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 from unspool.inspect.attention_text import Text
 from unspool.inspect.attention_tiles import Far, Layer, build_sight, draw, measure
 from unspool.model.attention_reference import Rules
-from unspool.model.parts import attention_of, layers_of
+from unspool.model.parts import stand_between
 
 Head = tuple[int, int]  # layer and head, counted from 0
 
@@ -87,17 +87,9 @@ class _Watcher:
         self._look, self._advance = look, advance
         self._seen = Seen(by=look.by)
 
-    @contextmanager
-    def attached(self, model: Any) -> Iterator[None]:
+    def attached(self, model: Any) -> AbstractContextManager[None]:
         """Within this, every layer's attention shows us what it takes."""
-        attentions = [attention_of(layer) for layer in layers_of(model)]
-        for number, one in enumerate(attentions):
-            one.exchange = partial(self._attend, number)
-        try:
-            yield
-        finally:
-            for one in attentions:
-                del one.exchange
+        return stand_between(model, lambda layer: partial(self._attend, layer))
 
     def _attend(
         self,

@@ -7,8 +7,8 @@ Price: scores between continuations are computed and thrown away, so they should
 Elsewhere: what is fed when (generate.py).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from unspool.base.errors import ConfigError
 from unspool.model.attention import NAME
 from unspool.model.attention_reference import MAX_SCORES, Rules
-from unspool.model.parts import attention_of, layers_of
+from unspool.model.parts import attention_of, layers_of, stand_between
 
 Part = tuple[Tensor, Tensor]  # output over some keys alone, and its log-sum-exp: [B, KV, G·Q, D] and [B, KV, G·Q]
 
@@ -49,18 +49,9 @@ class Branches:
         self._fed = len(owners)
         self._masks = {}
 
-    @contextmanager
-    def attached(self, model: Any) -> Iterator[None]:
+    def attached(self, model: Any) -> AbstractContextManager[None]:
         """Within this, the model's layers attend as told here."""
-        attentions = [attention_of(layer) for layer in layers_of(model)]
-        assert all(getattr(one, "exchange", None) is None for one in attentions), "rows lie on several devices"
-        for one in attentions:
-            one.exchange = self
-        try:
-            yield
-        finally:
-            for one in attentions:
-                del one.exchange
+        return stand_between(model, lambda layer: self)
 
     def __call__(
         self,

@@ -5,7 +5,8 @@ MLP or a mixture of experts. Whether the latter really do is tried on a few toke
 one that is built otherwise is refused instead of computed wrongly.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +38,20 @@ def attention_of(layer: nn.Module) -> Any:
             "leave attention_heads_at_once out and use recompute none or full."
         )
     return found[0]
+
+
+@contextmanager
+def stand_between(model: Any, exchange_of: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:
+    """Within this, `exchange_of(layer)` stands between a layer's attention and its kernel (attention.py)."""
+    attentions = [attention_of(layer) for layer in layers_of(model)]
+    assert all(getattr(one, "exchange", None) is None for one in attentions), "rows lie on several devices"
+    for number, one in enumerate(attentions):
+        one.exchange = exchange_of(number)
+    try:
+        yield
+    finally:
+        for one in attentions:
+            del one.exchange
 
 
 def token_parts(model: Any) -> Iterator[nn.Module]:
