@@ -46,6 +46,16 @@ def test_the_three_lines_say_before_and_after_with_n_and_interval(simple_run: Pa
     ]
 
 
+def test_of_three_arms_one_far_behind_is_not_called_close(simple_run: Path):
+    write_simple(simple_run, "utk", 11, (3.71, 3.82))
+    shutil.copytree(simple_run / "stages" / "utk", simple_run / "stages" / "harpe")
+    write_simple(simple_run, "harpe", 0, (3.90, 3.99))
+
+    said = headline(gather(simple_run))[-1]
+    assert "too close" not in said
+    assert "no arm is ahead of all others on needle recall at 2K" in said
+
+
 def test_unequal_budgets_are_said(simple_run: Path):
     metrics = simple_run / "stages" / "utk" / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:30]))

@@ -63,7 +63,9 @@ def _arms(measures: list[Measure], results: RunResults) -> list[str]:
         paired.append(by_answers)
     verdicts = [f"{name} wins on {listing(titles)}" for name, titles in won.items() if name is not None]
     if None in won:
-        verdicts.append(f"too close to call on {listing(won[None])}" + ("" if all(paired) else " (intervals overlap)"))
+        # Of three, one may well be far behind.
+        close = "too close to call" if len(names) == 2 else "no arm is ahead of all others"
+        verdicts.append(f"{close} on {listing(won[None])}" + ("" if all(paired) else " (intervals overlap)"))
     if not verdicts:
         return []
     how = ", answer by answer" if all(paired) else ""
