@@ -157,6 +157,7 @@ def in_process(name: str, side: str, args: Any) -> dict[str, Any]:
         f"loss {result['loss']:.3f}, steps of {', '.join(f'{s:.2f}' for s in result['step_seconds'])} s",
         flush=True,
     )
+    print(f"  attention by {', '.join(result['attention_kernels'])}", flush=True)
     return result
 
 
@@ -242,10 +243,11 @@ def timed(case: Case, model: Any, step: Callable[..., Callable[[], float]], *, p
     seconds = work = tokens = 0.0
     all_seconds = []
     loss = float("nan")
+    kernels: set[str] = set()
     for docs, count in case.rows():
         run = step(docs)
         began = time.perf_counter()
-        run()
+        kernels |= attention_kernels(run)
         print(f"  first step {time.perf_counter() - began:.1f} s", flush=True)
         torch.cuda.reset_peak_memory_stats()
         times = []
@@ -268,16 +270,16 @@ def timed(case: Case, model: Any, step: Callable[..., Callable[[], float]], *, p
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "step_seconds": [round(one, 3) for one in all_seconds],
         "loss": loss,
-        "attention_kernels": attention_kernels(run) if case.shape is not LLAMA_8B or profile else None,
+        "attention_kernels": sorted(kernels),
     }
     del run
     gc.collect()
     return result
 
 
-def attention_kernels(run: Callable[[], float]) -> list[str]:
-    names = [name for name in kernel_times(run) if "sdpa" in name or "flash" in name or "fmha" in name]
-    return sorted({name[:80] for name in names})
+def attention_kernels(run: Callable[[], float]) -> set[str]:
+    """Of the step that warms up, which does not count."""
+    return {name[:80] for name in kernel_times(run) if any(word in name for word in KINDS["attention"])}
 
 
 def kernel_times(run: Callable[[], float]) -> Counter[str]:

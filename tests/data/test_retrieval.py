@@ -1,4 +1,7 @@
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -99,3 +102,15 @@ def test_embeddings_find_the_nearest_by_cosine(monkeypatch, at_once):
 def test_a_vector_of_zeros_is_like_nothing():
     index = Embeddings([array(0), array(1)], lambda texts: np.array([[float(text[0]), 0.0] for text in texts]))
     assert index.search([array(1)], 2, NONE)[0].tolist() == [1, 0]
+
+
+def test_jax_is_not_touched(tmp_path):
+    """As soon as it computes anything, it takes most of a GPU's memory."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax/__init__.py").write_text("print('imported')")
+    code = "import unspool.data.retrieval, sys; assert 'jax' not in sys.modules; print('before'); import jax"
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["before", "imported"]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import unspool.train.resume
+import unspool.verify.killing
 from unspool.train.optimizer import Updater
 from unspool.verify.checks import build_checks
 from unspool.verify.killing import run_kills
@@ -18,6 +19,15 @@ def test_two_kills_in_processes_of_their_own_change_no_bit(built):
     found = run_check(build_checks(None, kills=2)["killed"], built("llama"))
     assert [(result.quantity, result.status) for result in found] == [("bits", "passed"), ("ledger", "passed")]
     assert all(result.detail.startswith("2 kills, ") for result in found)
+
+
+def test_a_run_that_fails_says_why(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(unspool.verify.killing, "run_stage", fail)
+    with pytest.raises(RuntimeError, match="was not killed failed: OSError: no space left"):
+        run_kills(tmp_path, kills=1, seed=0, device=CPU)
 
 
 @pytest.mark.slow

@@ -11,13 +11,32 @@ chunk are looked up, each once, chosen by how often the chunk says them times ho
 compares this with looking up all of them.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
-import bm25s
 import numpy as np
 
 from unspool.base.progress import progress_bar
+
+
+@contextmanager
+def _as_if_missing(module: str) -> Iterator[None]:
+    there = sys.modules.get(module)
+    sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if there is None:
+            del sys.modules[module]
+        else:
+            sys.modules[module] = there
+
+
+# Where JAX is installed, bm25s computes with it on being imported, and JAX then takes three quarters of a GPU's memory.
+with _as_if_missing("jax"):
+    import bm25s
 
 QUERY_TERMS = 128
 # The usual values; `B` matters little here, since chunks are about equally long.

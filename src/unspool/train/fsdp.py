@@ -9,7 +9,7 @@ Elsewhere: loading (shards.py), order among the other settings (parallelize.py).
 """
 
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from unspool.model.parts import layers_of
 from unspool.train.forward import METHOD, loss_pass
-from unspool.train.mesh import weights_mesh
+from unspool.train.mesh import over_gloo, weights_mesh
 
 
 def apply_fsdp(model: Any, mesh: DeviceMesh, *, offload: bool = False, layers_together: int = 1) -> None:
@@ -65,4 +65,9 @@ def sum_gradients(model: nn.Module) -> None:
 
 def whole(tensor: Tensor) -> Tensor:
     """A tensor gathered from all ranks, which all must call this; one that is not divided stays as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # The way gloo gathers here would read a GPU's memory as if it were the host's, and end the process.
+    by_host = over_gloo(tensor, tensor.device_mesh.get_group(0))
+    parts = cast(DTensor, tensor.cpu()) if by_host else tensor
+    return parts.full_tensor().to(tensor.device)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from unspool.train.parallel_config import ParallelConfig, settle_layout
@@ -65,6 +66,11 @@ def place_of(mesh: DeviceMesh) -> Place:
 def group_of(mesh: DeviceMesh, axis: str) -> Any:
     """The process group of this rank along `axis`; None where it is alone."""
     return mesh.get_group(axis) if mesh[axis].size() > 1 else None
+
+
+def over_gloo(tensor: Tensor, group: Any) -> bool:
+    """Whether it is gloo that would carry this tensor of a GPU, as where ranks share one: it does not do all of it."""
+    return bool(tensor.is_cuda and group._get_backend(tensor.device).name() == "gloo")
 
 
 def sum_over_ranks(values: Sequence[float], mesh: DeviceMesh) -> list[float]:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from unspool.base.errors import ConfigError
 from unspool.model.attention_reference import Rules
+from unspool.train.mesh import over_gloo
 from unspool.train.ring_blocks import block, block_backward
 
 
@@ -126,8 +127,8 @@ def _unflat(flat: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 def _pass_on(tensor: Tensor, group: Any) -> tuple[Tensor, list[Any]]:
     """Start sending to the next rank and receiving from the one before."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    # Gloo, by which ranks that share a GPU talk, sends from host memory only.
-    if tensor.is_cuda and group._get_backend(tensor.device).name() == "gloo":
+    if over_gloo(tensor, group):
+        # It sends from host memory only.
         tensor = tensor.cpu()
     received = torch.empty_like(tensor)
     messages = [

@@ -146,31 +146,42 @@ def _killed_after(work: Callable[[], None], seconds: float) -> bool:
     """Whether the process was still at work when it was killed."""
     child = _fork(work)
     time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
+    os.kill(child.pid, signal.SIGKILL)
     return _wait(child) == -signal.SIGKILL
 
 
-def _wait(child: int) -> int:
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code > 0:
-        raise RuntimeError("a run that was killed before could not be taken up again")
+@dataclass(frozen=True)
+class _Child:
+    pid: int
+    words: int  # what is read from says why it failed
+
+
+def _wait(child: _Child) -> int:
+    code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+    with os.fdopen(child.words) as words:
+        if code > 0:
+            raise RuntimeError(f"a run that was not killed failed: {words.read()}")
     return code
 
 
-def _fork(work: Callable[[], None]) -> int:
+def _fork(work: Callable[[], None]) -> _Child:
     sys.stdout.flush()
     sys.stderr.flush()
-    child = os.fork()
-    if child == 0:
+    words, mouth = os.pipe()
+    pid = os.fork()
+    if pid == 0:
         code = 1
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             work()
             code = 0
+        except BaseException as error:
+            os.write(mouth, f"{type(error).__name__}: {error}".encode())
         finally:
             # Not sys.exit: nothing of the process that was forked may run twice.
             os._exit(code)
-    return child
+    os.close(mouth)
+    return _Child(pid, words)
 
 
 if __name__ == "__main__":

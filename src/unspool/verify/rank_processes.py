@@ -8,6 +8,7 @@ Run by itself it is a rank: `python -m unspool.verify.rank_processes FOLDER RANK
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -94,9 +95,11 @@ class RankProcesses(AbstractContextManager["RankProcesses"]):
         """Of the ranks that ended by themselves: the first line that is not about a lost connection."""
         for rank, child in enumerate(self._children):
             try:
-                child.wait(timeout=1)
+                code = child.wait(timeout=1)
             except subprocess.TimeoutExpired:
                 continue
+            if code < 0:
+                return f"rank {rank} was ended by {signal.Signals(-code).name}"
             said = (self._folder / f"errors-{rank}").read_text().strip().splitlines()
             if said and "onnection" not in said[-1]:
                 return f"rank {rank}: {said[-1]}"

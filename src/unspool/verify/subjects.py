@@ -163,7 +163,8 @@ def small_subjects(folder: Path, *, seed: int, wide: bool, names: Sequence[str])
 def _build(family: Family, seed: int, size: dict[str, Any]) -> Any:
     config = getattr(transformers, f"{family.config}Config")(**SHAPE | size | family.changes)
     generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng():
+    # No device's: asking for theirs would wake CUDA, and processes forked from this one could not use it.
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, family.model or f"{family.config}ForCausalLM")(config)
     with torch.no_grad():
