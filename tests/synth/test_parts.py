@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 
 from unspool.base.errors import ConfigError
+from unspool.synth.asks import OURS
 from unspool.synth.balance import balanced
 from unspool.synth.chunks import around, tile
 from unspool.synth.config import SynthConfig
 from unspool.synth.documents import Turn
+from unspool.synth.places import fill
+from unspool.synth.replies import Request
 from unspool.synth.schedule import Schedule
 from unspool.synth.summaries import even_groups, num_requests, summarize
-from unspool.synth.templates import PLACES, Uses, fill, load_templates
+from unspool.synth.templates import PLACES, Uses, load_templates
 
 from .toy import document
 
@@ -54,11 +57,11 @@ def test_a_stretch_holds_its_part_which_lies_anywhere_in_it():
 def test_summaries_go_from_parts_to_groups_to_the_whole(parts, group, expected):
     asked: list[str] = []
 
-    def ask(prompts: list[str]) -> list[str]:
-        asked.extend(prompts)
+    def ask(prompts: list[Request]) -> list[str]:
+        asked.extend(prompt.prompt for prompt in prompts)
         return [f"Summary: {len(asked)}-{number}" for number in range(len(prompts))]
 
-    found = summarize([f"part {number}" for number in range(parts)], group, ask)
+    found = summarize([f"part {number}" for number in range(parts)], group, ask, asks=OURS, longest=100)
     assert not isinstance(found, str)
     assert len(asked) == expected == num_requests(parts, group)
     if parts > 1:
@@ -67,7 +70,8 @@ def test_summaries_go_from_parts_to_groups_to_the_whole(parts, group, expected):
 
 
 def test_a_reply_that_is_no_summary_ends_it():
-    assert summarize(["a", "b"], 2, lambda prompts: ["Answer: no"] * len(prompts)) == "Answer: no"
+    found = summarize(["a", "b"], 2, lambda prompts: ["Answer: no"] * len(prompts), asks=OURS, longest=100)
+    assert found == "Answer: no"
 
 
 def test_groups_are_even_and_in_order():

@@ -6,7 +6,7 @@ key, the value, what is allowed and the nearest valid name; nothing is read or b
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,7 @@ from unspool.eval.config import Eval
 from unspool.recipes.catalog import bundled_recipes
 from unspool.recipes.lines import Marks, Place, Problem, read_yaml
 from unspool.recipes.overrides import apply_overrides
-from unspool.recipes.paths import ASSET_PREFIX, expand_home, path_exists, resolve_path
+from unspool.recipes.paths import ASSET_PREFIX, SYNTH_PREFIX, expand_home, path_exists, resolve_path
 from unspool.recipes.problems import misplaced_booleans, refuse, validation_problems
 from unspool.recipes.schema import Recipe, reference_problems
 from unspool.recipes.shape import recipe_schema
@@ -42,7 +42,14 @@ class LoadedRecipe:
     marks: Marks
 
     def path(self, value: str) -> str:
+        if value.startswith(SYNTH_PREFIX):
+            return str(self.recipe.out / "synth" / value.removeprefix(SYNTH_PREFIX))
         return resolve_path(value, self.root)
+
+    def generated(self, sources: Iterable[str]) -> list[str]:
+        """The sets of `synth` that some sources read, in the recipe's order."""
+        paths = {getattr(self.recipe.sources[name], "path", None) for name in sources}
+        return [name for name in self.recipe.synth if SYNTH_PREFIX + name in paths]
 
     def evals(self) -> list[Eval]:
         """The recipe's evaluations, with their files found."""
@@ -132,12 +139,27 @@ def _source_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
         value = getattr(source, key)
         if value is None:  # prose that is not asked for
             continue
+        if value.startswith(SYNTH_PREFIX):
+            yield from _synth_problems(loaded, name, value.removeprefix(SYNTH_PREFIX))
+            continue
         # What could be a Hub id is left to the reader, which asks the Hub.
         if source.kind != "hf" or not HUB_ID.fullmatch(value):
             yield from _missing(loaded, ("sources", name, key), value)
         template = getattr(source, "template", None)
         if template is not None:
             yield from _missing(loaded, ("sources", name, "template"), template)
+
+
+def _synth_problems(loaded: LoadedRecipe, source: str, wanted: str) -> Iterator[Problem]:
+    """A source that reads what the recipe itself generates, which need not be there yet."""
+    place: Place = ("sources", source, "path")
+    sets = loaded.recipe.synth
+    if wanted not in sets:
+        known = f"sets here: {', '.join(sets)}." if sets else "the recipe has no `synth`."
+        guess = _did_you_mean(nearest(wanted, sets))
+        yield Problem(place=place, text=f"{wanted!r} is no set of `synth`{guess} {known}")
+    if loaded.recipe.sources[source].kind != "chat":
+        yield Problem(place=place, text="conversations that `synth` makes are read by sources of kind: chat only.")
 
 
 def _tracker_problems(loaded: LoadedRecipe) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ from unspool.base.lookup import nearest
 
 ASSETS = Path(__file__).parents[1] / "assets"
 ASSET_PREFIX = "asset:"
+SYNTH_PREFIX = "synth:"  # a set of conversations that the same recipe generates
 
 
 def resolve_path(value: str, root: Path) -> str:

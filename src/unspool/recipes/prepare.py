@@ -50,10 +50,22 @@ class Preparation:
         """Tokenised documents of every source that some rows use; returns their counts."""
         counts = {}
         used = {source for config in self.recipe.rows.values() for source in config.shares}
+        self._generate(self.loaded.generated(used))
         for name in (name for name in self.recipe.sources if name in used):
             with self._timed(f"corpus/{name}"):
                 counts[name] = self._corpus(name, self.out / "corpus" / name)
         return counts
+
+    def _generate(self, sets: list[str]) -> None:
+        """Conversations that sources of this recipe read, and that it makes itself."""
+        if not sets:
+            return
+        # Only here: it loads torch.
+        from unspool.recipes.synth import Synthesis
+
+        generation = Synthesis(self.loaded, sets)
+        generation.corpora()
+        generation.make()
 
     def _corpus(self, name: str, folder: Path) -> dict[str, Any]:
         return build_corpus(

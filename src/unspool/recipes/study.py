@@ -109,11 +109,22 @@ def check_study_inputs(runs: list[StudyRun], label: str = "") -> None:
     for run in runs:
         try:
             check_inputs(run.loaded)
+            _check_nothing_generated(run.loaded)
         except ConfigError as error:
             found = [line for line in str(error).splitlines() if not any(line in one for one in errors)]
             errors += [f"arm {run.arm}: {line}" for line in found]
     if errors:
         raise ConfigError("\n".join(errors))
+
+
+def _check_nothing_generated(loaded: LoadedRecipe) -> None:
+    """Each arm would ask for its own, and they would not be trained on the same."""
+    sets = loaded.generated(loaded.recipe.sources)
+    if sets:
+        raise ConfigError(
+            f"synth:{sets[0]} would be generated for each arm anew; make it once with `unspool synth`, and give the "
+            "source the path of its folder."
+        )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ REASONS = {
     "cut_short": "the reply reached its longest length before its end",
     "unparsable": "the reply did not have the form asked for",
     "too_long": "the answer is longer than allowed",
+    "repeats": "it says the same words over and over",
+    "echoes": "the answer only says the question again",
     "refers": "it speaks of a snippet or passage that its reader does not see as such",
     "unsupported": "too few of its words, or a number of it not at all, stand in the text",
     "judged_unsupported": "the judge says that the text does not support it",
@@ -29,6 +31,11 @@ REASONS = {
     "unreadable": "the chat template cannot write it out",
     "surplus": "its kind has its tokens already",
 }
+# Greedy and weak models run in circles. Of runs of RUN words, at most this share may have stood before in an answer:
+# names and set phrases come back, sentences do not.
+RUN, MOST_REPEATED = 5, 0.2
+# So few content words may all be the question's: "Red." answers "Was it red or blue?".
+FEW_WORDS = 2
 SUMMARY_FACTOR = 3  # as many more words a summary may have than an answer
 _SEEN = r"snippet|passage|excerpt|extract|paragraph|section|fragment|chunk|segment"
 _POINTING = r"above|below|given|provided|following|here|shown|quoted|preceding|presented|supplied"
@@ -55,6 +62,10 @@ whether which while who whom whose why will with within without would yet you yo
 def pair_reason(pair: Pair, part: str, checks: ChecksConfig) -> str | None:
     if len(words(pair.answer)) > checks.answer_words:
         return "too_long"
+    if repeats(pair.question) or repeats(pair.answer):
+        return "repeats"
+    if echoes(pair):
+        return "echoes"
     if refers(pair.question) or refers(pair.answer):
         return "refers"
     return None if supports(part, pair.answer, checks.support) else "unsupported"
@@ -63,9 +74,24 @@ def pair_reason(pair: Pair, part: str, checks: ChecksConfig) -> str | None:
 def summary_reason(summary: str, document: str, checks: ChecksConfig) -> str | None:
     if len(words(summary)) > SUMMARY_FACTOR * checks.answer_words:
         return "too_long"
+    if repeats(summary):
+        return "repeats"
     if refers(summary):
         return "refers"
     return None if supports(document, summary, checks.support) else "unsupported"
+
+
+def repeats(text: str) -> bool:
+    """Whether a text runs in circles."""
+    said = words(text)
+    runs = [tuple(said[at : at + RUN]) for at in range(len(said) - RUN + 1)]
+    return bool(runs) and 1 - len(set(runs)) / len(runs) > MOST_REPEATED
+
+
+def echoes(pair: Pair) -> bool:
+    """Whether an answer has no word of its own."""
+    answered = content_stems(pair.answer)
+    return len(answered) > FEW_WORDS and answered <= content_stems(pair.question)
 
 
 def refers(text: str) -> bool:

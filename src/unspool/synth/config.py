@@ -53,11 +53,11 @@ class ServerGenerator(AnyGenerator):
 
 
 class LocalGenerator(AnyGenerator):
-    """A model in this process, through `transformers`; it answers greedily, one request after the other."""
+    """A model in this process, through `transformers`; it answers greedily."""
 
     kind: Literal["transformers"]
     model: str = Field(min_length=1, description="Hub id, folder or .gguf file")
-    concurrency: int = Field(1, ge=1, le=1, description="always 1")
+    concurrency: int = Field(1, ge=1, description="requests that are answered side by side")
 
 
 class MockGenerator(AnyGenerator):

@@ -100,8 +100,10 @@ def _seconds(
     rate = known.reply_tokens / known.seconds if known.seconds else TOKENS_PER_SECOND
     if isinstance(generator, MockGenerator):
         return requests * generator.seconds / generator.concurrency
-    seconds = reply / rate / generator.concurrency
+    seconds = reply / rate
+    # A model here counts for each reply its part of the time that several take side by side.
     if isinstance(generator, ServerGenerator):
+        seconds /= generator.concurrency
         if generator.requests_per_minute:
             seconds = max(seconds, 60 * requests / generator.requests_per_minute)
         if generator.tokens_per_minute:

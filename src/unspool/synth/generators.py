@@ -1,24 +1,21 @@
 """Who writes: a server, a model in this process, or something that only pretends to.
 
 Promise: a key is read from the environment when a request is sent, goes into its header and nowhere else.
-Elsewhere: attempts, limits and what is kept (asking.py).
+Elsewhere: attempts, limits and what is kept (asking.py), a model in this process (local.py).
 """
 
 import os
 import time
 from collections.abc import Callable
-from functools import cached_property
-from threading import Lock
 from typing import Any
 
 from unspool.base.artefact import digest
-from unspool.eval.asking import Asker
+from unspool.base.errors import ConfigError
 from unspool.eval.backend import Backend
 from unspool.eval.backends.http import Passing, Patience, attempt
-from unspool.eval.prompt import Prompt, Question, encode
-from unspool.eval.task import Asked
 from unspool.synth.asking import CHARS_PER_TOKEN, Answering, Asking
 from unspool.synth.config import LocalGenerator, MockGenerator, ServerGenerator
+from unspool.synth.local import LocalAnswering
 from unspool.synth.mock import MockAnswering
 from unspool.synth.pace import Pace
 from unspool.synth.replies import Replies, Reply, Request
@@ -38,7 +35,7 @@ def build_asking(config: AnyOf, replies: Replies, *, open_backend: OpenBackend) 
         )
     answering: Answering
     if isinstance(config, LocalGenerator):
-        answering = LocalAnswering(*open_backend(config.model))
+        answering = LocalAnswering(*open_backend(config.model), width=config.concurrency)
     else:
         answering = MockAnswering(config.faults, config.seconds)
     return Asking(answering, replies, width=config.concurrency, patience=Patience(attempts=3, pause=0.001))
@@ -56,6 +53,11 @@ class ServerAnswering:
         return digest([self._config.model, self._config.temperature, self._config.top_p])
 
     def reply(self, request: Request) -> Reply:
+        if request.begin:
+            raise ConfigError(
+                "templates: `begin` puts a reply's first words into the model's mouth, which OpenAI's chat interface "
+                "cannot do; leave it out, or generate with kind: transformers."
+            )
         body = {
             "model": self._config.model,
             "messages": [{"role": "user", "content": request.prompt}],
@@ -85,48 +87,6 @@ class ServerAnswering:
             reply_tokens=_count(used.get("completion_tokens"), text),
             seconds=round(seconds, 3),
             is_cut=choice.get("finish_reason") == "length",
-        )
-
-
-class LocalAnswering:
-    """A model in this process, greedy; through its chat template if it has one, else by going on from the text."""
-
-    def __init__(self, backend: Backend, weights: str) -> None:
-        self._backend, self._weights, self._lock = backend, weights, Lock()
-
-    @property
-    def identity(self) -> str:
-        return digest(["transformers", self._weights])
-
-    @cached_property
-    def _asker(self) -> Asker:
-        return Asker(self._backend.tokenizer)
-
-    def reply(self, request: Request) -> Reply:
-        with self._lock:
-            return self._reply(request)
-
-    def _reply(self, request: Request) -> Reply:
-        asked = Asked(context=request.prompt, question="", references=("",))
-        ids = self._asker.ids(asked, chat=self._asker.has_template)
-        made = Prompt(
-            suite="synth",
-            length=len(ids) + request.max_tokens,
-            index=0,
-            context_ids=ids[:-1],
-            questions=[Question(ids=ids[-1:], reference="", depth=None)],
-            answer_tokens=request.max_tokens,
-            match="contains",
-        )
-        began = time.perf_counter()
-        (text,) = self._backend.answers(made)
-        tokens = len(encode(self._backend.tokenizer, text))
-        return Reply(
-            text=text,
-            prompt_tokens=len(ids),
-            reply_tokens=tokens,
-            seconds=round(time.perf_counter() - began, 3),
-            is_cut=tokens >= request.max_tokens,
         )
 
 

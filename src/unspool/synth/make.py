@@ -26,7 +26,7 @@ from unspool.synth.clean import Evaluations
 from unspool.synth.config import SynthConfig
 from unspool.synth.documents import Documents, Turn
 from unspool.synth.measure import Measure
-from unspool.synth.prompts import Pair, pair_prompt, read_pair, support_prompt
+from unspool.synth.prompts import Pair, read_answer, read_pair, read_question, support_prompt
 from unspool.synth.replies import Request
 from unspool.synth.schedule import Job
 from unspool.synth.summaries import summarize
@@ -93,7 +93,8 @@ class _Text:
 
 class Maker:
     def __init__(self, tools: Tools) -> None:
-        self._tools, self._config = tools, tools.config
+        self._tools, self._config, self._asks = tools, tools.config, tools.templates.asks
+        self._longest = tools.config.generator.reply_tokens
         self._texts: OrderedDict[int, _Text] = OrderedDict()
         self._lock = Lock()
 
@@ -149,10 +150,7 @@ class Maker:
         return spans[int(order[turn.time % len(spans)])]
 
     def _pair(self, part: str, requests: list[str]) -> Pair:
-        reply = self._ask(pair_prompt(part), requests)
-        pair = read_pair(reply)
-        if pair is None:
-            raise Refused("unparsable", reply[:200])
+        pair = self._two_steps(part, requests) if self._asks.in_two_steps else self._one_step(part, requests)
         reason = pair_reason(pair, part, self._config.checks)
         if reason is not None:
             raise Refused(reason, f"{pair.question} | {pair.answer}"[:400])
@@ -160,6 +158,24 @@ class Maker:
             raise Refused("contaminated", pair.question[:400])
         self._judge(part, pair, requests)
         return pair
+
+    def _one_step(self, part: str, requests: list[str]) -> Pair:
+        reply = self._ask(self._asks.pair(part, self._longest), requests)
+        pair = read_pair(reply)
+        if pair is None:
+            raise Refused("unparsable", reply[:200])
+        return pair
+
+    def _two_steps(self, part: str, requests: list[str]) -> Pair:
+        reply = self._ask(self._asks.question(part, self._longest), requests)
+        question = read_question(reply)
+        if question is None:
+            raise Refused("unparsable", reply[:200])
+        reply = self._ask(self._asks.answer(part, question, self._longest), requests)
+        answer = read_answer(reply)
+        if answer is None:
+            raise Refused("unparsable", reply[:200])
+        return Pair(question, answer)
 
     def _judge(self, part: str, pair: Pair, requests: list[str]) -> None:
         if self._tools.judge is None:
@@ -217,7 +233,8 @@ class Maker:
         start, stop = self._stretch(job, document)
         stretch = document.text[start:stop]
         parts = [stretch[slice(*span)] for span in tile(stretch, document.chars(self._config.summary_chunk))]
-        found = summarize(parts, self._config.summary_group, lambda prompts: self._ask_all(prompts, requests))
+        group, longest = self._config.summary_group, self._longest
+        found = summarize(parts, group, lambda some: self._ask_all(some, requests), asks=self._asks, longest=longest)
         if isinstance(found, str):
             raise Refused("unparsable", found[:200])
         summary, basis = found.text, found.basis
@@ -241,7 +258,7 @@ class Maker:
         at = len(text) * job.turn.time // count
         start = cut_before(text, at, slack=len(text) // count // 20) if at else 0
         # It must fit before anything is asked about it, with room for the longest summary.
-        room = job.room - self._config.generator.reply_tokens - SPARE
+        room = job.room - self._longest - SPARE
         chars = document.chars(room - self._overhead(job, Pair("", "")))
         for _ in range(TRIES):
             stop = cut_before(text, min(len(text), start + chars), slack=chars // 5)
@@ -286,11 +303,10 @@ class Maker:
     def _rng(self, job: Job) -> np.random.Generator:
         return rng_for(self._tools.seed, "synth place", job.number)
 
-    def _ask(self, prompt: str, requests: list[str]) -> str:
-        return self._ask_all([prompt], requests)[0]
+    def _ask(self, request: Request, requests: list[str]) -> str:
+        return self._ask_all([request], requests)[0]
 
-    def _ask_all(self, prompts: list[str], requests: list[str]) -> list[str]:
-        asked = [Request(prompt=prompt, max_tokens=self._config.generator.reply_tokens) for prompt in prompts]
+    def _ask_all(self, asked: list[Request], requests: list[str]) -> list[str]:
         requests += [request.key(self._tools.asking.identity) for request in asked]
         replies = self._tools.asking.ask(*asked)
         if any(reply.is_cut for reply in replies):

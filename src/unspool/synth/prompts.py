@@ -2,13 +2,15 @@
 
 Promise: pure functions. A reply that does not have the form asked for is None, never half an answer. The text that a
 generator reads is marked as data, and cannot close its mark.
-Elsewhere: what conversations look like to the model that is trained on them (templates.py).
+Elsewhere: requests in the user's words (asks.py), what conversations look like to the model that is trained on them
+(templates.py).
 """
 
 import re
 from dataclasses import dataclass
 
 _LABELS = "reasoning|question|answer|summary"
+_NUMBERING = re.compile(r"^\s*(?:[-*•]|\(?\d+[.)])\s+")
 _LABEL = re.compile(rf"^[\s>#*_-]*({_LABELS})[\s*_]*[:：][\s*_]*", re.IGNORECASE | re.MULTILINE)
 
 
@@ -103,6 +105,22 @@ def read_pair(reply: str) -> Pair | None:
     found = _labelled(reply)
     question, answer = found.get("question", ""), found.get("answer", "")
     return Pair(question, answer) if question and answer else None
+
+
+def read_question(reply: str) -> str | None:
+    """The first question of a reply that holds nothing else: its first line with a question mark, up to that."""
+    found = _labelled(reply)
+    for line in (found.get("question", "") if found else reply).splitlines():
+        asked, mark, _ = _NUMBERING.sub("", line).rpartition("?")
+        if mark and asked.strip():
+            return f"{asked.strip().strip('*_')}?"
+    return None
+
+
+def read_answer(reply: str) -> str | None:
+    """What follows the label; a reply without any label is taken whole, since nothing else was asked for."""
+    found = _labelled(reply)
+    return (found.get("answer") if found else reply.strip()) or None
 
 
 def read_summary(reply: str) -> str | None:

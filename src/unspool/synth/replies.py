@@ -25,9 +25,11 @@ class Request:
 
     prompt: str
     max_tokens: int
+    begin: str = ""  # the reply's first words; they are part of it
 
     def key(self, identity: str) -> str:
-        return digest([identity, self.prompt, self.max_tokens])
+        # Without first words as it was before there were any, so that replies of earlier runs are found.
+        return digest([identity, self.prompt, self.max_tokens, *([self.begin] if self.begin else [])])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from unspool.synth.prompts import chunk_summary_prompt, join_summary_prompt, read_summary
+from unspool.synth.asks import Asks
+from unspool.synth.prompts import read_summary
+from unspool.synth.replies import Request
 
-AskAll = Callable[[list[str]], list[str]]
+AskAll = Callable[[list[Request]], list[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,16 +20,16 @@ class Summary:
     basis: str  # what the last request showed
 
 
-def summarize(parts: list[str], group: int, ask: AskAll) -> Summary | str:
-    prompts = [chunk_summary_prompt(part, number, len(parts)) for number, part in enumerate(parts, start=1)]
-    level = _read(ask(prompts))
+def summarize(parts: list[str], group: int, ask: AskAll, *, asks: Asks, longest: int) -> Summary | str:
+    """`longest` is the most tokens that a reply may have."""
+    level = _read(ask(asks.summaries(parts, longest)))
     if isinstance(level, str):
         return level
     basis = parts[0]
     while len(level) > 1:
         groups = even_groups(level, group)
         basis = "\n\n".join(groups[0])
-        level = _read(ask([join_summary_prompt(one, is_whole=len(groups) == 1) for one in groups]))
+        level = _read(ask([asks.join(one, longest, is_whole=len(groups) == 1) for one in groups]))
         if isinstance(level, str):
             return level
     return Summary(text=level[0], basis=basis)

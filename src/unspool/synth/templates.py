@@ -1,11 +1,11 @@
 """The wording around generated texts: instructions, where document and question stand, how answers begin.
 
 In: our own wording (wording.yaml), lists of the user's that replace ours. Out: texts with the parts filled in.
-Promise: what is filled in is never read as a template. Which wording an example gets follows from seed and the uses
-so far: the least used first, so that all of them are used, about equally often.
+Promise: which wording an example gets follows from seed and the uses so far: the least used first, so that all of them
+are used, about equally often.
+Elsewhere: places and their checks (places.py), what generators are asked (asks.py).
 """
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from importlib.resources import files
@@ -16,9 +16,10 @@ import yaml
 
 from unspool.base.artefact import digest
 from unspool.base.errors import ConfigError
-from unspool.base.lookup import nearest
 from unspool.base.rng import rng_for
+from unspool.synth.asks import ASK, OURS, Asks, load_asks
 from unspool.synth.config import KINDS, Kind
+from unspool.synth.places import check_name, check_places, fill
 
 # For every kind and list: the places a text must have, and those it may have besides.
 PLACES: dict[str, dict[str, tuple[set[str], set[str]]]] = {
@@ -39,7 +40,6 @@ PLACES: dict[str, dict[str, tuple[set[str], set[str]]]] = {
         "answer": ({"answer"}, set()),
     },
 }
-_PLACE = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,16 @@ class Chosen:
 
 
 class Templates:
-    def __init__(self, lists: dict[str, dict[str, list[str]]]) -> None:
-        self.lists = lists
+    def __init__(self, lists: dict[str, dict[str, list[str]]], asks: Asks = OURS) -> None:
+        self.lists, self.asks = lists, asks
 
     @property
     def digest(self) -> str:
-        return digest(self.lists)
+        own = self.asks.plain
+        return digest([self.lists, own] if own else self.lists)
 
     def fill(self, kind: Kind, name: str, chosen: Chosen, **parts: str) -> str:
         return fill(self.lists[kind][name][chosen.ids[name]], **parts)
-
-
-def fill(template: str, **parts: str) -> str:
-    # In one go, so that a document that spells "{question}" stays as it is.
-    return _PLACE.sub(lambda found: parts.get(found[1], found[0]), template)
 
 
 class Uses:
@@ -107,32 +103,24 @@ def load_templates(path: Path | None) -> Templates:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"templates {path}: cannot be read as YAML ({str(error).splitlines()[0]}).") from error
     if not isinstance(given, dict):
-        raise ConfigError(f"templates {path}: must be a mapping with some of {', '.join(KINDS)}.")
+        raise ConfigError(f"templates {path}: must be a mapping with some of {', '.join((*KINDS, ASK))}.")
+    asks = OURS
     for kind, lists in given.items():
-        _check_name(path, "kind", kind, PLACES)
+        check_name(f"templates {path}", "kind", kind, {**PLACES, ASK: {}})
+        if kind == ASK:
+            asks = load_asks(f"templates {path}: {ASK}", lists)
+            continue
         if not isinstance(lists, dict):
             raise ConfigError(f"templates {path}: {kind} must be a mapping of lists: {', '.join(PLACES[kind])}.")
         for name, texts in lists.items():
-            _check_name(path, f"list of {kind}", name, PLACES[kind])
+            check_name(f"templates {path}", f"list of {kind}", name, PLACES[kind])
             _check_texts(f"templates {path}: {kind}.{name}", texts, *PLACES[kind][name])
             ours[kind][name] = texts
-    return Templates(ours)
-
-
-def _check_name(path: Path, what: str, name: Any, known: dict[str, Any]) -> None:
-    if name not in known:
-        guess = nearest(str(name), known)
-        hint = f" did you mean {guess!r}?" if guess else ""
-        raise ConfigError(f"templates {path}: {what} {name!r} is not known;{hint} known: {', '.join(known)}.")
+    return Templates(ours, asks)
 
 
 def _check_texts(where: str, texts: Any, needed: set[str], allowed: set[str]) -> None:
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
         raise ConfigError(f"{where} must be a list of texts, at least one, none of them empty.")
     for number, text in enumerate(texts, start=1):
-        found = set(_PLACE.findall(text))
-        if missing := needed - found:
-            raise ConfigError(f"{where}: text {number} lacks {{{min(missing)}}}, so something would be left out.")
-        if unknown := found - needed - allowed:
-            places = ", ".join(f"{{{name}}}" for name in sorted(needed | allowed)) or "none"
-            raise ConfigError(f"{where}: text {number} has {{{min(unknown)}}}; places here: {places}.")
+        check_places(f"{where}: text {number}", text, needed, allowed)
