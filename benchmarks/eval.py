@@ -3,7 +3,8 @@
     python benchmarks/eval.py [--save] [--dry]
 
 Prefill of one prompt at 128K, ours and stock `generate` with `attn_implementation="sdpa"`, in tokens per second and as
-a share of what 8B can reach where attention is computed by cuDNN; one question and ten on one context of 64K. Each is
+a share of what 8B can reach where attention is computed by cuDNN; one question and ten on one context of 64K; and many
+prompts that have nothing in common. Ours is fused as an evaluation of many prompts is, the stock model is not. Each is
 run on a short prompt first and then twice, of which the faster counts. `--dry` does the same with a tiny model on
 whatever device there is, to see that it runs; without it and without a GPU it says so and ends with code 2.
 """
@@ -20,7 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from unspool.base.rng import rng_for
 from unspool.model.attention import NAME, register
-from unspool.model.generate import answer, chunk_len
+from unspool.model.fuse import fuse_for_reading, pays_to_fuse
+from unspool.model.generate import answer
+from unspool.model.room import chunk_len
 
 LLAMA_3_8B = {
     "vocab_size": 128_256,
@@ -44,6 +47,10 @@ TINY = {
 # Tokens per second of an 8B model on one H200 if nothing but its FLOPs took time, attention at cuDNN's speed, at 128K.
 CEILING = 12_000
 QUESTION, ANSWER, QUESTIONS = 48, 32, 10
+# Prompts as RULER's at 4K, about equally long.
+PROMPTS, PROMPT_SPREAD, PROMPT_ANSWER = 32, 7, 128
+# What an evaluation reads that is worth compiling for: RULER at 128K, 100 prompts of each of 13 tasks.
+PLANNED_TOKENS = 13 * 100 << 17
 # What is wanted of each number: at least, or at most.
 GOALS = {"share_of_ceiling": (">=", 0.85), "times_generate": (">=", 1.5), "times_one": ("<=", 1.3)}
 WARM_SHARE = 8  # of a prompt is read before anything is timed, so that libraries are loaded and kernels chosen
@@ -61,7 +68,14 @@ def main() -> None:
     prompt, context = (4 << 10, 2 << 10) if args.dry else (128 << 10, 64 << 10)
     began = time.perf_counter()
     model = build(TINY if args.dry else LLAMA_3_8B)
-    results = {"prefill": prefill(model, prompt), "questions": questions(model, context)}
+    stock = stock_prefill(model, prompt)
+    if pays_to_fuse(model, PLANNED_TOKENS):
+        fuse_for_reading(model)
+    results = {
+        "prefill": prefill(model, prompt, stock),
+        "questions": questions(model, context),
+        "prompts": prompts(model, (1 << 10 if args.dry else 4 << 10) - PROMPT_ANSWER),
+    }
     # What a tiny model does says nothing of them.
     results["goals"] = {} if args.dry else goals({**results["prefill"], **results["questions"]})
     show(results)
@@ -86,22 +100,30 @@ def build(shape: dict[str, Any]) -> Any:
     return model
 
 
-def prefill(model: Any, length: int) -> dict[str, Any]:
-    """One prompt, of which one token is generated: by us, and by what a user of transformers has without us."""
+def stock_prefill(model: Any, length: int) -> tuple[float, float]:
+    """Seconds and GiB of what a user of transformers has without us; before anything of the model is changed."""
     ids = tokens(model, length)
-
-    def ours(some: np.ndarray) -> None:
-        answer(model, some[:-1], [some[-1:]], max_new_tokens=1, stop_ids=())
 
     def plain(some: np.ndarray) -> None:
         batch = torch.from_numpy(some.astype(np.int64))[None].to(model.device)
         options = {"do_sample": False, "max_new_tokens": 1, "pad_token_id": 0}
         model.generate(batch, attention_mask=torch.ones_like(batch), **options)
 
-    our_seconds, our_gib = timed(model, lambda: ours(ids), warm=lambda: ours(ids[: length // WARM_SHARE]))
     model.set_attn_implementation("sdpa")
-    their_seconds, their_gib = timed(model, lambda: plain(ids), warm=lambda: plain(ids[: length // WARM_SHARE]))
+    found = timed(model, lambda: plain(ids), warm=lambda: plain(ids[: length // WARM_SHARE]))
     model.set_attn_implementation(NAME)
+    return found
+
+
+def prefill(model: Any, length: int, stock: tuple[float, float]) -> dict[str, Any]:
+    """One prompt, of which one token is generated."""
+    ids = tokens(model, length)
+
+    def ours(some: np.ndarray) -> None:
+        answer(model, some[:-1], [some[-1:]], max_new_tokens=1, stop_ids=())
+
+    our_seconds, our_gib = timed(model, lambda: ours(ids), warm=lambda: ours(ids[: length // WARM_SHARE]))
+    their_seconds, their_gib = stock
     return {
         "tokens": length,
         "chunk": min(length, chunk_len(model, length)),
@@ -132,6 +154,21 @@ def questions(model: Any, length: int) -> dict[str, Any]:
     return {"context": length, "answer_tokens": ANSWER, "one_s": one, "ten_s": ten, "times_one": ten / one}
 
 
+def prompts(model: Any, length: int) -> dict[str, Any]:
+    """Prompts that have nothing in common: the seconds of reading them, and of every token that all of them write."""
+    asked = [tokens(model, length - at % PROMPT_SPREAD, seed=at + 1) for at in range(PROMPTS)]
+
+    def ask(max_new_tokens: int) -> float:
+        def work() -> None:
+            answer(model, asked[0][:0], asked, max_new_tokens=max_new_tokens, stop_ids=())
+
+        return timed(model, work, warm=work)[0]
+
+    read, whole = ask(1), ask(PROMPT_ANSWER)
+    step = (whole - read) / (PROMPT_ANSWER - 1)
+    return {"prompts": PROMPTS, "prompt_tokens": length, "answer_tokens": PROMPT_ANSWER, "read_s": read, "step_s": step}
+
+
 def goals(found: dict[str, Any]) -> dict[str, Any]:
     return {
         name: {"wanted": f"{sign} {limit:g}", "met": found[name] >= limit if sign == ">=" else found[name] <= limit}
@@ -140,7 +177,7 @@ def goals(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(results: dict[str, Any]) -> None:
-    read, asked = results["prefill"], results["questions"]
+    read, asked, many = results["prefill"], results["questions"], results["prompts"]
     rows = [
         (f"prefill of {read['tokens']:,} tokens, ours", f"{read['seconds']:.2f} s", f"{read['peak_gib']:.1f} GiB"),
         (
@@ -150,6 +187,8 @@ def show(results: dict[str, Any]) -> None:
         ),
         (f"one question on {asked['context']:,} tokens", f"{asked['one_s']:.2f} s", ""),
         (f"{QUESTIONS} questions on it", f"{asked['ten_s']:.2f} s", ""),
+        (f"reading {many['prompts']} prompts of {many['prompt_tokens']:,}", f"{many['read_s']:.2f} s", ""),
+        ("and every token of their answers", f"{1000 * many['step_s']:.1f} ms", ""),
     ]
     print(f"{'':44}{'time':>12}{'peak':>12}")
     for name, seconds, memory in rows:

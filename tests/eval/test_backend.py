@@ -14,6 +14,7 @@ from unspool.eval.backend import ModelBackend
 from unspool.eval.config import KvEval, LossEval, NiahEval, RulerEval
 from unspool.eval.plan import Plan
 from unspool.eval.run import Scoring, score_model
+from unspool.model import room
 
 from .toy import TOY
 
@@ -98,12 +99,29 @@ def test_questions_that_share_a_context_or_a_row_get_the_answers_they_get_alone(
     assert (len(together.units), len(alone.units)) == (3, 16)
     [row] = [unit for unit in together.units if unit.wanted[0].task == "lone"]
     prompt = together.prompt(row)
-    with monkeypatch.context() as gpu:
-        # A GPU whose memory takes three of these prompts at a time.
-        gpu.setattr(made, "device", torch.device("cuda"))
-        gpu.setattr(backend, "chunk_len", lambda model, length: 3 * (len(prompt.questions[0].ids) + 16))
-        rows = made._rows(prompt, [question.ids for question in prompt.questions])
-        assert [len(some) for some in rows] == [3, 3, 2]
+    with monkeypatch.context() as small:
+        # Memory that takes three of these prompts at a time.
+        small.setattr(room, "CPU_BATCH_TOKENS", 3 * (len(prompt.questions[0].ids) + 16))
         assert made.answers(prompt) == [made.answers(alone.prompt(unit))[0] for unit in alone.units[:8]]
     assert outputs(together) == outputs(alone)
     assert len(set(outputs(alone).values())) > 4, "equal answers would hide a mix-up"
+
+
+def test_parts_are_fused_where_a_run_is_long_enough_on_a_gpu(model_dir, monkeypatch):
+    fused = []
+    monkeypatch.setattr(backend, "fuse_for_reading", fused.append)
+    made = ModelBackend(str(model_dir), **CPU)
+    made.planned_tokens = 1 << 60
+    assert made.model is not None and not fused, "a CPU compiles nothing"
+
+    class Large:
+        device = torch.device("cuda")
+
+        def num_parameters(self):
+            return 8 * 10**9
+
+    monkeypatch.setattr(backend, "load_model", lambda *args, **options: Large())
+    for tokens, wanted in ((0, 0), (128 << 10, 0), (32 * 128 << 10, 1)):
+        made = ModelBackend(str(model_dir), device=torch.device("cuda"), dtype=torch.bfloat16)
+        made.planned_tokens = tokens
+        assert made.model is not None and len(fused) == wanted

@@ -145,6 +145,8 @@ def test_groups_keep_every_question_once():
     assert all(600 * len(row) <= ROW_TOKENS for row in groups([str(at) for at in range(100)], [600] * 100))
     assert groups(list("abc"), [8000] * 3) == [[0], [1], [2]]
     assert groups(list("abc"), [8000] * 3, 1 << 16) == [[0, 1, 2]], "longer rows take longer prompts"
+    many = groups([str(at) for at in range(200)], [100] * 200, 1 << 16)
+    assert [len(row) for row in many] == [64, 64, 64, 8], "and more of them"
 
 
 def test_a_common_prefix_leaves_something_to_ask():

@@ -9,7 +9,7 @@ from unspool.model import branches, generate
 from unspool.model.attention import NAME, register
 from unspool.model.attention_reference import Rules
 from unspool.model.branches import Branches, attend_part, can_branch
-from unspool.model.generate import RoomyLayer, answer, chunk_len
+from unspool.model.generate import RoomyLayer, answer
 
 from .test_generate import SHAPE, plain
 
@@ -27,50 +27,47 @@ def questions() -> list[np.ndarray]:
     return [rng.integers(97, size=size).astype(np.uint32) for size in (30, 9, 17, 2)]
 
 
-NOTHING = np.empty(0, np.uint32)
+CONTEXT = np.arange(40, dtype=np.uint32)
 
 
 def calls_of(model, run) -> list[int]:
     """How many tokens each pass over the model took."""
     sizes: list[int] = []
     hook = model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     run()
     hook.remove()
     return sizes
 
 
-@pytest.mark.parametrize("context", [NOTHING, np.arange(40, dtype=np.uint32)], ids=["short prompts", "one context"])
-def test_questions_share_passes_and_answer_as_alone(model, questions, context):
+def test_questions_share_passes_and_answer_as_alone(model, questions):
     found: list[list[int]] = []
-    sizes = calls_of(model, lambda: found.extend(answer(model, context, questions, max_new_tokens=5, stop_ids=())))
+    sizes = calls_of(model, lambda: found.extend(answer(model, CONTEXT, questions, max_new_tokens=5, stop_ids=())))
 
-    assert found == [plain(model, context, question, 5) for question in questions]
-    assert sizes == [40] * (len(context) > 0) + [58, 4, 4, 4, 4]
+    assert found == [plain(model, CONTEXT, question, 5) for question in questions]
+    assert sizes == [40, 58, 4, 4, 4, 4]
 
 
 def test_a_question_that_is_done_leaves_the_row(model, questions):
-    free = answer(model, NOTHING, questions, max_new_tokens=5, stop_ids=())
+    free = answer(model, CONTEXT, questions, max_new_tokens=5, stop_ids=())
     stop = free[0][1]
-    sizes = calls_of(model, lambda: answer(model, NOTHING, questions, max_new_tokens=5, stop_ids={stop}))
+    sizes = calls_of(model, lambda: answer(model, CONTEXT, questions, max_new_tokens=5, stop_ids={stop}))
 
-    assert sizes[0] == 58 and sizes[-1] < 4
+    assert sizes[1] == 58 and sizes[-1] < 4
 
 
 def test_seeing_another_question_would_be_noticed(model, questions, monkeypatch):
-    context = np.arange(40, dtype=np.uint32)
-    wanted = [plain(model, context, question, 5) for question in questions]
+    wanted = [plain(model, CONTEXT, question, 5) for question in questions]
     monkeypatch.setattr(
         Branches, "_own_mask", lambda self, window: torch.ones(self._fed, len(self._owners), dtype=torch.bool)
     )
 
-    assert answer(model, context, questions, max_new_tokens=5, stop_ids=()) != wanted
+    assert answer(model, CONTEXT, questions, max_new_tokens=5, stop_ids=()) != wanted
 
 
 def test_forgetting_the_context_would_be_noticed(model, questions, monkeypatch):
-    context = np.arange(40, dtype=np.uint32)
-    wanted = [plain(model, context, question, 5) for question in questions]
+    wanted = [plain(model, CONTEXT, question, 5) for question in questions]
     own = branches.attend_part
 
     def forgetful(query, key, value, rules, mask):
@@ -79,11 +76,11 @@ def test_forgetting_the_context_would_be_noticed(model, questions, monkeypatch):
 
     monkeypatch.setattr(branches, "attend_part", forgetful)
 
-    assert answer(model, context, questions, max_new_tokens=5, stop_ids=()) != wanted
+    assert answer(model, CONTEXT, questions, max_new_tokens=5, stop_ids=()) != wanted
 
 
 def test_nothing_of_it_stays_on_the_model(model, questions):
-    answer(model, NOTHING, questions, max_new_tokens=2, stop_ids=())
+    answer(model, CONTEXT, questions, max_new_tokens=2, stop_ids=())
 
     assert not any(hasattr(module, "exchange") for module in model.modules())
 
@@ -99,14 +96,39 @@ def test_a_part_without_visible_keys_weighs_nothing():
 
 def test_long_questions_are_answered_one_by_one(model, questions, monkeypatch):
     monkeypatch.setattr(generate, "MOST_OWN_TOKENS", 16)
-    context = np.arange(40, dtype=np.uint32)
-    sizes = calls_of(model, lambda: answer(model, context, questions, max_new_tokens=2, stop_ids=()))
+    sizes = calls_of(model, lambda: answer(model, CONTEXT, questions, max_new_tokens=2, stop_ids=()))
 
     assert sizes == [40, 30, 1, 9, 1, 17, 1, 2, 1]
 
 
 def test_models_of_other_attention_are_left_alone():
     assert not can_branch(LlamaForCausalLM(LlamaConfig(**SHAPE)))
+
+
+BY_LENGTH = {
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", BY_LENGTH)
+@pytest.mark.parametrize("context", [CONTEXT[:0], CONTEXT[:4]], ids=["no context", "context"])
+def test_a_long_neighbour_changes_no_answer_where_positions_depend_on_the_longest(kind, context, questions):
+    register()
+    torch.manual_seed(0)
+    shape = SHAPE | {"max_position_embeddings": 16}
+    config = LlamaConfig(**shape, rope_parameters=BY_LENGTH[kind], attn_implementation=NAME)
+    model = LlamaForCausalLM(config).eval()
+    found = answer(model, context, questions, max_new_tokens=4, stop_ids=())
+    assert found == [answer(model, context, [ids], max_new_tokens=4, stop_ids=())[0] for ids in questions]
+    assert not can_branch(model)
 
 
 def test_the_cache_keeps_what_it_was_given_and_copies_only_to_grow():
@@ -123,30 +145,6 @@ def test_the_cache_keeps_what_it_was_given_and_copies_only_to_grow():
     layer.crop(-9)
     assert layer.get_seq_length() == 8
     assert torch.equal(layer.update(given[1], given[1])[0], torch.cat([*given[:3], given[1]], dim=2))
-
-
-def test_chunks_on_a_gpu_depend_on_its_size_and_the_length(monkeypatch):
-    class Gpu:
-        total_memory = 140 << 30
-
-    class Large:
-        device = torch.device("cuda")
-        config = LlamaConfig(
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-        )
-
-        def parameters(self):
-            # 8B parameters, of which only the sizes are asked for.
-            return iter([torch.empty(8 << 30, dtype=torch.bfloat16, device="meta")])
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Gpu)
-
-    assert chunk_len(Large(), 128 << 10) >= 128 << 10, "128K of an 8B model fits an H200 in one piece"
-    assert 1024 <= chunk_len(Large(), 512 << 10) < 512 << 10
 
 
 @pytest.mark.gpu

@@ -29,31 +29,39 @@ SHAPE = {
 }
 
 
-@pytest.fixture(scope="module", params=["unspool", "harpe", "sdpa", "window", "our window", "capped", "sinks"])
-def model(request):
+KINDS = ["unspool", "harpe", "sdpa", "window", "our window", "capped", "sinks"]
+
+
+def made(kind: str, **options):
     """Our attention, ours with a base per head, that of transformers, a sliding window of either, and what else
     layers ask for."""
     register()
     torch.manual_seed(0)
-    if request.param == "our window":
-        return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=16, attn_implementation=NAME)).eval()
-    if request.param == "capped":
+    shape = {**SHAPE, **options}
+    if kind == "our window":
+        return MistralForCausalLM(MistralConfig(**shape, sliding_window=16, attn_implementation=NAME)).eval()
+    if kind == "capped":
         # A window in every second layer and scores that are capped.
-        options = {"sliding_window": 16, "attn_logit_softcapping": 2.0, "head_dim": 8, "query_pre_attn_scalar": 8}
-        return Gemma2ForCausalLM(Gemma2Config(**SHAPE, **options, attn_implementation=NAME)).eval()
-    if request.param == "sinks":
-        options = {"sliding_window": 16, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
-        made = GptOssForCausalLM(GptOssConfig(**SHAPE, **options, attn_implementation=NAME)).eval()
-        for layer in made.model.layers:
+        capped = {"sliding_window": 16, "attn_logit_softcapping": 2.0, "head_dim": 8, "query_pre_attn_scalar": 8}
+        return Gemma2ForCausalLM(Gemma2Config(**{**capped, **shape}, attn_implementation=NAME)).eval()
+    if kind == "sinks":
+        experts = {"sliding_window": 16, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+        model = GptOssForCausalLM(GptOssConfig(**{**experts, **shape}, attn_implementation=NAME)).eval()
+        for layer in model.model.layers:
             torch.nn.init.normal_(layer.self_attn.sinks)
-        return made
-    if request.param == "window":
-        return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=16)).eval()
-    kind = "sdpa" if request.param == "sdpa" else NAME
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE, attn_implementation=kind)).eval()
-    if request.param == "harpe":
+        return model
+    if kind == "window":
+        return MistralForCausalLM(MistralConfig(**shape, sliding_window=16)).eval()
+    attention = "sdpa" if kind == "sdpa" else NAME
+    model = LlamaForCausalLM(LlamaConfig(**shape, attn_implementation=attention)).eval()
+    if kind == "harpe":
         apply_head_bases(model, np.array([10_000.0, 500.0]))
     return model
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request):
+    return made(request.param)
 
 
 @pytest.fixture

@@ -9,12 +9,15 @@ import torch
 from unspool.eval.grouping import ROW_TOKENS
 from unspool.eval.prompt import Prompt
 from unspool.eval.tasks.loss import window_losses
-from unspool.model.generate import answer, chunk_len
+from unspool.model.fuse import fuse_for_reading, pays_to_fuse
+from unspool.model.generate import answer
 from unspool.model.load import load_model
 from unspool.model.tokenizer import load_tokenizer
 
-# Writing takes a step for every token of an answer; prompts in one row share these steps.
-GPU_ROW_TOKENS = 1 << 17
+# Writing takes a step for every token of an answer; prompts that are answered together share these steps. With so many
+# tokens a step of SmolLM2-135M reads 24 GB of keys, 5 ms on an H200, which is more than all else in it; larger models
+# have more per token. A run that is killed loses them: seconds of reading, 90 s at 8B.
+GPU_ROW_TOKENS = 1 << 20
 
 
 class Backend(Protocol):
@@ -42,6 +45,10 @@ class BlockBackend(Protocol):
 class ModelBackend:
     """A model on one device; its weights are loaded when the first prompt comes."""
 
+    planned_tokens = 0
+    """Of all prompts of a run, those that were answered before it went on too, so that all are answered by the same
+    kernels; said before the first, where it is known."""
+
     def __init__(self, ref: str, *, device: torch.device, dtype: torch.dtype) -> None:
         self.ref, self.device, self.dtype = ref, device, dtype
 
@@ -51,7 +58,10 @@ class ModelBackend:
 
     @cached_property
     def model(self) -> Any:
-        return load_model(self.ref, device=self.device, dtype=self.dtype)
+        model = load_model(self.ref, device=self.device, dtype=self.dtype)
+        if pays_to_fuse(model, self.planned_tokens):
+            fuse_for_reading(model)
+        return model
 
     @cached_property
     def stop_ids(self) -> set[int]:
@@ -62,38 +72,18 @@ class ModelBackend:
 
     @property
     def row_tokens(self) -> int:
-        """How much is read at a time where prompts have no context in common."""
+        """How much is answered together where prompts have no context in common."""
         return GPU_ROW_TOKENS if self.device.type == "cuda" else ROW_TOKENS
 
     def answers(self, prompt: Prompt) -> list[str]:
-        asked = [question.ids for question in prompt.questions]
-        generated = [ids for some in self._rows(prompt, asked) for ids in self._generated(prompt, some)]
-        return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in generated]
-
-    def _rows(self, prompt: Prompt, asked: list[np.ndarray]) -> list[list[np.ndarray]]:
-        """Prompts without a context in common, in as many rows as the memory of the GPU makes of them."""
-        if len(prompt.context_ids) or len(asked) == 1 or self.device.type != "cuda":
-            return [asked]
-        sizes = [len(ids) + prompt.answer_tokens for ids in asked]
-        room = chunk_len(self.model, sum(sizes))
-        rows: list[list[np.ndarray]] = [[]]
-        used = 0
-        for ids, size in zip(asked, sizes, strict=True):
-            if rows[-1] and used + size > room:
-                rows.append([])
-                used = 0
-            rows[-1].append(ids)
-            used += size
-        return rows
-
-    def _generated(self, prompt: Prompt, asked: list[np.ndarray]) -> list[list[int]]:
-        return answer(
+        generated = answer(
             self.model,
             prompt.context_ids,
-            asked,
+            [question.ids for question in prompt.questions],
             max_new_tokens=prompt.answer_tokens,
             stop_ids=self.stop_ids,
         )
+        return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in generated]
 
     def window_losses(self, ids: np.ndarray) -> np.ndarray:
         return window_losses(self.model, ids)

@@ -9,12 +9,15 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from unspool.base.rng import rng_for
+from unspool.model.room import MOST_PROMPTS
 
 # Questions on one context that are decoded side by side.
 MOST_TOGETHER = 16
-# Prompts without a context in common are read in one row, up to so many tokens in all. Small, since a row is what is
-# lost when a run is killed; a GPU reads longer rows in seconds and says so (`row_tokens` of a backend).
+# Prompts without a context in common are answered together too, up to so many tokens in all: a row. Small, since a row
+# is what is lost when a run is killed; a GPU reads longer rows in seconds and says so (`row_tokens` of a backend).
 ROW_TOKENS = 8192
+# And so many prompts, where rows are longer than that.
+MOST_UNRELATED = MOST_PROMPTS
 # A prompt longer than this share of a row stays alone.
 _SHARE = 4
 
@@ -50,13 +53,14 @@ def groups(contexts: Sequence[str], tokens: Sequence[int], row_tokens: int = ROW
         by_context.setdefault(context, []).append(place)
     found: list[list[int]] = []
     row: list[int] = []
+    most = MOST_TOGETHER if row_tokens <= ROW_TOKENS else MOST_UNRELATED
     for places in by_context.values():
         if len(places) > 1:
             found += [places[at : at + MOST_TOGETHER] for at in range(0, len(places), MOST_TOGETHER)]
         elif tokens[places[0]] > row_tokens // _SHARE:
             found.append(places)
         else:
-            if len(row) >= MOST_TOGETHER or sum(tokens[at] for at in [*row, *places]) > row_tokens:
+            if len(row) >= most or sum(tokens[at] for at in [*row, *places]) > row_tokens:
                 found.append(row)
                 row = []
             row = [*row, *places]

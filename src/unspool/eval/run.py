@@ -70,6 +70,8 @@ def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
         say(f"scores of {scoring.model}: up to date")
         return _summary(scoring.out_dir)
     plan = Plan(evals, backend.tokenizer, seed=scoring.seed, root=scoring.root)
+    if isinstance(backend, ModelBackend):
+        backend.planned_tokens = plan.prompt_tokens
     num_samples = sum(unit.num_samples for unit in plan.units)
     say(
         f"scores of {scoring.model} ({reason}): {len(plan.units)} contexts, {num_samples} samples, "

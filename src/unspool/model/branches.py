@@ -18,19 +18,28 @@ from unspool.base.errors import ConfigError
 from unspool.model.attention import NAME
 from unspool.model.attention_reference import MAX_SCORES, Rules
 from unspool.model.parts import attention_of, layers_of, stand_between
+from unspool.position.rope import is_nested
 
 Part = tuple[Tensor, Tensor]  # output over some keys alone, and its log-sum-exp: [B, KV, G·Q, D] and [B, KV, G·Q]
 
 
 def can_branch(model: Any) -> bool:
-    """Whether a model attends through us, with keys that are rotated when they are kept."""
-    if model.config._attn_implementation != NAME:
+    """Whether a model attends through us, with keys that are rotated when they are kept, by their place alone."""
+    if model.config._attn_implementation != NAME or _rotates_by_length(model.config.get_text_config()):
         return False
     try:
         attentions = [attention_of(layer) for layer in layers_of(model)]
     except ConfigError:
         return False
     return all(getattr(one, "head_inv_freq", None) is None for one in attentions)
+
+
+def _rotates_by_length(config: Any) -> bool:
+    """Whether the longest of several prompts would change how all of them are rotated."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = parameters.values() if is_nested(parameters) else [parameters]
+    names = [(kind or {}).get("rope_type") or "" for kind in kinds]
+    return any("dynamic" in name or name == "longrope" for name in names)
 
 
 class Branches:
@@ -63,8 +72,7 @@ class Branches:
         sinks: Tensor | None,
         doc_lens: tuple[int, ...] | None,
     ) -> Tensor:
-        if doc_lens is not None:
-            return compute(query, key, value, rules, sinks, doc_lens)
+        assert doc_lens is None, "questions on one context are no documents"
         batch, num_heads, num_queries, dim = query.shape
         grouped = query.reshape(batch, key.shape[1], -1, dim)
         at = self.num_shared

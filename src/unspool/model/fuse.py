@@ -21,16 +21,35 @@ from unspool.model.trial import alike
 
 # What `transformers` calls the rotation of queries and keys in every family that has RoPE.
 ROTATE = "apply_rotary_pos_emb"
+# From how much reading on, in parameters × tokens, compiling pays: at the shape of Llama-3-8B fused parts save 0.5 s of
+# reading 128K tokens (8.0e9 × 131,072 = 1.05e15), compiling takes some 15 s, and 15 / 0.5 × 1.05e15 = 3.2e16.
+PAYS_FROM = 3.2e16
+# Fewer tokens than this in one pass are written and not read: time goes into launches and weights.
+READ_FROM = 512
 
 
-def fuse_parts(model: Any) -> None:
-    """Change `model` in place; once, before its memory settings."""
+def fuse_parts(model: Any, *, least_tokens: int | None = None) -> None:
+    """Change `model` in place; once, before its memory settings.
+
+    Training has rows of few lengths. Where lengths are many, `least_tokens` lets one kernel stand for all of them from
+    there on, and leaves passes of fewer tokens to the code as it was, so that these are not compiled for.
+    """
     gates: dict[str, Gate] = {}
     for part in token_parts(model):
-        if not _fuse_gate(part, gates, model.config.hidden_size):
-            part.forward = torch.compile(part.forward)
+        if not _fuse_gate(part, gates, model.config.hidden_size, least_tokens):
+            part.forward = _compiled(part.forward, least_tokens)
     for layer in layers_of(model):
-        _fuse_rotation(attention_of(layer))
+        _fuse_rotation(attention_of(layer), least_tokens)
+
+
+def pays_to_fuse(model: Any, tokens: int) -> bool:
+    """Whether reading so many tokens takes so much longer unfused that compiling is worth its time."""
+    return bool(model.device.type == "cuda" and tokens * model.num_parameters() >= PAYS_FROM)
+
+
+def fuse_for_reading(model: Any) -> None:
+    """For prompts of many lengths, in inference mode too; tokens that are written one by one are left alone."""
+    fuse_parts(model, least_tokens=READ_FROM)
 
 
 @dataclass(frozen=True)
@@ -41,7 +60,29 @@ class Gate:
     compiled: Callable[[Tensor, Tensor], Tensor]
 
 
-def _fuse_gate(part: Any, gates: dict[str, Gate], hidden_size: int) -> bool:
+def _compiled(
+    function: Callable[..., Any], least_tokens: int | None, *, plain: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """`function` of tensors whose last dimension but one counts tokens; with fewer of these, `plain` or itself."""
+    fused: Callable[..., Any] = torch.compile(function)
+    if least_tokens is None:
+        return fused
+    as_it_was = plain or function
+
+    def by_count(*args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        if given[0].shape[-2] < least_tokens:
+            return as_it_was(*args, **kwargs)
+        for each in given:
+            if isinstance(each, Tensor) and each.dim() > 1:
+                # Without being told, the first length would be compiled for by itself.
+                torch._dynamo.maybe_mark_dynamic(each, each.dim() - 2)
+        return fused(*args, **kwargs)
+
+    return by_count
+
+
+def _fuse_gate(part: Any, gates: dict[str, Gate], hidden_size: int, least_tokens: int | None = None) -> bool:
     """Whether `part` is an MLP with a gate, as nearly all are, and now computes that in one kernel."""
     if not all(isinstance(getattr(part, name, None), nn.Linear) for name in ("gate_proj", "up_proj", "down_proj")):
         return False
@@ -49,7 +90,7 @@ def _fuse_gate(part: Any, gates: dict[str, Gate], hidden_size: int) -> bool:
     if not callable(act):
         return False
     if repr(act) not in gates:
-        gates[repr(act)] = Gate(act, torch.compile(lambda gate, up: act(gate) * up))
+        gates[repr(act)] = Gate(act, _compiled(lambda gate, up: act(gate) * up, least_tokens))
     gate = gates[repr(act)]
 
     def plain(hidden: Tensor) -> Tensor:
@@ -73,7 +114,7 @@ def _same(one: Callable[[Tensor], Any], other: Callable[[Tensor], Tensor], weigh
     return isinstance(found, Tensor) and alike(found.float(), other(tokens).float())
 
 
-def _fuse_rotation(attention: Any) -> None:
+def _fuse_rotation(attention: Any, least_tokens: int | None = None) -> None:
     """Let this module's `forward` call a compiled `apply_rotary_pos_emb`.
 
     Its code is run with other globals instead of changing the module of `transformers`, which other models use too.
@@ -82,14 +123,14 @@ def _fuse_rotation(attention: Any) -> None:
     rotate = getattr(function, "__globals__", {}).get(ROTATE)
     if not isinstance(function, FunctionType) or rotate is None or ROTATE not in function.__code__.co_names:
         return
-    compiled = function.__globals__ | {ROTATE: _compiled_rotation(rotate)}
+    compiled = function.__globals__ | {ROTATE: _compiled_rotation(rotate, least_tokens)}
     again = FunctionType(function.__code__, compiled, function.__name__, function.__defaults__, function.__closure__)
     again.__kwdefaults__ = function.__kwdefaults__
     attention.forward = MethodType(again, attention)
 
 
 @cache
-def _compiled_rotation(rotate: Any) -> Any:
+def _compiled_rotation(rotate: Any, least_tokens: int | None = None) -> Any:
     """Once for all layers. Laid out by token, as attention kernels take and return it without a copy.
 
     Tables are fp32 and so are the products with them; attention would round them to the model's dtype.
@@ -99,4 +140,4 @@ def _compiled_rotation(rotate: Any) -> Any:
         turned = rotate(query, key, *args, **kwargs)
         return tuple(each.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2) for each in turned)
 
-    return torch.compile(by_token)
+    return _compiled(by_token, least_tokens, plain=rotate)

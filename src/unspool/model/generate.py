@@ -1,14 +1,14 @@
-"""Greedy answers to several questions on one context, which is read once.
+"""Greedy answers to several questions: on one context, which is read once, or each a prompt of its own.
 
 In: token ids. Out: the ids that follow each question.
 Promise: the same ids as decoding each question on its own, up to rounding; no question sees another; logits are
-made for last positions only. How a context is cut into chunks depends on model, device and length, not on what
-else is in memory, so that the same questions give the same answers again.
+made for last positions only.
 Price: the whole context in the cache.
-Elsewhere: who sees what while questions are answered side by side (branches.py).
+Elsewhere: who sees what while questions on a context are answered side by side (branches.py), prompts that have none in
+common (decode.py), how much is read at a time (room.py).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -18,15 +18,11 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from unspool.model.branches import Branches, can_branch
+from unspool.model.decode import answer_batch
+from unspool.model.room import MOST_ROW_TOKENS, batches, chunk_len
 
-# Bounds the activations of reading the context where memory is not known; the cache holds it all.
-PREFILL_CHUNK = 8192
-# Share of a GPU's memory that reading may plan with; the rest is for what kernels and fragments take.
-USABLE = 0.8
 # Tokens of questions that are answered side by side; more would cost more in wasted scores than they save.
 MOST_OWN_TOKENS = 4096
-# And without a context, where reading wastes nothing: while answers are written, each token meets all keys of the row.
-MOST_ROW_TOKENS = 1 << 17
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]
@@ -73,8 +69,10 @@ def answer(
     prefill_chunk: int | None = None,
 ) -> list[list[int]]:
     """The most likely tokens after context + question, up to a stop token (left out) or `max_new_tokens`."""
+    if not len(context_ids) and len(questions) > 1 and can_branch(model):
+        return _in_batches(model, questions, max_new_tokens, stop_ids, prefill_chunk)
     longest = max(map(len, questions)) + max_new_tokens
-    together = len(questions) > 1 and _fits(context_ids, questions) and can_branch(model)
+    together = len(questions) > 1 and sum(map(len, questions)) <= MOST_OWN_TOKENS and can_branch(model)
     own = sum(map(len, questions)) + len(questions) * max_new_tokens if together else longest
     # Every layer keeps all keys, sliding windows too, so that any of them can be cropped back.
     cache = Cache(layer_class_to_replicate=partial(RoomyLayer, len(context_ids) + own))
@@ -86,26 +84,27 @@ def answer(
     return [_alone(model, cache, ids, max_new_tokens, stop_ids, chunk) for ids in questions]
 
 
-def chunk_len(model: Any, length: int) -> int:
-    """The most tokens to read at a time: all of them where that fits, since one long piece has the fastest kernels."""
-    if model.device.type != "cuda":
-        return PREFILL_CHUNK
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    size = next(model.parameters()).element_size()
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    cache = 2 * config.num_hidden_layers * heads * dim * size * length
-    # Of one layer: the stream and its norms, queries and attention's output, and the MLP's three wide tensors.
-    wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    per_token = size * (8 * config.hidden_size + 4 * config.num_attention_heads * dim + 4 * wide)
-    total = torch.cuda.get_device_properties(model.device).total_memory
-    return int(max(1024, (USABLE * total - weights - cache) // per_token))
-
-
-def _fits(context_ids: np.ndarray, questions: Sequence[np.ndarray]) -> bool:
-    # Without a context, questions are read as documents of one row, which wastes nothing.
-    return sum(map(len, questions)) <= (MOST_OWN_TOKENS if len(context_ids) else MOST_ROW_TOKENS)
+def _in_batches(
+    model: Any,
+    prompts: list[np.ndarray],
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    prefill_chunk: int | None,
+) -> list[list[int]]:
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids}
+    answers: list[list[int]] = [[] for _ in prompts]
+    for some in batches(model, [len(ids) for ids in prompts], max_new_tokens):
+        asked = [prompts[at] for at in some]
+        if len(asked) == 1:
+            # By itself a prompt need not be padded, and its keys may take all there is.
+            found = answer(model, asked[0][:0], asked, **options, prefill_chunk=prefill_chunk)
+        else:
+            padded = len(asked) * (max(map(len, asked)) + max_new_tokens)
+            row_tokens = prefill_chunk or min(MOST_ROW_TOKENS, chunk_len(model, padded))
+            found = answer_batch(model, asked, **options, row_tokens=row_tokens)
+        for at, ids in zip(some, found, strict=True):
+            answers[at] = ids
+    return answers
 
 
 def _alone(
@@ -136,9 +135,7 @@ def _side_by_side(
     ends = np.cumsum(lens) - 1
     answers: list[list[int]] = [[] for _ in questions]
     with branches.attached(model):
-        # Questions without a context are documents of one row, for which there are better kernels.
-        packed = {} if shared else {"doc_lens": tuple(lens)}
-        tokens = _next_tokens(model, cache, branches, np.concatenate(questions), owners, places, ends, **packed)
+        tokens = _next_tokens(model, cache, branches, np.concatenate(questions), owners, places, ends)
         active = list(range(len(lens)))
         while True:
             going = []
@@ -163,7 +160,6 @@ def _next_tokens(
     owners: np.ndarray,
     places: np.ndarray,
     ends: np.ndarray,
-    **packed: Any,
 ) -> list[int]:
     """Append tokens of several questions to the cache; the most likely token after each of those at `ends`."""
     tokens, whose, where, last = (_tensor(model, values) for values in (ids, owners, places, ends))
@@ -174,7 +170,6 @@ def _next_tokens(
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=last,
-        **packed,
     )
     found: list[int] = out.logits[0].argmax(dim=-1).tolist()
     return found
