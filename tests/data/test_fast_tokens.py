@@ -92,6 +92,11 @@ def definition_of(kind: str) -> str:
         return _train(_split(QWEN2), normalizer=normalizers.NFC(), plain_tokens=("<tool>", "</tool>"))
     if kind == "smollm2-like":
         return _train(_smollm2_like(), missing=UNLEARNED)
+    if kind == "gguf-like":  # what some versions of `transformers` make of SmolLM2's GGUF
+        plain = json.loads(_train(_smollm2_like()))
+        plain["normalizer"] = {"type": "Sequence", "normalizers": []}
+        plain["model"] |= {"byte_fallback": True, "fuse_unk": True, "unk_token": "<|end|>"}
+        return json.dumps(plain)
     assert kind == "own-pattern"
     return _train(_split(r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]| "), plain_tokens=("<tool>",))  # leaves line ends uncovered
 
@@ -117,7 +122,7 @@ def random_texts(num: int, seed: int) -> list[str]:
     return texts
 
 
-GIGATOKEN_KINDS = ["llama3-like", "qwen2-like", "smollm2-like"]
+GIGATOKEN_KINDS = ["llama3-like", "qwen2-like", "smollm2-like", "gguf-like"]
 TIKTOKEN_KINDS = [*GIGATOKEN_KINDS, "tiny-base", "own-pattern"]
 ROUTES_AND_KINDS = [
     *(("gigatoken", kind) for kind in GIGATOKEN_KINDS),

@@ -1,7 +1,8 @@
 """Rewrite a tokenizer's definition so that fast engines accept it and read text as only text.
 
 In: the content of a tokenizer.json. Out: `Plain`: a definition, and what its made-up ids stand for.
-Three things change. Control tokens are no longer looked for. Bytes that the vocabulary lacks get
+Four things change. What does nothing, such as an empty list of normalisers, goes, since engines refuse all that they do
+not know. Control tokens are no longer looked for. Bytes that the vocabulary lacks get
 made-up ids, because engines want all 256. Digits that stand alone (SmolLM2) become added tokens: text is
 cut at added tokens before anything else, which is just what `Digits(individual_digits=True)` does.
 Elsewhere: the engines (tokens_engines.py), when their ids may be trusted (tokens_checked.py).
@@ -74,6 +75,7 @@ def pre_tokenizer_parts(definition: dict[str, Any]) -> list[dict[str, Any]]:
 def build_plain(definition: str) -> Plain:
     """The rewritten definition; other properties of the tokenizer are left for the engines to judge."""
     plain = json.loads(definition)
+    _drop_what_does_nothing(plain)
     used = [token["id"] for token in plain["added_tokens"]]
     plain["added_tokens"] = [token for token in plain["added_tokens"] if not token["special"]]
     vocab = plain["model"]["vocab"]
@@ -100,6 +102,15 @@ def build_plain(definition: str) -> Plain:
                 next_id += 1
             plain["added_tokens"].append(_added_token(digit, stand_in))
     return Plain(plain, first_made_up, stands_for)
+
+
+def _drop_what_does_nothing(plain: dict[str, Any]) -> None:
+    """As in tokenizers that some versions of `transformers` make of GGUF files."""
+    if plain["normalizer"] == {"type": "Sequence", "normalizers": []}:
+        plain["normalizer"] = None
+    model = plain["model"]
+    if model.get("byte_fallback") and not any(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256)):
+        model["byte_fallback"] = False
 
 
 def _digits(definition: str) -> dict[str, np.ndarray]:
