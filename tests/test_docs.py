@@ -77,6 +77,7 @@ from unspool.train.config import StageConfig
 from unspool.train.guard import GuardConfig
 from unspool.train.optimizer_config import OptimizerConfig
 from unspool.train.parallel_config import ParallelConfig
+from unspool.train.refit_config import RefitConfig
 from unspool.train.watch_config import SamplesConfig, ValidationConfig
 
 ROOT = Path(__file__).parents[1]
@@ -216,6 +217,7 @@ TABLES: dict[str, type[Config]] = {
     "rows: skips": SkipsConfig,
     "rows: replace": ReplaceConfig,
     "stages": StageConfig,
+    "stages: refit": RefitConfig,
     "stages: optimizer": OptimizerConfig,
     "stages: parallel": ParallelConfig,
     "stages: guard": GuardConfig,

@@ -86,6 +86,30 @@ MISTAKES = {
         22,
         ["stages.1.validation.rows", "4K", "2K", "rows.long.length"],
     ),
+    "unknown refit rows": (
+        "    mix: {long: 1}",
+        "    mix: {long: 1}\n    refit: {rows: shrot, after: 8, lr: 1e-3}",
+        23,
+        ["stages.1.refit.rows", "did you mean 'short'?", "long, short"],
+    ),
+    "unknown refit rows with a share": (
+        "    mix: {long: 1}",
+        "    mix: {long: 1}\n    refit: {rows: {lng: 1}, after: 8, lr: 1e-3}",
+        23,
+        ["stages.1.refit.rows.lng", "did you mean 'long'?"],
+    ),
+    "a refit batch that is no multiple of its rows": (
+        "    mix: {long: 1}",
+        "    mix: {long: 1}\n    refit: {rows: short, after: 8, batch: 1500, lr: 1e-3}",
+        23,
+        ["stages.1.refit.batch = 1500", "multiple", "1K"],
+    ),
+    "a refit before training without other positions": (
+        "    mix: {long: 1}",
+        "    mix: {long: 1}\n    refit: {rows: short, before: 8, lr: 1e-3}",
+        23,
+        ["stages.1.refit.before = 8", "refit.before has nothing to do while position is unchanged"],
+    ),
     "unknown tracker": (
         "    mix: {long: 1}",
         "    mix: {long: 1}\n    track: [tensorbord]",
@@ -123,6 +147,31 @@ def test_a_mistake_is_told_in_one_sentence_with_its_line(mistake, problems):
 def test_no_wording_of_the_validator_reaches_the_user(mistake, problems):
     text = "\n".join(problems(*MISTAKES[mistake][:2]))
     assert not re.search(r"Input should|Value error|Field required|Extra inputs|\[type=|https?://|pydantic", text)
+
+
+def test_a_model_from_scratch_cannot_be_refitted_in_the_stage_it_begins_with(valid):
+    refit = "    refit: {rows: short, after: 8, lr: 1e-3}\n    mix:"
+    text = VALID.replace("model: org/name", "model: {size: 4M, tokenizer: org/name, context: 256}")
+    valid.write_text(text.replace("    mix:", refit))
+
+    with pytest.raises(ConfigError) as error:
+        load_recipe(valid)
+
+    (sentence,) = str(error.value).split("\n")
+    assert "stages.0.refit: a new model attends to nothing yet" in sentence
+
+
+def test_refit_rows_that_skip_positions_or_do_not_divide_are_refused(valid):
+    refit = "    refit: {rows: {short: 1, odd: 1, far: 1}, after: 8, lr: 1e-3}\n    mix: {long: 1}"
+    more = "  odd: {from: books, length: 3K}\n  far: {from: books, length: 4K, skips: {target: 16K}}\nstages:"
+    valid.write_text(VALID.replace("    mix: {long: 1}", refit).replace("stages:", more))
+
+    with pytest.raises(ConfigError) as error:
+        load_recipe(valid)
+
+    far, odd = sorted(str(error.value).split("\n"))
+    assert "stages.1.refit.rows.far" in far and "(skips)" in far
+    assert "stages.1.refit.rows.odd" in odd and "3K" in odd and "4K" in odd
 
 
 def test_every_problem_is_told_at_once_in_the_order_of_the_file(valid):

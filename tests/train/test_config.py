@@ -30,6 +30,15 @@ def test_a_last_step_that_would_not_be_full_is_left_out():
         ({"lr_for": {"mlp": -1e-3}}, "every lr must be 0 or more"),
         ({"claim": 64}, "claim must not exceed context"),
         ({"claim": 16, "position": {"method": "yarn"}}, "claim cannot be below context with method yarn"),
+        ({"refit": {"rows": "short", "before": 8, "lr": 1e-3}}, r"refit\.before has nothing to do while position is"),
+        ({"refit": {"rows": "short", "lr": 1e-3}}, "give before or after, the number of steps"),
+        ({"refit": {"rows": {"short": 0}, "after": 8, "lr": 1e-3}}, "name rows, or rows with shares above 0"),
+        ({"refit": {"rows": "", "after": 8, "lr": 1e-3}}, "name rows, or rows with shares above 0"),
+        ({"refit": {"rows": "short", "after": 8}}, "Field required"),
+        (
+            {"refit": {"rows": "held", "after": 8, "lr": 1e-3}, "validation": {"rows": "held"}},
+            r"validation\.rows held are in refit\.rows",
+        ),
         ({"warmup": 1}, "less than 1"),
         ({"name": "../out"}, "pattern"),
         ({"attention": "window"}, "'documents' or 'full'"),
@@ -39,3 +48,10 @@ def test_a_last_step_that_would_not_be_full_is_left_out():
 def test_impossible_stages_are_refused(changes, wanted):
     with pytest.raises(ValidationError, match=wanted):
         build_stage(**changes)
+
+
+def test_a_refit_has_shares_and_a_smaller_rate_after_training():
+    refit = build_stage(refit={"rows": "short", "after": 8, "lr": 4e-3}).refit
+
+    assert (refit.shares, refit.lr_after, refit.before) == ({"short": 1.0}, 1e-3, 0)
+    assert build_stage(refit={"rows": {"a": 3, "b": 1}, "after": 8, "lr": 1, "after_lr": 2}).refit.lr_after == 2

@@ -28,6 +28,7 @@ from unspool.train.config import StageConfig
 from unspool.train.handover import OPTIMIZER
 from unspool.train.layout import check_fit
 from unspool.train.ranks import Ranks
+from unspool.train.refit import check_refit
 from unspool.train.stage import StageInputs, run_stage, stage_reason
 from unspool.train.team import from_leader, one_rank
 
@@ -137,6 +138,9 @@ class Run(Preparation):
         """Find a stage that does not fit the ranks of this job before anything is made for it."""
         for stage in self.recipe.stages:
             check_fit(stage, self.model, {}, world_size=self.ranks.world_size)
+            row_lens = {name: self.recipe.rows[name].length for name in stage.refit.shares} if stage.refit else {}
+            start = self.model if self._earlier(stage) is None else None
+            check_refit(stage, start, row_lens, world_size=self.ranks.world_size)
 
     def _check_evals(self) -> None:
         """Find a suite that cannot work (too short a text or length) now, not after hours of training."""
@@ -164,6 +168,7 @@ class Run(Preparation):
             rows={name: rows / name for name in stage.mix},
             moments=folder and folder / OPTIMIZER,
             validation=rows / stage.validation.rows if stage.validation else None,
+            refit={name: rows / name for name in stage.refit.shares} if stage.refit else {},
         )
 
     def _check_fresh(self, stage: StageConfig, *, needed_by: StageConfig) -> None:

@@ -83,6 +83,7 @@ def reference_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
     for index, stage in enumerate(stages):
         yield from _mix_problems(index, stage, rows)
         yield from _validation_problems(index, stage, rows)
+        yield from _refit_problems(index, stage, rows, is_new=isinstance(data.get("model"), dict))
         yield from _start_problems(index, stage.get("start", "previous"), stage_names)
 
 
@@ -144,6 +145,36 @@ def _validation_problems(index: int, stage: Mapping[str, Any], rows: Mapping[str
     elif context and length and length > context:
         text = f"rows of length {format_size(length)} exceed the stage's context of {format_size(context)}"
         yield Problem(place=place, text=f"{text}; change rows.{name}.length or stages.{index}.context.")
+
+
+def _refit_problems(
+    index: int, stage: Mapping[str, Any], rows: Mapping[str, Any], *, is_new: bool
+) -> Iterator[Problem]:
+    refit = _entries(stage.get("refit"))
+    if not refit:
+        return
+    begins = stage.get("start", "previous") == "model" or (index == 0 and stage.get("start", "previous") == "previous")
+    if is_new and begins:
+        text = "a new model attends to nothing yet that could be kept; leave refit out of the stage it begins with."
+        yield Problem(place=("stages", index, "refit"), text=text)
+    wanted = refit.get("rows")
+    names = [wanted] if isinstance(wanted, str) and wanted else list(_entries(wanted))
+    place: Place = ("stages", index, "refit", "rows")
+    lengths = {name: _size(_entries(rows.get(name)).get("length")) for name in names}
+    longest, batch = max((length for length in lengths.values() if length), default=None), _size(refit.get("batch"))
+    for name, length in lengths.items():
+        at = place if isinstance(wanted, str) else (*place, name)
+        if name not in rows:
+            yield Problem(place=at, text=_unknown("rows", name, list(rows)))
+        elif _entries(rows[name]).get("skips"):
+            text = "its positions skip beyond the old context (skips), where there is nothing to keep; use other rows."
+            yield Problem(place=at, text=text)
+        elif length and longest and longest % length:
+            text = f"rows of length {format_size(length)} do not divide the longest of refit.rows"
+            yield Problem(place=at, text=f"{text}, {format_size(longest)}; change rows.{name}.length.")
+    if longest and batch and batch % longest:
+        text = f"must be a multiple of the length of refit.rows, {format_size(longest)} tokens."
+        yield Problem(place=("stages", index, "refit", "batch"), text=text, show_value=True)
 
 
 def _skips_problems(index: int, stage: Mapping[str, Any], name: str, entry: Mapping[str, Any]) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from unspool.position.scaling import Position, Unchanged
 from unspool.train.guard import GuardConfig
 from unspool.train.optimizer_config import OptimizerConfig
 from unspool.train.parallel_config import ParallelConfig
+from unspool.train.refit_config import RefitConfig
 from unspool.train.watch_config import SamplesConfig, TrackerName, ValidationConfig
 
 # Position methods whose frequencies engines compute from the context that a config claims.
@@ -26,6 +27,9 @@ class StageConfig(Config):
     context: Size
     claim: Size | None = Field(None, description="the context that the trained model claims; this one when not given")
     position: Position = Unchanged()
+    refit: RefitConfig | None = Field(
+        None, description="queries and keys fitted to what the model attended to before its positions were changed"
+    )
     attention: Literal["documents", "full"] = Field(
         "documents", description="documents: each sees only itself, except in tangled rows; full: rows see everything"
     )
@@ -74,6 +78,20 @@ class StageConfig(Config):
         if self.validation and self.validation.rows in self.mix:
             raise ValueError(
                 f"validation.rows {self.validation.rows} are in the mix, so their loss would say nothing about new "
+                "text; give rows that are made from another source"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _refit_has_something_to_fit(self) -> "StageConfig":
+        if self.refit and self.refit.before and isinstance(self.position, Unchanged):
+            raise ValueError(
+                "refit.before has nothing to do while position is unchanged; give a position method, or leave "
+                "refit.before out"
+            )
+        if self.refit and self.validation and self.validation.rows in self.refit.shares:
+            raise ValueError(
+                f"validation.rows {self.validation.rows} are in refit.rows, so their loss would say little about new "
                 "text; give rows that are made from another source"
             )
         return self

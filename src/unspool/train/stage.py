@@ -12,7 +12,7 @@ import errno
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ from unspool.train.optimizer import Updater, build_updater
 from unspool.train.optimizer_config import OptimizerConfig
 from unspool.train.parallelize import parallelize
 from unspool.train.ranks import Ranks
+from unspool.train.refit import FILE as REFIT
+from unspool.train.refit import build_refit, check_refit
 from unspool.train.resume import CHECKPOINTS, resume
 from unspool.train.team import Team, build_team, one_rank
 from unspool.train.trackers import check_trackers
@@ -81,6 +83,7 @@ class StageInputs:
     rows: dict[str, Path]
     moments: Path | None = None  # an earlier stage's optimizer file
     validation: Path | None = None  # rows that are only looked at
+    refit: dict[str, Path] = field(default_factory=dict)  # rows that queries and keys are refitted on
 
 
 def run_stage(
@@ -100,6 +103,9 @@ def run_stage(
         return
     rows = {name: open_rows(folder) for name, folder in inputs.rows.items()}
     check_fit(stage, inputs.model, rows, world_size=team.ranks.world_size)
+    refit_rows = {name: open_rows(folder) for name, folder in inputs.refit.items()}
+    refit_lens = {name: row_set.row_len for name, row_set in refit_rows.items()}
+    check_refit(stage, inputs.model, refit_lens, world_size=team.ranks.world_size)
     team.from_leader(lambda: _prepare_work(stage, out_dir, identity))
     work = _work_path(out_dir)
     mix = _mix(stage, inputs, rows, seed=seed)
@@ -107,6 +113,19 @@ def run_stage(
     model, tokenizer = _build(stage, inputs, handed_on, seed=seed, device=device, team=team)
     updater, guard = build_updater(stage, model, seed=seed), Guard(stage.guard)
     updater.load_moments(handed_on)
+    refit = build_refit(
+        stage,
+        model,
+        updater,
+        refit_rows,
+        work,
+        seed=seed,
+        order=_order(stage, inputs),
+        load_teacher=lambda: _load_teacher(inputs, handed_on, device),
+    )
+    if refit is not None:
+        with _disk_is_needed(stage, work):
+            refit.before()
     done = resume(work, updater, guard, growing=(LEDGER, METRICS), seed=seed, stage=stage.name, team=team)
     if team.is_leader:
         _announce(stage, mix, reason, done=done, team=team)
@@ -126,6 +145,8 @@ def run_stage(
         ) as watch:
             training = Training(model, updater, guard, mix, rows, device, team, model_shape(model))
             run_steps(stage, training, work, done=done, watch=watch)
+        if refit is not None:
+            refit.after()
         team.ranks.outside("exporting", stage.steps)
         _publish(stage, model, tokenizer, updater, work, out_dir, identity, team=team)
         team.meet()
@@ -160,9 +181,13 @@ def _mix(stage: StageConfig, inputs: StageInputs, rows: dict[str, RowSet], *, se
         {name: row_set.row_len for name, row_set in rows.items()},
         stage.context,
         seed,
-        # Arms that start from the same model see the same rows; a stage that goes on from another sees new ones.
-        stage.name if inputs.moments else "",
+        _order(stage, inputs),
     )
+
+
+def _order(stage: StageConfig, inputs: StageInputs) -> str:
+    """Arms that start from the same model see the same rows; a stage that goes on from another sees new ones."""
+    return stage.name if inputs.moments else ""
 
 
 def _announce(stage: StageConfig, mix: Mix, reason: str, *, done: int, team: Team) -> None:
@@ -198,12 +223,13 @@ def _disk_is_needed(stage: StageConfig, work: Path) -> Iterator[None]:
 def _identity(stage: StageConfig, inputs: StageInputs, *, seed: int, device: torch.device) -> dict[str, Any]:
     model = inputs.model
     start = model_digest(model) if isinstance(model, str) else digest(model.model_dump() | {"seed": seed})
-    hashes = {f"rows {name}": _rows_digest(folder) for name, folder in inputs.rows.items()}
+    hashes = {f"rows {name}": _rows_digest(folder) for name, folder in (inputs.rows | inputs.refit).items()}
     if isinstance(model, NewModel):
         hashes["tokenizer"] = model_digest(model.tokenizer)
     # Stages of before these were left out say `recompute`, so it is always said to be none; and those of before there
-    # was an `optimizer` do not name it.
+    # was an `optimizer` or a `refit` do not name it.
     own = UNCHANGING | ({"optimizer"} if stage.optimizer == OptimizerConfig() else set())
+    own |= {"refit"} if stage.refit is None else set()
     settings = stage.model_dump(mode="json", exclude=own) | {"recompute": "none"}
     return {
         "kind": KIND,
@@ -251,11 +277,9 @@ def _build(
     if isinstance(inputs.model, NewModel):
         tokenizer = load_tokenizer(inputs.model.tokenizer)
         model = build_new(inputs.model, tokenizer, seed=seed).to(place)
+        _bring_knots(model, tokenizer, inputs.rows)
     else:
-        tokenizer = load_tokenizer(inputs.model)
-        model = load_model(inputs.model, device=place, dtype=torch.float32)
-        check_trainable(model)
-    _bring_knots(model, tokenizer, inputs.rows)
+        model, tokenizer = _load_start(inputs, inputs.model, place)
     _take_template(tokenizer, stage, inputs)
     apply_position(model, stage.position, stage.context)
     load_trained_weights(model, handed_on)
@@ -265,6 +289,22 @@ def _build(
         fuse_parts(model)
     apply_memory(model, stage.memory)
     return model, tokenizer
+
+
+def _load_start(inputs: StageInputs, ref: str, device: torch.device) -> tuple[Any, Any]:
+    """The model that a stage starts from, with its own positions and the knots that rows need, and its tokenizer."""
+    tokenizer = load_tokenizer(ref)
+    model = load_model(ref, device=device, dtype=torch.float32)
+    check_trainable(model)
+    _bring_knots(model, tokenizer, inputs.rows | inputs.refit)
+    return model, tokenizer
+
+
+def _load_teacher(inputs: StageInputs, handed_on: Mapping[str, Tensor], device: torch.device) -> Any:
+    assert isinstance(inputs.model, str), "a new model has nothing that could be kept"
+    model, _ = _load_start(inputs, inputs.model, device)
+    load_trained_weights(model, handed_on)
+    return model
 
 
 def _take_template(tokenizer: Any, stage: StageConfig, inputs: StageInputs) -> None:
@@ -318,6 +358,8 @@ def _publish(
         save_handover(draft.folder / OPTIMIZER, updater, exported=dtype)
         keep_watched(work, draft.folder)
         shutil.copy(work / LEDGER, draft.folder / LEDGER)
+        if (work / REFIT).is_file():
+            shutil.copy(work / REFIT, draft.folder / REFIT)
         draft.counts |= {"steps": stage.steps, "tokens": stage.steps * stage.batch}
     # Only now: a kill before this line costs nothing but the export.
     shutil.rmtree(work)
