@@ -216,10 +216,10 @@ def test_a_kernel_that_is_missing_or_looks_at_too_many_keys_is_not_used(monkeypa
     agrees.cache_clear()
 
 
-def test_a_model_that_cannot_branch_is_answered_as_before(monkeypatch, prompts):
+def test_a_model_that_does_not_attend_through_us_is_answered_one_prompt_at_a_time(monkeypatch, prompts):
     monkeypatch.setattr(generate, "answer_batch", None)
 
-    assert len(answer(made("harpe"), NOTHING, prompts, **FREE)) == 5
+    assert len(answer(made("sdpa"), NOTHING, prompts, **FREE)) == 5
 
 
 # On a GPU
@@ -262,7 +262,7 @@ def graphs(monkeypatch):
 
 @pytest.mark.gpu
 @CUDA
-@pytest.mark.parametrize("kind", ["unspool", "our window", "capped"])
+@pytest.mark.parametrize("kind", ["unspool", "our window", "capped", "harpe"])
 def test_in_fp32_on_cuda_a_graph_writes_what_is_written_alone(kind, graphs):
     model, prompts = on_cuda(kind, torch.float32), prompts_of(300, 9, 170, 2, 411)
 
@@ -275,7 +275,7 @@ def test_in_fp32_on_cuda_a_graph_writes_what_is_written_alone(kind, graphs):
 @pytest.mark.gpu
 @CUDA
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["unspool", "our window", "capped"])
+@pytest.mark.parametrize("kind", ["unspool", "our window", "capped", "harpe"])
 def test_in_half_precision_a_graph_writes_what_is_most_likely(kind, dtype, graphs):
     model, prompts = on_cuda(kind, dtype), prompts_of(300, 9, 170, 2, 411)
 

@@ -99,8 +99,8 @@ def by_kernel(
 ) -> Tensor:
     """FlashAttention-2 on documents of `room` keys, of which it looks at the first `seen` of each."""
     batch, num_heads, _, dim = query.shape
-    # A view, since keys lie by token; were they not, this would raise instead of copying the batch in every layer.
-    keys, values = (kept.transpose(1, 2).view(-1, kept.shape[1], kept.shape[3]) for kept in (key, value))
+    # Views, since they lie by token; keys with a base per head are rotated anew in every step and have to be copied.
+    keys, values = (kept.transpose(1, 2).reshape(-1, kept.shape[1], kept.shape[3]) for kept in (key, value))
     window = (-1, -1) if rules.window is None else (rules.window - 1, 0)
     forward: Any = torch.ops.aten._flash_attention_forward
     out: Tensor = forward(

@@ -24,14 +24,20 @@ Part = tuple[Tensor, Tensor]  # output over some keys alone, and its log-sum-exp
 
 
 def can_branch(model: Any) -> bool:
-    """Whether a model attends through us, with keys that are rotated when they are kept, by their place alone."""
+    """Whether keys are rotated when they are kept, so that continuations may stand in any order."""
+    return can_batch(model) and all(
+        getattr(attention_of(layer), "head_inv_freq", None) is None for layer in layers_of(model)
+    )
+
+
+def can_batch(model: Any) -> bool:
+    """Whether a model attends through us, and what is near a text cannot change its positions."""
     if model.config._attn_implementation != NAME or _rotates_by_length(model.config.get_text_config()):
         return False
     try:
-        attentions = [attention_of(layer) for layer in layers_of(model)]
+        return all(attention_of(layer) is not None for layer in layers_of(model))
     except ConfigError:
         return False
-    return all(getattr(one, "head_inv_freq", None) is None for one in attentions)
 
 
 def _rotates_by_length(config: Any) -> bool:

@@ -17,7 +17,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from unspool.model.branches import Branches, can_branch
+from unspool.model.branches import Branches, can_batch, can_branch
 from unspool.model.decode import answer_batch
 from unspool.model.room import MOST_ROW_TOKENS, batches, chunk_len
 
@@ -69,7 +69,7 @@ def answer(
     prefill_chunk: int | None = None,
 ) -> list[list[int]]:
     """The most likely tokens after context + question, up to a stop token (left out) or `max_new_tokens`."""
-    if not len(context_ids) and len(questions) > 1 and can_branch(model):
+    if not len(context_ids) and len(questions) > 1 and can_batch(model):
         return _in_batches(model, questions, max_new_tokens, stop_ids, prefill_chunk)
     longest = max(map(len, questions)) + max_new_tokens
     together = len(questions) > 1 and sum(map(len, questions)) <= MOST_OWN_TOKENS and can_branch(model)

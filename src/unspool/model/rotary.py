@@ -204,22 +204,31 @@ def rotate_heads(query: Tensor, key: Tensor, inv_freq: Tensor, position_ids: Ten
     """Rotate every KV head, and the query heads that share it, by its own frequencies, in fp32.
 
     Where a model turns only the first part of each head, `inv_freq` is that much shorter and the rest is left alone.
-    Without packing, keys stand at 0, 1, 2, … and queries are the last of them, so a cache of
-    unrotated keys is rotated right whatever was fed when.
+    Without packing, keys stand at 0, 1, 2, … and queries where `position_ids` [B, queries] say, or at the end; so a
+    cache of unrotated keys is rotated right whatever was fed when, also of several texts side by side.
     """
     num_queries, num_keys = query.shape[2], key.shape[2]
-    if num_queries == num_keys and position_ids is not None:
+    is_whole = num_queries == num_keys
+    if is_whole and position_ids is not None:
         positions = position_ids.reshape(-1)[:num_keys].float()
     else:
         positions = torch.arange(num_keys, device=key.device, dtype=torch.float32)
-    angles = inv_freq[:, None, :] * positions[None, :, None]  # [KV, keys, d/2]
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = _tables(inv_freq, positions)
+    if is_whole or position_ids is None:
+        last = slice(num_keys - num_queries, num_keys)
+        query_cos, query_sin = cos[None, :, None, last], sin[None, :, None, last]
+    else:
+        query_cos, query_sin = (table[:, :, None] for table in _tables(inv_freq, position_ids.float()))
     groups = query.shape[1] // key.shape[1]
     # As [B, KV, groups, S, D], so that the tables are shared instead of copied for each query head.
     grouped = query.reshape(len(query), key.shape[1], groups, num_queries, -1)
-    last = slice(num_keys - num_queries, num_keys)
-    turned = _rotate(grouped, cos[:, None, last], sin[:, None, last])
-    return turned.flatten(1, 2), _rotate(key, cos, sin)
+    return _rotate(grouped, query_cos, query_sin).flatten(1, 2), _rotate(key, cos, sin)
+
+
+def _tables(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [..., KV, S, d/2] of positions [..., S]."""
+    angles = inv_freq[:, None, :] * positions[..., None, :, None]
+    return angles.cos(), angles.sin()
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
