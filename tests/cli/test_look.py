@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import zstandard
 from typer.testing import CliRunner
 
 from unspool.cli.main import build_app
@@ -121,6 +122,33 @@ def test_an_empty_folder_and_a_broken_file_are_one_sentence(tmp_path):
     assert "the folder is empty" in refused(tmp_path / "empty")
     (tmp_path / "rows-00000.arrow").write_bytes(b"ARROW1")
     assert "not a complete Arrow file" in refused(tmp_path / "rows-00000.arrow")
+
+
+@pytest.fixture
+def talks(tmp_path) -> Path:
+    """As `unspool synth` leaves them, in two files."""
+    folder = tmp_path / "run/synth/long"
+    folder.mkdir(parents=True)
+    for number, word in enumerate(("Ahab", "Ishmael")):
+        turns = [{"role": "user", "content": f"Who is {word}?"}, {"role": "assistant", "content": f"{word} sails."}]
+        record = json.dumps({"messages": turns, "kind": "qa"}).encode()
+        (folder / f"conversations-{number:05}.jsonl.zst").write_bytes(zstandard.compress(record))
+    return folder
+
+
+def test_conversations_are_shown_turn_by_turn(talks):
+    shown = look(talks)
+    assert "kind: chat" in shown and "2 records" in shown
+    assert re.search(r"user · 12 characters.*Who is Ahab\?.*assistant · 11 characters.*Ahab sails", shown, re.DOTALL)
+    assert "Who is Ishmael?" in shown
+    only = look(talks / "conversations-00001.jsonl.zst", "--json")
+    assert "Ishmael sails." in only and "Ahab" not in only
+
+
+def test_a_folder_of_conversations_is_no_text_to_attend_to(talks):
+    done = CliRunner().invoke(build_app(), ["look", "attention", "asset:tiny-base", "--text", str(talks)])
+    assert done.exit_code == 2
+    assert "give a file such as book.txt" in " ".join(done.stderr.split())
 
 
 def test_rows_of_a_run_are_shown_together_or_by_name(run_dir):

@@ -147,7 +147,7 @@ def read_row(rows: Rows, index: int, notes: Sequence[str]) -> Text:
 def _documents(path: Path) -> Iterator[Document]:
     """The readable documents of one file."""
     place = find_place(path)
-    if place.kind != "records":
+    if place.kind != "records" or path.is_dir():
         raise ConfigError(f"--text {path}: give a file such as book.txt or books.jsonl; rows are looked at with --row.")
     source: FileSource = TypeAdapter(FileSource).validate_python({"kind": kind_of(path), "path": str(path)})
     for item in read_units(source, [path]):

@@ -16,8 +16,10 @@ from unspool.base.lookup import nearest
 Kind = Literal["run", "rows", "corpus", "records"]
 # How the Arrow files of each kind of folder begin.
 PREFIXES: dict[str, Kind] = {"rows-": "rows", "docs-": "corpus"}
+# What `unspool synth` writes.
+TALKS = "conversations-*.jsonl.zst"
 WHAT_CAN_BE_SEEN = (
-    "a run's folder, a folder of its corpus/ or rows/, a rows-*.arrow or docs-*.arrow file, "
+    "a run's folder, a folder of its corpus/, rows/ or synth/, a rows-*.arrow or docs-*.arrow file, "
     "or an input file such as books.jsonl"
 )
 
@@ -99,6 +101,9 @@ def _folder(path: Path) -> Place:
         files = sorted(path.glob(f"{prefix}*.arrow"))
         if files:
             return Place(path=path, kind=kind, files=files, manifest=read_manifest(path) or {}, run_dir=_run_of(path))
+    talks = sorted(path.glob(TALKS))
+    if talks:
+        return Place(path=path, kind="records", files=talks, manifest=read_manifest(path) or {}, run_dir=_run_of(path))
     if boxes(path):
         return Place(path=path, kind="run", files=[], manifest={}, run_dir=path)
     if not any(path.iterdir()):

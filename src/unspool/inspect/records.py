@@ -35,10 +35,10 @@ class Records:
     """A `Collection` of the records of one file."""
 
     def __init__(self, place: Place, reading: Reading, *, field: str | None, seed: int) -> None:
-        self._path = place.path
+        self._path, self._files = place.path, place.files
         self._reading = reading
         self._seed = seed
-        self._source = _source(self._path, field)
+        self._source = _source(self._files[0], field)
         self._read: list[Record] = []
         self._ended = False
 
@@ -52,7 +52,7 @@ class Records:
             kind="records",
             headline=headline,
             facts=[
-                ("file", f"{self._path.stat().st_size:,} bytes"),
+                ("file", f"{sum(file.stat().st_size for file in self._files):,} bytes"),
                 ("read as", f"kind: {self._source.kind}"),
                 ("tokenizer", self._reading.name or "none; --tokenizer shows tokens"),
             ],
@@ -76,11 +76,28 @@ class Records:
         if isinstance(record, Bad):
             why = Span(f"{record.reason}: {record.detail}", "bad")
             return Item(index=index, name=name, among="", facts=[record.record, "cannot be read"], parts=[_part(why)])
+        if isinstance(record, Document) and record.messages:
+            return self._conversation(index, name, record, show)
         if isinstance(record, Filtered) or not (record.text.strip() or record.tokens is not None):
             reason = record.reason if isinstance(record, Filtered) else "empty"
             facts = [record.id, "left out"]
             return Item(index=index, name=name, among="", facts=facts, parts=[_part(Span(reason, "bad"))])
         return self._document(index, name, record, show)
+
+    def _conversation(self, index: int, name: str, record: Document, show: Show) -> Item:
+        """Turn by turn, as it is written; how it reads through a chat template shows in a corpus."""
+        parts = [
+            Part(
+                title=turn.role,
+                length=len(turn.content),
+                unit="characters",
+                spans=text_spans(turn.content, show),
+                group=number,
+            )
+            for number, turn in enumerate(record.messages)
+        ]
+        facts = [record.id, f"{len(parts)} turns", f"{sum(part.length for part in parts):,} characters"]
+        return Item(index=index, name=name, among="", facts=facts, parts=parts)
 
     def _document(self, index: int, name: str, record: Document, show: Show) -> Item:
         left_out = Counter(reason for _, reason in record.left_out)
@@ -101,7 +118,7 @@ class Records:
         return Item(index=index, name=name, among="", facts=[*facts, f"{len(tokens):,} tokens"], parts=[part])
 
     def _load(self, count: int) -> None:
-        self._read = list(islice(read_units(self._source, [self._path], self._seed), count))
+        self._read = list(islice(read_units(self._source, self._files, self._seed), count))
         self._ended = len(self._read) < count
         if not self._read:
             raise ConfigError(f"{self._path}: holds no record; a source of kind {self._source.kind} would be empty.")
@@ -113,12 +130,24 @@ def kind_of(path: Path) -> str:
 
 def _source(path: Path, field: str | None) -> FileSource:
     settings: dict[str, Any] = {"kind": kind_of(path), "path": str(path)}
+    if field is None and settings["kind"] == "jsonl" and _holds_conversations(path):
+        settings["kind"] = "chat"
     if field is not None:
         if settings["kind"] not in ("jsonl", "parquet"):
             raise ConfigError(f"--text {field}: {path.name} is read as kind: {settings['kind']}, which has no fields.")
         settings["text"] = field
     source: FileSource = TypeAdapter(FileSource).validate_python(settings)
     return source
+
+
+def _holds_conversations(path: Path) -> bool:
+    """By its first record: one that a source of kind chat would read, and a source of text would not."""
+    return isinstance(_first(path, "chat"), Document) and not isinstance(_first(path, "jsonl"), Document)
+
+
+def _first(path: Path, kind: str) -> Record | None:
+    source: FileSource = TypeAdapter(FileSource).validate_python({"kind": kind, "path": str(path)})
+    return next(iter(read_units(source, [path])), None)
 
 
 def _part(span: Span) -> Part:
