@@ -1,6 +1,7 @@
 """`verify --ranks`: what it compares, and the mistakes of training on ranks that it is there for."""
 
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +151,14 @@ def test_the_command_gives_a_line_for_each_layout():
     assert {one["check"] for one in found} == {"ranks"}
     assert {one["promise"] for one in found} == {2}
     assert {"shard 2 loss", "ulysses 2 gradient", "ring 2, full rows gradient"} <= {one["quantity"] for one in found}
+
+
+def test_the_signal_that_ended_a_rank_is_told():
+    with RankProcesses(1) as ranks:
+        ranks._start("cpu")
+        ranks._children[0].send_signal(signal.SIGSEGV)
+        with pytest.raises(RuntimeError, match="rank 0 was ended by SIGSEGV"):
+            ranks.answers({"device": "cpu"})
 
 
 @pytest.mark.gpu

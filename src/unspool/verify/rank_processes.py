@@ -92,18 +92,20 @@ class RankProcesses(AbstractContextManager["RankProcesses"]):
                     selector.unregister(key.fileobj)
 
     def _last_words(self) -> str:
-        """Of the ranks that ended by themselves: the first line that is not about a lost connection."""
+        """Of ranks that ended by themselves: the first line that is not about a lost connection, else the signal."""
+        ended = ""
         for rank, child in enumerate(self._children):
             try:
                 code = child.wait(timeout=1)
             except subprocess.TimeoutExpired:
                 continue
-            if code < 0:
-                return f"rank {rank} was ended by {signal.Signals(-code).name}"
             said = (self._folder / f"errors-{rank}").read_text().strip().splitlines()
             if said and "onnection" not in said[-1]:
                 return f"rank {rank}: {said[-1]}"
-        return ""
+            # A rank may be ended because another was, so what any of them said comes first.
+            if code < 0 and not ended:
+                ended = f"rank {rank} was ended by {signal.Signals(-code).name}"
+        return ended
 
     def _end(self) -> None:
         for child in self._children:
