@@ -217,12 +217,13 @@ def test_a_command_that_fails_gives_its_exit_code(fits):
 def test_torchrun_starts_as_many_ranks_as_asked(tmp_path):
     words = torchrun_words(ask(tmp_path, gpus=2, python=sys.executable, restarts=0))
     at = words.index("-m", words.index("torch.distributed.run"))
-    code = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'])"
+    # A file each: what two processes print to one pipe may come mixed.
+    code = "import os, pathlib, sys; pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(os.environ['WORLD_SIZE'])"
     (tmp_path / "who.py").write_text(code)
-    done = subprocess.run(
-        [*words[:at], str(tmp_path / "who.py")], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert sorted(done.stdout.split("\n")) == ["", "0 2", "1 2"]
+    said = tmp_path / "said"
+    said.mkdir()
+    subprocess.run([*words[:at], str(tmp_path / "who.py"), str(said)], capture_output=True, check=True, timeout=60)
+    assert {one.name: one.read_text() for one in said.iterdir()} == {"0": "2", "1": "2"}
 
 
 def test_ranks_on_ray_are_neighbours_on_their_machines_and_meet_at_the_first():
