@@ -1,5 +1,7 @@
 """Real kills: a stage that is killed at random moments ends with the bits of one that never was."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -19,6 +21,26 @@ def test_two_kills_in_processes_of_their_own_change_no_bit(built):
     found = run_check(build_checks(None, kills=2)["killed"], built("llama"))
     assert [(result.quantity, result.status) for result in found] == [("bits", "passed"), ("ledger", "passed")]
     assert all(result.detail.startswith("2 kills, ") for result in found)
+
+
+@pytest.mark.gpu
+def test_kills_on_a_gpu_change_no_bit(built):
+    found = run_check(build_checks(None)["killed"], replace(built("llama"), device=torch.device("cuda")))
+    if found[0].status == "skipped":
+        pytest.skip(found[0].detail)  # where sums come in any order, nothing can be said of those that were killed
+    assert [(result.quantity, result.status) for result in found] == [("bits", "passed"), ("ledger", "passed")], found
+
+
+def test_nothing_wakes_cuda_before_runs_are_forked(tmp_path, monkeypatch):
+    """Processes that are forked after that could not use it."""
+
+    def woken():
+        raise AssertionError("CUDA was asked for something")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for module in (torch.cuda, torch.cuda.random):
+        monkeypatch.setattr(module, "_lazy_init", woken)
+    assert unspool.verify.killing._inputs(tmp_path, seed=0).rows
 
 
 def test_a_run_that_fails_says_why(tmp_path, monkeypatch):

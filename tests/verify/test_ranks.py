@@ -153,11 +153,13 @@ def test_the_command_gives_a_line_for_each_layout():
     assert {"shard 2 loss", "ulysses 2 gradient", "ring 2, full rows gradient"} <= {one["quantity"] for one in found}
 
 
-def test_the_signal_that_ended_a_rank_is_told():
+def test_the_signal_that_ended_a_rank_is_told_with_what_it_said_before():
     with RankProcesses(1) as ranks:
         ranks._start("cpu")
         ranks._children[0].send_signal(signal.SIGSEGV)
-        with pytest.raises(RuntimeError, match="rank 0 was ended by SIGSEGV"):
+        ranks._children[0].wait()
+        (ranks._folder / "errors-0").write_text("UserWarning: of something else\n")
+        with pytest.raises(RuntimeError, match="rank 0 was ended by SIGSEGV, its last words: UserWarning"):
             ranks.answers({"device": "cpu"})
 
 

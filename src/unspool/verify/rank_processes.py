@@ -23,6 +23,7 @@ from torch import Tensor
 
 from unspool.train.seat import Seat, pick_backend
 from unspool.verify.ranking import answer
+from unspool.verify.result import error_line
 
 SECONDS = 300
 DONE = "done\n"
@@ -92,20 +93,21 @@ class RankProcesses(AbstractContextManager["RankProcesses"]):
                     selector.unregister(key.fileobj)
 
     def _last_words(self) -> str:
-        """Of ranks that ended by themselves: the first line that is not about a lost connection, else the signal."""
-        ended = ""
+        """Of ranks that ended by themselves: the first error that is not about a lost connection, else the signals."""
+        ended = []
         for rank, child in enumerate(self._children):
             try:
                 code = child.wait(timeout=1)
             except subprocess.TimeoutExpired:
                 continue
-            said = (self._folder / f"errors-{rank}").read_text().strip().splitlines()
-            if said and "onnection" not in said[-1]:
-                return f"rank {rank}: {said[-1]}"
+            said = error_line((self._folder / f"errors-{rank}").read_text())
             # A rank may be ended because another was, so what any of them said comes first.
-            if code < 0 and not ended:
-                ended = f"rank {rank} was ended by {signal.Signals(-code).name}"
-        return ended
+            if code < 0:
+                last = f", its last words: {said}" if said else ""
+                ended.append(f"rank {rank} was ended by {signal.Signals(-code).name}{last}")
+            elif said and "onnection" not in said:
+                return f"rank {rank}: {said}"
+        return "; ".join(ended)
 
     def _end(self) -> None:
         for child in self._children:

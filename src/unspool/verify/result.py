@@ -4,6 +4,7 @@ A check is a pure function of a `Case`; it returns one `Measured` for each quant
 Elsewhere: the list of checks (checks.py), running them (run.py), printing them (the command line).
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -11,6 +12,8 @@ from typing import Any, Literal
 from unspool.verify.case import Case
 
 Status = Literal["passed", "failed", "skipped"]
+# As Python prints an error, and torch where there are ranks.
+_ERROR = re.compile(r"(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception|Exit|Interrupt): .*)")
 
 
 class SkippedError(Exception):
@@ -57,3 +60,13 @@ class Result:
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def error_line(said: str) -> str:
+    """Of what a process said before it failed, the line that names the error, else the last one.
+
+    CUDA's errors go on for some lines with what to try, and libraries may have a word after them.
+    """
+    lines = said.strip().splitlines()
+    named = [found[1] for line in lines if (found := _ERROR.match(line))]
+    return (named or lines or [""])[-1]
