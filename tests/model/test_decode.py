@@ -1,10 +1,14 @@
 """Prompts that are answered in one padded batch, against each one alone."""
 
+from contextlib import contextmanager
+from itertools import pairwise
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from unspool.model import attention_decode, decode, generate, room
+from unspool.model import attention_decode, decode, decode_graph, generate, room
 from unspool.model.attention_decode import OwnKeys, agrees, by_hand, by_kernel, visible
 from unspool.model.attention_reference import Rules, reference
 from unspool.model.decode import Batch, PaddedLayer, Piece, answer_batch
@@ -195,6 +199,79 @@ def test_steps_before_a_capture_and_prompts_that_are_done_leave_no_trace(kind, p
 
     assert answer(model, NOTHING, prompts, **options) == wanted
     assert [graph.resets for graph in graphs] == [1] * (max_new_tokens > 1)
+
+
+class FakeStreams:
+    """What torch keeps of streams, without a device; a capture that fails stays on its stream, as torch's does."""
+
+    def __init__(self, monkeypatch, error: Exception | None):
+        self.main, self.side = (SimpleNamespace(wait_stream=lambda other: None) for _ in range(2))
+        self.now, self.error = self.main, error
+        fakes = {
+            "CUDAGraph": SimpleNamespace,
+            "current_stream": lambda device: self.now,
+            "set_stream": lambda stream: setattr(self, "now", stream),
+            "stream": self.on,
+            "graph": self.capture,
+            "get_sync_debug_mode": lambda: 0,
+            "set_sync_debug_mode": lambda mode: None,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(decode_graph, "_side_stream", lambda device: self.side)
+
+    @contextmanager
+    def on(self, stream):
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+    @contextmanager
+    def capture(self, graph, stream, capture_error_mode):
+        before, self.now = self.now, stream
+        yield
+        if self.error is not None:
+            raise self.error
+        self.now = before
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("a capture that was broken before"), RuntimeError()])
+def test_a_capture_leaves_state_and_stream_as_they_were(error, monkeypatch):
+    streams, state, on = FakeStreams(monkeypatch, error), torch.tensor([3, 4]), []
+
+    def step():
+        on.append(streams.now)
+        state.add_(1)
+
+    assert (captured(step, (state,)) is None) == (error is not None)
+    assert on == [streams.side] * 3, "two steps before the one that is captured"
+    assert state.tolist() == [3, 4] and streams.now is streams.main
+
+
+def flash_forward(query, key, value, query_ends, key_ends, max_q, max_k, dropout, is_causal, debug, **options):
+    """What FlashAttention-2 does with documents of one query each; `seqused_k` says how many of its keys are there."""
+    assert (max_q, dropout, is_causal, debug) == (1, 0.0, False, False) and torch.diff(query_ends).eq(1).all()
+    assert query_ends.dtype == key_ends.dtype == options["seqused_k"].dtype == torch.int32
+    left, right = options["window_size_left"], options["window_size_right"]
+    assert right == (-1 if left < 0 else 0), "other windows are taken for something else"
+    rules = Rules(scaling=options["scale"], window=None if left < 0 else left + 1)
+    outs = []
+    for at, (start, end) in enumerate(pairwise(key_ends.tolist())):
+        count = int(options["seqused_k"][at])
+        assert count <= end - start == max_k
+        own = (heads[start : start + count].transpose(0, 1)[None] for heads in (key, value))
+        outs.append(reference(query[at][None, :, None], *own, rules, None, None)[0, :, 0])
+    return (torch.stack(outs),)
+
+
+@pytest.mark.parametrize("kind", ["unspool", "our window", "harpe"])
+def test_answers_by_the_kernel_are_those_of_each_prompt_alone(kind, prompts, monkeypatch):
+    model = made(kind)
+    wanted = [plain(model, NOTHING, ids, 6) for ids in prompts]
+    monkeypatch.setattr(attention_decode, "has_kernel", lambda *heads: True)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_forward)
+
+    assert answer(model, NOTHING, prompts, **FREE) == wanted
 
 
 def test_a_kernel_that_is_missing_or_looks_at_too_many_keys_is_not_used(monkeypatch):

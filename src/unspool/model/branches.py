@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unspool.base.errors import ConfigError
+from unspool.model import attention_cuda
 from unspool.model.attention import NAME
 from unspool.model.attention_reference import MAX_SCORES, Rules
 from unspool.model.parts import attention_of, layers_of, stand_between
@@ -118,7 +119,7 @@ class Branches:
 def attend_part(query: Tensor, key: Tensor, value: Tensor, rules: Rules, mask: Tensor | None) -> Part:
     """Attention to some keys only; query heads stand beside the KV head they share: [B, KV, G·Q, D]."""
     scale = query.shape[-1] ** -0.5 if rules.scaling is None else rules.scaling
-    if mask is None and rules.softcap is None and _has_flash(query):
+    if mask is None and rules.softcap is None and attention_cuda.fits(query, key, value):
         found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, scale=scale)
         return found[0].float(), found[1].float()
     outs, sums = [], []
@@ -139,7 +140,3 @@ def attend_part(query: Tensor, key: Tensor, value: Tensor, rules: Rules, mask: T
         outs.append((scores - log_sum.clamp(min=-1e30)[..., None]).exp() @ values)
         sums.append(log_sum)
     return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
-
-
-def _has_flash(query: Tensor) -> bool:
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] % 8 == 0

@@ -37,6 +37,8 @@ def captured(step: Callable[[], None], state: Sequence[Tensor]) -> torch.cuda.CU
         _say_once(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}")
         return None
     finally:
+        # Where a capture cannot be ended, torch stays on its stream.
+        torch.cuda.set_stream(main)
         main.wait_stream(stream)
         for tensor, kept in zip(state, before, strict=True):
             tensor.copy_(kept)
