@@ -1,6 +1,9 @@
 """What cannot be loaded, or only in part, is refused in a sentence; nothing foreign is run."""
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -51,6 +54,21 @@ def test_a_folder_loads_with_our_attention_in_evaluation_mode(family, tmp_path):
     assert not model.training
     with torch.no_grad():
         torch.testing.assert_close(model(random_tokens(9)).logits, stock(random_tokens(9)).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_products_of_fp32_stay_fp32_where_the_environment_allows_less(tmp_path):
+    """With TF32 positions beyond 2K would be rounded, in versions of transformers that multiply them as matrices."""
+    build_model("llama").save_pretrained(tmp_path)
+    code = f"""
+import torch
+from unspool.model.load import load_model
+print(torch.get_float32_matmul_precision())
+load_model({str(tmp_path)!r}, device=torch.device("cpu"), dtype=torch.float32)
+print(torch.get_float32_matmul_precision())
+"""
+    env = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env)
+    assert done.stdout.split() == ["high", "highest"]
 
 
 def test_weights_that_are_missing_are_refused_not_invented(tmp_path):

@@ -20,6 +20,7 @@ from unspool.base.artefact import digest, file_digest, folder_digest
 from unspool.base.errors import ConfigError
 from unspool.model.attention import NAME, register
 from unspool.model.export import HARPE_KEYS, HARPE_TYPE
+from unspool.model.precision import exact_fp32
 from unspool.model.rotary import apply_head_bases, rope_shape
 from unspool.model.scratch import SIZES, NewModel
 from unspool.model.tokenizer import first_line, location, quiet
@@ -37,6 +38,7 @@ def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
     """The model with our attention, in evaluation mode."""
     quiet()
     register()
+    exact_fp32()
     try:
         bases, config = _harpe(ref)
         with _quiet_conversion():
@@ -103,6 +105,7 @@ def _forget_quantization(model: Any) -> None:
 def build_new(new: NewModel, tokenizer: Any, *, seed: int) -> Any:
     """A Llama-architecture model with random weights."""
     register()
+    exact_fp32()
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

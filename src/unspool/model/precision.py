@@ -10,6 +10,15 @@ from typing import Any
 import torch
 
 
+def exact_fp32() -> None:
+    """Products of fp32 are fp32, whatever the environment says (NVIDIA's containers turn TF32 on).
+
+    TF32 has 11 bits, and `transformers` up to 5.18 multiplies frequencies by positions in a matrix product: from
+    position 2,048 on, neighbours would get one position.
+    """
+    torch.set_float32_matmul_precision("highest")
+
+
 def compute_in_bf16(model: Any) -> None:
     keep_tables(model)
     cast_parameters(model, torch.bfloat16)
