@@ -5,6 +5,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,17 +15,18 @@ from unspool.cli import launch as launch_file
 from unspool.cli.main import build_app
 from unspool.recipes.launch import Ask, ray_words, slurm_script, torchrun_words
 
+SECONDS = 300  # of a job; far beyond what one needs, so that only those that hang reach it
 AWKWARD = 'it\'s "$(touch hacked)" `touch hacked` \\ ; & #'
 # In the place of torch.distributed.run: notes what it was given, and does what the test wants.
 PYTHON = """#!/bin/bash
-[ "$3" = --help ] && { echo "  --shutdown-timeout SECONDS"; exit 0; }
+[ "$3" = --help ] && { [ -e "$FAKE/early" ] && kill -TERM "$PPID"; echo "  --shutdown-timeout SECONDS"; exit 0; }
 for word in "$@"; do echo "$word"; done > "$FAKE/words"
 echo "$VALUE" > "$FAKE/value"
 echo x >> "$FAKE/tries"
 if [ -e "$FAKE/wait" ]; then
   trap 'echo stopped > "$FAKE/signal"; kill $!; exit 143' TERM
   touch "$FAKE/started"
-  sleep 9 &> /dev/null &
+  sleep 600 &> /dev/null &
   wait
 fi
 [ "$(wc -l < "$FAKE/tries")" -ge "$GOOD_TRY" ]
@@ -152,7 +154,7 @@ def test_without_slurm_the_script_is_left_to_be_submitted_elsewhere(tmp_path, mo
 def test_a_job_script_hands_every_value_on_as_it_was_given(cluster):
     overrides = (f"name={AWKWARD}",)
     job = batch(cluster, slurm_script(ask(cluster, nodes=2, gpus=4, overrides=overrides, env={"VALUE": AWKWARD})))
-    said, _ = job.communicate(timeout=20)
+    said, _ = job.communicate(timeout=SECONDS)
     assert job.returncode == 0, said
     words = (cluster / "words").read_text().splitlines()
     assert (cluster / "value").read_text().rstrip("\n") == AWKWARD
@@ -163,11 +165,11 @@ def test_a_job_script_hands_every_value_on_as_it_was_given(cluster):
 
 def test_a_job_that_fails_is_tried_again_and_no_more_often_than_asked(cluster, monkeypatch):
     monkeypatch.setenv("GOOD_TRY", "2")
-    assert batch(cluster, slurm_script(ask(cluster))).wait(timeout=20) == 0
+    assert batch(cluster, slurm_script(ask(cluster))).wait(timeout=SECONDS) == 0
     assert len((cluster / "tries").read_text().split()) == 2
     (cluster / "tries").unlink()
     monkeypatch.setenv("GOOD_TRY", "9")
-    assert batch(cluster, slurm_script(ask(cluster, restarts=1))).wait(timeout=20) == 1
+    assert batch(cluster, slurm_script(ask(cluster, restarts=1))).wait(timeout=SECONDS) == 1
     assert len((cluster / "tries").read_text().split()) == 2
     assert not (cluster / "requeued").exists()
 
@@ -175,25 +177,28 @@ def test_a_job_that_fails_is_tried_again_and_no_more_often_than_asked(cluster, m
 def test_a_job_that_must_leave_its_machine_saves_and_is_queued_again(cluster):
     (cluster / "wait").touch()
     job = batch(cluster, slurm_script(ask(cluster)))
-    for _ in range(200):
-        if (cluster / "started").exists():
-            break
-        try:
-            job.wait(timeout=0.05)
-        except subprocess.TimeoutExpired:
-            continue
+    until = time.monotonic() + SECONDS
+    while not (cluster / "started").exists() and job.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
     job.terminate()
-    job.communicate(timeout=20)
+    job.communicate(timeout=SECONDS)
     assert (cluster / "signal").read_text() == "stopped\n"
     assert (cluster / "requeued").read_text() == "requeue 17\n"
     assert len((cluster / "tries").read_text().split()) == 1, "the machine is gone, so it is not tried again here"
+
+
+def test_a_job_that_must_leave_before_it_begins_does_not_begin(cluster):
+    (cluster / "early").touch()
+    assert batch(cluster, slurm_script(ask(cluster))).wait(timeout=SECONDS) == 143
+    assert not (cluster / "tries").exists()
+    assert (cluster / "requeued").read_text() == "requeue 17\n"
 
 
 def test_a_value_that_is_not_quoted_would_be_noticed(cluster, monkeypatch):
     monkeypatch.setattr("unspool.recipes.launch.shlex.quote", lambda text: text)
     monkeypatch.setattr("unspool.recipes.launch.shlex.join", " ".join)
     job = batch(cluster, slurm_script(ask(cluster, overrides=(f"name={AWKWARD}",), env={"VALUE": AWKWARD})))
-    job.communicate(timeout=20)
+    job.communicate(timeout=SECONDS)
     words = (cluster / "words").read_text().splitlines() if (cluster / "words").exists() else []
     assert words[-4:] != ["run", "my recipe.yaml", "--set", f"name={AWKWARD}"]
 
@@ -222,7 +227,8 @@ def test_torchrun_starts_as_many_ranks_as_asked(tmp_path):
     (tmp_path / "who.py").write_text(code)
     said = tmp_path / "said"
     said.mkdir()
-    subprocess.run([*words[:at], str(tmp_path / "who.py"), str(said)], capture_output=True, check=True, timeout=60)
+    command = [*words[:at], str(tmp_path / "who.py"), str(said)]
+    subprocess.run(command, capture_output=True, check=True, timeout=SECONDS)
     assert {one.name: one.read_text() for one in said.iterdir()} == {"0": "2", "1": "2"}
 
 
@@ -252,7 +258,7 @@ def test_ray_starts_all_ranks_again_when_one_fails(tmp_path):
         ask(tmp_path, gpus=2, on_gpus=False, restarts=1, python=sys.executable, env={"PLACE": str(tmp_path)})
     )
     done = subprocess.run(
-        [*words[: words.index("--") + 1], "-c", code], capture_output=True, text=True, check=False, timeout=200
+        [*words[: words.index("--") + 1], "-c", code], capture_output=True, text=True, check=False, timeout=SECONDS
     )
     assert done.returncode == 0, done.stderr
     assert "try 1 of 2 ended; exit codes by rank: {1: 3}" in done.stderr

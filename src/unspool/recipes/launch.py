@@ -174,20 +174,25 @@ cd {folder} || exit 1
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$(({port} + SLURM_JOB_ID % 10000))
 
+stopped=0
+step=
+code=143
+stop() {{ stopped=1; kill -TERM "$step" 2> /dev/null; }}
+trap stop TERM
+
 # SIGTERM to torchrun reaches every rank: the running step is finished and saved. Older ones always wait 30 seconds.
 grace=()
 "$python" -m torch.distributed.run --help | grep -q -e --shutdown-timeout && grace=(--shutdown-timeout={grace})
 
-stopped=0
-stop() {{ stopped=1; kill -TERM "$step" 2> /dev/null; }}
-trap stop TERM
-
 for try in $(seq {tries}); do
+  [ "$stopped" = 1 ] && break
   srun --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 \\
     "$python" -m torch.distributed.run --nnodes={nodes} --nproc-per-node={gpus} --max-restarts=0 "${{grace[@]}}" \\
     --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-id="$SLURM_JOB_ID-$try" \\
     {command} &
   step=$!
+  # A signal that came just before found nothing to end.
+  [ "$stopped" = 1 ] && stop
   # A signal ends the wait, not what is waited for.
   while true; do wait "$step"; code=$?; kill -0 "$step" 2> /dev/null || break; done
   [ "$code" = 0 ] && exit 0

@@ -70,9 +70,12 @@ class Heartbeat:
         with suppress(RuntimeError):  # the store may be gone before
             self._say_where()
 
-    def outlive(self) -> None:
-        """Wait a little for the others to leave: they ask at the store, which this rank keeps, what has happened."""
-        until = time.monotonic() + self._limits.grace
+    def outlive(self, *, failed: bool) -> None:
+        """Wait for the others to leave: they ask at the store, which this rank keeps, what has happened.
+
+        After a failure only a little; in good order as long as a rank may be slow, since without the store it fails.
+        """
+        until = time.monotonic() + (self._limits.grace if failed else self._limits.gone)
         with suppress(RuntimeError):
             while time.monotonic() < until and not all(beat.left for beat in self._others().values()):
                 time.sleep(self._limits.beat / 4)
@@ -100,13 +103,11 @@ class Heartbeat:
     def suspect(self) -> str | None:
         """This rank lost a connection: what became of the others, as soon as that is known; None if all is well."""
         self._suspects = True
-        until = time.monotonic() + self._limits.suspected + 4 * self._limits.beat
-        while time.monotonic() < until:
-            verdict = self.verdict()
-            if verdict:
-                return verdict
+        # Twice as long as silence is allowed: whoever is to notice it may be slow as well.
+        until = time.monotonic() + 2 * self._limits.suspected + 4 * self._limits.beat
+        while not (verdict := self.verdict()) and time.monotonic() < until:
             time.sleep(self._limits.beat / 4)
-        return None
+        return verdict
 
     def tell(self, sentence: str) -> bool:
         """Make `sentence` what the job ended of; False if there is one already."""

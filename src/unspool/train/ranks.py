@@ -143,7 +143,7 @@ def ranks(device_type: str, *, env: Mapping[str, str] = os.environ, limits: Limi
         mine.barrier("ended")
         heartbeat.stop()
         if place.keeps_store:
-            heartbeat.outlive()
+            heartbeat.outlive(failed=False)
         dist.destroy_process_group()
 
 
@@ -191,7 +191,7 @@ def _fail(heartbeat: Heartbeat, place: Seat, error: BaseException) -> None:
     finally:
         heartbeat.stop()
         if place.keeps_store:
-            heartbeat.outlive()
+            heartbeat.outlive(failed=True)
     if not first:
         raise SystemExit(FAILED) from None
     announce(f"rank {rank} failed {heartbeat.place}; the job is stopped")
