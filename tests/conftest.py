@@ -1,13 +1,22 @@
-"""What holds for every test: one thread, so that sums come out the same each time, and `gpu` marks that skip."""
+"""What holds for every test: one thread, so that sums come out the same each time, examples that are the same each
+time, however slow the machine is, and `gpu` marks that skip."""
 
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Before torch is imported: one core is shared by whatever else runs, and a fork must not meet a pool of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Asking the driver whether there is a device would spoil it for every process forked later.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+# Neither time nor chance decides: an example that takes long on a busy machine is no failure, and one that nobody has
+# met before would fail a change that has nothing to do with it. `--hypothesis-profile default` looks for new ones.
+settings.register_profile(
+    "unspool", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("unspool")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -34,7 +34,7 @@ class Write(PipelineStep):
                 os.kill(os.getpid(), signal.SIGKILL)
             case "sleep":
                 (self.folder / f"sleeping-{rank}").write_text(str(os.getpid()))
-                time.sleep(120)
+                time.sleep(1200)  # until it is ended
         aside = self.folder / f"out-{rank:05d}.tmp"
         aside.write_text(f"task {rank} of {world_size}\n")
         aside.replace(self.folder / f"out-{rank:05d}.txt")
@@ -57,12 +57,16 @@ def is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
+    if not Path("/proc/self/stat").exists():
+        return True
     # A process that has ended stays listed until its parent has taken note.
-    stat = Path(f"/proc/{pid}/stat")
-    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:  # which has happened just now
+        return False
 
 
-def wait_until(condition, seconds: float = 60.0) -> None:
+def wait_until(condition, seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "nothing happened"

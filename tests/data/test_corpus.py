@@ -181,7 +181,7 @@ def stopping(self, data=None, rank=0, world_size=1, original=ReadDocuments.run):
     for number, document in enumerate(original(self, data, rank, world_size)):
         if rank == 3 and number == 20:
             (Path(sys.argv[1]) / "stopped").touch()
-            time.sleep(60)
+            time.sleep(1200)  # until it is killed
         yield document
 
 corpus.GROUP_BYTES = 1

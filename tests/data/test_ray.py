@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from unspool.base.errors import ConfigError
+from unspool.data import ray_tasks
 from unspool.data.config import EngineConfig
 from unspool.data.executors import run_tasks
 
@@ -29,15 +30,32 @@ def run(folder: Path, does=None, *, kind="ray", ranks=range(5), num_tasks=5) -> 
     run_tasks([Write(folder, does)], folder / "tasks", ranks=ranks, num_tasks=num_tasks, engine=engine, label="test")
 
 
+def remember_folders(root: Path) -> None:
+    """From here on, list Ray's folders: beside them may lie those of other runs, which all have the same parent."""
+
+    class Remembered(ray_tasks.TemporaryDirectory):
+        def __init__(self, **options) -> None:
+            super().__init__(**options)
+            with (root / "folders").open("a") as file:
+                file.write(f"{self.name}\n")
+
+    ray_tasks.TemporaryDirectory = Remembered
+
+
+def remembered(root: Path) -> list[Path]:
+    return [Path(line) for line in (root / "folders").read_text().splitlines()]
+
+
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from data.test_ray import ENGINE, run
+from data.test_ray import ENGINE, remember_folders, run
 from unspool.base.errors import DataError
 from unspool.data.executors import started
 
 root = Path(sys.argv[1])
 said = []
+remember_folders(root)
 run(root / "whole", ranks=range(1, 3))
 import ray
 said.append(ray.is_initialized())
@@ -73,10 +91,9 @@ def processes(mark: str) -> list[int]:
 
 def test_ray_makes_the_same_files_carries_errors_over_and_leaves_nothing_behind(tmp_path):
     mark = uuid.uuid4().hex
-    left = set(Path("/tmp").glob("unspool-ray-*"))
     run(tmp_path / "local", kind="local")
     child = start(SCRIPT, tmp_path, mark)
-    stdout, stderr = child.communicate(timeout=300)
+    stdout, stderr = child.communicate(timeout=600)
 
     assert child.returncode == 0, stderr
     assert outputs(tmp_path / "whole") == outputs(tmp_path / "local")
@@ -89,8 +106,10 @@ def test_ray_makes_the_same_files_carries_errors_over_and_leaves_nothing_behind(
     assert broken == "file-1.jsonl, line 7: broken."
     assert bug.startswith("task 1 failed with ZeroDivisionError")
     assert (stdout, stderr) == ("", "")
-    assert processes(mark) == []
-    assert set(Path("/tmp").glob("unspool-ray-*")) <= left
+    wait_until(lambda: not processes(mark))
+    folders = remembered(tmp_path)
+    assert len(folders) == 2
+    assert not any(folder.exists() for folder in folders)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "not an address"])
@@ -104,7 +123,8 @@ def test_an_address_where_no_cluster_answers_is_refused(tmp_path, monkeypatch, a
 SLEEPS = """
 import sys
 from pathlib import Path
-from data.test_ray import run
+from data.test_ray import remember_folders, run
+remember_folders(Path(sys.argv[1]))
 run(Path(sys.argv[1]) / "killed", {3: "sleep"})
 """
 
@@ -112,7 +132,6 @@ run(Path(sys.argv[1]) / "killed", {3: "sleep"})
 @pytest.mark.slow
 def test_ray_ends_with_a_run_that_is_killed_and_a_repeat_does_the_rest(tmp_path):
     mark = uuid.uuid4().hex
-    left = set(Path("/tmp").glob("unspool-ray-*"))
     child = start(SLEEPS, tmp_path, mark)
     sleeping = tmp_path / "killed/sleeping-3"
     wait_until(lambda: child.poll() is not None or sleeping.exists())
@@ -121,7 +140,7 @@ def test_ray_ends_with_a_run_that_is_killed_and_a_repeat_does_the_rest(tmp_path)
     child.communicate()
     wait_until(lambda: not processes(mark))
     # Only the files of Ray's that nobody was left to remove.
-    for folder in set(Path("/tmp").glob("unspool-ray-*")) - left:
+    for folder in remembered(tmp_path):
         shutil.rmtree(folder)
 
     run(tmp_path / "killed", kind="local")

@@ -114,7 +114,8 @@ def test_a_failed_task_ends_the_job_and_speaks_for_itself(tmp_path, slurm):
     with pytest.raises(DataError, match=r"^file-0.jsonl, line 7: broken\.$"):
         run(tmp_path / "out", {0: "fail"}, ranks=range(1), num_tasks=1)
     assert (slurm / "cancelled").read_text() == "17\n"
-    assert "line 7: broken" in (tmp_path / "out/tasks/slurm_logs/17_0.out").read_text()
+    # The sentence is there before the job's own process has ended and said it, too.
+    wait_until(lambda: "line 7: broken" in (tmp_path / "out/tasks/slurm_logs/17_0.out").read_text())
 
 
 def test_a_job_that_vanishes_is_an_error_that_names_its_logs(tmp_path, slurm, monkeypatch):

@@ -20,7 +20,7 @@ from unspool.eval.run import Scoring, score
 
 from .toy import TOY
 
-QUICK = Patience(seconds=5, attempts=3, pause=0.001)
+QUICK = Patience(seconds=120, attempts=3, pause=0.001)
 
 
 class Talk:
@@ -194,12 +194,16 @@ def test_a_run_goes_on_after_the_server_was_gone(url, talk, scoring, tokenizer):
 
 def test_no_more_requests_are_under_way_than_allowed(url, talk, scoring, tokenizer):
     now, most = [0], [0]
-    lock = threading.Lock()
+    lock, full = threading.Lock(), threading.Event()
 
     def slow(path, body):
         with lock:
             now[0] += 1
             most[0] = max(most[0], now[0])
+            if now[0] == 3:
+                full.set()
+        # The first ones wait for the third, however late it comes; a fourth would come while they sleep.
+        full.wait(60)
         time.sleep(0.02)
         with lock:
             now[0] -= 1

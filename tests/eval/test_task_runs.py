@@ -50,7 +50,10 @@ def test_killed_at_ten_moments_the_results_equal_the_uninterrupted_ones(scoring,
     fork = multiprocessing.get_context("fork")
     rng = random.Random(0)
     kills = 0
-    for trial in range(10):
+    # A run that is over before this process has looked again is no kill; the next one may be.
+    for trial in range(40):
+        if kills == 10:
+            break
         killed = replace(scoring, out_dir=scoring.root / f"killed{trial}")
         work = killed.out_dir.with_name(killed.out_dir.name + ".work")
         moment = rng.uniform(0, 0.95) * _written(whole.out_dir)
@@ -65,7 +68,7 @@ def test_killed_at_ten_moments_the_results_equal_the_uninterrupted_ones(scoring,
         score(killed, Oracle(tokenizer))
         for name in FILES:
             assert (killed.out_dir / name).read_bytes() == (whole.out_dir / name).read_bytes()
-    assert kills >= 5, "the runs were over before they could be killed"
+    assert kills == 10, "the runs were over before they could be killed"
 
 
 def test_work_is_counted_in_tokens(scoring, tokenizer, monkeypatch):

@@ -16,6 +16,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not 
 
 CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+MILLISECONDS = 300_000  # of each thing that is asked of it; a busy machine starts it slowly
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is not installed (apt install chromium)")
 
 LENGTH, CELL = 2000, 16
@@ -26,8 +27,9 @@ UNBROKEN = "<b>" + "x" * 300
 def browser() -> "Iterator[sync_api.BrowserContext]":
     with sync_api.sync_playwright() as playwright, tempfile.TemporaryDirectory() as profile:
         context = playwright.chromium.launch_persistent_context(
-            profile, executable_path=str(CHROMIUM), args=FLAGS, offline=True
+            profile, executable_path=str(CHROMIUM), args=FLAGS, offline=True, timeout=MILLISECONDS
         )
+        context.set_default_timeout(MILLISECONDS)
         yield context
         context.close()
 

@@ -26,8 +26,8 @@ def run(recipe: str) -> None:
     made.make()
 
 
-def killed_run(recipe: Path, *, kills: int, least: float, most: float) -> int:
-    """Run, kill at a random moment of its work, run again …; returns how often it was killed at work."""
+def killed_run(recipe: Path, *, kills: int, least: float, most: float) -> None:
+    """Run, kill at a random moment of its work, run again …; a last run is left to whoever calls."""
     context = multiprocessing.get_context("fork")
     dice = random.Random(7)
     work = recipe.parent / "run" / "synth" / "long.work" / "journal.jsonl"
@@ -36,7 +36,7 @@ def killed_run(recipe: Path, *, kills: int, least: float, most: float) -> int:
         process = context.Process(target=run, args=(str(recipe),))
         before = _size(work)
         process.start()
-        end = time.monotonic() + 120
+        end = time.monotonic() + 300
         while process.is_alive() and _size(work) <= before and time.monotonic() < end:
             time.sleep(0.002)
         time.sleep(dice.uniform(least, most))
@@ -47,11 +47,6 @@ def killed_run(recipe: Path, *, kills: int, least: float, most: float) -> int:
         sizes.append(_size(work))
     assert sizes == sorted(sizes)
     assert len(set(sizes)) > 1, "each run was killed before it had got further"
-    last = context.Process(target=run, args=(str(recipe),))
-    last.start()
-    last.join()
-    assert last.exitcode == 0
-    return counted
 
 
 def _size(path: Path) -> int:
@@ -74,14 +69,18 @@ def reply_keys(folder: Path) -> list[str]:
 
 
 def compare(tmp_path: Path, documents: int, synth: dict[str, Any], **timing: Any) -> list[dict[str, Any]]:
-    """A killed run beside one that is left alone; returns what both made."""
+    """A killed run beside one that is left alone; returns what both made.
+
+    Runs that are to be killed get their replies so slowly that none of them can end before, on any machine.
+    """
     folders = [tmp_path / "killed", tmp_path / "alone"]
     for folder in folders:
         folder.mkdir()
         write_documents(folder / "docs.jsonl", documents)
     killed_run(write_recipe(folders[0], synth), **timing)
-    alone = {**synth, "generator": {**synth["generator"], "seconds": 0}}
-    run(str(write_recipe(folders[1], alone)))
+    quick = {**synth, "generator": {**synth["generator"], "seconds": 0}}
+    for folder in folders:
+        run(str(write_recipe(folder, quick)))
     first, second = (digests(folder / "run/synth/long") for folder in folders)
     assert first == second
     keys = reply_keys(folders[0])
@@ -94,13 +93,13 @@ def compare(tmp_path: Path, documents: int, synth: dict[str, Any], **timing: Any
 
 
 def test_a_run_killed_three_times_ends_as_if_it_had_not_been(tmp_path):
-    synth = {"generator": {**MOCK, "faults": FAULTS, "seconds": 0.02, "concurrency": 4}, "ahead": 16}
-    records = compare(tmp_path, 160, synth, kills=3, least=0.0, most=0.3)
+    synth = {"generator": {**MOCK, "faults": FAULTS, "seconds": 0.2, "concurrency": 4}, "ahead": 16}
+    records = compare(tmp_path, 160, synth, kills=3, least=0.0, most=1.0)
     assert len(records) > 100
 
 
 @pytest.mark.slow
 def test_ten_thousand_documents_killed_ten_times(tmp_path):
-    synth = {"generator": {**MOCK, "faults": FAULTS, "seconds": 0.004, "concurrency": 4}}
+    synth = {"generator": {**MOCK, "faults": FAULTS, "seconds": 0.02, "concurrency": 4}}
     records = compare(tmp_path, 10_000, synth, kills=10, least=0.5, most=6.0)
     assert len(records) > 8000

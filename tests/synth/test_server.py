@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from unspool.base.errors import ConfigError, UnspoolError
 from unspool.cli.main import build_app
-from unspool.eval.backends.http import Patience
+from unspool.eval.backends.http import Patience, attempt
+from unspool.synth import generators
 from unspool.synth.asking import Asking, Failed
 from unspool.synth.config import ServerGenerator
 from unspool.synth.generators import ServerAnswering, build_asking
@@ -21,13 +22,13 @@ from unspool.synth.mock import MockAnswering
 from unspool.synth.pace import Pace
 from unspool.synth.replies import Replies, Reply, Request
 
-from .toy import read_conversations, send, send_text, server, write_documents, write_recipe
+from .toy import read_conversations, send, send_text, server, wait_for, write_documents, write_recipe
 
 KEY = "sk-very-secret-0123456789"
 
 
 def generator(url: str, **more: Any) -> ServerGenerator:
-    settings = {"kind": "openai", "url": url, "model": "m", "timeout": 0.5, "attempts": 7, "pause": 0.001, **more}
+    settings = {"kind": "openai", "url": url, "model": "m", "timeout": 120, "attempts": 7, "pause": 0.001, **more}
     return ServerGenerator.model_validate(settings)
 
 
@@ -44,25 +45,26 @@ def half_closed(handler: BaseHTTPRequestHandler) -> None:
 class Trouble:
     """Every request meets every trouble once, then gets its answer."""
 
-    def __init__(self, seconds: float = 1.0) -> None:
+    silent = 3  # the attempt that is never answered
+
+    def __init__(self) -> None:
         self.seen: dict[str, int] = {}
         self.keys: set[str | None] = set()
-        self.times: list[float] = []
-        self._seconds, self._lock = seconds, threading.Lock()
+        self.over = threading.Event()
+        self._lock = threading.Lock()
 
     def __call__(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         prompt = body["messages"][0]["content"]
         with self._lock:
             number = self.seen[prompt] = self.seen.get(prompt, 0) + 1
             self.keys.add(handler.headers.get("Authorization"))
-            self.times.append(time.monotonic())
         match number:
             case 1:
                 send(handler, 429, b'{"error": {"message": "slow down"}}', {"Retry-After": "0.05"})
             case 2:
                 send(handler, 500, f"broken, your header was Bearer {KEY}".encode())
-            case 3:
-                time.sleep(self._seconds)
+            case self.silent:
+                self.over.wait()
             case 4:
                 send(handler, 200, b"<html>not json</html>")
             case 5:
@@ -72,10 +74,20 @@ class Trouble:
             case _:
                 send_text(handler, f"Answer to {len(prompt)}, {KEY}")
 
+    def attempt(self, url: str, body: dict[str, Any], *, key: str | None, seconds: float) -> dict[str, Any]:
+        """Loses patience soon where the server is silent, and nowhere else, however slow the machine is."""
+        prompt = body["messages"][0]["content"]
+        number = self.seen.get(prompt, 0) + 1
+        try:
+            return attempt(url, body, key=key, seconds=0.2 if number == self.silent else seconds)
+        finally:
+            wait_for(lambda: self.seen.get(prompt, 0) == number)
+
 
 def test_every_trouble_is_tried_again_and_counted(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     trouble = Trouble()
+    monkeypatch.setattr(generators, "attempt", trouble.attempt)
     with server(trouble) as url, Replies(tmp_path / "replies.jsonl") as replies:
         asking = build_asking(generator(url), replies, open_backend=lambda ref: pytest.fail("no model is needed"))
         requests = [Request(prompt="x" * count, max_tokens=5) for count in (1, 2, 3)]
@@ -84,9 +96,12 @@ def test_every_trouble_is_tried_again_and_counted(tmp_path, monkeypatch):
         expected = {"http_429": 3, "http_500": 3, "timeout": 3, "garbage": 6, "closed": 3}
         assert dict(asking.traffic.troubles) == expected
         assert (asking.traffic.asked, asking.traffic.failed, asking.traffic.known) == (3, 0, 0)
+        # A reply is there a moment before its request is no longer under way.
+        wait_for(lambda: not asking._under_way)
         assert asking.ask(*requests) == found
         assert asking.traffic.known == 3
         asking.close()
+        trouble.over.set()
     assert trouble.keys == {f"Bearer {KEY}"}
     with Replies(tmp_path / "replies.jsonl") as again:
         assert dict(again.troubles) == expected, "troubles are counted over all runs"
@@ -163,17 +178,22 @@ def test_a_server_that_is_down_ends_the_run_and_keeps_what_it_said(tmp_path):
 
 
 class Slow:
+    """Lets the first wait until there are `width` of them, however late; one more would come while they sleep."""
+
     identity = "slow"
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         self.at_once = self.most = self.calls = 0
-        self._lock = threading.Lock()
+        self._width, self._full, self._lock = width, threading.Event(), threading.Lock()
 
     def reply(self, request: Request) -> Reply:
         with self._lock:
             self.calls += 1
             self.at_once += 1
             self.most = max(self.most, self.at_once)
+            if self.at_once == self._width:
+                self._full.set()
+        self._full.wait(60)
         time.sleep(0.02)
         with self._lock:
             self.at_once -= 1
@@ -181,7 +201,7 @@ class Slow:
 
 
 def test_requests_are_as_many_at_a_time_as_allowed_and_none_is_asked_twice(tmp_path):
-    slow = Slow()
+    slow = Slow(width=3)
     with Replies(tmp_path / "replies.jsonl") as replies:
         asking = Asking(slow, replies, width=3)
         requests = [Request(prompt=str(number % 10), max_tokens=1) for number in range(40)]

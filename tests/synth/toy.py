@@ -117,7 +117,7 @@ def send_text(handler: BaseHTTPRequestHandler, text: str) -> None:
     send(handler, 200, json.dumps({"choices": [choice], "usage": usage}).encode())
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"

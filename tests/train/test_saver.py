@@ -1,10 +1,10 @@
 """Checkpoints are written while training goes on, one at a time, and a full disk loses no older one."""
 
 import errno
+import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,7 @@ def gate(monkeypatch) -> threading.Event:
     opened = threading.Event()
 
     def slowly(*args) -> None:
-        assert opened.wait(20)
+        assert opened.wait(300)
         write_checkpoint(*args)
 
     monkeypatch.setattr(saver_module, "write_checkpoint", slowly)
@@ -63,15 +63,20 @@ def test_without_a_copy_a_later_state_would_be_written(gate, tmp_path, monkeypat
 
 
 def test_the_second_checkpoint_waits_for_the_first_and_says_so(gate, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(saver_module, "SHORT_S", 0.05)
+    # Any wait is told of, since how long this one is depends on the machine.
+    monkeypatch.setattr(saver_module, "SHORT_S", 0.0)
     with open_saver(tmp_path) as saver:
         saver.save(state(1.0), {"step": 1}, {})
-        threading.Timer(0.2, gate.set).start()
-        began = time.perf_counter()
-        saver.save(state(2.0), {"step": 2}, {})
-        assert time.perf_counter() - began > 0.1, "two were being written at once"
+        second = threading.Thread(target=saver.save, args=(state(2.0), {"step": 2}, {}))
+        second.start()
+        second.join(0.2)
+        waits = second.is_alive()
+        gate.set()
+        second.join()
+        assert waits, "two were being written at once"
 
-    assert "stage one: step 2 waited 0 s for the checkpoint of step 1 to be written" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert re.search(r"stage one: step 2 waited \d+ s for the checkpoint of step 1 to be written", said), said
     assert [path.name for path in checkpoints(tmp_path)] == ["step-000001", "step-000002"]
 
 
