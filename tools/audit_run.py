@@ -80,8 +80,11 @@ def check_corpus(folder: Path) -> int:
 
 def check_rows(folder: Path, tokens_by_source: dict[str, int]) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
-    counts, drawn = manifest["counts"], manifest["settings"]["rows"]["from"]
-    tokens_in = sum(tokens_by_source[source] for source in ([drawn] if isinstance(drawn, str) else drawn))
+    counts, settings = manifest["counts"], manifest["settings"]["rows"]
+    drawn = [settings["from"]] if isinstance(settings["from"], str) else list(settings["from"])
+    if settings.get("replace"):
+        drawn.append(settings["replace"]["with"])
+    tokens_in = sum(tokens_by_source[source] for source in drawn)
     in_rows = 0
     for tokens, doc_lens in rows_of(folder):
         assert doc_lens.sum() == len(tokens) and (doc_lens > 0).all()

@@ -23,7 +23,7 @@ OPTIONS = {"samples": 20, "text": None, "value": None}
 @pytest.fixture
 def command(monkeypatch, tokenizer):
     """Runs `unspool eval`; the model is an oracle."""
-    monkeypatch.setattr(pick, "ModelBackend", lambda ref, *, device, dtype: Oracle(tokenizer))
+    monkeypatch.setattr(pick, "ModelBackend", lambda ref, *, device, dtype, stretch: Oracle(tokenizer))
     monkeypatch.setattr(pick, "load_tokenizer", lambda ref: tokenizer)
     app = typer.Typer()
     app.command("eval")(eval_)
@@ -155,7 +155,7 @@ def test_adversarial_answers_reach_no_terminal(command, monkeypatch):
 def test_parity_of_equal_backends_passes(command, monkeypatch):
     monkeypatch.setitem(questions.SUITES, "ruler", TOY)
     monkeypatch.setattr(
-        pick, "ModelBackend", lambda ref, *, device, dtype: pick.MOCKS["oracle"](pick.load_tokenizer(ref))
+        pick, "ModelBackend", lambda ref, *, device, dtype, stretch: pick.MOCKS["oracle"](pick.load_tokenizer(ref))
     )
     shown = command("M", "--suite", "ruler", "--lengths", "256", "--backend", "oracle", "--parity", "--json")
 

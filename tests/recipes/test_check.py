@@ -325,11 +325,18 @@ def test_a_tracker_that_is_not_installed_is_refused_before_work_starts(valid, mo
     check_inputs(loaded)
 
 
-def test_a_path_that_a_suite_should_read_is_looked_for(valid):
+@pytest.mark.parametrize("path", ["no/such/essays.txt", "such/essays.jsonl", "essays.jsonl.zst"])
+def test_a_path_that_a_suite_should_read_is_looked_for(valid, path):
     write_inputs(valid.parent)
-    loaded = load_recipe(valid, ["evals.0={suite: ruler, lengths: [4K], paths: {haystack: no/such/essays.txt}}"])
-    with pytest.raises(ConfigError, match=r"evals\.0\.paths\.haystack = no/such/essays\.txt: no such file"):
+    loaded = load_recipe(valid, [f"evals.0={{suite: ruler, lengths: [4K], paths: {{haystack: {path}}}}}"])
+    with pytest.raises(ConfigError, match=rf"evals\.0\.paths\.haystack = {re.escape(path)}: no such file"):
         check_inputs(loaded)
+
+
+@pytest.mark.parametrize("path", ["hub:rajpurkar/squad_v2", "rajpurkar/squad_v2"])
+def test_data_of_the_hub_is_left_to_the_suite(valid, path):
+    write_inputs(valid.parent)
+    check_inputs(load_recipe(valid, [f"evals.0={{suite: ruler, lengths: [4K], paths: {{qa_1: '{path}'}}}}"]))
 
 
 def test_a_chat_template_that_is_missing_is_told_with_its_line(valid):

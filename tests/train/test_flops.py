@@ -146,7 +146,7 @@ def test_an_8b_model_at_64k_comes_out_at_the_published_rate():
     shape = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=32, num_key_value_heads=8))
-    # transformers with Liger on an H200: 4,423 tokens a second are 427 TFLOP/s by this convention, 43% of 989.
+    # A rate that transformers with Liger reached on an H200: 427 TFLOP/s by this convention, 43% of 989.
     rate = count_flops(model).step([65536]) / 65536 * 4423
     assert rate == pytest.approx(427e12, rel=2e-3)
     assert Speed(count_flops(model), known_peak("NVIDIA H200")).mfu([65536], 65536 / 4423) == pytest.approx(

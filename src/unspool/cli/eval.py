@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from unspool.eval.backend import Backend
+    from unspool.eval.stretch import Stretch
 
 # Which suites know which kind of value.
 VALUES = {"numbers": {"niah"}, "uuid": {"kv"}, "words": {"niah", "kv"}}
@@ -88,6 +89,13 @@ def eval_(
     out: Annotated[
         Path | None, typer.Option(help="Keep samples.jsonl and summary.json here; a killed run then goes on.")
     ] = None,
+    position: Annotated[
+        str | None,
+        typer.Option(help="Other positions, without training: yarn, ntk, …, or '{method: abf, base: 8e6}'."),
+    ] = None,
+    context: Annotated[
+        str | None, typer.Option(help="Tokens that --position is to reach; the longest of --lengths by default.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Other seeds give other prompts.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     backend: Annotated[
@@ -113,8 +121,9 @@ def eval_(
 
     niah hides a fact in a book and asks for it; kv asks for values of a
     long JSON object; loss shows whether text is still predicted better
-    further on in the context. ruler, helmet and lveval are the suites of
-    the papers; short runs lm-eval's tasks. Scores come with n and a 95%
+    further on in the context. ruler, helmet, lveval, infbench and nocha
+    are the suites of the papers, and say up to which length the model
+    holds; short runs lm-eval's tasks. Scores come with n and a 95%
     interval: 20 questions tell 50% from 90%, but not from 60%.
 
         unspool eval MODEL --suite niah --lengths 256,1K,2K --value words
@@ -123,13 +132,17 @@ def eval_(
 
         unspool eval MODEL --suite ruler --lengths 4K,32K --samples 100 --out scores/mine
 
+        unspool eval MODEL --suite niah --lengths 8K,32K --position yarn
+
         unspool eval MODEL --suite short --tasks hellaswag,arc_challenge
     """
     model = resolve_path(model, Path())
+    stretch = _stretch(position, context, None if suite.strip() == SHORT else lengths)
     if suite.strip() == SHORT:
         _short(
             model,
             tasks,
+            stretch=stretch,
             samples=samples,
             include=_paths(path or []).get("tasks"),
             device=device,
@@ -159,6 +172,7 @@ def eval_(
         endpoint=lookup({name: name for name in ENDPOINTS}, endpoint, kind="--endpoint"),
         requests=requests,
         timeout=timeout,
+        stretch=stretch,
     )
     if lm_eval is not None:
         _write_tasks(model, evals, seed, lm_eval)
@@ -170,12 +184,14 @@ def eval_(
             chosen, pick(Choice(kind="transformers", model=model), device=target, dtype=dtype), evals, seed, as_json
         )
         return
+    name = Path(model).name or model
+    name = name if stretch is None else stretch.name_of(name)
     if out is not None:
         _check_out(out)
-        summary = _score(choice.identity, chosen, model, evals, out, seed=seed)
+        summary = _score(choice.identity, chosen, name, evals, out, seed=seed)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            summary = _score(choice.identity, chosen, model, evals, Path(folder) / "scores", seed=seed)
+            summary = _score(choice.identity, chosen, name, evals, Path(folder) / "scores", seed=seed)
     if as_json:
         typer.echo(json.dumps(summary, indent=1))
     else:
@@ -193,7 +209,7 @@ def chosen_evals(
 ) -> list[Eval]:
     """The evals of a recipe that the options stand for; `options` are of suites that consist of tasks."""
     names = list(dict.fromkeys(name.strip() for name in suites.split(",") if name.strip()))
-    sizes = sorted({_length(length) for length in lengths.split(",") if length.strip()})
+    sizes = _lengths(lengths)
     if not names or not sizes:
         raise ConfigError("eval needs at least one suite and one length, such as --suite niah --lengths 2K,8K.")
     for name in names:
@@ -229,11 +245,32 @@ def _eval(
     return LossEval(**given, length=lengths[-1], text=text)
 
 
-def _length(text: str) -> int:
+def _lengths(text: str) -> list[int]:
+    return sorted({_length(length, "--lengths") for length in text.split(",") if length.strip()})
+
+
+def _length(text: str, option: str) -> int:
     try:
         return parse_size(text)
     except ValueError as error:
-        raise ConfigError(f"--lengths {text.strip()!r}: {error}.") from error
+        raise ConfigError(f"{option} {text.strip()!r}: {error}.") from error
+
+
+def _stretch(position: str | None, context: str | None, lengths: str | None) -> "Stretch | None":
+    if position is None:
+        if context is not None:
+            raise ConfigError("--context says what --position is to reach; give --position too, such as yarn.")
+        return None
+    from unspool.cli.position_option import read_position
+    from unspool.eval.stretch import Stretch
+
+    if context is not None:
+        reach = _length(context, "--context")
+    elif lengths is not None:
+        reach = max(_lengths(lengths), default=0)
+    else:
+        raise ConfigError(f"--suite {SHORT} has no lengths, so --position needs the tokens to reach: --context 32K.")
+    return Stretch(position=read_position(position), context=reach)
 
 
 def _paths(given: list[str]) -> dict[str, str]:
@@ -258,11 +295,10 @@ def _check_out(out_dir: Path) -> None:
 
 
 def _score(
-    identity: str, backend: "Backend", model: str, evals: list[Eval], out_dir: Path, *, seed: int
+    identity: str, backend: "Backend", name: str, evals: list[Eval], out_dir: Path, *, seed: int
 ) -> dict[str, Any]:
     from unspool.eval.run import Scoring, score
 
-    name = Path(model).name or model
     return score(
         Scoring(model=name, model_hash=identity, evals=evals, seed=seed, out_dir=out_dir, root=Path.cwd()), backend
     )
@@ -300,6 +336,7 @@ def _short(
     model: str,
     tasks: str | None,
     *,
+    stretch: "Stretch | None",
     samples: int | None,
     include: str | None,
     device: str,
@@ -310,7 +347,7 @@ def _short(
 
     names = [name.strip() for name in tasks.split(",") if name.strip()] if tasks else list(TASKS)
     target, dtype = device_and_dtype(device)
-    summary = run_short(model, names, samples=samples, include=include, device=target, dtype=dtype)
+    summary = run_short(model, names, samples=samples, include=include, device=target, dtype=dtype, stretch=stretch)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")

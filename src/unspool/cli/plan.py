@@ -14,6 +14,7 @@ from unspool.base.progress import progress_bar, say
 from unspool.base.sizes import format_count, format_size
 from unspool.cli.recipes import Override
 from unspool.cli.run import RecipeArgument
+from unspool.train.cost_gpus import GPUS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,9 +30,7 @@ _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([GT])i?B?", re.IGNORECASE)
 
 def plan(
     recipe: RecipeArgument,
-    gpu: Annotated[
-        str | None, typer.Option(help="h200, h100, a100, a100-40, b200, l40s, 4090, …; this machine's when not given.")
-    ] = None,
+    gpu: Annotated[str | None, typer.Option(help=f"{', '.join(GPUS)}; this machine's when not given.")] = None,
     count: Annotated[int, typer.Option(min=1, max=65536, help="How many of them.")] = 1,
     host_mem: Annotated[
         str | None, typer.Option("--host-mem", help="Memory of one machine, such as 1.9T or 512G; 128G a GPU if not.")

@@ -8,6 +8,7 @@ import torch
 
 from unspool.eval.grouping import ROW_TOKENS
 from unspool.eval.prompt import Prompt
+from unspool.eval.stretch import Stretch
 from unspool.eval.tasks.loss import window_losses
 from unspool.model.fuse import fuse_for_reading, pays_to_fuse
 from unspool.model.generate import answer
@@ -49,8 +50,8 @@ class ModelBackend:
     """Of all prompts of a run, those that were answered before it went on too, so that all are answered by the same
     kernels; said before the first, where it is known."""
 
-    def __init__(self, ref: str, *, device: torch.device, dtype: torch.dtype) -> None:
-        self.ref, self.device, self.dtype = ref, device, dtype
+    def __init__(self, ref: str, *, device: torch.device, dtype: torch.dtype, stretch: Stretch | None = None) -> None:
+        self.ref, self.device, self.dtype, self.stretch = ref, device, dtype, stretch
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -59,6 +60,8 @@ class ModelBackend:
     @cached_property
     def model(self) -> Any:
         model = load_model(self.ref, device=self.device, dtype=self.dtype)
+        if self.stretch is not None:
+            self.stretch.apply(model)
         if pays_to_fuse(model, self.planned_tokens):
             fuse_for_reading(model)
         return model

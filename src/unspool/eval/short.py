@@ -13,6 +13,7 @@ import torch
 
 from unspool.base.errors import ConfigError
 from unspool.eval.stats import Z
+from unspool.eval.stretch import Stretch
 from unspool.model.load import load_model
 from unspool.model.tokenizer import first_line, load_tokenizer
 
@@ -23,7 +24,14 @@ BATCH = 8
 
 
 def run_short(
-    ref: str, tasks: list[str], *, samples: int | None, include: str | None, device: torch.device, dtype: torch.dtype
+    ref: str,
+    tasks: list[str],
+    *,
+    samples: int | None,
+    include: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    stretch: Stretch | None = None,
 ) -> dict[str, Any]:
     """`include`: a folder with further task files of lm-eval, such as ones that read local data."""
     evaluator, managers, models = (_part(name) for name in ("evaluator", "tasks", "models.huggingface"))
@@ -32,6 +40,10 @@ def run_short(
     if unknown:
         raise ConfigError(f"--tasks {unknown[0]}: lm-eval knows no task of that name; `lm-eval ls tasks` lists them.")
     model = load_model(ref, device=device, dtype=dtype)
+    name = Path(ref).name or ref
+    if stretch is not None:
+        stretch.apply(model)
+        name = stretch.name_of(name)
     batch = BATCH
     if any(getattr(part, "head_inv_freq", None) is not None for part in model.modules()):
         batch = 1
@@ -45,7 +57,7 @@ def run_short(
             f"short: a task's data could not be read ({first_line(error)}). Without network, give a folder of task "
             "files that name local data: --path tasks=DIR."
         ) from error
-    return {"model": Path(ref).name or ref, "cells": cells(found)}
+    return {"model": name, "cells": cells(found)}
 
 
 def cells(found: dict[str, Any]) -> list[dict[str, Any]]:

@@ -52,7 +52,8 @@ def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
                 output_loading_info=True,
             )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise ConfigError(f"model {ref}: could not be loaded ({first_line(error)}).") from error
+        needs = " pip install 'unspool[gguf]'." if ref.endswith(".gguf") and isinstance(error, ImportError) else ""
+        raise ConfigError(f"model {ref}: could not be loaded ({first_line(error)}).{needs}") from error
     except KeyError as error:
         # Of our attention's name, in architectures that do not look it up where it is registered.
         raise ConfigError(

@@ -29,6 +29,8 @@ from unspool.recipes.shape import recipe_schema
 MAX_BYTES = 1 << 20
 # Keys of an evaluation that name a file.
 EVAL_PATHS = ("text", "wording")
+# A name that ends so is a file's, although it could be a Hub id's.
+DATA_SUFFIXES = {".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet", ".zst", ".gz"}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -180,8 +182,9 @@ def _eval_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
         if wording is not None:
             yield from _missing(loaded, ("evals", index, "wording"), wording)
         for name, path in getattr(entry, "paths", {}).items():
-            # What could be a Hub id is left to the suite, which asks the Hub.
-            if not HUB_ID.fullmatch(path):
+            # What could be a Hub id is left to the suite, which asks the Hub; what ends as files do is none.
+            is_file = Path(path).suffix in DATA_SUFFIXES
+            if is_file or not (path.startswith("hub:") or HUB_ID.fullmatch(path)):
                 yield from _missing(loaded, ("evals", index, "paths", name), path)
 
 

@@ -78,7 +78,8 @@ class Run(Preparation):
         return from_leader(self.ranks, super().rows)
 
     def everything(self) -> Outcome:
-        say(f"{self.recipe.name}: {len(self.recipe.stages)} stages on {self.device.type}, into {self.out}")
+        count = len(self.recipe.stages)
+        say(f"{self.recipe.name}: {count} stage{'s' * (count != 1)} on {self.device.type}, into {self.out}")
         from_leader(self.ranks, self._check_evals)
         self.corpora()
         self.rows()

@@ -31,7 +31,8 @@ class StageConfig(Config):
         None, description="queries and keys fitted to what the model attended to before its positions were changed"
     )
     attention: Literal["documents", "full"] = Field(
-        "documents", description="documents: each sees only itself, except in tangled rows; full: rows see everything"
+        "documents",
+        description="documents: each sees only itself, but in tangled or interleaved rows; full: rows see everything",
     )
     mix: dict[str, float] = Field(description="rows: share of tokens")
     tokens: Size

@@ -13,6 +13,7 @@ from unspool.eval.backends.http import Patience
 from unspool.eval.backends.mock import MOCKS
 from unspool.eval.backends.openai import OpenAiBackend, Server
 from unspool.eval.backends.vllm import VllmBackend
+from unspool.eval.stretch import Stretch
 from unspool.model.load import model_digest
 from unspool.model.tokenizer import load_tokenizer
 
@@ -27,17 +28,24 @@ class Choice:
     endpoint: Any = "completions"
     requests: int = 8
     timeout: float = 600.0
+    stretch: Stretch | None = None
 
     @cached_property
     def identity(self) -> str:
-        """What scores depend on besides prompts; of transformers the weights alone."""
+        """What scores depend on besides prompts; of transformers the weights and positions alone."""
         own = model_digest(self.model)
+        own = own if self.stretch is None else self.stretch.of(own)
         if self.kind == "transformers":
             return own
         return digest([own, self.kind, self.url, self.model_name, self.endpoint])
 
 
 def pick(choice: Choice, *, device: torch.device, dtype: torch.dtype) -> Backend:
+    if choice.stretch is not None and choice.kind != "transformers":
+        raise ConfigError(
+            f"--position is for --backend transformers; the backend here is {choice.kind}. For other engines, write "
+            "the method's rope_parameters into the config of a copy of the model."
+        )
     if choice.kind == "openai":
         if choice.url is None:
             raise ConfigError("--backend openai needs the server's address, such as --url http://localhost:8000/v1.")
@@ -55,4 +63,4 @@ def pick(choice: Choice, *, device: torch.device, dtype: torch.dtype) -> Backend
         return VllmBackend(choice.model)
     if choice.kind in MOCKS:
         return MOCKS[choice.kind](load_tokenizer(choice.model))
-    return ModelBackend(choice.model, device=device, dtype=dtype)
+    return ModelBackend(choice.model, device=device, dtype=dtype, stretch=choice.stretch)
