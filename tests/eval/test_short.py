@@ -15,6 +15,8 @@ from unspool.eval.config import RulerEval
 from unspool.eval.lm_tasks import process_results, write_tasks
 from unspool.eval.plan import Plan
 from unspool.eval.short import cells, run_short
+from unspool.eval.stretch import Stretch
+from unspool.position.scaling import Abf
 
 from .test_backend import model_dir  # noqa: F401
 from .toy import TOY
@@ -86,6 +88,14 @@ def test_tasks_run_with_our_model(lm_eval, model_dir):  # noqa: F811
     assert (lm_eval["include"], lm_eval["tasks"], lm_eval["limit"]) == ("mine", ["hellaswag", "gsm8k"], 100)
     assert lm_eval["lm"]["pretrained"].config._attn_implementation == "sdpa", "lm-eval pads, which ours refuses"
     assert summary["model"] == model_dir.name and summary["cells"] == cells(RESULTS)
+
+
+def test_tasks_run_with_positions_that_are_tried_without_training(lm_eval, model_dir):  # noqa: F811
+    stretch = Stretch(position=Abf(method="abf", base=5e5), context=2048)
+    summary = run_short(str(model_dir), ["hellaswag"], samples=1, include=None, **CPU, stretch=stretch)
+
+    assert lm_eval["lm"]["pretrained"].config.rope_parameters["rope_theta"] == 5e5
+    assert summary["model"] == f"{model_dir.name}+abf"
 
 
 def test_unknown_tasks_and_missing_data_are_explained(lm_eval, model_dir):  # noqa: F811

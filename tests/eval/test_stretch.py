@@ -78,6 +78,7 @@ def test_a_method_alone_or_with_settings():
         (["--context", "8K"], "give --position too"),
         (["--position", "yarn", "--context", "much"], "--context 'much'"),
         (["--position", "yarn", "--suite", "short"], "--context 32K"),
+        (["--position", "yarn", "--suite", "ruler", "--lm-eval", "tasks"], "--position has no part in it"),
         (["--position", "yarn", "--backend", "oracle"], "--position is for --backend transformers"),
     ],
 )

@@ -175,13 +175,19 @@ def eval_(
         stretch=stretch,
     )
     if lm_eval is not None:
+        if stretch is not None:
+            raise ConfigError("--lm-eval writes tasks for any model, so --position has no part in it; leave it out.")
         _write_tasks(model, evals, seed, lm_eval)
         return
     target, dtype = device_and_dtype(device)
     chosen = pick(choice, device=target, dtype=dtype)
     if parity:
         _parity(
-            chosen, pick(Choice(kind="transformers", model=model), device=target, dtype=dtype), evals, seed, as_json
+            chosen,
+            pick(Choice(kind="transformers", model=model, stretch=stretch), device=target, dtype=dtype),
+            evals,
+            seed,
+            as_json,
         )
         return
     name = Path(model).name or model

@@ -41,7 +41,7 @@ def windows(config: LossEval, materials: Materials, *, seed: int) -> list[np.nda
     if not found:
         raise DataError(
             f"loss: no document of the held-out text has {config.length} tokens (the longest has {longest}). "
-            "Use a shorter length, give text with longer documents (--text FILES), or leave the suite loss out."
+            "Use a shorter length, give longer documents as text (`--text` of unspool eval), or leave loss out."
         )
     chosen = rng.permutation(len(found))[: config.samples]
     return [np.concatenate([opening, found[at]]) for at in chosen]
