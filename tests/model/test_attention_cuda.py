@@ -1,10 +1,13 @@
 """The CUDA path against the reference: its planning with stand-ins for the kernels, and on a device for real."""
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from unspool.model import attention_cuda
@@ -280,3 +283,53 @@ def test_layers_after_the_first_wait_for_nothing():
         attend(torch.nn.Module(), *heads, None, doc_lens=doc_lens)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# What is left behind
+
+IN_A_NEW_PROCESS = """
+import sys, torch
+from unspool.model.attention_cuda import attend
+from unspool.model.attention_reference import Rules
+
+heads = [torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
+if sys.argv[1] == "ours":
+    attend(heads[0][:, :, -1:], *heads[1:], Rules(scaling=None), None)
+torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+print(torch._C._get_sdp_priority_order())
+"""
+
+
+def test_torch_chooses_its_order_of_kernels_before_ours_is_set_for_the_first_time(monkeypatch):
+    called: list[str] = []
+    plain, context = F.scaled_dot_product_attention, attention_cuda.sdpa_kernel
+
+    def watched(*args: Any, **options: Any) -> torch.Tensor:
+        called.append("attention")
+        return plain(*args, **options)
+
+    def entered(*args: Any, **options: Any) -> Any:
+        called.append("our order")
+        # A CPU has none of the kernels.
+        return context(SDPBackend.MATH)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(attention_cuda, "sdpa_kernel", entered)
+    attention_cuda._let_torch_choose_first.cache_clear()
+    query, key, value = random_heads(16, 2)
+
+    for _ in range(2):
+        attention_cuda.attend(query[:, :, -1:], key, value, Rules(scaling=None), None)
+
+    assert called == ["attention", "our order", "attention", "our order", "attention"]
+
+
+@pytest.mark.gpu
+def test_stock_attention_keeps_its_kernels_after_ours():
+    """On Hopper it takes cuDNN's; an order that is put back too early made it FlashAttention-2's, half as fast."""
+
+    def order(first: str) -> str:
+        command = [sys.executable, "-c", IN_A_NEW_PROCESS, first]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert order("ours") == order("stock")

@@ -140,11 +140,23 @@ def _dense(heads: Heads, rules: Rules) -> Tensor:
 def _sdpa(heads: Heads, rules: Rules, *, is_causal: bool, kernels: list[SDPBackend] = KERNELS) -> Tensor:
     """From [B, H, S, D] to [B, S, H, D]."""
     query, key, value = heads
+    _let_torch_choose_first(query.device)
     with sdpa_kernel(kernels, set_priority=True):
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=rules.scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
     return _rows(out)
+
+
+@cache
+def _let_torch_choose_first(device: torch.device) -> None:
+    """Torch decides on its own order of kernels when it first needs one, and our context puts back what was before it.
+
+    Were that first time inside of it, cuDNN would be the last choice of all other code in this process from then on:
+    stock SDPA took twice the time on an H200.
+    """
+    some = torch.zeros(1, 1, 8, 8, dtype=torch.bfloat16, device=device)
+    F.scaled_dot_product_attention(some, some, some)
 
 
 def _varlen(heads: Heads, query_lens: tuple[int, ...], key_lens: tuple[int, ...], rules: Rules) -> Tensor:
