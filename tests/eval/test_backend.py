@@ -9,11 +9,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from unspool.base.artefact import read_manifest
 from unspool.eval import backend, questions
 from unspool.eval.backend import ModelBackend
 from unspool.eval.config import KvEval, LossEval, NiahEval, RulerEval
 from unspool.eval.plan import Plan
 from unspool.eval.run import Scoring, score_model
+from unspool.eval.tasks import niah
 from unspool.model import room
 
 from .toy import TOY
@@ -105,6 +107,54 @@ def test_questions_that_share_a_context_or_a_row_get_the_answers_they_get_alone(
         assert made.answers(prompt) == [made.answers(alone.prompt(unit))[0] for unit in alone.units[:8]]
     assert outputs(together) == outputs(alone)
     assert len(set(outputs(alone).values())) > 4, "equal answers would hide a mix-up"
+
+
+@pytest.mark.parametrize("needles", [1, 2])
+def test_needles_in_rows_give_the_samples_they_give_alone(needles, scoring, model_dir, monkeypatch):
+    """Those of a haystack with several needles stay with it."""
+    config = NiahEval.model_validate(
+        {"suite": "niah", "lengths": [256, 512], "samples": 10, "needles": needles, "text": "held.txt"}
+    )
+    made = ModelBackend(str(model_dir), **CPU)
+    torch.manual_seed(0)
+    for weight in made.model.parameters():
+        if weight.dim() == 2:
+            torch.nn.init.normal_(weight, std=0.4)
+    # Numbers of one to four tokens: a row has to leave each of them the room it has alone.
+    rooms = iter([5, 8, 6, 7] * 100)
+    monkeypatch.setattr(niah, "answer_room", lambda tokenizer, references: next(rooms))
+    alone = Plan([config], made.tokenizer, seed=0, root=scoring.root)
+    wanted = [plain for unit in alone.units for plain in alone.score(unit, made)]
+    together = Plan([config], made.tokenizer, seed=0, root=scoring.root)
+    rooms = iter([5, 8, 6, 7] * 100)
+    together.put_in_rows(8192)
+
+    assert [sample for unit in together.units for sample in together.score(unit, made)] == wanted
+    assert len({sample["output"] for sample in wanted}) > 4, "equal answers would hide a mix-up"
+    assert together.num_contexts == alone.num_contexts == len(alone.units) == 20 // needles
+    assert together.prompt_tokens == alone.prompt_tokens
+    assert len(together.units) == (2 if needles == 1 else 10)
+
+
+def test_a_run_asks_for_needles_in_rows_of_its_device(scoring, model_dir, monkeypatch):
+    needles = {"suite": "niah", "lengths": [256], "samples": 6, "text": "held.txt"}
+    scoring = replace(scoring, evals=[NiahEval.model_validate(needles), *scoring.evals[1:]])
+    asked = []
+    answers = ModelBackend.answers
+    monkeypatch.setattr(ModelBackend, "answers", lambda self, prompt: (asked.append(prompt), answers(self, prompt))[1])
+    score_model(str(model_dir), scoring, **CPU)
+
+    niah_rows = [len(prompt.questions) for prompt in asked if prompt.suite == "niah"]
+    assert sum(niah_rows) > len(niah_rows)
+    monkeypatch.setattr(ModelBackend, "row_tokens", 600)
+    asked.clear()
+    again = replace(scoring, out_dir=scoring.root / "again")
+    score_model(str(model_dir), again, **CPU)
+
+    assert len([prompt for prompt in asked if prompt.suite == "niah"]) == sum(niah_rows)
+    assert (scoring.out_dir / "samples.jsonl").read_bytes() == (again.out_dir / "samples.jsonl").read_bytes()
+    counts = [read_manifest(one.out_dir)["counts"] for one in (scoring, again)]
+    assert counts[0] == counts[1]
 
 
 def test_parts_are_fused_where_a_run_is_long_enough_on_a_gpu(model_dir, monkeypatch):

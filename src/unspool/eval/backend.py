@@ -86,7 +86,10 @@ class ModelBackend:
             max_new_tokens=prompt.answer_tokens,
             stop_ids=self.stop_ids,
         )
-        return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in generated]
+        return [
+            self.tokenizer.decode(ids[: asked.answer_tokens], skip_special_tokens=True)
+            for ids, asked in zip(generated, prompt.questions, strict=True)
+        ]
 
     def window_losses(self, ids: np.ndarray) -> np.ndarray:
         return window_losses(self.model, ids)

@@ -21,7 +21,7 @@ from unspool.eval.backend import Backend
 from unspool.eval.config import Eval, KvEval, LossEval, NiahEval, TaskEval
 from unspool.eval.excerpt import excerpt
 from unspool.eval.grouping import ROW_TOKENS, groups
-from unspool.eval.prompt import Materials, Prompt, prompt_hash
+from unspool.eval.prompt import Materials, Prompt, joined, prompt_hash
 from unspool.eval.questions import Line, Questions, Wanted, chosen_tasks, suite_of
 from unspool.eval.score import score_answer
 from unspool.eval.spool import Spool
@@ -38,7 +38,7 @@ Sample = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One context with its questions, or one window; of a suite with tasks also several short prompts."""
+    """One context with its questions, or one window; or several prompts that are read together."""
 
     config: Runnable
     length: int
@@ -51,6 +51,10 @@ class Unit:
     """Of those, as prompts.jsonl has them."""
     tokens: int
     """What has to be read, by the length asked for."""
+
+    @property
+    def num_contexts(self) -> int:
+        return max(1, self.tokens // self.length)
 
     @property
     def name(self) -> str:
@@ -110,6 +114,10 @@ class Plan:
         self.units = [unit for config in evals for unit in self._units(config)]
 
     @property
+    def num_contexts(self) -> int:
+        return sum(unit.num_contexts for unit in self.units)
+
+    @property
     def prompt_tokens(self) -> int:
         """What models have to read, counted by the lengths asked for."""
         return sum(unit.tokens for unit in self.units)
@@ -118,7 +126,7 @@ class Plan:
         """Build one prompt of every kind, so that a length that cannot work is found before a model is loaded."""
         for unit in self.units:
             if unit.index == 0 and not isinstance(unit.config, LossEval | TaskEval):
-                self.prompt(unit)
+                self._generated(unit.config, unit.length, 0)
         if not self._listed:
             for questions in self.questions.values():
                 questions.check()
@@ -164,15 +172,34 @@ class Plan:
         self.units = arranged
         self._listed = True
 
+    def put_in_rows(self, row_tokens: int) -> None:
+        """Put contexts together that are asked for one thing each, as `arrange` does with short questions."""
+        found: list[Unit] = []
+        for _, units in groupby(self.units, key=_block):
+            block = list(units)
+            if not _asks_once(block[0].config):
+                found += block
+                continue
+            contexts = [str(unit.index) for unit in block]
+            for places in groups(contexts, [unit.length for unit in block], row_tokens):
+                first, count = block[places[0]], len(places)
+                found.append(replace(first, num_samples=count, tokens=count * first.length))
+        self.units = found
+
     def prompt(self, unit: Unit) -> Prompt:
         config = unit.config
         if isinstance(config, TaskEval):
             return self.questions[id(config)].prompt(unit.wanted)
+        count = unit.num_samples if _asks_once(config) else 1
+        made = [self._generated(config, unit.length, unit.index + at) for at in range(count)]
+        return made[0] if count == 1 else joined(made)
+
+    def _generated(self, config: Generated, length: int, index: int) -> Prompt:
         materials = self._materials[_text_of(config)]
         if isinstance(config, NiahEval):
-            return niah.prompt(config, materials, length=unit.length, seed=self.seed, index=unit.index)
+            return niah.prompt(config, materials, length=length, seed=self.seed, index=index)
         assert isinstance(config, KvEval)
-        return kv.prompt(config, materials, length=unit.length, seed=self.seed, index=unit.index)
+        return kv.prompt(config, materials, length=length, seed=self.seed, index=index)
 
     def score(self, unit: Unit, backend: Backend) -> list[Sample]:
         if isinstance(unit.config, LossEval):
@@ -253,6 +280,11 @@ def _sample(unit: Unit, index: int, depth: float | None, *ids: np.ndarray) -> Sa
         "hash": prompt_hash(*ids),
         "prompt_tokens": sum(map(len, ids)),
     }
+
+
+def _asks_once(config: Runnable) -> bool:
+    """Whether every context of this suite has one question."""
+    return isinstance(config, NiahEval | KvEval) and _per_context(config) == 1
 
 
 def _per_context(config: NiahEval | KvEval) -> int:

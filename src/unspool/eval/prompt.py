@@ -6,7 +6,8 @@ Elsewhere: what prompts say (tasks/), how answers are judged (score.py).
 """
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -45,6 +46,8 @@ class Question:
     """Where the answer stands in the context, on the suite's grid; None where depth is not measured."""
     words: Words | None = None
     """The whole prompt as text, for backends that want to be asked in words; None where only ids are known."""
+    answer_tokens: int | None = None
+    """Fewer than the prompt's, where this question was built with room for no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,21 @@ class Prompt:
     def tokens(self) -> int:
         """What the longest question needs: context, question and answer."""
         return len(self.context_ids) + max(len(asked.ids) for asked in self.questions) + self.answer_tokens
+
+
+def joined(prompts: Sequence[Prompt]) -> Prompt:
+    """Prompts of one suite and length, with one question each, as one that has no context."""
+    first = prompts[0]
+    return replace(
+        first,
+        context_ids=first.context_ids[:0],
+        questions=[
+            replace(asked, ids=np.concatenate([prompt.context_ids, asked.ids]), answer_tokens=prompt.answer_tokens)
+            for prompt in prompts
+            for asked in prompt.questions
+        ],
+        answer_tokens=max(prompt.answer_tokens for prompt in prompts),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

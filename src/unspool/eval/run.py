@@ -74,7 +74,7 @@ def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
         backend.planned_tokens = plan.prompt_tokens
     num_samples = sum(unit.num_samples for unit in plan.units)
     say(
-        f"scores of {scoring.model} ({reason}): {len(plan.units)} contexts, {num_samples} samples, "
+        f"scores of {scoring.model} ({reason}): {plan.num_contexts} contexts, {num_samples} samples, "
         f"{format_count(plan.prompt_tokens)} prompt tokens"
     )
     work_dir = _work_dir(scoring.out_dir, digest(identity))
@@ -83,12 +83,14 @@ def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
         plan.keep(spool)
         _list_prompts(plan, work_dir / PROMPTS)
         plan.arrange(_lines(work_dir / PROMPTS), row_tokens=getattr(backend, "row_tokens", ROW_TOKENS))
+    if isinstance(backend, ModelBackend):
+        plan.put_in_rows(backend.row_tokens)
     _score_units(plan, backend, work_dir / SAMPLES, label=f"score {scoring.model}")
     spool.close()
     summary = summary_of(scoring.model, evals, _lines(work_dir / SAMPLES))
     write_atomic(work_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
     (work_dir / PLAN).unlink()
-    seal(work_dir, scoring.out_dir, **identity, counts={"contexts": len(plan.units), "samples": num_samples})
+    seal(work_dir, scoring.out_dir, **identity, counts={"contexts": plan.num_contexts, "samples": num_samples})
     return summary
 
 
@@ -178,8 +180,9 @@ def _bytes(path: Path) -> bytes:
 
 def _score_units(plan: Plan, backend: Backend, path: Path, *, label: str) -> None:
     done = _recover(path, plan.units)
+    contexts = sum(unit.num_contexts for unit in plan.units[:done])
     if done:
-        say(f"{label}: {done} of {len(plan.units)} contexts were scored before")
+        say(f"{label}: {contexts} of {plan.num_contexts} contexts were scored before")
     if done < len(plan.units):
         plan.check()
     # Counted in tokens, since a long context takes as much time as many short ones.
@@ -188,8 +191,8 @@ def _score_units(plan: Plan, backend: Backend, path: Path, *, label: str) -> Non
         for unit, samples in _in_order(plan, backend, plan.units[done:]):
             file.write("".join(json.dumps(sample) + "\n" for sample in samples))
             file.flush()
-            done += 1
-            advance(unit.tokens, f"tokens, {done}/{len(plan.units)} contexts, {unit.name}")
+            contexts += unit.num_contexts
+            advance(unit.tokens, f"tokens, {contexts}/{plan.num_contexts} contexts, {unit.name}")
 
 
 def _in_order(plan: Plan, backend: Backend, units: Sequence[Unit]) -> Iterator[tuple[Unit, list[Sample]]]:
