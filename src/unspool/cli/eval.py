@@ -98,6 +98,9 @@ def eval_(
     ] = None,
     seed: Annotated[int, typer.Option(help="Other seeds give other prompts.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    processes: Annotated[
+        int, typer.Option(min=1, help="Answer in so many processes, each on a GPU of its own if there are enough.")
+    ] = 1,
     backend: Annotated[
         str, typer.Option(help="transformers, vllm or openai (a server); oracle, empty and adversarial pretend.")
     ] = "transformers",
@@ -132,6 +135,8 @@ def eval_(
 
         unspool eval MODEL --suite ruler --lengths 4K,32K --samples 100 --out scores/mine
 
+        unspool eval MODEL --suite ruler --lengths 128K --processes 8   # eight GPUs
+
         unspool eval MODEL --suite niah --lengths 8K,32K --position yarn
 
         unspool eval MODEL --suite short --tasks hellaswag,arc_challenge
@@ -139,6 +144,8 @@ def eval_(
     model = resolve_path(model, Path())
     stretch = _stretch(position, context, None if suite.strip() == SHORT else lengths)
     if suite.strip() == SHORT:
+        if processes > 1:
+            raise ConfigError(f"--suite {SHORT} runs lm-eval in one process; leave --processes out.")
         _short(
             model,
             tasks,
@@ -173,6 +180,7 @@ def eval_(
         requests=requests,
         timeout=timeout,
         stretch=stretch,
+        processes=processes,
     )
     if lm_eval is not None:
         if stretch is not None:

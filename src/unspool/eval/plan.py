@@ -203,7 +203,7 @@ class Plan:
 
     def score(self, unit: Unit, backend: Backend) -> list[Sample]:
         if isinstance(unit.config, LossEval):
-            return [self._window_sample(unit, backend)]
+            return [self.window_sample(unit, backend.window_losses(self.window(unit)))]
         prompt = self.prompt(unit)
         return self.samples(unit, prompt, backend.answers(prompt))
 
@@ -221,14 +221,15 @@ class Plan:
             samples.append({**sample, "reference": asked.reference, "output": output, "score": score, **words})
         return samples
 
-    def _window_sample(self, unit: Unit, backend: Backend) -> Sample:
-        ids = self._windows[unit.length][unit.index]
-        losses = backend.window_losses(ids)
+    def window(self, unit: Unit) -> np.ndarray:
+        return self._windows[unit.length][unit.index]
+
+    def window_sample(self, unit: Unit, losses: np.ndarray) -> Sample:
         if not np.isfinite(losses).all():
             at = int(np.flatnonzero(~np.isfinite(losses))[0]) + 1
             raise DataError(f"loss: the model gives no finite loss at position {at}; its weights are damaged.")
         buckets = bucket_losses(losses)
-        return {**_sample(unit, unit.index, None, ids), "score": float(losses.mean()), "losses": buckets}
+        return {**_sample(unit, unit.index, None, self.window(unit)), "score": float(losses.mean()), "losses": buckets}
 
     def _units(self, config: Runnable) -> list[Unit]:
         def unit(length: int, index: int, num_samples: int = 1, wanted: tuple[Wanted, ...] = ()) -> Unit:

@@ -24,6 +24,7 @@ from unspool.base.progress import progress_bar, say
 from unspool.base.sizes import format_count
 from unspool.data.wording import word_list
 from unspool.eval.backend import Backend, BlockBackend, ModelBackend
+from unspool.eval.backends.processes import ProcessesBackend
 from unspool.eval.config import Eval, KvEval, LossEval, TaskEval
 from unspool.eval.grouping import ROW_TOKENS
 from unspool.eval.plan import Plan, Runnable, Sample, Unit, runnable, summarize
@@ -70,7 +71,7 @@ def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
         say(f"scores of {scoring.model}: up to date")
         return _summary(scoring.out_dir)
     plan = Plan(evals, backend.tokenizer, seed=scoring.seed, root=scoring.root)
-    if isinstance(backend, ModelBackend):
+    if isinstance(backend, ModelBackend | ProcessesBackend):
         backend.planned_tokens = plan.prompt_tokens
     num_samples = sum(unit.num_samples for unit in plan.units)
     say(
@@ -83,7 +84,7 @@ def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
         plan.keep(spool)
         _list_prompts(plan, work_dir / PROMPTS)
         plan.arrange(_lines(work_dir / PROMPTS), row_tokens=getattr(backend, "row_tokens", ROW_TOKENS))
-    if isinstance(backend, ModelBackend):
+    if isinstance(backend, ModelBackend | ProcessesBackend):
         plan.put_in_rows(backend.row_tokens)
     _score_units(plan, backend, work_dir / SAMPLES, label=f"score {scoring.model}")
     spool.close()
@@ -204,28 +205,32 @@ def _in_order(plan: Plan, backend: Backend, units: Sequence[Unit]) -> Iterator[t
     if width <= 1:
         yield from ((unit, plan.score(unit, backend)) for unit in units)
         return
-    waiting: deque[tuple[Unit, Prompt, Future[list[str]]]] = deque()
+    waiting: deque[tuple[Unit, Prompt | None, Future[Any]]] = deque()
 
     def first() -> tuple[Unit, list[Sample]]:
-        unit, prompt, outputs = waiting.popleft()
-        return unit, plan.samples(unit, prompt, outputs.result())
+        unit, prompt, found = waiting.popleft()
+        if prompt is None:
+            return unit, [plan.window_sample(unit, found.result())]
+        return unit, plan.samples(unit, prompt, found.result())
 
     # Only asking is done in threads: tokenizers must not be used by several at a time.
     with ThreadPoolExecutor(width) as pool:
         try:
             for unit in units:
                 if isinstance(unit.config, LossEval):
-                    yield unit, plan.score(unit, backend)
-                    continue
-                prompt = plan.prompt(unit)
-                waiting.append((unit, prompt, pool.submit(backend.answers, prompt)))
+                    waiting.append((unit, None, pool.submit(backend.window_losses, plan.window(unit))))
+                else:
+                    prompt = plan.prompt(unit)
+                    waiting.append((unit, prompt, pool.submit(backend.answers, prompt)))
                 if len(waiting) >= 2 * width:
                     yield first()
             while waiting:
                 yield first()
         finally:
-            for _, _, outputs in waiting:
-                outputs.cancel()
+            for _, _, found in waiting:
+                found.cancel()
+            # Else leaving would wait for what is being answered.
+            getattr(backend, "stop", lambda: None)()
 
 
 def _in_blocks(plan: Plan, backend: BlockBackend, units: Sequence[Unit]) -> Iterator[tuple[Unit, list[Sample]]]:

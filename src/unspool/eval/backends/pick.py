@@ -12,6 +12,7 @@ from unspool.eval.backend import Backend, ModelBackend
 from unspool.eval.backends.http import Patience
 from unspool.eval.backends.mock import MOCKS
 from unspool.eval.backends.openai import OpenAiBackend, Server
+from unspool.eval.backends.processes import ProcessesBackend
 from unspool.eval.backends.vllm import VllmBackend
 from unspool.eval.stretch import Stretch
 from unspool.model.load import model_digest
@@ -29,6 +30,7 @@ class Choice:
     requests: int = 8
     timeout: float = 600.0
     stretch: Stretch | None = None
+    processes: int = 1
 
     @cached_property
     def identity(self) -> str:
@@ -45,6 +47,11 @@ def pick(choice: Choice, *, device: torch.device, dtype: torch.dtype) -> Backend
         raise ConfigError(
             f"--position is for --backend transformers; the backend here is {choice.kind}. For other engines, write "
             "the method's rope_parameters into the config of a copy of the model."
+        )
+    if choice.processes > 1 and choice.kind != "transformers":
+        raise ConfigError(
+            f"--processes is for --backend transformers; the backend here is {choice.kind}. A server is asked for "
+            "several answers at a time by --requests."
         )
     if choice.kind == "openai":
         if choice.url is None:
@@ -63,4 +70,8 @@ def pick(choice: Choice, *, device: torch.device, dtype: torch.dtype) -> Backend
         return VllmBackend(choice.model)
     if choice.kind in MOCKS:
         return MOCKS[choice.kind](load_tokenizer(choice.model))
+    if choice.processes > 1:
+        return ProcessesBackend(
+            choice.model, device=device, dtype=dtype, width=choice.processes, stretch=choice.stretch
+        )
     return ModelBackend(choice.model, device=device, dtype=dtype, stretch=choice.stretch)
