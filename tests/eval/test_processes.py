@@ -119,6 +119,7 @@ def is_running(pid: int) -> bool:
     [
         (["--backend", "oracle"], "--processes is for --backend transformers; the backend here is oracle"),
         (["--suite", "short"], "--suite short runs lm-eval in one process"),
+        (["--lm-eval", "tasks"], "--lm-eval only writes tasks and answers nothing; leave --processes out."),
     ],
 )
 def test_other_engines_take_no_processes(arguments, said):

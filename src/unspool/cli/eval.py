@@ -185,6 +185,8 @@ def eval_(
     if lm_eval is not None:
         if stretch is not None:
             raise ConfigError("--lm-eval writes tasks for any model, so --position has no part in it; leave it out.")
+        if processes > 1:
+            raise ConfigError("--lm-eval only writes tasks and answers nothing; leave --processes out.")
         _write_tasks(model, evals, seed, lm_eval)
         return
     target, dtype = device_and_dtype(device)

@@ -54,6 +54,7 @@ class ProcessesBackend:
         # Says how prompts are read and how they become words; its weights are never loaded.
         self._like = ModelBackend(ref, device=device, dtype=dtype, stretch=stretch)
         self._lock = threading.Lock()
+        self._others = set(multiprocessing.active_children())
         self._children: list[Any] = []
 
     @property
@@ -82,7 +83,7 @@ class ProcessesBackend:
             with self._lock:
                 future = self._pool.submit(function, given)
                 # Processes begin one by one, with prompts that find none idle.
-                self._children = multiprocessing.active_children()
+                self._children = [child for child in multiprocessing.active_children() if child not in self._others]
             return future.result()
         except BrokenProcessPool:
             raise UnspoolError(
