@@ -1,5 +1,6 @@
 """A model in several processes: the same scores, and nothing that is waited for or left behind."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -43,11 +44,10 @@ def test_two_processes_give_the_bytes_of_one_and_go_on_after_one_of_them_has_die
     two = replace(scoring, out_dir=scoring.root / "two")
     backend = ProcessesBackend(str(MODEL), **CPU, width=2)
     answers = backend.answers
-    asked = []
+    asked = itertools.count(1)  # counts rightly in several threads
 
     def deadly(prompt):
-        asked.append(prompt)
-        if len(asked) == 3:
+        if next(asked) == 3:
             os.kill(backend._children[0].pid, signal.SIGKILL)
         return answers(prompt)
 
