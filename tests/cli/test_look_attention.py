@@ -194,7 +194,7 @@ def test_a_row_is_looked_at_as_it_is_trained_on(models, tmp_path):
         (["--length", 20], "at least 32"),
         (["--length", 200], "smaller --beyond"),
         (["--attention", "some"], "full or documents"),
-        (["--by", "size"], "far or same"),
+        (["--by", "size"], "far, same or share"),
         (["--row", "rows:0"], "either --text FILE or --row"),
         (["--name", "a", "--name", "b"], "name each or none"),
         (["--device", "tpu"], "--device 'tpu' is not known"),

@@ -12,7 +12,7 @@ from unspool.base.errors import ConfigError
 from unspool.inspect import attention_tiles
 from unspool.inspect.attention import ModelRef, cell_of, check_models, look_at
 from unspool.inspect.attention_text import Text
-from unspool.inspect.attention_watch import Look, Seen, watch
+from unspool.inspect.attention_watch import LEAST_FAR, Look, Seen, watch
 from unspool.model.rotary import apply_base, apply_head_bases
 
 LENGTH = 151
@@ -162,6 +162,23 @@ def test_heads_are_ranked_by_what_stays_in_their_document_where_asked():
     seen = watch(build("Llama"), text, all_heads(count=2, by="same"))
     flat = {(layer, head): value for layer, row in enumerate(seen.same) for head, value in enumerate(row)}
     assert list(seen.maps) == sorted(flat, key=lambda head: -flat[head])[:2]
+
+
+def test_heads_are_ranked_by_the_share_of_their_document_but_for_those_that_hardly_look_back():
+    text = text_of((50, 51, 50), docs=(0, 1, 0))
+    seen = watch(build("Llama"), text, all_heads(count=2, by="share"))
+    flat = {
+        (layer, head): same / far
+        for layer, (fars, sames) in enumerate(zip(seen.far, seen.same, strict=True))
+        for head, (far, same) in enumerate(zip(fars, sames, strict=True))
+    }
+    order = sorted(flat, key=lambda head: -flat[head])
+    assert list(seen.maps) == order[:2]
+    layer, head = order[0]
+    # A hundredth of what it was: the share is as high as before, and says nothing now.
+    seen.far[layer][head] /= 100 * seen.far[layer][head] / LEAST_FAR
+    seen.same[layer][head] = flat[order[0]] * seen.far[layer][head]
+    assert seen.ranked() == [*order[1:], order[0]]
 
 
 def test_named_heads_and_layers_are_all_that_is_looked_at():

@@ -230,6 +230,18 @@ def test_three_seeds_that_agree_say_it_of_the_recipe_and_two_that_do_not_say_it_
     assert mixed["says"] == "better on these prompts; 2 seeds are too few to say so of the recipe"
 
 
+def test_a_difference_that_is_sure_and_tiny_is_said_to_be_tiny():
+    def arm(*gains):
+        return {
+            seed: answers(seed, [], [1], [3.0 + 0.1 * w + gain for w in range(12)]) for seed, gain in enumerate(gains)
+        }
+
+    result = Arms(["a", "b"]).compare({"a": arm(0), "b": arm(0.001)})
+    assert verdict(result, "loss/256-512", "b")["says"] == "worse by less than 0.02 nats on these prompts; one seed only"
+    result = Arms(["a", "b"]).compare({"a": arm(0, 0, 0), "b": arm(0.001, 0.0011, 0.0009)})
+    assert verdict(result, "loss/256-512", "b")["says"] == "worse by less than 0.02 nats, over 3 seeds"
+
+
 def test_arms_that_surely_differ_by_less_than_the_margin_are_equal():
     found = {name: {0: answers(0, [], [1], [3.0 + 0.1 * w + tiny * (-1) ** w for w in range(8)])}
              for name, tiny in (("a", 0.0), ("b", 0.001))}  # fmt: skip

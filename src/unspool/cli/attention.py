@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from unspool.inspect.attention_text import Cut, Text
 
 ATTENTIONS = ("full", "documents")
-RANKED_BY = ("far", "same")
+RANKED_BY = ("far", "same", "share")
 
 
 def attention(
@@ -50,7 +50,12 @@ def attention(
         list[str] | None, typer.Option(metavar="LAYER:HEAD", help="Draw this one, counted from 0. Repeatable.")
     ] = None,
     layers: Annotated[str | None, typer.Option(help="Look only at these, such as 20-25,29.")] = None,
-    by: Annotated[str, typer.Option(help="Rank by far, or by same: far back in the token's own document.")] = "far",
+    by: Annotated[
+        str,
+        typer.Option(
+            help="Rank by far, by same: far back in the token's own document, or by share: how much of far is same."
+        ),
+    ] = "far",
     block: Annotated[int, typer.Option(min=1, max=4096, help="Tokens to a side of a block.")] = 16,
     pixels: Annotated[
         int, typer.Option(min=16, max=4096, help="Points to a side of a map at most; more blocks are pooled.")
@@ -205,4 +210,4 @@ def _size(option: str, value: str) -> int:
 
 def _check_choice(option: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value is not None and value not in allowed:
-        raise ConfigError(f"{option} {value}: use {' or '.join(allowed)}.")
+        raise ConfigError(f"{option} {value}: use {', '.join(allowed[:-1])} or {allowed[-1]}.")

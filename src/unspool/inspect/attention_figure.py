@@ -158,8 +158,11 @@ def about_line(attention: Attention) -> str:
 
 
 def head_line(attention: Attention, head: Head) -> str:
-    shares = " → ".join(show_share(seen.far_of(head)) for seen in attention.seen)
-    return f"{head_name(head).capitalize()}: {shares} of attention goes more than {attention.look.beyond:,} tokens back"
+    far = " → ".join(show_share(seen.far_of(head)) for seen in attention.seen)
+    own = " → ".join(show_share(seen.same_of(head)) for seen in attention.seen)
+    within = f", {own} within the same document" if attention.has_pieces else ""
+    beyond = f"{attention.look.beyond:,}"
+    return f"{head_name(head).capitalize()}: {far} of attention goes more than {beyond} tokens back{within}"
 
 
 def _placed(svg: Markup, x: float, y: float, height: float) -> Markup:

@@ -109,7 +109,7 @@ def _grid(attention: Attention, number: int, top: float) -> Markup:
         _label(30 + at * _SQUARE + 9, 10, at) for at in range(0, model.num_heads, max(1, -(-model.num_heads // 8)))
     ]
     width, height = 30 + model.num_heads * _SQUARE, 16 + layers * _SQUARE
-    best = seen.ranked()[:1]
+    best = seen.ranked("far")[:1]
     about = f"Long-range attention of each head of {model.name}, layers down and heads across"
     about += f"; most in {head_name(best[0])}, {show_share(seen.far_of(best[0]))}" if best else ""
     return Markup(

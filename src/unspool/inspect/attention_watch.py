@@ -24,6 +24,9 @@ from unspool.model.parts import stand_between
 
 Head = tuple[int, int]  # layer and head, counted from 0
 
+# Of a head that hardly looks back, the share says nothing: it is a ratio of two small numbers.
+LEAST_FAR = 0.05
+
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
@@ -36,7 +39,7 @@ class Look:
     layers: tuple[int, ...] | None = None  # all if None
     heads: tuple[Head, ...] = ()  # to draw; if empty, the `count` that look furthest
     count: int = 4
-    by: str = "far"  # what heads are ranked by: "far" or "same"
+    by: str = "far"  # what heads are ranked by: "far", "same" or "share"
 
 
 @dataclass(kw_only=True)
@@ -58,9 +61,22 @@ class Seen:
     def first_of(self, head: Head) -> float | None:
         return _of(self.first, head)
 
-    def ranked(self) -> list[Head]:
+    @property
+    def share(self) -> list[list[float] | None]:
+        """How much of what goes far back stays in the query's own document, 0 for heads that hardly look back.
+
+        A head that spreads its attention over everything has much of it in the own document too, by chance.
+        """
+        return [
+            [same / far if far >= LEAST_FAR else 0.0 for far, same in zip(fars, sames, strict=True)]
+            if fars and sames
+            else None
+            for fars, sames in zip(self.far, self.same, strict=True)
+        ]
+
+    def ranked(self, by: str | None = None) -> list[Head]:
         """All heads that were measured, those that look furthest first."""
-        rows: list[list[float] | None] = getattr(self, self.by)
+        rows: list[list[float] | None] = getattr(self, by or self.by)
         known = [(value, layer, head) for layer, row in enumerate(rows) if row for head, value in enumerate(row)]
         return [(layer, head) for _, layer, head in sorted(known, key=lambda each: (-each[0], each[1:]))]
 

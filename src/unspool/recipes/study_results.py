@@ -89,17 +89,20 @@ def _verdict(one: Mapping[str, Any], measure: Measure, margin: Margin, family: i
     if gap is None:
         return {"verdict": "not measured", "of": None, "says": "not measured"}
     word = "better" if (gap > 0) != measure.is_loss else "worse"
+    widest = seeds if seeds["low"] is not None else prompts
+    bound = getattr(margin, measure.kind)
+    small = widest["low"] is not None and -bound <= widest["low"] and widest["high"] <= bound
+    size = f"{100 * bound:g} points" if not measure.is_loss else f"{bound:g} nats"
+    # Many tokens show differences that nobody would act on.
+    by = f" by less than {size}" if small else ""
     if _shown(seeds["p_holm"]):
-        return {"verdict": word, "of": "seeds", "says": f"{word}, over {seeds['n']} seeds"}
+        return {"verdict": word, "of": "seeds", "says": f"{word}{by}, over {seeds['n']} seeds"}
     if _shown(prompts["p_holm"]):
-        says = f"{word} on these prompts; " + (
+        says = f"{word}{by} on these prompts; " + (
             f"{seeds['n']} seeds are too few to say so of the recipe" if seeds["n"] > 1 else "one seed only"
         )
         return {"verdict": word, "of": "models", "says": says}
-    widest = seeds if seeds["low"] is not None else prompts
-    bound = getattr(margin, measure.kind)
-    if widest["low"] is not None and -bound <= widest["low"] and widest["high"] <= bound:
-        size = f"{100 * bound:g} points" if not measure.is_loss else f"{bound:g} nats"
+    if small:
         return {"verdict": "equal", "of": "seeds" if seeds["n"] > 1 else "models", "says": f"equal within {size}"}
     says = TOO_SMALL
     if not could_tell(prompts["n"], family):
