@@ -104,6 +104,12 @@ MISTAKES = {
         23,
         ["stages.1.refit.batch = 1500", "multiple", "1K"],
     ),
+    "a refit batch beside training that is no multiple of its rows": (
+        "    mix: {long: 1}",
+        "    mix: {long: 1}\n    refit: {rows: short, during: 1, during_batch: 1500}",
+        23,
+        ["stages.1.refit.during_batch = 1500", "multiple", "1K"],
+    ),
     "a refit before training without other positions": (
         "    mix: {long: 1}",
         "    mix: {long: 1}\n    refit: {rows: short, before: 8, lr: 1e-3}",

@@ -237,7 +237,8 @@ def test_a_difference_that_is_sure_and_tiny_is_said_to_be_tiny():
         }
 
     result = Arms(["a", "b"]).compare({"a": arm(0), "b": arm(0.001)})
-    assert verdict(result, "loss/256-512", "b")["says"] == "worse by less than 0.02 nats on these prompts; one seed only"
+    says = verdict(result, "loss/256-512", "b")["says"]
+    assert says == "worse by less than 0.02 nats on these prompts; one seed only"
     result = Arms(["a", "b"]).compare({"a": arm(0, 0, 0), "b": arm(0.001, 0.0011, 0.0009)})
     assert verdict(result, "loss/256-512", "b")["says"] == "worse by less than 0.02 nats, over 3 seeds"
 

@@ -161,7 +161,7 @@ def _refit_problems(
     names = [wanted] if isinstance(wanted, str) and wanted else list(_entries(wanted))
     place: Place = ("stages", index, "refit", "rows")
     lengths = {name: _size(_entries(rows.get(name)).get("length")) for name in names}
-    longest, batch = max((length for length in lengths.values() if length), default=None), _size(refit.get("batch"))
+    longest = max((length for length in lengths.values() if length), default=None)
     for name, length in lengths.items():
         at = place if isinstance(wanted, str) else (*place, name)
         if name not in rows:
@@ -172,9 +172,11 @@ def _refit_problems(
         elif length and longest and longest % length:
             text = f"rows of length {format_size(length)} do not divide the longest of refit.rows"
             yield Problem(place=at, text=f"{text}, {format_size(longest)}; change rows.{name}.length.")
-    if longest and batch and batch % longest:
-        text = f"must be a multiple of the length of refit.rows, {format_size(longest)} tokens."
-        yield Problem(place=("stages", index, "refit", "batch"), text=text, show_value=True)
+    for key in ("batch", "during_batch"):
+        batch = _size(refit.get(key))
+        if longest and batch and batch % longest:
+            text = f"must be a multiple of the length of refit.rows, {format_size(longest)} tokens."
+            yield Problem(place=("stages", index, "refit", key), text=text, show_value=True)
 
 
 def _skips_problems(index: int, stage: Mapping[str, Any], name: str, entry: Mapping[str, Any]) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ Elsewhere: what is written about each step (watch.py), what is wrong with one (g
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from signal import SIGTERM, Signals
 from typing import Any
@@ -27,10 +28,11 @@ from unspool.train.guard import Guard
 from unspool.train.ledger import LEDGER, ledger_line
 from unspool.train.loader import Picks, load_steps
 from unspool.train.optimizer import Updater
+from unspool.train.refit import Beside
 from unspool.train.resume import CHECKPOINTS, resumable
 from unspool.train.saver import Saver
 from unspool.train.schedule import learning_rate
-from unspool.train.step import train_step
+from unspool.train.step import StepResult, train_step
 from unspool.train.stop import StoppedError, listen
 from unspool.train.team import Team, one_rank
 from unspool.train.watch import METRICS, StepReport, Watch
@@ -46,6 +48,7 @@ class Training:
     device: torch.device
     team: Team | None = None  # None: one rank
     shape: ModelShape | None = None  # by which rows are given to ranks
+    beside: Beside | None = None  # adds to the gradient of each step
 
 
 def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, watch: Watch) -> None:
@@ -73,6 +76,7 @@ def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, 
                 is_good=guard.allows,
                 max_norm=guard.max_norm,
                 mesh=team.mesh,
+                beside=partial(training.beside, step) if training.beside is not None else None,
             )
             wrong = guard.wrong_with(result.loss, result.grad_norm)
             if not guard.note(result.loss, result.grad_norm, wrong):
@@ -91,7 +95,7 @@ def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, 
                     grad_norm=result.grad_norm,
                     doc_lens=batches.doc_lens,
                     skipped=wrong is not None,
-                    more={"wrong": wrong} if wrong else {},
+                    more=_more(wrong, result),
                 )
             )
             asked = _agreed(stop.signal, team)  # once: it may come between the next two lines
@@ -102,6 +106,12 @@ def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, 
                 saver.wait()
                 _leave(stage, work, asked)
         saver.wait()
+
+
+def _more(wrong: str | None, result: StepResult) -> dict[str, Any]:
+    """What only some steps have."""
+    found: dict[str, Any] = {"wrong": wrong} if wrong else {}
+    return found | ({"refit": result.distance} if result.distance is not None else {})
 
 
 def _agreed(asked: Signals | None, team: Team) -> Signals | None:

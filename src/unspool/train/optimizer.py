@@ -73,6 +73,12 @@ class Updater:
         for parameter in self._divided.values():
             parameter.grad = None
 
+    def add(self, grads: Mapping[str, Tensor]) -> None:
+        """To those of the backward passes, by name; of what is not trained they are dropped."""
+        for one in self._trained:
+            if one.name in grads:
+                collect(one, grads[one.name])
+
     def finish(self, *, is_good: bool, max_norm: float = math.inf) -> float:
         """Update the weights, unless the loss was bad or the gradient is not finite or above `max_norm`.
 

@@ -1,7 +1,8 @@
 """Queries and keys, fitted so that each layer attends as it did before its positions were changed.
 
 In: the model of a stage, the model that the stage starts from, rows within that one's context. Out: the same model
-with other queries and keys; `refit.jsonl`.
+with other queries and keys; `refit.jsonl`. Beside training (`during`) it only adds to the gradients of training's own
+steps, so that queries and keys learn what is new and keep what was at once.
 Per step: one pass of the untouched model (the teacher); each layer of the student gets the teacher's own input of that
 layer and is moved towards the teacher's attention (KL, mean over heads and queries, summed over layers). So there is no
 backward pass through depth, and neither MLPs nor the head take part.
@@ -45,6 +46,9 @@ from unspool.train.refit_config import ROWS_PER_STEP, RefitConfig
 from unspool.train.refit_layers import compare_layers, fitted_parameters
 from unspool.train.stop import StoppedError, listen
 
+# Called with the number of a step of training.
+Beside = Callable[[int], float]
+
 FILE = "refit.jsonl"
 # What the steps before training made, in the work folder: a stage that goes on need not make it again.
 WEIGHTS = "refit.safetensors"
@@ -65,6 +69,11 @@ def check_refit(
             f"stage {stage.name}: refit is not supported on several ranks (here {world_size}) yet; run the stage on "
             "one, or leave refit out."
         )
+    if stage.refit.during and stage.optimizer.step == "in-backward":
+        raise ConfigError(
+            f"stage {stage.name}: refit.during adds to gradients that optimizer.step in-backward has used already; set "
+            "that to after, or leave during out."
+        )
     if isinstance(model, NewModel):
         raise ConfigError(
             f"stage {stage.name}: refit keeps what a model attends to, and a new model attends to nothing yet; leave "
@@ -83,7 +92,7 @@ def check_refit(
 
 @dataclass(frozen=True, kw_only=True)
 class Refit:
-    """Both times of one stage."""
+    """Before, during and after the training of one stage."""
 
     stage: StageConfig
     config: RefitConfig
@@ -102,25 +111,43 @@ class Refit:
             return
         kept = _read(self.work / WEIGHTS)
         if kept is None:
-            kept = self._run("before", self.config.before, lr=self.config.lr, first=0)
+            kept = self._run("before", self.config.before, lr=self.config.lr_before, first=0)
             aside = self.work / f"{WEIGHTS}.partial"
             save_file({name: weight.cpu().contiguous() for name, weight in kept.items()}, aside)
             aside.replace(self.work / WEIGHTS)
         self._set(kept)
 
+    def during(self) -> Beside | None:
+        """What adds this distance's gradient to a step of training, and returns the distance; None if nothing does."""
+        if not self.config.during:
+            return None
+        teacher, weight = self._teacher(), self.config.during
+        first, batch = self.config.before * (self._batch // self.slot), self._during_batch
+        count = batch // self.slot
+
+        def add(step: int) -> float:
+            slots = range(first + (step - 1) * count, first + step * count)
+            with looking_at(self.model):
+                loss, grads = self._gradient(teacher, self._batches(slots), batch)
+            self.updater.add({name: grad * weight for name, grad in grads.items()})
+            return loss
+
+        return add
+
     def after(self) -> None:
         """From the weights of the last step of training."""
         if self.config.after:
-            first = self.config.before * self._slots
-            self._set(self._run("after", self.config.after, lr=self.config.lr_after, first=first))
-
-    @property
-    def _slots(self) -> int:
-        return self._batch // self.slot
+            first = self.config.before * self._batch
+            first += self.stage.steps * self._during_batch if self.config.during else 0
+            self._set(self._run("after", self.config.after, lr=self.config.lr_after, first=first // self.slot))
 
     @property
     def _batch(self) -> int:
         return self.config.batch or ROWS_PER_STEP * self.slot
+
+    @property
+    def _during_batch(self) -> int:
+        return self.config.during_batch or self._batch
 
     def _run(self, phase: str, steps: int, *, lr: float, first: int) -> dict[str, Tensor]:
         """The fitted weights in fp32, which the model already computes with; `first` is the first slot of rows."""
@@ -129,7 +156,7 @@ class Refit:
         _drop_lines(self.work / FILE, phase)
         weights = self._masters()
         adam = torch.optim.Adam(list(weights.values()), lr=lr, betas=BETAS)
-        teacher = self._teacher()
+        teacher, count = self._teacher(), self._batch // self.slot
         with ExitStack() as stack:
             stop = stack.enter_context(listen(name))
             lines = stack.enter_context(GrowingFile(self.work / FILE))
@@ -138,8 +165,8 @@ class Refit:
             for step in range(1, steps + 1):
                 began = time.perf_counter()
                 now = lr * _share(step, steps)
-                slots = range(first + (step - 1) * self._slots, first + step * self._slots)
-                loss, grads = self._gradient(teacher, self._batches(slots))
+                slots = range(first + (step - 1) * count, first + step * count)
+                loss, grads = self._gradient(teacher, self._batches(slots), self._batch)
                 if not math.isfinite(loss):
                     rate = f"stages.{self.stage.name}.refit.{'lr' if phase == 'before' else 'after_lr'}"
                     raise UnspoolError(f"{name}: refit step {step}: the loss is not a number; lower {rate}.")
@@ -169,7 +196,8 @@ class Refit:
             picks = [pick for slot in slots[start - slots.start :][:at_once] for pick in self.mix.slot(slot)]
             yield build_batch([self.rows[name][index] for name, index in picks], attention=self.stage.attention)
 
-    def _gradient(self, teacher: Any, batches: Iterator[Batch]) -> tuple[float, dict[str, Tensor]]:
+    def _gradient(self, teacher: Any, batches: Iterator[Batch], tokens: int) -> tuple[float, dict[str, Tensor]]:
+        """`tokens`: of the whole step."""
         device = next(self.model.parameters()).device
         total = torch.zeros((), dtype=torch.float64, device=device)
         sums = {
@@ -178,7 +206,7 @@ class Refit:
             for name, parameter in layer.items()
         }
         for batch in batches:
-            use = partial(self._add, total, sums, batch.doc_lens)
+            use = partial(self._add, total, sums, batch.doc_lens, tokens)
             compare_layers(teacher, self.model, batch.to(device).model_inputs, use)
         return float(total), sums
 
@@ -187,12 +215,13 @@ class Refit:
         total: Tensor,
         sums: dict[str, Tensor],
         doc_lens: tuple[int, ...],
+        tokens: int,
         number: int,
         wanted: Attended,
         found: Attended,
     ) -> None:
         """One layer's part of a step's loss and gradients: the mean over the step's queries, and over heads."""
-        share = 1 / (self._batch * len(found.query))
+        share = 1 / (tokens * len(found.query))
         apart, *by = divergence(wanted, found, doc_lens)
         total += apart * share
         outputs, layer = (found.query, found.key), self.layers[number]
@@ -241,16 +270,23 @@ def build_refit(
         return None
     row_lens = {name: rows[name].row_len for name in stage.refit.shares}
     slot = max(row_lens.values())
-    if stage.refit.batch and stage.refit.batch % slot:
-        raise ConfigError(
-            f"stage {stage.name}: refit.batch {format_size(stage.refit.batch)} is not a multiple of its rows' length "
-            f"of {format_size(slot)}; change one of them."
-        )
+    for key, batch in (("batch", stage.refit.batch), ("during_batch", stage.refit.during_batch)):
+        if batch and batch % slot:
+            raise ConfigError(
+                f"stage {stage.name}: refit.{key} {format_size(batch)} is not a multiple of its rows' length of "
+                f"{format_size(slot)}; change one of them."
+            )
     sizes = {name: len(rows[name]) for name in row_lens}
     # No stage's name holds a space, so this is the order of no mix.
     mix = Mix(stage.refit.shares, sizes, row_lens, slot, seed, f"{order} refit")
     with looking_at(model):
         layers = fitted_parameters(model)
+    trained = {name for name, _ in updater.named_masters()}
+    if stage.refit.during and not any(name in trained for layer in layers for name in layer):
+        raise ConfigError(
+            f"stage {stage.name}: refit.during works through training's own steps, and lr_for sets queries and keys to "
+            "0; give them a rate, or leave during out."
+        )
     return Refit(
         stage=stage,
         config=stage.refit,

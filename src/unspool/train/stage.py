@@ -143,7 +143,8 @@ def run_stage(
             validation=inputs.validation,
             team=team,
         ) as watch:
-            training = Training(model, updater, guard, mix, rows, device, team, model_shape(model))
+            beside = refit.during() if refit is not None else None
+            training = Training(model, updater, guard, mix, rows, device, team, model_shape(model), beside)
             run_steps(stage, training, work, done=done, watch=watch)
         if refit is not None:
             refit.after()
