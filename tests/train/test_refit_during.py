@@ -19,7 +19,7 @@ from unspool.model.tokenizer import load_tokenizer
 from unspool.train import optimizer
 from unspool.train.optimizer import build_updater
 from unspool.train.refit import FILE, build_refit, check_refit
-from unspool.train.stage import StageInputs
+from unspool.train.stage import StageInputs, run_stage
 from unspool.train.watch import METRICS
 
 from .stage_runs import STAGE, assert_same_result, kill_after_step, run
@@ -240,3 +240,22 @@ def test_the_untrained_part_of_a_model_gets_nothing(inputs, tmp_path):
     assert not torch.equal(
         model.state_dict()["model.layers.0.self_attn.k_proj.weight"], start["model.layers.0.self_attn.k_proj.weight"]
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("position", [{"method": "abf", "base": 5e5}, {"method": "harpe", "low": 1e5, "high": 5e5}])
+def test_on_cuda_it_follows_the_cpu_to_bfloat16(position, text_rows, tmp_path):
+    inputs = StageInputs(model=TINY, rows={"short": text_rows}, refit={"short": text_rows})
+    stage = build_stage(
+        position=position,
+        mix={"short": 1.0},
+        context=512,
+        batch=1024,
+        tokens=4 * 1024,
+        lr=1e-3,
+        refit={"rows": "short", "before": 2, "during": 4.0, "after": 2, "batch": 1024, "during_batch": 512, "lr": 1e-3},
+    )
+    for device in ("cpu", "cuda"):
+        run_stage(stage, inputs, tmp_path / device / "one", seed=0, device=torch.device(device))
+    on_cpu, on_gpu = ([line["refit"] for line in metrics(tmp_path / device / "one")] for device in ("cpu", "cuda"))
+    assert on_gpu == pytest.approx(on_cpu, rel=0.03)
