@@ -7,25 +7,16 @@ Price: the plain model and ours are never in memory together; truths wait on the
 import copy
 import math
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
 
 from unspool.model.precision import cast_parameters
+from unspool.verify.roundings import fp32_error, usual_error
 from unspool.verify.rows import Step, build_steps, row_len
 from unspool.verify.subjects import Subject
 from unspool.verify.tolerance import FP32_WORST_WEIGHT, allowed
-from unspool.verify.truth import (
-    Apart,
-    Outcome,
-    apart,
-    batched_outcome,
-    exact_outcome,
-    larger,
-    place_positions,
-    plain_outcome,
-)
+from unspool.verify.truth import Apart, Outcome, exact_outcome, place_positions, plain_outcome
 
 # Parameters from which on a CPU needs minutes; equal documents are a case of their own for a GPU's kernels only.
 LARGE = 50_000_000
@@ -90,10 +81,11 @@ def build_case(subject: Subject, *, device: torch.device, seed: int) -> Case:
         cast_parameters(plain, torch.float32)
         truths = {name: plain_outcome(plain, step) for name, step in steps.items()}
         cast_parameters(plain, torch.bfloat16)
-    again = {name: [plain_outcome(plain, step)] for name, step in steps.items()}
-    again["several"].append(batched_outcome(plain, steps["several"]))
-    if not half:
+        errors = {name: usual_error(plain, step, truths[name], asked_only=False) for name, step in steps.items()}
+    else:
         truths = {name: exact_outcome(plain, step) for name, step in steps.items()}
+        plain.to(torch.float32)  # the very weights it was loaded with; of a GGUF file, `.float()` is refused
+        errors = {name: fp32_error(plain, step, truths[name], seed=seed) for name, step in steps.items()}
     del plain
     return Case(
         subject=subject,
@@ -102,5 +94,5 @@ def build_case(subject: Subject, *, device: torch.device, seed: int) -> Case:
         model=subject.ours(device, bf16=half),
         steps=steps,
         truths=truths,
-        plain={name: reduce(larger, (apart(one, truths[name]) for one in again[name])) for name in steps},
+        plain=errors,
     )

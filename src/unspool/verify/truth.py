@@ -47,8 +47,11 @@ class Apart:
     middle: float  # the error of the gradient of half of the weights is below
 
 
-def plain_outcome(model: Any, step: Step) -> Outcome:
-    """Losses of the step and of each document; gradients of the step and, if it has one row, of a document."""
+def plain_outcome(model: Any, step: Step, *, asked_only: bool = False) -> Outcome:
+    """Losses of the step and of each document; gradients of the step and, if it has one row, of a document.
+
+    `asked_only`: no logits where nothing is asked for, as in training.
+    """
     documents = [document for row in step.rows for document in _documents(row)]
     num_valid = sum(int((targets >= 0).sum()) for _, targets in documents)
     single = len(step.rows) == 1
@@ -61,7 +64,7 @@ def plain_outcome(model: Any, step: Step) -> Outcome:
             count = int((targets >= 0).sum())
             if not count:
                 continue
-            summed = _summed_loss(model, tokens[None], targets[None])
+            summed = _summed_loss(model, tokens[None], targets[None], asked_only=asked_only)
             (summed / num_valid).backward()  # type: ignore[no-untyped-call]
             total += summed.item()
             losses[f"document {number}"] = summed.item() / count
@@ -73,11 +76,11 @@ def plain_outcome(model: Any, step: Step) -> Outcome:
 
 
 def batched_outcome(model: Any, step: Step) -> Outcome:
-    """Loss and gradient of the step with all its documents in one batch, padded on the right.
+    """Loss and gradient of the step with all documents that are asked for anything in one batch, padded on the right.
 
     The same numbers as one at a time, except for roundings: products of larger matrices add up in another order.
     """
-    documents = [document for row in step.rows for document in _documents(row)]
+    documents = [document for row in step.rows for document in _documents(row) if (document[1] >= 0).any()]
     longest = max(len(tokens) for tokens, _ in documents)
     # What comes after a document cannot be seen from within it, so no mask is needed.
     tokens = np.stack([np.pad(tokens, (0, longest - len(tokens))) for tokens, _ in documents])
@@ -91,14 +94,14 @@ def batched_outcome(model: Any, step: Step) -> Outcome:
 
 def exact_outcome(model: Any, step: Step) -> Outcome:
     """The same in float64 throughout; the model is float64 afterwards."""
-    with _Doubled():
+    with Doubled():
         outcome = plain_outcome(model.double(), step)
     # Rounded once, which is nothing beside what is measured, and half the memory.
     grads = {of: {name: grad.float() for name, grad in each.items()} for of, each in outcome.grads.items()}
     return Outcome(outcome.losses, grads)
 
 
-class _Doubled(TorchFunctionMode):
+class Doubled(TorchFunctionMode):
     """Makes float64 of what model code turns into fp32, as norms, softmax and rotary tables do."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -249,9 +252,13 @@ def _documents(row: Row) -> list[tuple[np.ndarray, np.ndarray]]:
     return documents
 
 
-def _summed_loss(model: Any, tokens: np.ndarray, targets: np.ndarray) -> Tensor:
-    """Of documents [number, tokens] of one length."""
+def _summed_loss(model: Any, tokens: np.ndarray, targets: np.ndarray, *, asked_only: bool = False) -> Tensor:
+    """Of documents [number, tokens] of one length; of one document if only what is `asked_only` gets logits."""
     device = next(model.parameters()).device
     ids, wanted = (torch.from_numpy(array).to(device) for array in (tokens, targets))
-    logits = model(input_ids=ids, use_cache=False).logits
+    kept = {}
+    if asked_only:
+        (asked,) = (wanted[0] >= 0).nonzero(as_tuple=True)
+        kept, wanted = {"logits_to_keep": asked}, wanted[:, asked]
+    logits = model(input_ids=ids, use_cache=False, **kept).logits
     return F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), ignore_index=-1, reduction="sum")
