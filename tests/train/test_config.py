@@ -31,10 +31,10 @@ def test_a_last_step_that_would_not_be_full_is_left_out():
         ({"claim": 64}, "claim must not exceed context"),
         ({"claim": 16, "position": {"method": "yarn"}}, "claim cannot be below context with method yarn"),
         ({"refit": {"rows": "short", "before": 8, "lr": 1e-3}}, r"refit\.before has nothing to do while position is"),
-        ({"refit": {"rows": "short", "lr": 1e-3}}, "give before or after, the number of steps"),
+        ({"refit": {"rows": "short", "lr": 1e-3}}, "give before or after, numbers of steps, or during, a weight"),
         ({"refit": {"rows": {"short": 0}, "after": 8, "lr": 1e-3}}, "name rows, or rows with shares above 0"),
         ({"refit": {"rows": "", "after": 8, "lr": 1e-3}}, "name rows, or rows with shares above 0"),
-        ({"refit": {"rows": "short", "after": 8}}, "Field required"),
+        ({"refit": {"rows": "short", "after": 8}}, "give lr, the highest rate of its own steps"),
         (
             {"refit": {"rows": "held", "after": 8, "lr": 1e-3}, "validation": {"rows": "held"}},
             r"validation\.rows held are in refit\.rows",
