@@ -8,7 +8,6 @@ from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,13 +16,12 @@ from factory import CPU, build_model, build_stage, dying_at, in_child, save_fold
 from unspool.base.artefact import read_manifest
 from unspool.base.errors import ConfigError, UnspoolError
 from unspool.data.labels import IGNORE
-from unspool.data.store import Row, open_rows
+from unspool.data.store import open_rows
 from unspool.model.head import read_head
 from unspool.model.load import load_model
 from unspool.model.loss import summed_loss
 from unspool.model.rotary import apply_position
 from unspool.model.scratch import NewModel
-from unspool.model.tokenizer import load_tokenizer
 from unspool.recipes.check import load_recipe
 from unspool.recipes.run import Run
 from unspool.train import refit as refit_module
@@ -36,7 +34,6 @@ from unspool.train.stop import StoppedError
 from .stage_runs import SHORT, STAGE, assert_same_result, kill_after_step, run
 
 TINY = str(files("unspool") / "assets" / "tiny-base")
-TEXT = files("unspool") / "assets" / "demo" / "train.jsonl.zst"
 REFIT = {"rows": "short", "before": 3, "after": 2, "batch": 32, "lr": 1e-2}
 WITH = build_stage(**STAGE.model_dump(mode="json", exclude={"refit"}) | {"refit": REFIT})
 # Queries and keys are not trained, so no checkpoint holds them.
@@ -67,17 +64,6 @@ def lines(out: Path) -> list[dict]:
 
 
 # What it brings
-
-
-@pytest.fixture(scope="module")
-def text_rows(tmp_path_factory) -> Path:
-    tokenizer = load_tokenizer(TINY)
-    with pa.input_stream(str(TEXT), compression="zstd") as stream:
-        texts = [json.loads(line)["text"] for line in stream.read(400_000).splitlines()[:-1]]
-    tokens = np.array(tokenizer("\n".join(texts))["input_ids"][: 48 * 256], dtype=np.uint32).reshape(48, 256)
-    lens = np.array([256], dtype=np.int32)
-    rows = [Row(tokens=row, doc_lens=lens, loss_mask=None, source="books", attention="documents") for row in tokens]
-    return save_rows(tmp_path_factory.mktemp("rows") / "short", rows)
 
 
 @torch.no_grad()

@@ -6,16 +6,14 @@ from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 
-from factory import CPU, build_model, build_stage, in_child, save_rows
+from factory import CPU, build_model, build_stage, in_child
 from unspool.base.errors import ConfigError
-from unspool.data.store import Row, open_rows
+from unspool.data.store import open_rows
 from unspool.model.load import load_model
 from unspool.model.rotary import apply_position
-from unspool.model.tokenizer import load_tokenizer
 from unspool.train import optimizer
 from unspool.train.optimizer import build_updater
 from unspool.train.refit import FILE, build_refit, check_refit
@@ -25,7 +23,6 @@ from unspool.train.watch import METRICS
 from .stage_runs import STAGE, assert_same_result, kill_after_step, run
 
 TINY = str(files("unspool") / "assets" / "tiny-base")
-TEXT = files("unspool") / "assets" / "demo" / "train.jsonl.zst"
 WEIGHT = 0.7
 REFIT = {"rows": "short", "before": 3, "during": WEIGHT, "after": 2, "batch": 32, "during_batch": 16, "lr": 1e-2}
 PLAIN = STAGE.model_dump(mode="json", exclude={"refit"})
@@ -156,17 +153,6 @@ def test_metrics_tell_the_distance_of_every_step_and_only_where_there_is_one(inp
 
 
 # What it keeps
-
-
-@pytest.fixture(scope="module")
-def text_rows(tmp_path_factory) -> Path:
-    tokenizer = load_tokenizer(TINY)
-    with pa.input_stream(str(TEXT), compression="zstd") as stream:
-        texts = [json.loads(line)["text"] for line in stream.read(400_000).splitlines()[:-1]]
-    tokens = np.array(tokenizer("\n".join(texts))["input_ids"][: 64 * 256], dtype=np.uint32).reshape(64, 256)
-    lens = np.array([256], dtype=np.int32)
-    rows = [Row(tokens=row, doc_lens=lens, loss_mask=None, source="books", attention="documents") for row in tokens]
-    return save_rows(tmp_path_factory.mktemp("rows") / "short", rows)
 
 
 def test_queries_and_keys_of_the_shipped_model_stay_near_what_they_attended_to(text_rows, tmp_path):
