@@ -195,6 +195,8 @@ def test_a_row_is_looked_at_as_it_is_trained_on(models, tmp_path):
         (["--length", 200], "smaller --beyond"),
         (["--attention", "some"], "full or documents"),
         (["--by", "size"], "far, same or share"),
+        (["--by", "share", "--attention", "documents"], "which here is all of it"),
+        (["--by", "share", "--docs", 1], "which here is all of it"),
         (["--row", "rows:0"], "either --text FILE or --row"),
         (["--name", "a", "--name", "b"], "name each or none"),
         (["--device", "tpu"], "--device 'tpu' is not known"),

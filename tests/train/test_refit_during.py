@@ -1,6 +1,7 @@
 """A refit beside training: what it adds to a step, what that keeps, and that kills change nothing."""
 
 import json
+import weakref
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +17,7 @@ from unspool.model.load import load_model
 from unspool.model.rotary import apply_position
 from unspool.train import optimizer
 from unspool.train.optimizer import build_updater
-from unspool.train.refit import FILE, build_refit, check_refit
+from unspool.train.refit import FILE, Refit, build_refit, check_refit
 from unspool.train.stage import StageInputs, run_stage
 from unspool.train.watch import METRICS
 
@@ -25,6 +26,7 @@ from .stage_runs import STAGE, assert_same_result, kill_after_step, run
 TINY = str(files("unspool") / "assets" / "tiny-base")
 WEIGHT = 0.7
 REFIT = {"rows": "short", "before": 3, "during": WEIGHT, "after": 2, "batch": 32, "during_batch": 16, "lr": 1e-2}
+NAN = {"model.layers.0.self_attn.q_proj.weight": torch.tensor(float("nan"))}
 PLAIN = STAGE.model_dump(mode="json", exclude={"refit"})
 WITH = build_stage(**PLAIN | {"refit": REFIT})
 
@@ -150,6 +152,32 @@ def test_metrics_tell_the_distance_of_every_step_and_only_where_there_is_one(inp
     ]
     run(inputs, tmp_path / "one", changed(during=0))
     assert not any("refit" in line for line in metrics(tmp_path / "one"))
+
+
+def test_a_distance_that_is_not_a_number_changes_nothing_and_stays_valid_json(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(Refit, "during", lambda refit: lambda step: refit.updater.add(NAN) or float("nan"))
+    stage = build_stage(**PLAIN | {"refit": REFIT | {"before": 0, "after": 0}, "guard": {"nan": "skip"}})
+
+    run(inputs, tmp_path / "one", stage)
+
+    found = metrics(tmp_path / "one")
+    assert all(line["refit"] is None and line["skipped"] for line in found)
+
+
+def test_the_teacher_is_gone_before_another_is_loaded(inputs, tmp_path, monkeypatch):
+    alive: list[int] = []
+    teachers: list[weakref.ref] = []
+    load = Refit._teacher
+
+    def counted(refit):
+        alive.append(sum(one() is not None for one in teachers))
+        teacher = load(refit)
+        teachers.append(weakref.ref(teacher))
+        return teacher
+
+    monkeypatch.setattr(Refit, "_teacher", counted)
+    run(inputs, tmp_path / "one", WITH)
+    assert alive == [0, 0, 0]
 
 
 # What it keeps

@@ -115,6 +115,11 @@ def attention(
         count=heads,
         by=by,
     )
+    if by == "share" and (look.attention != "full" or max(read.piece_docs) == 0):
+        raise ConfigError(
+            "--by share asks how much of far attention stays in the own document, which here is all of it; give "
+            "several documents (--docs, --pieces) with --attention full, or rank by far."
+        )
     seen = look_at(found, read, look, block, device=target, dtype=dtype)
     written = []
     if html is not None or svg is not None:

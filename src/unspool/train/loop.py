@@ -7,6 +7,7 @@ they go by the same numbers; the leader writes.
 Elsewhere: what is written about each step (watch.py), what is wrong with one (guard.py), resuming (resume.py).
 """
 
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -111,7 +112,9 @@ def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, 
 def _more(wrong: str | None, result: StepResult) -> dict[str, Any]:
     """What only some steps have."""
     found: dict[str, Any] = {"wrong": wrong} if wrong else {}
-    return found | ({"refit": result.distance} if result.distance is not None else {})
+    if result.distance is not None:
+        found["refit"] = result.distance if math.isfinite(result.distance) else None
+    return found
 
 
 def _agreed(asked: Signals | None, team: Team) -> Signals | None:

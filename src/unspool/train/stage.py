@@ -146,6 +146,7 @@ def run_stage(
             beside = refit.during() if refit is not None else None
             training = Training(model, updater, guard, mix, rows, device, team, model_shape(model), beside)
             run_steps(stage, training, work, done=done, watch=watch)
+            del training, beside  # and its teacher: `after` loads one of its own
         if refit is not None:
             refit.after()
         team.ranks.outside("exporting", stage.steps)
