@@ -311,3 +311,16 @@ def test_cuda_peak_memory_is_the_gradients_and_one_chunk():
     logits = loss_module.GPU_LOGITS
     expected = 4 * words * dim + 2 * tokens * dim + logits
     assert torch.cuda.max_memory_allocated() - before < 1.1 * expected + (64 << 20)
+
+
+def test_huge_logits_lose_no_digits():
+    logits = 5000 + 3 * torch.randn(20, NUM_WORDS, generator=torch.Generator().manual_seed(4))
+    labels = torch.arange(20) % NUM_WORDS
+    exact = logits.double().requires_grad_()
+    wanted = functional.cross_entropy(exact, labels, reduction="none")
+    wanted_grad = torch.autograd.grad(wanted.sum(), exact)[0]
+
+    losses, grad = loss_module._softmax_grad(logits.clone(), labels, 1.0, None)
+
+    torch.testing.assert_close(losses.double(), wanted.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grad.double(), wanted_grad, rtol=1e-6, atol=1e-6)

@@ -120,7 +120,7 @@ def test_models_that_turn_alike_share_a_line(fake_run: Path):
     base, extended = ropes(results, styles_of(results))
 
     assert (base.names, extended.names) == (("base",), ("abf", "utk"))
-    assert (base.summary, extended.summary) == ("base 10000", "base 2e5")
+    assert (base.summary, extended.summary) == ("base 300", "base 2e5")
 
 
 def test_periods_and_the_curve_are_those_of_the_formula(fake_run: Path):

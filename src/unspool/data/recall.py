@@ -52,7 +52,7 @@ def recall_documents(
         room = int(rng.integers(source.length[0], source.length[1] + 1)) - 1
         form = rng.random()
         if form < source.pairs:
-            yield pairs_document(words, costs, room, rng)
+            yield pairs_document(words, costs, room, rng, asked=source.asked)
         elif form < source.pairs + source.repeats:
             yield repeats_document(words, costs, room, rng)
         else:
@@ -60,19 +60,20 @@ def recall_documents(
         made += room + 1
 
 
-def pairs_document(words: list[str], costs: Costs, room: int, rng: np.random.Generator) -> str:
+def pairs_document(words: list[str], costs: Costs, room: int, rng: np.random.Generator, *, asked: float = 1.0) -> str:
     """A JSON object, then entries of it to complete, until the room is filled.
 
-    Small objects are as frequent as large ones: a model learns to look up among few keys first.
+    Small objects are as frequent as large ones: a model learns to look up among few keys first. The largest leave room
+    for `asked` questions a key; with one for each, no object is longer than about half of the document.
     """
-    most = int(room / (costs.pair + costs.pair_question))
+    most = int(room / (costs.pair + asked * costs.pair_question))
     count = int(rng.integers(2, max(2, min(most, len(words))) + 1))
     keys = rng.choice(len(words), size=count, replace=False)
     values = rng.integers(len(words), size=count)
     pairs = [(words[key], words[value]) for key, value in zip(keys, values, strict=True)]
     num_asked = max(1, int((room - count * costs.pair) / costs.pair_question))
-    asked = np.concatenate([rng.permutation(count) for _ in range(-(-num_asked // count))])[:num_asked]
-    answers = [f'{pair_question(pairs[index][0])}{pairs[index][1]}"' for index in asked]
+    turns = np.concatenate([rng.permutation(count) for _ in range(-(-num_asked // count))])[:num_asked]
+    answers = [f'{pair_question(pairs[index][0])}{pairs[index][1]}"' for index in turns]
     return pairs_text(pairs) + "".join(answers)
 
 

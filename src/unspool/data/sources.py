@@ -92,6 +92,9 @@ class RecallSource(Config):
     prose: str = Field(description="JSONL or text files that the facts are hidden in")
     pairs: float = Field(0.5, ge=0, le=1, description="share of JSON key-value documents; the rest are facts in prose")
     repeats: float = Field(0.0, ge=0, le=1, description="share of word lists said again, which teach copying first")
+    asked: float = Field(
+        1.0, gt=0, description="questions for each key of the largest objects; less leaves room for larger objects"
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> "RecallSource":

@@ -145,10 +145,14 @@ def _softmax_grad(logits: Tensor, labels: Tensor, scale: float, softcap: float |
     shaped = _shaped(logits.float(), scale, softcap)
     valid = labels != IGNORE
     target = labels.masked_fill(~valid, 0)[:, None]
-    log_norm = shaped.logsumexp(dim=1)
-    losses = (log_norm - shaped.gather(1, target)[:, 0]) * valid
+    # Counted from the largest: a log-sum in the thousands would round away digits that differences of logits have.
+    below = shaped - shaped.amax(dim=1, keepdim=True)
+    asked = below.gather(1, target)[:, 0]
+    grad = below.exp_()
+    total = grad.sum(dim=1, keepdim=True)
+    losses = (total[:, 0].log() - asked) * valid
     # softmax − one-hot, through what was done to the logits.
-    grad = (shaped - log_norm[:, None]).exp_()
+    grad /= total
     grad.scatter_add_(1, target, grad.new_full((), -1.0).expand_as(target))
     grad *= valid[:, None] * scale
     if softcap is not None:
