@@ -21,6 +21,10 @@ def documents(tokenizer, **settings) -> list[str]:
     return list(recall_documents(source, tokenizer, [sentences], seed=0))
 
 
+def counts(tokenizer, texts: list[str]) -> list[int]:
+    return [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
 def objects(texts: list[str]) -> list[tuple[dict[str, str], list[tuple[str, str]]]]:
     """What each document states and what it asks for."""
     found = []
@@ -44,10 +48,14 @@ def test_every_answer_is_the_one_that_was_stated(shipped, asked):
 
 def test_lengths_are_those_asked_for(shipped):
     for settings in ({"pairs": 1}, {"pairs": 1, "asked": 0.1}, {"pairs": 0}, {"pairs": 0, "repeats": 1}):
-        texts = documents(shipped, length=[500, 1000], **settings)
-        lengths = [len(ids) for ids in shipped(texts, add_special_tokens=False)["input_ids"]]
+        lengths = counts(shipped, documents(shipped, length=[500, 1000], **settings))
         assert min(lengths) >= 400
         assert max(lengths) <= 1050
+
+
+def test_one_question_fits_behind_the_largest_object(shipped):
+    lengths = counts(shipped, documents(shipped, length=[60, 60], pairs=1, asked=0.001))
+    assert max(lengths) < 60
 
 
 def test_fewer_questions_leave_room_for_objects_as_long_as_the_document(shipped):

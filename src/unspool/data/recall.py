@@ -60,13 +60,14 @@ def recall_documents(
         made += room + 1
 
 
-def pairs_document(words: list[str], costs: Costs, room: int, rng: np.random.Generator, *, asked: float = 1.0) -> str:
+def pairs_document(words: list[str], costs: Costs, room: int, rng: np.random.Generator, *, asked: float) -> str:
     """A JSON object, then entries of it to complete, until the room is filled.
 
     Small objects are as frequent as large ones: a model learns to look up among few keys first. The largest leave room
-    for `asked` questions a key; with one for each, no object is longer than about half of the document.
+    for `asked` questions a key, and for one at the least; with one for each, no object is longer than about half of the
+    document.
     """
-    most = int(room / (costs.pair + asked * costs.pair_question))
+    most = int(min(room / (costs.pair + asked * costs.pair_question), (room - costs.pair_question) / costs.pair))
     count = int(rng.integers(2, max(2, min(most, len(words))) + 1))
     keys = rng.choice(len(words), size=count, replace=False)
     values = rng.integers(len(words), size=count)
