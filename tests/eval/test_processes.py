@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -54,7 +55,7 @@ def test_two_processes_give_the_bytes_of_one_and_go_on_after_one_of_them_has_die
     backend.answers = deadly
     with pytest.raises(UnspoolError, match=r"one of 2 processes .* has ended without a word.*fewer --processes"):
         score(two, backend)
-    assert not any(child.is_alive() for child in backend._children)
+    assert not any(is_running(child.pid) for child in backend._children)
     score(two, ProcessesBackend(str(MODEL), **CPU, width=2))
 
     assert (two.out_dir / "samples.jsonl").read_bytes() == wanted
@@ -71,6 +72,14 @@ def test_what_a_process_raises_is_what_the_command_says(tmp_path):
     with pytest.raises(ConfigError, match="none"):
         backend.answers(plan.prompt(plan.units[0]))
     backend.stop()
+
+
+def test_none_begins_once_all_have_been_stopped():
+    backend = ProcessesBackend(str(MODEL), **CPU, width=2)
+    backend.stop()
+    with pytest.raises(UnspoolError):
+        backend.window_losses(np.arange(8))
+    assert backend._children == []
 
 
 ANSWERS_AND_WAITS = """

@@ -56,6 +56,7 @@ class ProcessesBackend:
         self._lock = threading.Lock()
         self._others = set(multiprocessing.active_children())
         self._children: list[Any] = []
+        self._stopped = False
 
     @property
     def tokenizer(self) -> Any:
@@ -72,7 +73,9 @@ class ProcessesBackend:
         return self._ask(_window_losses, ids)
 
     def stop(self) -> None:
-        """End all processes at once, whatever they are at."""
+        """End all processes at once, whatever they are at; none begins any more."""
+        with self._lock:
+            self._stopped = True
         for child in self._children:
             child.terminate()
         for child in self._children:
@@ -81,6 +84,8 @@ class ProcessesBackend:
     def _ask(self, function: Callable[[Any], Result], given: Any) -> Result:
         try:
             with self._lock:
+                if self._stopped:
+                    raise BrokenProcessPool
                 future = self._pool.submit(function, given)
                 # Processes begin one by one, with prompts that find none idle.
                 self._children = [child for child in multiprocessing.active_children() if child not in self._others]
