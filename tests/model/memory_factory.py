@@ -1,5 +1,6 @@
 """A training pass of a small model, and what it holds."""
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -46,7 +47,8 @@ def trained(model: Any, *batches: tuple[int, ...]) -> dict[str, Tensor]:
 def apart(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     """The largest difference of a loss or gradient, relative to its size."""
     assert left.keys() == right.keys()
-    return max(float((left[name] - right[name]).norm() / right[name].norm().clamp(min=1e-20)) for name in right)
+    found = [float((left[name] - right[name]).norm() / right[name].norm().clamp(min=1e-20)) for name in right]
+    return max(math.inf if math.isnan(one) else one for one in found)
 
 
 class Largest(TorchDispatchMode):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from unspool.model import attention_cuda
-from unspool.model.attention import attend
+from unspool.model.attention import attend, register
 from unspool.model.attention_cuda import borders, dense_from, plan, rounded
 from unspool.model.attention_reference import Rules, reference, same_heads
 
@@ -289,18 +289,43 @@ def test_layers_after_the_first_wait_for_nothing():
 
 IN_A_NEW_PROCESS = """
 import sys, torch
+from unspool.model.attention import register
 from unspool.model.attention_cuda import attend
 from unspool.model.attention_reference import Rules
 
+if sys.argv[1] == "registered first":
+    register()
+    assert not torch.cuda.is_initialized()
 heads = [torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
-if sys.argv[1] == "ours":
+if sys.argv[1] == "registered on a device":
+    register()
+if sys.argv[1] != "stock":
     attend(heads[0][:, :, -1:], *heads[1:], Rules(scaling=None), None)
 torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
 print(torch._C._get_sdp_priority_order())
 """
 
 
-def test_torch_chooses_its_order_of_kernels_before_ours_is_set_for_the_first_time(monkeypatch):
+def test_registering_lets_torch_choose_its_order_of_kernels_once_and_only_if_cuda_starts(monkeypatch):
+    waiting: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "_lazy_call", waiting.append)
+    attention_cuda.settle_kernel_order.cache_clear()
+    try:
+        register()
+        register()
+    finally:
+        attention_cuda.settle_kernel_order.cache_clear()
+
+    assert waiting == [attention_cuda._select_kernel]
+    empty = torch.empty(1, 1, 0, 8, dtype=torch.bfloat16)
+    chosen: list[Any] = []
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty)  # no device here
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *heads: chosen.append(heads))
+    waiting[0]()
+    assert chosen == [(empty, empty, empty)]
+
+
+def test_attention_runs_its_kernel_and_no_other(monkeypatch):
     called: list[str] = []
     plain, context = F.scaled_dot_product_attention, attention_cuda.sdpa_kernel
 
@@ -315,21 +340,21 @@ def test_torch_chooses_its_order_of_kernels_before_ours_is_set_for_the_first_tim
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     monkeypatch.setattr(attention_cuda, "sdpa_kernel", entered)
-    attention_cuda._let_torch_choose_first.cache_clear()
     query, key, value = random_heads(16, 2)
 
     for _ in range(2):
         attention_cuda.attend(query[:, :, -1:], key, value, Rules(scaling=None), None)
 
-    assert called == ["attention", "our order", "attention", "our order", "attention"]
+    assert called == ["our order", "attention"] * 2
 
 
 @pytest.mark.gpu
-def test_stock_attention_keeps_its_kernels_after_ours():
+@pytest.mark.parametrize("ours", ["registered first", "registered on a device"])
+def test_stock_attention_keeps_its_kernels_after_ours(ours):
     """On Hopper it takes cuDNN's; an order that is put back too early made it FlashAttention-2's, half as fast."""
 
     def order(first: str) -> str:
         command = [sys.executable, "-c", IN_A_NEW_PROCESS, first]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    assert order("ours") == order("stock")
+    assert order(ours) == order("stock")

@@ -5,7 +5,7 @@ import torch
 from factory import CPU
 from model.memory_factory import apart, build, trained
 from unspool.model import recompute
-from unspool.model.keep import Kept
+from unspool.model.keep import Kept, Key
 from unspool.model.memory import MemoryPolicy
 from unspool.model.offload import Offloader, Stored, is_dense
 
@@ -44,9 +44,9 @@ def test_the_layout_comes_back_too_since_kernels_of_the_backward_pass_read_by_it
 def test_what_has_gaps_stays_on_the_device():
     padded = torch.randn(3, 8)[:, :5]
     kept = Kept(Offloader(CPU), None)
-    kept.put((padded, torch.randn(3, 5).T))
+    kept.put(Key("aten.mm.default", ()), (padded, torch.randn(3, 5).T))
 
-    stays, leaves = kept._results[0]
+    stays, leaves = kept._entries[0].result
     assert isinstance(leaves, Stored)
     assert stays.stride() == padded.stride() == (8, 1)
     assert [is_dense(one) for one in (padded, padded.contiguous(), torch.empty(0, 3), torch.zeros(()))] == [

@@ -1,11 +1,10 @@
 """Exact causal attention, each document seeing only itself, registered once with `transformers`.
 
-In: queries [B, H, S, D], keys and values [B, KV, S, D]; `doc_lens` (host integers that sum to S)
-when the batch is packed; what a layer adds of its own: a sliding window, capped scores, sinks.
-Out: [B, S, H, D], as `AttentionInterface` asks.
-Promise: no S×S mask is built; perturbing one document changes no other; a layer that asks for something else
-is refused.
-Elsewhere: the reference, for any device and dtype (attention_reference.py); fast kernels (attention_cuda.py).
+It takes queries [B, H, S, D], keys and values [B, KV, S, D], `doc_lens` (host integers that sum to S) if the batch is
+packed, and the options of a layer: a sliding window, capped scores, sinks. It returns [B, S, H, D], as
+`AttentionInterface` asks. It builds no S×S mask, a change in one document changes no other, and it refuses a layer that
+asks for anything else. attention_reference.py computes on any device and in any dtype; attention_cuda.py calls the
+fast kernels.
 """
 
 from typing import Any
@@ -25,6 +24,7 @@ _UNKNOWN = ("position_bias", "indices", "block_indices")
 
 def register() -> None:
     """Make `attn_implementation="unspool"` known. It has no mask function, so no mask is ever built."""
+    attention_cuda.settle_kernel_order()
     AttentionInterface.register(NAME, attend)
 
 

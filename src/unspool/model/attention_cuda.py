@@ -1,9 +1,8 @@
 """Attention on CUDA in half precision: cuDNN for long documents, `varlen_attn` for the short rest.
 
-In: as attention.py. Out: [B, S, H, D].
-Promise: the reference's numbers up to rounding; no mask; nothing waits for the device; grouped heads are not expanded.
-Price: cuDNN plans every new length for some hundred milliseconds, so lengths are rounded up to a few and padded
-at the end, where causal attention does not look.
+It takes the arguments of attention.py and returns [B, S, H, D], equal to the reference up to rounding. It builds no
+mask, does not wait for the device and does not expand grouped heads. cuDNN plans every new length for some hundred
+milliseconds, so lengths are rounded up to a few and padded at the end, where causal attention does not look.
 """
 
 import inspect
@@ -11,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+from unspool.model import keep
 from unspool.model.attention_reference import Rules
 
 # cuDNN is 1.7 times FlashAttention-2 on Hopper and is not always torch's first choice.
@@ -140,31 +139,37 @@ def _dense(heads: Heads, rules: Rules) -> Tensor:
 def _sdpa(heads: Heads, rules: Rules, *, is_causal: bool, kernels: list[SDPBackend] = KERNELS) -> Tensor:
     """From [B, H, S, D] to [B, S, H, D]."""
     query, key, value = heads
-    _let_torch_choose_first(query.device)
+    options = {"is_causal": is_causal, "scale": rules.scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     with sdpa_kernel(kernels, set_priority=True):
-        out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=is_causal, scale=rules.scaling, enable_gqa=query.shape[1] != key.shape[1]
-        )
+        out: Tensor = keep.call(F.scaled_dot_product_attention, query, key, value, **options)
     return _rows(out)
 
 
 @cache
-def _let_torch_choose_first(device: torch.device) -> None:
-    """Torch decides on its own order of kernels when it first needs one, and our context puts back what was before it.
+def settle_kernel_order() -> None:
+    """Let torch set its own order of SDPA kernels before our `sdpa_kernel` context is entered for the first time.
 
-    Were that first time inside of it, cuDNN would be the last choice of all other code in this process from then on:
-    stock SDPA took twice the time on an H200.
+    Torch sets its order when it first selects a kernel, and the context restores the order that it found. If the first
+    selection happened inside the context, it would restore an order with cuDNN last for all other code in this process:
+    stock SDPA took twice the time on an H200. The order belongs to the process, so any device will do.
+
+    This waits until something else starts CUDA, so that processes that only use the CPU never do.
     """
-    some = torch.zeros(1, 1, 8, 8, dtype=torch.bfloat16, device=device)
-    F.scaled_dot_product_attention(some, some, some)
+    torch.cuda._lazy_call(_select_kernel)  # type: ignore[no-untyped-call]
+
+
+def _select_kernel() -> None:
+    """Select a kernel for tensors without elements: nothing is allocated and nothing runs."""
+    empty = torch.empty(1, 1, 0, 8, dtype=torch.bfloat16, device="cuda")
+    torch._fused_sdp_choice(empty, empty, empty)
 
 
 def _varlen(heads: Heads, query_lens: tuple[int, ...], key_lens: tuple[int, ...], rules: Rules) -> Tensor:
     """[T, H, D]. The kernel lets the last query stand at the last key, and its window leaves the query itself out."""
     query, key, value = heads
-    kernel: Any = varlen_attn
     grouped = {"enable_gqa": True} if _asks_for_groups() and query.shape[1] != key.shape[1] else {}
-    out: Tensor = kernel(
+    out: Tensor = keep.call(
+        varlen_attn,
         query,
         key,
         value,

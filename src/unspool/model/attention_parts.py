@@ -1,11 +1,9 @@
-"""The registered attention function, some heads at a time, or kept from running again in the backward pass.
+"""The registered attention function, called for some heads at a time or with its results kept for the backward pass.
 
-In: whatever function `transformers` would call. Out: the same numbers from it; the workspace of a kernel is that of
-a few heads, and a recomputed layer takes the kernel's output from the forward pass.
-Promise: query heads stay with the KV head they share, and with its frequencies where heads have their own.
-Price: kept are the outputs of attention operators (for kernels with a backward pass of their own: also their
-log-sum-exp), one hidden state per token and layer.
-Elsewhere: attention itself (attention.py), how results are kept (keep.py).
+This function wraps the one that `transformers` would call and returns the same numbers. With some heads at a time, a
+kernel needs workspace for those heads only. Query heads stay with the KV head that they share, and with its frequencies
+if heads have their own. Kept are the outputs of attention kernels and their log-sum-exp, about one hidden state per
+token and layer. attention.py computes attention; keep.py keeps results.
 """
 
 import copy
@@ -17,7 +15,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from unspool.base.errors import ConfigError
-from unspool.model.keep import around
+from unspool.model import attention, keep
 from unspool.model.parts import attention_of
 
 NAME = "unspool-in-parts"
@@ -73,9 +71,12 @@ def attend_in_parts(
 
 
 def _attend(attend: Any, module: Any, *args: Any, **kwargs: Any) -> Tensor:
-    with around():
+    inner = module.inner_attention
+    if inner == attention.NAME:  # its kernels go through `keep.call` themselves
         out: Tensor = attend(module, *args, **kwargs)[0]
-        return out
+    else:
+        out = keep.call_foreign(inner, attend, module, *args, **kwargs)[0]
+    return out
 
 
 class _Heads:

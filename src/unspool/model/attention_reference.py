@@ -1,9 +1,8 @@
-"""Attention by the book: any device, any dtype, any rule, one document after another.
+"""Reference attention: any device, any dtype, any rule, one document after another.
 
-In: as attention.py. Out: [B, H, S, D].
-Promise: what every faster path is compared with; differentiable; no S×S tensor, since what needs a mask
-or the scores themselves goes through blocks of queries.
-Price: capped scores and sinks are computed twice when training, as keeping them would be S×S again.
+It takes the arguments of attention.py and returns [B, H, S, D]. Every faster path is compared with it. It is
+differentiable and builds no S×S tensor: a mask or explicit scores exist for one block of queries at a time. Training
+computes capped scores and sinks twice, since keeping them would take S×S again.
 """
 
 from collections.abc import Callable
@@ -15,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from unspool.model import keep
 
 # Queries that share one mask.
 BLOCK = 512
@@ -52,7 +53,7 @@ def _document(query: Tensor, key: Tensor, value: Tensor, rules: Rules, sinks: Te
     num_queries, num_keys = query.shape[2], key.shape[2]
     windowed = rules.window is not None and num_keys > rules.window
     if num_queries == num_keys and not windowed:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=rules.scaling)
+        return _sdpa(query, key, value, is_causal=True, scale=rules.scaling)
 
     masks: dict[tuple[int, int, int], Tensor] = {}
 
@@ -60,18 +61,23 @@ def _document(query: Tensor, key: Tensor, value: Tensor, rules: Rules, sinks: Te
         shape = (query.shape[2], key.shape[2], offset)
         if shape not in masks:
             masks[shape] = visible(*shape, rules.window, query.device)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=masks[shape], scale=rules.scaling)
+        return _sdpa(query, key, value, attn_mask=masks[shape], scale=rules.scaling)
 
     return _in_blocks(query, key, value, rules.window, BLOCK, block)
+
+
+def _sdpa(*heads: Tensor, **options: Any) -> Tensor:
+    out: Tensor = keep.call(F.scaled_dot_product_attention, *heads, **options)
+    return out
 
 
 def _scored(query: Tensor, key: Tensor, value: Tensor, rules: Rules, sinks: Tensor | None) -> Tensor:
     batch, num_heads, num_queries, _ = query.shape
     size = max(1, min(num_queries, MAX_SCORES // (batch * num_heads * key.shape[2])))
-    keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
 
     def block(query: Tensor, key: Tensor, value: Tensor, offset: int) -> Tensor:
-        if not keep:
+        if not training:
             return _scored_block(query, key, value, offset, rules, sinks)
         args = (query, key, value, offset, rules, sinks)
         out: Tensor = checkpoint(_scored_block, *args, use_reentrant=False, preserve_rng_state=False)

@@ -1,10 +1,9 @@
-"""Layers whose activations are computed again in the backward pass.
+"""Activation checkpointing: layers whose activations are recomputed in the backward pass.
 
-In: the layers of a decoder, how many share a checkpoint, what is kept besides. Out: the same layers, keeping the
-input of every group, the results of attention kernels and, of some layers, of matrix products.
-Promise: the same kernels on the same numbers, so the same bits wherever those kernels repeat themselves.
-Price: a second forward pass, without attention where that is kept; a group's activations exist at once.
-Elsewhere: keeping results (keep.py), moving tensors to the host (offload.py).
+A checkpoint covers one layer or a group of them. It keeps the input of the group and, on request, the results of
+attention kernels and of some layers' matrix products. The recomputation runs the same kernels on the same numbers, so
+gradients have the same bits if the kernels are deterministic. It costs a second forward pass, without attention if that
+is kept, and the activations of a group exist at once. keep.py keeps results; offload.py moves tensors to the host.
 """
 
 from functools import partial

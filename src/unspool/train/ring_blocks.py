@@ -1,9 +1,9 @@
 """Attention of some queries to some keys of a longer row, with what is needed to put such blocks together.
 
-In: [B, H, Q, D] queries, [B, KV, K, D] keys and values. Out: the output over these keys alone, and its log-sum-exp.
-Backward takes output and log-sum-exp of the *whole* row, by which each block's share of the gradient is exact.
-Promise: on CUDA in 16 bits torch's FlashAttention; else plain products over some queries at a time.
-Elsewhere: which blocks there are (ring.py).
+A block takes queries [B, H, Q, D] and keys and values [B, KV, K, D], and returns the output over these keys alone and
+its log-sum-exp. The backward pass takes output and log-sum-exp of the *whole* row, which makes each block's share of
+the gradient exact. On CUDA in 16 bits it calls torch's FlashAttention, else plain products over some queries at a time.
+ring.py decides which blocks there are.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unspool.model import keep
 from unspool.model.attention_reference import MAX_SCORES, same_heads, visible
 
 Grads = tuple[Tensor, Tensor, Tensor]
@@ -21,7 +22,8 @@ def block(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bo
     """(output, log-sum-exp), both fp32. Causal: query i sees keys 0 to i."""
     key, value = same_heads(query, key, value)
     if _has_flash(query):
-        found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+        flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
+        found = keep.call(flash, query, key, value, 0.0, causal, scale=scale)
         return found[0].float(), found[1]
     outs, sums = [], []
     for _, scores in _scores(query, key, scale, causal=causal):
