@@ -20,10 +20,10 @@ from gpu import machine, milliseconds, require_gpu, save
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from unspool.base.rng import rng_for
-from unspool.model import attention_cuda
-from unspool.model.attention import attend
-from unspool.model.attention_reference import Rules
+from unspool.core.rng import rng_for
+from unspool.models.attention import cuda
+from unspool.models.attention.interface import attend
+from unspool.models.attention.reference import Rules
 
 ROW = 64 << 10
 SHAPES = {"32/8 x 128": (32, 8, 128), "9/3 x 64": (9, 3, 64)}
@@ -115,7 +115,7 @@ def ours(heads: list[Tensor], row: Documents) -> Tensor:
 
 def varlen(heads: list[Tensor], row: Documents) -> Tensor:
     query, key, value = (tensor[0].transpose(0, 1) for tensor in heads)
-    return attention_cuda._varlen((query, key, value), row, row, Rules())[None]
+    return cuda._varlen((query, key, value), row, row, Rules())[None]
 
 
 def dense(kernel: SDPBackend, heads: list[Tensor], row: Documents) -> Tensor:
@@ -151,7 +151,7 @@ def measure_crossover(num_heads: int, num_kv_heads: int, dim: int) -> dict[str, 
 
         def alone(heads: list[Tensor], row: Documents) -> Tensor:
             query, key, value = (tensor[0].transpose(0, 1) for tensor in heads)
-            return attention_cuda._planned((query, key, value), Rules(), attention_cuda.plan(row, 1))[None]
+            return cuda._planned((query, key, value), Rules(), cuda.plan(row, 1))[None]
 
         ratios[length] = timed(alone, heads, grad, row) / timed(varlen, heads, grad, row)
     first = next((length for length in SWEEP if all(ratios[at] < 1 for at in SWEEP if at >= length)), None)

@@ -24,11 +24,11 @@ from gpu import machine, require_gpu, save
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from unspool.base.rng import rng_for
-from unspool.model.attention import NAME, register
-from unspool.model.fuse import fuse_for_reading, pays_to_fuse
-from unspool.model.generate import answer
-from unspool.model.room import chunk_len
+from unspool.core.rng import rng_for
+from unspool.models.attention.interface import NAME, register
+from unspool.models.fuse import fuse_for_reading, pays_to_fuse
+from unspool.models.generation.batch_limits import chunk_len
+from unspool.models.generation.generate import answer
 
 LLAMA_3_8B = {
     "vocab_size": 128_256,

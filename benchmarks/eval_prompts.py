@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from unspool.eval.ruler import SUITE
-from unspool.eval.task import Ask
+from unspool.evals.suite import Ask
+from unspool.evals.suites.ruler import SUITE
 
 
 @cache

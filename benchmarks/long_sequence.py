@@ -23,11 +23,12 @@ import torch
 from gpu import in_own_process
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from unspool.base.sizes import format_size, parse_size
-from unspool.model.attention import NAME, register
-from unspool.model.loss import summed_loss
-from unspool.model.memory import MemoryPolicy, apply_memory
-from unspool.model.parts import layers_of
+from unspool.core.sizes import format_size, parse_size
+from unspool.models.attention.interface import NAME, register
+from unspool.models.checks import layers_of
+from unspool.models.loss import summed_loss
+from unspool.models.memory.checkpointing import apply_memory
+from unspool.models.memory.policy import MemoryPolicy
 
 RESULTS = Path(__file__).parent / "results" / "long_sequence.json"
 LLAMA_8B = {

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from gpu import machine, milliseconds, peak_gib, require_gpu, save
 from torch import Tensor
 
-from unspool.base.sizes import parse_size
-from unspool.model.loss import summed_loss
+from unspool.core.sizes import parse_size
+from unspool.models.loss import summed_loss
 
 PLAIN_TOKENS = 4096
 GOAL_GIB, GOAL_RATIO = 3.0, 1.15

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from unspool.train.adam8 import Quantized
-from unspool.train.adamw import Rates, Trained, build_trained, collect, update_all
+from unspool.training.optim.adamw import Rates, Trained, build_trained, collect, update_all
+from unspool.training.optim.adamw8bit import Quantized
 
 RESULTS = Path(__file__).parent / "results" / "optimizers.json"
 MODES = [(weights, states) for weights in ("fp32", "bf16") for states in ("fp32", "8bit")]

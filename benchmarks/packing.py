@@ -21,14 +21,14 @@ import numpy as np
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from unspool.base.artefact import seal
-from unspool.base.rng import rng_for
-from unspool.base.sizes import format_size, parse_size
-from unspool.data.balance import ModelShape, arrange, imbalance, row_cost
-from unspool.data.config import RowsConfig
-from unspool.data.corpus_store import CorpusWriter, open_corpus
-from unspool.data.pack import PACKERS, Doc, Tally
-from unspool.data.rows import build_rows
+from unspool.core.artifacts import seal
+from unspool.core.rng import rng_for
+from unspool.core.sizes import format_size, parse_size
+from unspool.data.corpus.store import CorpusWriter, open_corpus
+from unspool.data.mixture import ModelShape, arrange, imbalance, row_cost
+from unspool.data.packing.build import build_rows
+from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.pack import PACKERS, Doc, Tally
 
 RESULTS = Path(__file__).parent / "results" / "packing.json"
 SHORT, LONG = 600, 100_000

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from gpu import RESULTS, in_own_process, machine, require_gpu, save
 
-from train import CASES, DEVICE, LARGE, LLAMA_8B, Case, ours
-from unspool.train.config import StageConfig
-from unspool.train.cost import Shape
-from unspool.train.cost_gpus import REFERENCE, Gpu, named_like
-from unspool.train.cost_measure import measure
-from unspool.train.cost_memory import GIB, PARTS, Held, footprint
-from unspool.train.cost_time import documents, pace_of, step_seconds
+from training import CASES, DEVICE, LARGE, LLAMA_8B, Case, ours
+from unspool.planning.calibration import measure
+from unspool.planning.cost import REFERENCE, Gpu, Shape, named_like
+from unspool.planning.footprint import GIB, PARTS, Held, footprint
+from unspool.planning.step_time import documents, pace_of, step_seconds
+from unspool.training.config import StageConfig
 
 MEMORY_GOAL, TIME_GOAL = 0.10, 0.15
 # One row of 8K, nothing recomputed.

@@ -25,8 +25,8 @@ import zstandard
 from tokenising import ASSETS, at_least, measure_tokenising, read_texts
 from transformers import AutoTokenizer
 
-from unspool.base.sizes import format_size, parse_size
-from unspool.data.tokens import build_encoder
+from unspool.core.sizes import format_size, parse_size
+from unspool.data.tokenize.encoder import build_encoder
 
 FILE_CHARS = 16_000_000
 RESULTS = Path(__file__).parent / "results" / "prep.json"

@@ -24,17 +24,17 @@ from packing import LONG, SHORT, draw_lens
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import unspool
-from unspool.base.artefact import seal
-from unspool.base.rng import rng_for
-from unspool.base.sizes import format_size, parse_size
-from unspool.data.config import RowsConfig
-from unspool.data.corpus_store import CorpusReader, CorpusWriter, open_corpus
-from unspool.data.negatives import build_negatives
-from unspool.data.pack import Doc, RowStream, Tally
-from unspool.data.rows import build_rows
-from unspool.data.store import BATCH_TOKENS
-from unspool.data.strategy import Means, build_strategy, finish_rows
-from unspool.data.upsample import draw_uses, spread
+from unspool.core.artifacts import seal
+from unspool.core.rng import rng_for
+from unspool.core.sizes import format_size, parse_size
+from unspool.data.corpus.store import CorpusReader, CorpusWriter, open_corpus
+from unspool.data.packing.build import build_rows
+from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.pack import Doc, RowStream, Tally
+from unspool.data.packing.store import BATCH_TOKENS
+from unspool.data.strategies.base import Means, build_strategy, finish_rows
+from unspool.data.strategies.nextlong import build_negatives
+from unspool.data.strategies.upsample import draw_uses, spread
 
 RESULTS = Path(__file__).parent / "results" / "strategies.json"
 ASSETS = Path(unspool.__file__).parent / "assets"

@@ -20,9 +20,7 @@ from pathlib import Path
 
 import zstandard
 
-from unspool.data.fast_tokens import choose_route
-from unspool.data.tokens import Encoder
-from unspool.data.tokens_checked import load_checked
+from unspool.data.tokenize.encoder import Encoder, choose_route, load_checked
 
 # Compared and timed with `tokenizers`, which would take minutes for all of it.
 _REFERENCE_BYTES = 6_000_000

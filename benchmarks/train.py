@@ -27,16 +27,16 @@ from attention import ROW, short_documents
 from gpu import in_own_process, machine, require_gpu, save
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from unspool.base.rng import rng_for
-from unspool.data.store import Row
-from unspool.model.attention import NAME, register
-from unspool.model.fuse import fuse_parts
-from unspool.model.memory import apply_memory
-from unspool.train.config import StageConfig
-from unspool.train.flops import count_flops, peak_flops
-from unspool.train.loader import build_step
-from unspool.train.optimizer import build_updater
-from unspool.train.step import train_step
+from unspool.core.rng import rng_for
+from unspool.data.packing.store import Row
+from unspool.models.attention.interface import NAME, register
+from unspool.models.fuse import fuse_parts
+from unspool.models.memory.checkpointing import apply_memory
+from unspool.training.config import StageConfig
+from unspool.training.loader import build_step
+from unspool.training.metrics.flops import count_flops, peak_flops
+from unspool.training.optim.base import build_updater
+from unspool.training.step import train_step
 
 LLAMA_8B = {
     "vocab_size": 128_256,

@@ -16,11 +16,11 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from unspool.base.artefact import publish
-from unspool.data.store import Row, RowWriter
-from unspool.data.wording import word_list
-from unspool.model.attention import NAME, register
-from unspool.train.config import StageConfig
+from unspool.core.artifacts import publish
+from unspool.data.facts import word_list
+from unspool.data.packing.store import Row, RowWriter
+from unspool.models.attention.interface import NAME, register
+from unspool.training.config import StageConfig
 
 CPU = torch.device("cpu")
 VOCAB = 300

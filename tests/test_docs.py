@@ -15,10 +15,10 @@ from pydantic_core import PydanticUndefined
 from typer.testing import CliRunner
 
 from test_imports import ORDER, PACKAGES
-from unspool.base.config import Config
 from unspool.cli.main import build_app
-from unspool.data.config import (
-    EngineConfig,
+from unspool.core.config import Config
+from unspool.data.corpus.config import EngineConfig
+from unspool.data.packing.config import (
     InterleaveConfig,
     NegativesConfig,
     ReplaceConfig,
@@ -27,7 +27,7 @@ from unspool.data.config import (
     TangleConfig,
     UpsampleConfig,
 )
-from unspool.data.sources import (
+from unspool.data.sources.config import (
     ChatSource,
     HfSource,
     JsonlSource,
@@ -39,33 +39,14 @@ from unspool.data.sources import (
     TextbooksSource,
     TextSource,
 )
-from unspool.eval.config import (
-    HelmetEval,
-    InfbenchEval,
-    KvEval,
-    LossEval,
-    LvEval,
-    NiahEval,
-    NochaEval,
-    RulerEval,
-)
-from unspool.model.scratch import NewModel
-from unspool.position.scaling import (
-    Abf,
-    Dynamic,
-    Harpe,
-    Llama3,
-    LongRope,
-    Ntk,
-    NtkByParts,
-    Pi,
-    Unchanged,
-    Yarn,
-)
-from unspool.recipes.catalog import bundled_recipes
-from unspool.recipes.check import load_recipe
-from unspool.recipes.schema import Recipe
-from unspool.synth.config import (
+from unspool.evals.config import HelmetEval, InfbenchEval, KvEval, LossEval, LvEval, NiahEval, NochaEval, RulerEval
+from unspool.models.presets import NewModel
+from unspool.recipe.load import load_recipe
+from unspool.recipe.paths import bundled_recipes
+from unspool.recipe.schema import Recipe
+from unspool.rope.harpe import Harpe
+from unspool.rope.methods import Abf, Dynamic, Llama3, LongRope, Ntk, NtkByParts, Pi, Unchanged, Yarn
+from unspool.synthesis.config import (
     ChecksConfig,
     DecontaminateConfig,
     LocalGenerator,
@@ -73,12 +54,10 @@ from unspool.synth.config import (
     ServerGenerator,
     SynthConfig,
 )
-from unspool.train.config import StageConfig
-from unspool.train.guard import GuardConfig
-from unspool.train.optimizer_config import OptimizerConfig
-from unspool.train.parallel_config import ParallelConfig
-from unspool.train.refit_config import RefitConfig
-from unspool.train.watch_config import SamplesConfig, ValidationConfig
+from unspool.training.config import RefitConfig, SamplesConfig, StageConfig, ValidationConfig
+from unspool.training.optim.config import OptimizerConfig
+from unspool.training.parallel.config import ParallelConfig
+from unspool.training.spike_guard import GuardConfig
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "unspool"

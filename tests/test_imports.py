@@ -10,9 +10,12 @@ import pytest
 
 import unspool
 
-ORDER = ("base", "data", "position", "model", "train", "eval", "synth", "report", "recipes", "cli")
+ORDER = (
+    *("core", "data", "rope", "models", "training", "evals", "synthesis", "reporting"),
+    *("recipe", "planning", "studies", "cli"),
+)
 # A package that shares another's place in the order; neither imports the other.
-BESIDE = {"inspect": "report", "verify": "eval"}
+BESIDE = {"inspection": "reporting", "verification": "synthesis"}
 PACKAGES = (*ORDER, *BESIDE)
 SOURCE = Path(unspool.__file__).parent
 
@@ -64,52 +67,52 @@ def test_no_package_imports_from_its_right():
 @pytest.mark.parametrize(
     "code",
     [
-        "import unspool.eval.run",
-        "import unspool.eval.run as run",
-        "from unspool.eval.run import run_suite",
-        "from unspool.eval import run",
-        "from unspool import eval",
-        "from ..eval import run",
-        "from ..eval.run import run_suite",
-        "from .. import eval",
-        "def later():\n    from unspool.eval.run import run_suite",
+        "import unspool.evals.run",
+        "import unspool.evals.run as run",
+        "from unspool.evals.run import run_suite",
+        "from unspool.evals import run",
+        "from unspool import evals",
+        "from ..evals import run",
+        "from ..evals.run import run_suite",
+        "from .. import evals",
+        "def later():\n    from unspool.evals.run import run_suite",
         "class Later:\n    def now(self):\n        import unspool.cli.main",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from unspool.report.page import Page",
-        "import importlib\nrun = importlib.import_module('unspool.eval.run')",
-        "try:\n    from unspool.recipes import check\nexcept ImportError:\n    pass",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from unspool.reporting.page import Page",
+        "import importlib\nrun = importlib.import_module('unspool.evals.run')",
+        "try:\n    from unspool.recipe import check\nexcept ImportError:\n    pass",
     ],
 )
 def test_a_planted_violation_is_caught(code, tmp_path):
-    (tmp_path / "train").mkdir()
-    (tmp_path / "train" / "loop.py").write_text(code + "\n")
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "loop.py").write_text(code + "\n")
     (found,) = violations(tmp_path)
-    assert found.startswith("train/loop.py:")
+    assert found.startswith("training/loop.py:")
 
 
 @pytest.mark.parametrize(
     "code",
     [
-        "from unspool.base.errors import ConfigError",
+        "from unspool.core.errors import ConfigError",
         "from . import config",
         "from unspool import __version__",
         "import os",
     ],
 )
 def test_imports_from_the_left_are_welcome(code, tmp_path):
-    (tmp_path / "train").mkdir()
-    (tmp_path / "train" / "loop.py").write_text(code + "\n")
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "loop.py").write_text(code + "\n")
     assert violations(tmp_path) == []
 
 
 @pytest.mark.parametrize(
     ("package", "code", "allowed"),
     [
-        ("inspect", "from unspool.eval.run import run_suite", True),
-        ("inspect", "from unspool.report.page import Page", False),
-        ("report", "from unspool.inspect.page import Page", False),
-        ("inspect", "from unspool.recipes.check import load_recipe", False),
-        ("recipes", "from unspool.inspect.page import Page", True),
-        ("train", "from unspool.inspect.page import Page", False),
+        ("inspection", "from unspool.evals.run import run_suite", True),
+        ("inspection", "from unspool.reporting.page import Page", False),
+        ("reporting", "from unspool.inspection.viewer_page import Page", False),
+        ("inspection", "from unspool.recipe.load import load_recipe", False),
+        ("recipe", "from unspool.inspection.viewer_page import Page", True),
+        ("training", "from unspool.inspection.viewer_page import Page", False),
     ],
 )
 def test_packages_that_share_a_place_know_nothing_of_each_other(package, code, allowed, tmp_path):
@@ -124,7 +127,7 @@ def test_a_package_without_a_place_is_caught(tmp_path):
     assert len(violations(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("module", ["unspool.cli.main", "unspool.recipes.check"])
+@pytest.mark.parametrize("module", ["unspool.cli.main", "unspool.recipe.load"])
 def test_help_and_the_recipe_checker_load_neither_torch_nor_transformers(module):
     code = (
         f"import sys, {module}; print(sorted({{'torch', 'transformers', 'datatrove', 'pyarrow'}} & set(sys.modules)))"

@@ -1,4 +1,4 @@
-"""Write tests/train/golden_loss.json: the losses of a tiny model trained from scratch on a CPU.
+"""Write tests/training/golden_loss.json: the losses of a tiny model trained from scratch on a CPU.
 
     OMP_NUM_THREADS=1 .venv/bin/python tools/golden_loss.py
 
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from train.golden import GOLDEN, train_golden  # noqa: E402
+from training.golden import GOLDEN, train_golden  # noqa: E402
 
 
 def main() -> None:

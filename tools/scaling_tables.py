@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from unspool.base.sizes import format_size
-from unspool.train.cost import Rates, Shape, memory, seconds, sent
-from unspool.train.parallel_config import Layout, fits_heads
+from unspool.core.sizes import format_size
+from unspool.planning.cost import Rates, Shape, memory, seconds, sent
+from unspool.training.parallel.config import Layout, fits_heads
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 MODELS = {

@@ -15,10 +15,10 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from unspool.data.knots import KNOTS
-from unspool.data.readers import read_strictly
-from unspool.data.sources import JsonlSource
-from unspool.data.wording import fact, pairs_text, word_list
+from unspool.data.facts import fact, pairs_text, word_list
+from unspool.data.sources.config import JsonlSource
+from unspool.data.sources.readers import read_strictly
+from unspool.data.strategies.utk.special_tokens import KNOTS
 
 VOCABULARY = 4096
 END = "<|endoftext|>"

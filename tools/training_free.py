@@ -20,17 +20,17 @@ import torch
 from markupsafe import Markup
 from pydantic import TypeAdapter
 
-from unspool.base.sizes import format_size, parse_size
-from unspool.data.readers import read_strictly
-from unspool.data.sources import JsonlSource
-from unspool.eval.prompt import encode, opening_ids
-from unspool.eval.stats import Z
-from unspool.eval.tasks.loss import window_losses
-from unspool.model.load import load_model
-from unspool.model.rotary import apply_position
-from unspool.model.tokenizer import load_tokenizer
-from unspool.position.scaling import Position
-from unspool.report.charts import MODEL_STYLES, Frame, Point, Series, line_chart, swatch
+from unspool.core.sizes import format_size, parse_size
+from unspool.data.sources.config import JsonlSource
+from unspool.data.sources.readers import read_strictly
+from unspool.evals.prompts import encode, opening_ids
+from unspool.evals.stats import Z
+from unspool.evals.suites.perplexity import window_losses
+from unspool.models.load import load_model
+from unspool.models.rotary import apply_position
+from unspool.models.tokenizer import load_tokenizer
+from unspool.reporting.charts import MODEL_STYLES, Frame, Point, Series, line_chart, swatch
+from unspool.rope.methods import Position
 
 METHODS: list[dict[str, Any]] = [
     {"method": "unchanged"},

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from factory import build_model, count_file_events, in_child_dying_at_file_event, save_folder, save_mini
 from unspool.cli.main import build_app
-from unspool.recipes.paths import ASSETS
+from unspool.recipe.paths import ASSETS
 
 STUDY = """\
 name: mini-study

@@ -5,14 +5,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from unspool.cli.data_tables import (
-    accounting_table,
-    histogram_table,
-    length_table,
-    rows_table,
-    share_table,
-    upsample_table,
-)
+from unspool.cli.run import accounting_table, histogram_table, length_table, rows_table, share_table, upsample_table
 from unspool.data.lengths import histogram
 from unspool.data.lengths import length_table as measure
 

@@ -6,8 +6,8 @@ import pytest
 import typer
 
 from unspool import __version__
-from unspool.base.errors import ConfigError, DataError
 from unspool.cli.main import Verbs, build_app
+from unspool.core.errors import ConfigError, DataError
 
 RECIPE = """\
 name: small

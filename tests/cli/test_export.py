@@ -14,13 +14,13 @@ from transformers import dynamic_module_utils
 from typer.testing import CliRunner
 
 from factory import build_model, build_tokenizer, save_folder
-from report.fake_run import write_fake_run
-from unspool.base.artefact import read_manifest
+from reporting.fake_run import write_fake_run
 from unspool.cli.main import build_app
-from unspool.model import plain, plain_logits, plain_process
-from unspool.model.export import save_model
-from unspool.model.rotary import apply_base, apply_head_bases
-from unspool.recipes import export as exporting
+from unspool.core.artifacts import read_manifest
+from unspool.models import export, plain_logits
+from unspool.models.export import save_model
+from unspool.models.rotary import apply_base, apply_head_bases
+from unspool.recipe import export as exporting
 
 
 def run(*words: Any) -> Any:
@@ -30,7 +30,7 @@ def run(*words: Any) -> Any:
 @pytest.fixture
 def in_this_process(monkeypatch, tmp_path):
     """The other side of the check without the seconds that a process of its own takes to start."""
-    monkeypatch.setattr(plain, "_in_fresh_process", plain_logits.answers)
+    monkeypatch.setattr(export, "_in_fresh_process", plain_logits.answers)
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
 
@@ -162,7 +162,7 @@ def test_a_wrong_base_in_the_config_is_caught_and_nothing_is_published(
 def test_what_plain_transformers_cannot_load_is_not_published(run_dir, tmp_path, monkeypatch):
     program = tmp_path / "fails.py"
     program.write_text("raise SystemExit('a file is missing')")
-    monkeypatch.setattr(plain_process, "SCRIPT", program)
+    monkeypatch.setattr(export, "SCRIPT", program)
     done = run(run_dir, tmp_path / "out")
     assert done.exit_code == 2
     assert "could not be loaded in plain transformers, so nothing was published: a file is missing" in done.stderr

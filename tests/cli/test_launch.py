@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from unspool.cli import launch as launch_file
 from unspool.cli.main import build_app
-from unspool.recipes.launch import Ask, ray_words, slurm_script, torchrun_words
+from unspool.recipe.launch import Ask, ray_words, slurm_script, torchrun_words
 
 SECONDS = 300  # of a job; far beyond what one needs, so that only those that hang reach it
 AWKWARD = 'it\'s "$(touch hacked)" `touch hacked` \\ ; & #'
@@ -43,7 +43,7 @@ def run(*args: str) -> Result:
 
 
 def recipe_lengths() -> int:
-    from unspool.recipes.check import load_recipe
+    from unspool.recipe.load import load_recipe
 
     return len(load_recipe("tiny").recipe.stages)
 
@@ -195,8 +195,8 @@ def test_a_job_that_must_leave_before_it_begins_does_not_begin(cluster):
 
 
 def test_a_value_that_is_not_quoted_would_be_noticed(cluster, monkeypatch):
-    monkeypatch.setattr("unspool.recipes.launch.shlex.quote", lambda text: text)
-    monkeypatch.setattr("unspool.recipes.launch.shlex.join", " ".join)
+    monkeypatch.setattr("unspool.recipe.launch.shlex.quote", lambda text: text)
+    monkeypatch.setattr("unspool.recipe.launch.shlex.join", " ".join)
     job = batch(cluster, slurm_script(ask(cluster, overrides=(f"name={AWKWARD}",), env={"VALUE": AWKWARD})))
     job.communicate(timeout=SECONDS)
     words = (cluster / "words").read_text().splitlines() if (cluster / "words").exists() else []
@@ -233,7 +233,7 @@ def test_torchrun_starts_as_many_ranks_as_asked(tmp_path):
 
 
 def test_ranks_on_ray_are_neighbours_on_their_machines_and_meet_at_the_first():
-    environments = pytest.importorskip("unspool.recipes.ray_job").environments
+    environments = pytest.importorskip("unspool.recipe.ray_job").environments
     places = [
         ("node-b", "10.0.0.2", 5),
         ("node-a", "10.0.0.1", 6),

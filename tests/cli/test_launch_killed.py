@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from factory import save_mini
-from unspool.train.ledger import LEDGER, find_gaps, read_ledger
+from unspool.training.loader import LEDGER, find_gaps, read_ledger
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from factory import build_model, save_folder
 from unspool.cli.main import build_app
-from unspool.data.wording import word_list
+from unspool.data.facts import word_list
 
 # tests/inspect has no __init__.py, because a package of that name would hide Python's own `inspect`.
 sys.path.insert(0, str(Path(__file__).parents[1] / "inspect"))

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from factory import save_mini
 from unspool.cli.main import build_app
-from unspool.recipes.check import load_recipe
-from unspool.recipes.plan_model import planned_model
-from unspool.train.cost_calibration import Calibration, save_calibration
+from unspool.planning.calibration import Calibration, save_calibration
+from unspool.planning.model_shape import planned_model
+from unspool.recipe.load import load_recipe
 
 
 def run(*options: object):

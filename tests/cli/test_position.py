@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 from factory import build_model, build_tokenizer, save_folder
 from unspool.cli.main import build_app
-from unspool.model.export import save_model
-from unspool.model.rotary import apply_position
-from unspool.position.bound import bound, first_negative
-from unspool.position.harpe import Harpe
-from unspool.position.rope import shape_of
-from unspool.position.scaling import Abf, Position, Yarn
+from unspool.models.export import save_model
+from unspool.models.rotary import apply_position
+from unspool.rope.bound import bound, first_negative
+from unspool.rope.harpe import Harpe
+from unspool.rope.methods import Abf, Position, Yarn
+from unspool.rope.tables import shape_of
 
 METHODS = ["unchanged", "abf", "ntk", "pi", "dynamic", "ntk-by-parts", "yarn", "llama3", "harpe"]
 

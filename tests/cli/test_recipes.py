@@ -5,7 +5,7 @@ import json
 import pytest
 
 from unspool.cli.main import build_app
-from unspool.recipes.catalog import bundled_recipes
+from unspool.recipe.paths import bundled_recipes
 
 
 def run(*args: str) -> int:

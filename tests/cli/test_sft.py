@@ -10,15 +10,15 @@ import torch
 from typer.testing import CliRunner, Result
 
 from factory import SMALL_SIZE, packed_inputs
-from unspool.base.artefact import read_manifest
 from unspool.cli.main import build_app
-from unspool.data.store import open_rows
-from unspool.data.wording import word_list
-from unspool.model.load import build_new
-from unspool.model.scratch import SIZES
-from unspool.model.tokenizer import load_tokenizer
-from unspool.recipes.check import load_recipe
-from unspool.recipes.paths import resolve_path
+from unspool.core.artifacts import read_manifest
+from unspool.data.facts import word_list
+from unspool.data.packing.store import open_rows
+from unspool.models.load import build_new
+from unspool.models.presets import SIZES
+from unspool.models.tokenizer import load_tokenizer
+from unspool.recipe.load import load_recipe
+from unspool.recipe.paths import resolve_path
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token + '\\n' }}{% endfor %}"

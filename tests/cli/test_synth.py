@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from synth.toy import MOCK, read_conversations, write_documents, write_recipe
-from unspool.base.artefact import read_manifest
+from synthesis.toy import MOCK, read_conversations, write_documents, write_recipe
 from unspool.cli.main import build_app
-from unspool.data.corpus_store import open_corpus
-from unspool.model.tokenizer import load_tokenizer
-from unspool.recipes.paths import resolve_path
+from unspool.core.artifacts import read_manifest
+from unspool.data.corpus.store import open_corpus
+from unspool.models.tokenizer import load_tokenizer
+from unspool.recipe.paths import resolve_path
 
 FAULTS = {"garbage": 0.1, "empty": 0.05, "refers": 0.1, "unsupported": 0.1, "copy": 0.05, "error": 0.2}
 

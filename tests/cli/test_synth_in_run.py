@@ -9,12 +9,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from factory import SMALL_SIZE
-from synth.toy import MOCK, write_documents, write_recipe
-from unspool.base.errors import ConfigError
+from synthesis.toy import MOCK, write_documents, write_recipe
 from unspool.cli.main import build_app
-from unspool.data.store import open_rows
-from unspool.model.scratch import SIZES
-from unspool.recipes.study import check_study_inputs, load_study
+from unspool.core.errors import ConfigError
+from unspool.data.packing.store import open_rows
+from unspool.models.presets import SIZES
+from unspool.studies.load import check_study_inputs, load_study
 
 STAGE = {"name": "sft", "context": 512, "mix": {"talks": 1}, "tokens": 1024, "batch": 512, "lr": 1e-3}
 

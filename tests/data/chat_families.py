@@ -13,9 +13,9 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from unspool.data.chat_tokens import ChatEncoder, Encoded, build_chat_encoder
-from unspool.data.documents import Message
-from unspool.inspect.decode import Decoder
+from unspool.data.sources.base import Message
+from unspool.data.tokenize.chat import ChatEncoder, Encoded, build_chat_encoder
+from unspool.inspection.detokenize import Decoder
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 # Newlines in runs are one token, as in Llama's and Qwen's vocabularies.

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from unspool.data.sources import (
+from unspool.data.sources.config import (
     FileSource,
     HfSource,
     JsonlSource,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from datatrove.pipeline.base import PipelineStep
 
-from unspool.base.errors import DataError
+from unspool.core.errors import DataError
 
 
 class Write(PipelineStep):

@@ -9,8 +9,8 @@ from itertools import count, pairwise
 
 import numpy as np
 
-from unspool.data.config import TangleConfig
-from unspool.data.piece_labels import DrawLabels
+from unspool.data.packing.config import TangleConfig
+from unspool.data.strategies.utk.special_tokens import DrawLabels
 
 
 @dataclass

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unspool.data.balance import ModelShape, arrange, imbalance, row_cost
+from unspool.data.mixture import ModelShape, arrange, imbalance, row_cost
 
 SHAPE = ModelShape(num_layers=2, attention_width=8, num_params=100)
 

@@ -9,17 +9,19 @@ import pytest
 
 from data.chat_families import TEMPLATES, chat_encoder, chat_tokenizer
 from data.conftest import prose
-from unspool.base.artefact import read_manifest
-from unspool.base.errors import ConfigError, DataError
-from unspool.data import interleave, negatives, order, pack, tangle
-from unspool.data.config import EngineConfig, RowsConfig
-from unspool.data.corpus import build_corpus
-from unspool.data.corpus_store import CorpusReader, CorpusWriter, open_corpus
-from unspool.data.documents import Message
-from unspool.data.labels import IGNORE, labels
-from unspool.data.rows import build_rows
-from unspool.data.sources import ChatSource, JsonlSource
-from unspool.data.store import open_rows
+from unspool.core.artifacts import read_manifest
+from unspool.core.errors import ConfigError, DataError
+from unspool.data.corpus.build import build_corpus
+from unspool.data.corpus.config import EngineConfig
+from unspool.data.corpus.store import CorpusReader, CorpusWriter, open_corpus
+from unspool.data.packing import order, pack
+from unspool.data.packing.build import build_rows
+from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.store import IGNORE, labels, open_rows
+from unspool.data.sources.base import Message
+from unspool.data.sources.config import ChatSource, JsonlSource
+from unspool.data.strategies import cip, nextlong
+from unspool.data.strategies.utk import tangle
 
 NAME = "smollm2"
 # In these tests users shout and assistants do not, so that a row's text shows whose it is.
@@ -249,8 +251,8 @@ def test_rows_keep_the_template_for_the_model_that_is_trained_on_them(talks, tmp
         ("concat", order, "Doc"),
         ("intact", order, "Doc"),
         ("fit", order, "Doc"),
-        ("interleave", interleave, "Row"),
-        ("negatives", negatives, "Row"),
+        ("interleave", cip, "Row"),
+        ("negatives", nextlong, "Row"),
         ("tangle", tangle, "Row"),
         ("intact", pack, "Row"),
     ],

@@ -5,10 +5,10 @@ from datetime import datetime
 import pytest
 
 from data.chat_families import TEMPLATES, chat_tokenizer
-from unspool.base.errors import ConfigError
-from unspool.data.chat_template import ChatTemplate, common_template, load_template
-from unspool.data.chat_tokens import build_chat_encoder
-from unspool.data.documents import Message
+from unspool.core.errors import ConfigError
+from unspool.data.sources.base import Message
+from unspool.data.tokenize.chat import build_chat_encoder
+from unspool.data.tokenize.chat_template import ChatTemplate, common_template, load_template
 
 PLAIN = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>\n' }}{% endfor %}"

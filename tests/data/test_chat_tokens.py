@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.chat_families import FAMILIES, VARIANTS, chat_encoder, chat_tokenizer, runs
-from unspool.data import chat_spans, chat_tokens
-from unspool.data.chat_tokens import Encoded
-from unspool.data.documents import Message
-from unspool.data.readers.files import Unreadable
+from unspool.data.sources.base import Message
+from unspool.data.sources.files import Unreadable
+from unspool.data.tokenize import chat
+from unspool.data.tokenize.chat import Encoded
 
 U, A, S = "user", "assistant", "system"
 ALL = [*FAMILIES]
@@ -176,51 +176,47 @@ def broken(name: str, kind: str = "several turns") -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_mask_that_is_off_by_one_would_be_noticed(name, monkeypatch):
-    whole = chat_tokens._tokenize
+    whole = chat._tokenize
     for shift in (-1, 1):
-        monkeypatch.setattr(
-            chat_tokens, "_tokenize", lambda *args, by=shift: (whole(*args)[0], np.roll(whole(*args)[1], by))
-        )
+        monkeypatch.setattr(chat, "_tokenize", lambda *args, by=shift: (whole(*args)[0], np.roll(whole(*args)[1], by)))
         broken(name)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_mask_on_the_users_words_would_be_noticed(name, monkeypatch):
-    whole = chat_tokens._tokenize
-    monkeypatch.setattr(chat_tokens, "_tokenize", lambda *args: (whole(*args)[0], ~whole(*args)[1]))
+    whole = chat._tokenize
+    monkeypatch.setattr(chat, "_tokenize", lambda *args: (whole(*args)[0], ~whole(*args)[1]))
     broken(name)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_tokens_shifted_by_a_second_bos_would_be_noticed(name, monkeypatch):
-    whole = chat_tokens._tokenize
+    whole = chat._tokenize
 
     def doubled(*args):
         tokens, mask = whole(*args)
         return np.concatenate([tokens[:1], tokens])[: len(tokens)], mask
 
-    monkeypatch.setattr(chat_tokens, "_tokenize", doubled)
+    monkeypatch.setattr(chat, "_tokenize", doubled)
     broken(name)
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "smollm2", "gemma"])
 def test_training_on_the_newline_after_a_turn_would_be_noticed(name, monkeypatch):
-    monkeypatch.setattr(
-        chat_tokens, "mark_trained", lambda *args: chat_spans.mark_trained(*args).replace("\ufdd1\n", "\n\ufdd1")
-    )
-    monkeypatch.setattr(chat_tokens, "_turn_end", lambda text, start, stop: stop)
+    monkeypatch.setattr(chat, "mark_trained", lambda *args: chat.mark_trained(*args).replace("\ufdd1\n", "\n\ufdd1"))
+    monkeypatch.setattr(chat, "_turn_end", lambda text, start, stop: stop)
     broken(name)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_text_that_is_taken_for_control_tokens_would_be_noticed(name, monkeypatch):
-    monkeypatch.setattr(chat_tokens.ChatEncoder, "_hide", lambda self, message: message)
+    monkeypatch.setattr(chat.ChatEncoder, "_hide", lambda self, message: message)
     broken(name, "control tokens spelled out")
 
 
 def test_a_token_across_the_border_would_be_noticed(monkeypatch):
-    whole = chat_tokens._offsets
-    monkeypatch.setattr(chat_tokens, "_offsets", lambda definition, text, cuts: whole(definition, text, []))
+    whole = chat._offsets
+    monkeypatch.setattr(chat, "_offsets", lambda definition, text, cuts: whole(definition, text, []))
     broken("qwen2.5", "space around an answer")
 
 

@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unspool.base.artefact import read_manifest
-from unspool.base.errors import DataError
-from unspool.data import corpus, steps
-from unspool.data.config import EngineConfig
-from unspool.data.corpus import build_corpus
-from unspool.data.corpus_store import open_corpus
-from unspool.data.sources import JsonlSource, RecallSource
-from unspool.data.steps import ReadDocuments
-from unspool.data.tokens import build_encoder
+from unspool.core.artifacts import read_manifest
+from unspool.core.errors import DataError
+from unspool.data.corpus import build as corpus
+from unspool.data.corpus import pipeline
+from unspool.data.corpus.build import build_corpus
+from unspool.data.corpus.config import EngineConfig
+from unspool.data.corpus.pipeline import ReadDocuments
+from unspool.data.corpus.store import open_corpus
+from unspool.data.sources.config import JsonlSource, RecallSource
+from unspool.data.tokenize.encoder import build_encoder
 
 from .conftest import build_tokenizer, prose
 
@@ -298,7 +299,7 @@ def test_generated_documents_come_from_the_prose_and_the_seed(tmp_path, tokenize
         text = " ".join(prose)
         return iter([f"{text} {seed}", f"{source.tokens}"])
 
-    monkeypatch.setattr(steps, "recall_documents", generate)
+    monkeypatch.setattr(pipeline, "recall_documents", generate)
     source = RecallSource(kind="recall", tokens=1000, length=(64, 128), prose="prose.txt")
 
     def texts(seed: int) -> list[str]:

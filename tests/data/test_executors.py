@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from unspool.base.errors import ConfigError, DataError
-from unspool.data import executors, tasks
-from unspool.data.config import EngineConfig
-from unspool.data.executors import check_engine, run_tasks
+from unspool.core.errors import ConfigError, DataError
+from unspool.data.corpus import executors, tasks
+from unspool.data.corpus.config import EngineConfig
+from unspool.data.corpus.executors import check_engine, run_tasks
 
 from .pipeline_steps import Write, is_alive, outputs, ran, wait_until
 

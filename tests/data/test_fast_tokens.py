@@ -12,13 +12,11 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 import unspool
-from unspool.base.errors import ConfigError, DataError
-from unspool.data import fast_tokens, tokens_checked, tokens_engines
-from unspool.data.fast_tokens import choose_route
-from unspool.data.tokens import Encoder
-from unspool.data.tokens_checked import load_checked, passages
-from unspool.data.tokens_engines import ENGINES, Gigatoken
-from unspool.data.tokens_plain import NotFastError, build_plain, byte_letters
+from unspool.core.errors import ConfigError, DataError
+from unspool.data.tokenize import encoder
+from unspool.data.tokenize import fast as tokens_engines
+from unspool.data.tokenize.encoder import Encoder, choose_route, load_checked, passages
+from unspool.data.tokenize.fast import ENGINES, Gigatoken, NotFastError, build_plain, byte_letters
 
 from .conftest import prose
 
@@ -138,7 +136,7 @@ def only_route(monkeypatch):
         if engine is None:
             pytest.importorskip(name)
             engine = ENGINES[name]
-        for module in (fast_tokens, tokens_checked):
+        for module in (encoder, encoder):
             monkeypatch.setattr(module, "ENGINES", {name: engine})
         load_checked.cache_clear()
 
@@ -264,7 +262,7 @@ def test_a_mismatch_on_the_sample_rejects_the_route_aloud(only_route, capsys):
 
 
 def test_a_mismatch_outside_the_sample_stops_the_run(only_route, monkeypatch):
-    monkeypatch.setattr(tokens_checked, "_STRIDE", 5000)
+    monkeypatch.setattr(encoder, "_STRIDE", 5000)
     only_route("swift", SwapsAtZebra)
     chosen = choose_route(encoder_of("llama3-like"), ["the mill"])
     assert chosen.route == "swift"

@@ -20,15 +20,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unspool.base.errors import UnspoolError
-from unspool.base.rng import rng_for
-from unspool.data import corpus
-from unspool.data.config import EngineConfig
-from unspool.data.corpus import build_corpus
-from unspool.data.corpus_store import open_corpus
-from unspool.data.documents import Bad, Document, Filtered, Item
-from unspool.data.readers import archives, jsonl, mds, parquet, read_units, repos, source_units, text
-from unspool.data.tokens import build_encoder
+from unspool.core.errors import UnspoolError
+from unspool.core.rng import rng_for
+from unspool.data.corpus import build
+from unspool.data.corpus.build import build_corpus
+from unspool.data.corpus.config import EngineConfig
+from unspool.data.corpus.store import open_corpus
+from unspool.data.sources import archives, jsonl, mds, parquet, repos, text
+from unspool.data.sources.base import Bad, Document, Filtered, Item
+from unspool.data.sources.readers import read_units, source_units
+from unspool.data.tokenize.encoder import build_encoder
 
 from .fuzz_inputs import TARGETS, Input, textbooks_inputs
 from .fuzzing import LIMIT, UNPACKED_LIMIT, damage
@@ -208,10 +209,10 @@ def test_no_damage_makes_a_reader_fail_hang_or_grow_in_the_long_run(target, tmp_
 @pytest.fixture
 def quick_builds(monkeypatch):
     """Without what takes most of the time of a small corpus and has tests of its own."""
-    monkeypatch.setattr(corpus, "choose_route", lambda encoder, sample: encoder)
-    monkeypatch.setattr(corpus, "forget_engines", lambda *_: None)  # looks through all that Python holds
+    monkeypatch.setattr(build, "choose_route", lambda encoder, sample: encoder)
+    monkeypatch.setattr(build, "forget_engines", lambda *_: None)  # looks through all that Python holds
     monkeypatch.setattr(sysconfig, "get_path", functools.cache(sysconfig.get_path))  # asked for whenever a log begins
-    monkeypatch.setattr(corpus, "GROUP_BYTES", 2000)
+    monkeypatch.setattr(build, "GROUP_BYTES", 2000)
 
 
 def numbered(given: Input, number: int) -> Input:

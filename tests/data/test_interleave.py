@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unspool.data.interleave import interleave_rows
-from unspool.data.pack import PACKERS, Doc, Tally
-from unspool.data.store import Row
+from unspool.data.packing.pack import PACKERS, Doc, Tally
+from unspool.data.packing.store import Row
+from unspool.data.strategies.cip import interleave_rows
 
 
 def plain_row(doc_lens: list[int]) -> Row:

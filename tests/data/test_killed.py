@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 
-from unspool.base.rng import rng_for
-from unspool.data import corpus
-from unspool.data.config import EngineConfig, RowsConfig
-from unspool.data.corpus import build_corpus
-from unspool.data.rows import build_rows
-from unspool.data.sources import FileSource, JsonlSource, ReposSource
+from unspool.core.rng import rng_for
+from unspool.data.corpus import build as corpus
+from unspool.data.corpus.build import build_corpus
+from unspool.data.corpus.config import EngineConfig
+from unspool.data.packing.build import build_rows
+from unspool.data.packing.config import RowsConfig
+from unspool.data.sources.config import FileSource, JsonlSource, ReposSource
 
 from .conftest import build_tokenizer, prose
 

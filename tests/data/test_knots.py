@@ -8,10 +8,18 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from unspool.data.knots import ALL_KNOTS, KNOTS, add_knots, knot_ids, knot_names, spare_ids, trained_ids
-from unspool.data.tokens import build_encoder
-from unspool.data.tokens_engines import ENGINES
-from unspool.model.tokenizer import load_tokenizer
+from unspool.data.strategies.utk.special_tokens import (
+    ALL_KNOTS,
+    KNOTS,
+    add_knots,
+    knot_ids,
+    knot_names,
+    spare_ids,
+    trained_ids,
+)
+from unspool.data.tokenize.encoder import build_encoder
+from unspool.data.tokenize.fast import ENGINES
+from unspool.models.tokenizer import load_tokenizer
 
 from .conftest import build_tokenizer, prose
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unspool.data.layout import PADDING, PLANNERS, best_fit
+from unspool.data.packing.modes import PADDING, PLANNERS, best_fit
 
 lengths = st.lists(st.integers(1, 40), max_size=30).map(lambda lens: np.array(lens, dtype=np.int64))
 

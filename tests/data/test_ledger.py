@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from unspool.base.errors import DataError
-from unspool.data.documents import Bad, Document, Filtered
-from unspool.data.ledger import Ledger, load_ledgers, refuse_too_many
+from unspool.core.errors import DataError
+from unspool.data.corpus.pipeline import Ledger, load_ledgers, refuse_too_many
+from unspool.data.sources.base import Bad, Document, Filtered
 
 
 def entered(*items) -> Ledger:

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unspool.base.errors import ConfigError
-from unspool.data.mix import MOST_EPOCHS, PERIOD, Mix, epoch_warnings
+from unspool.core.errors import ConfigError
+from unspool.data.mixture import MOST_EPOCHS, PERIOD, Mix, epoch_warnings
 
 
 def build(weights, *, size=50, row_len=16, context=16, seed=0):

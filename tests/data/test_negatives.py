@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unspool.base.errors import DataError
-from unspool.data import negatives
-from unspool.data.config import NegativesConfig
-from unspool.data.corpus_store import CorpusReader, CorpusWriter
-from unspool.data.negatives import build_negatives, stretches
-from unspool.data.pack import Doc, Tally
+from unspool.core.errors import DataError
+from unspool.data.corpus.store import CorpusReader, CorpusWriter
+from unspool.data.packing.config import NegativesConfig
+from unspool.data.packing.pack import Doc, Tally
+from unspool.data.strategies import nextlong
+from unspool.data.strategies.nextlong import build_negatives, stretches
 
 
 @pytest.fixture(scope="module")
@@ -202,10 +202,10 @@ def test_the_same_input_gives_the_same_rows(folder):
 
 
 def test_a_large_corpus_is_indexed_in_part(folder, monkeypatch, capsys):
-    monkeypatch.setattr(negatives, "INDEX_TOKENS", 600)
+    monkeypatch.setattr(nextlong, "INDEX_TOKENS", 600)
     docs = random_docs([200] * 20)
     readers = {"a": corpus(folder, "large", docs)}
-    chunks = negatives.cut_corpora(readers, 20)
+    chunks = nextlong.cut_corpora(readers, 20)
     assert len(chunks.texts) == 30 and len(set(chunks.owners.tolist())) == 20
     for text, owner in zip(chunks.texts, chunks.owners.tolist(), strict=True):
         assert inside(text, docs[owner])

@@ -4,9 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unspool.data.config import RowsConfig
-from unspool.data.corpus_store import CorpusReader, CorpusWriter
-from unspool.data.order import Order
+from unspool.data.corpus.store import CorpusReader, CorpusWriter
+from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.order import Order
 
 
 def reader(path: Path, lens: list[int], start: int) -> CorpusReader:

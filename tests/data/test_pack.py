@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from unspool.data import pack
-from unspool.data.labels import IGNORE, labels
-from unspool.data.order import interleave
-from unspool.data.pack import PACKERS, Doc, Tally
+from unspool.data.packing import pack
+from unspool.data.packing.order import interleave
+from unspool.data.packing.pack import PACKERS, Doc, Tally
+from unspool.data.packing.store import IGNORE, labels
 
 PAD = 2**31
 

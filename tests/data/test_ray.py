@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from unspool.base.errors import ConfigError
-from unspool.data import ray_tasks
-from unspool.data.config import EngineConfig
-from unspool.data.executors import run_tasks
+from unspool.core.errors import ConfigError
+from unspool.data.corpus import cluster
+from unspool.data.corpus.config import EngineConfig
+from unspool.data.corpus.executors import run_tasks
 
 from .pipeline_steps import Write, is_alive, outputs, ran, wait_until
 
@@ -33,13 +33,13 @@ def run(folder: Path, does=None, *, kind="ray", ranks=range(5), num_tasks=5) -> 
 def remember_folders(root: Path) -> None:
     """From here on, list Ray's folders: beside them may lie those of other runs, which all have the same parent."""
 
-    class Remembered(ray_tasks.TemporaryDirectory):
+    class Remembered(cluster.TemporaryDirectory):
         def __init__(self, **options) -> None:
             super().__init__(**options)
             with (root / "folders").open("a") as file:
                 file.write(f"{self.name}\n")
 
-    ray_tasks.TemporaryDirectory = Remembered
+    cluster.TemporaryDirectory = Remembered
 
 
 def remembered(root: Path) -> list[Path]:
@@ -50,8 +50,8 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from data.test_ray import ENGINE, remember_folders, run
-from unspool.base.errors import DataError
-from unspool.data.executors import started
+from unspool.core.errors import DataError
+from unspool.data.corpus.executors import started
 
 root = Path(sys.argv[1])
 said = []

@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from unspool.data.recall import recall_documents
-from unspool.data.sources import RecallSource
-from unspool.model.tokenizer import load_tokenizer
-from unspool.recipes.paths import ASSETS
+from unspool.data.sources.config import RecallSource
+from unspool.data.sources.recall import recall_documents
+from unspool.models.tokenizer import load_tokenizer
+from unspool.recipe.paths import ASSETS
 
 from .conftest import prose
 

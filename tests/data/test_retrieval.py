@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unspool.data.embeddings import Embeddings
-from unspool.data.retrieval import BM25, K1, B, best
+from unspool.data.strategies.retrieval import BM25, K1, B, Embeddings, best
 
 NONE = slice(0, 0)
 
@@ -84,8 +83,8 @@ def test_best_is_a_stable_sort(values, k):
 
 @pytest.mark.parametrize("at_once", [3, 1000])
 def test_embeddings_find_the_nearest_by_cosine(monkeypatch, at_once):
-    monkeypatch.setattr("unspool.data.embeddings._COMPARE_AT_ONCE", at_once)
-    monkeypatch.setattr("unspool.data.embeddings._EMBED_AT_ONCE", at_once)
+    monkeypatch.setattr("unspool.data.strategies.retrieval._COMPARE_AT_ONCE", at_once)
+    monkeypatch.setattr("unspool.data.strategies.retrieval._EMBED_AT_ONCE", at_once)
     vectors = np.random.default_rng(0).normal(size=(40, 5)).astype(np.float32)
     vectors[17] = vectors[4] * 3  # the same direction
     index = Embeddings([array(n) for n in range(40)], lambda texts: vectors[[int(text[0]) for text in texts]])
@@ -108,7 +107,7 @@ def test_jax_is_not_touched(tmp_path):
     """As soon as it computes anything, it takes most of a GPU's memory."""
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax/__init__.py").write_text("print('imported')")
-    code = "import unspool.data.retrieval, sys; assert 'jax' not in sys.modules; print('before'); import jax"
+    code = "import unspool.data.strategies.retrieval, sys; assert 'jax' not in sys.modules; print('before'); import jax"
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from unspool.base.artefact import read_manifest, seal
-from unspool.base.errors import DataError
-from unspool.data.config import RowsConfig
-from unspool.data.corpus_store import CorpusWriter, open_corpus
-from unspool.data.knots import KNOTS
+from unspool.core.artifacts import read_manifest, seal
+from unspool.core.errors import DataError
+from unspool.data.corpus.store import CorpusWriter, open_corpus
 from unspool.data.lengths import add_up, histogram, imbalance_of
-from unspool.data.rows import build_rows
-from unspool.data.store import RowWriter, open_rows
+from unspool.data.packing.build import build_rows
+from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.store import RowWriter, open_rows
+from unspool.data.strategies.utk.special_tokens import KNOTS
 
 
 def write_corpus(out: Path, lens: list[int], start: int) -> None:

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unspool.data.config import SkipsConfig
-from unspool.data.skips import skip_positions
+from unspool.data.packing.config import SkipsConfig
+from unspool.data.strategies.pose import skip_positions
 
 
 def stretches(positions: np.ndarray, lens: list[int]) -> list[np.ndarray]:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from unspool.base.errors import ConfigError, DataError
-from unspool.data import slurm_tasks
-from unspool.data.config import EngineConfig
-from unspool.data.executors import run_tasks
+from unspool.core.errors import ConfigError, DataError
+from unspool.data.corpus import cluster
+from unspool.data.corpus.config import EngineConfig
+from unspool.data.corpus.executors import run_tasks
 
 from .pipeline_steps import Write, outputs, ran, wait_until
 
@@ -71,7 +71,7 @@ def slurm(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("FAKE", str(fake))
     monkeypatch.setenv("MODE", "run")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # where the job finds this test's step
-    monkeypatch.setattr(slurm_tasks, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(cluster, "POLL_SECONDS", 0.02)
     return fake
 
 
@@ -129,10 +129,10 @@ def test_a_job_that_vanishes_is_an_error_that_names_its_logs(tmp_path, slurm, mo
 def test_a_scheduler_that_does_not_answer_is_asked_again(tmp_path, slurm):
     (slurm / "queue/17").touch()
     (slurm / "silent").touch()
-    assert slurm_tasks._is_queued("17"), "no answer is not the same as no job"
-    assert slurm_tasks._is_queued("17")
+    assert cluster._is_queued("17"), "no answer is not the same as no job"
+    assert cluster._is_queued("17")
     (slurm / "queue/17").unlink()
-    assert not slurm_tasks._is_queued("17")
+    assert not cluster._is_queued("17")
 
 
 def test_a_refused_job_is_an_error_beside_the_words_of_sbatch(tmp_path, slurm, monkeypatch, capfd):
@@ -171,14 +171,14 @@ def test_ctrl_c_cancels_the_job(tmp_path, slurm, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setenv("MODE", "lose")
-    monkeypatch.setattr(slurm_tasks, "_is_queued", interrupt)
+    monkeypatch.setattr(cluster, "_is_queued", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "out")
     assert (slurm / "cancelled").read_text() == "17\n"
 
 
 def test_more_tasks_than_an_array_may_have_share_its_entries(tmp_path, slurm, monkeypatch):
-    monkeypatch.setattr(slurm_tasks, "MAX_ARRAY", 1)
+    monkeypatch.setattr(cluster, "MAX_ARRAY", 1)
     run(tmp_path / "out", ranks=range(2), workers=8)
     assert "#SBATCH --array=0-0%2" in (slurm / "script").read_text()
     assert len(outputs(tmp_path / "out")) == 2

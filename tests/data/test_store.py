@@ -2,10 +2,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from unspool.base.errors import DataError
-from unspool.data import store
-from unspool.data.corpus_store import CorpusWriter, keep_first, open_corpus
-from unspool.data.store import Row, RowWriter, open_rows
+from unspool.core.errors import DataError
+from unspool.data.corpus.store import CorpusWriter, keep_first, open_corpus
+from unspool.data.packing import store
+from unspool.data.packing.store import Row, RowWriter, open_rows
 
 
 @pytest.fixture(autouse=True)

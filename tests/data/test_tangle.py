@@ -9,15 +9,13 @@ from itertools import count, islice
 import numpy as np
 import pytest
 
-from unspool.data import tangle
-from unspool.data.config import RowsConfig, TangleConfig
-from unspool.data.knots import ALL_KNOTS
-from unspool.data.labels import IGNORE, labels
-from unspool.data.pack import Doc, Tally
-from unspool.data.piece_labels import LABEL_CHARS, LabelPool, label_drawer
-from unspool.data.store import Row
-from unspool.data.tangle import Tangler, build_tangler, untangle
-from unspool.data.tokens import build_encoder
+from unspool.data.packing.config import RowsConfig, TangleConfig
+from unspool.data.packing.pack import Doc, Tally
+from unspool.data.packing.store import IGNORE, Row, labels
+from unspool.data.strategies.utk import tangle
+from unspool.data.strategies.utk.special_tokens import ALL_KNOTS, LABEL_CHARS, LabelPool, label_drawer
+from unspool.data.strategies.utk.tangle import Tangler, build_tangler, untangle
+from unspool.data.tokenize.encoder import build_encoder
 
 from .slow_tangle import slow_pieces, slow_solutions
 

@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from unspool.data.config import TangleConfig
-from unspool.data.knots import knot_ids
-from unspool.data.labels import IGNORE, labels
-from unspool.data.pack import Doc, Tally
-from unspool.data.piece_labels import label_drawer
-from unspool.data.store import Row
-from unspool.data.tangle import Tangler, untangle
-from unspool.data.tokens import build_encoder
-from unspool.model.tokenizer import load_tokenizer
-from unspool.recipes.paths import resolve_path
+from unspool.data.packing.config import TangleConfig
+from unspool.data.packing.pack import Doc, Tally
+from unspool.data.packing.store import IGNORE, Row, labels
+from unspool.data.strategies.utk.special_tokens import knot_ids, label_drawer
+from unspool.data.strategies.utk.tangle import Tangler, untangle
+from unspool.data.tokenize.encoder import build_encoder
+from unspool.models.tokenizer import load_tokenizer
+from unspool.recipe.paths import resolve_path
 
 from .conftest import build_tokenizer, prose
 from .slow_tangle import slow_mask, slow_pieces, slow_rows, slow_solutions

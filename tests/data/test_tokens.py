@@ -3,8 +3,8 @@ import pickle
 import numpy as np
 import pytest
 
-from unspool.base.errors import ConfigError
-from unspool.data.tokens import build_encoder
+from unspool.core.errors import ConfigError
+from unspool.data.tokenize.encoder import build_encoder
 
 from .conftest import build_tokenizer
 

@@ -3,17 +3,9 @@ import json
 import numpy as np
 import pytest
 
-from unspool.base.errors import DataError
-from unspool.data import wording
-from unspool.data.wording import (
-    distinct_keys,
-    fact,
-    pair_question,
-    pairs_text,
-    question,
-    single_token_words,
-    word_list,
-)
+from unspool.core.errors import DataError
+from unspool.data import facts
+from unspool.data.facts import distinct_keys, fact, pair_question, pairs_text, question, single_token_words, word_list
 
 
 class LengthTokenizer:
@@ -53,7 +45,7 @@ def test_the_shipped_words_are_distinct_lower_case_words():
 
 
 def test_a_missing_word_list_is_a_sentence_not_a_traceback(monkeypatch, tmp_path):
-    monkeypatch.setattr(wording, "files", lambda package: tmp_path)
+    monkeypatch.setattr(facts, "files", lambda package: tmp_path)
 
     with pytest.raises(DataError, match=r"words\.txt cannot be read"):
         word_list()

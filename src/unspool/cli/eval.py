@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unspool.base.errors import ConfigError
-from unspool.base.lookup import lookup
-from unspool.base.sizes import parse_size
-from unspool.cli.scores_table import print_table
-from unspool.eval.config import (
+from unspool.cli.eval_options import print_table
+from unspool.core.config import lookup
+from unspool.core.errors import ConfigError
+from unspool.core.sizes import parse_size
+from unspool.evals.config import (
     Eval,
     HelmetEval,
     InfbenchEval,
@@ -24,13 +24,12 @@ from unspool.eval.config import (
     TaskEval,
     WordedEval,
 )
-from unspool.recipes.paths import resolve_path
+from unspool.recipe.paths import resolve_path
 
 if TYPE_CHECKING:
     import torch
 
-    from unspool.eval.backend import Backend
-    from unspool.eval.stretch import Stretch
+    from unspool.evals.backends.base import Backend, Stretch
 
 # Which suites know which kind of value.
 VALUES = {"numbers": {"niah"}, "uuid": {"kv"}, "words": {"niah", "kv"}}
@@ -169,7 +168,7 @@ def eval_(
     if backend not in BACKENDS:
         raise ConfigError(f"--backend {backend!r} is not known; use {', '.join(BACKENDS)}.")
     # Here and not above: torch and transformers take seconds to import, which `--help` should not.
-    from unspool.eval.backends.pick import Choice, pick
+    from unspool.evals.backends.pick import Choice, pick
 
     choice = Choice(
         kind=backend,
@@ -277,8 +276,8 @@ def _stretch(position: str | None, context: str | None, lengths: str | None) -> 
         if context is not None:
             raise ConfigError("--context says what --position is to reach; give --position too, such as yarn.")
         return None
-    from unspool.cli.position_option import read_position
-    from unspool.eval.stretch import Stretch
+    from unspool.cli.eval_options import read_position
+    from unspool.evals.backends.base import Stretch
 
     if context is not None:
         reach = _length(context, "--context")
@@ -301,7 +300,7 @@ def _paths(given: list[str]) -> dict[str, str]:
 
 def _check_out(out_dir: Path) -> None:
     """Scores replace their folder whole, so it must not hold anything else."""
-    from unspool.base.artefact import read_manifest
+    from unspool.core.artifacts import read_manifest
 
     if not out_dir.exists():
         return
@@ -313,7 +312,7 @@ def _check_out(out_dir: Path) -> None:
 def _score(
     identity: str, backend: "Backend", name: str, evals: list[Eval], out_dir: Path, *, seed: int
 ) -> dict[str, Any]:
-    from unspool.eval.run import Scoring, score
+    from unspool.evals.run import Scoring, score
 
     return score(
         Scoring(model=name, model_hash=identity, evals=evals, seed=seed, out_dir=out_dir, root=Path.cwd()), backend
@@ -321,9 +320,9 @@ def _score(
 
 
 def _parity(first: "Backend", second: "Backend", evals: list[Eval], seed: int, as_json: bool) -> None:
-    from unspool.eval.backends.http import plain
-    from unspool.eval.parity import compare
-    from unspool.eval.plan import Plan, runnable
+    from unspool.evals.backends.openai import plain
+    from unspool.evals.backends.pick import compare
+    from unspool.evals.contexts import Plan, runnable
 
     found = compare(Plan(runnable(evals), first.tokenizer, seed=seed, root=Path.cwd()), first, second)
     if as_json:
@@ -338,9 +337,9 @@ def _parity(first: "Backend", second: "Backend", evals: list[Eval], seed: int, a
 
 
 def _write_tasks(model: str, evals: list[Eval], seed: int, out_dir: Path) -> None:
-    from unspool.eval.lm_tasks import write_tasks
-    from unspool.eval.plan import Plan, runnable
-    from unspool.model.tokenizer import load_tokenizer
+    from unspool.evals.contexts import Plan, runnable
+    from unspool.evals.suites.short import write_tasks
+    from unspool.models.tokenizer import load_tokenizer
 
     if not all(isinstance(config, TaskEval) for config in evals):
         raise ConfigError(f"--lm-eval is for suites that have tasks: {', '.join(TASK_SUITES)}.")
@@ -359,7 +358,7 @@ def _short(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    from unspool.eval.short import TASKS, run_short
+    from unspool.evals.suites.short import TASKS, run_short
 
     names = [name.strip() for name in tasks.split(",") if name.strip()] if tasks else list(TASKS)
     target, dtype = device_and_dtype(device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from unspool.recipes.export import Exported
+    from unspool.recipe.export import Exported
 
 
 def export(
@@ -35,9 +35,9 @@ def export(
         unspool export runs/tiny exported/abf --stage abf --dtype bf16
     """
     # Here and not above: torch and transformers take seconds to import, which `--help` should not.
-    from unspool.recipes.export import check_out, find_checkpoint
-    from unspool.recipes.export import export as write
-    from unspool.recipes.run import pick_device
+    from unspool.recipe.export import check_out, find_checkpoint
+    from unspool.recipe.export import export as write
+    from unspool.recipe.run import pick_device
 
     check_out(out)
     found = find_checkpoint(checkpoint, stage=stage, run_dir=run)
@@ -66,7 +66,7 @@ def _print(exported: "Exported") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from unspool.report.wording import show_bytes
+    from unspool.reporting.number_format import show_bytes
 
     table = Table("pass", "computed in")
     for column in ("tokens", "last position", "error", "tolerance"):

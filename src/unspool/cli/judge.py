@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unspool.base.errors import ConfigError
-from unspool.cli.scores_table import print_table
+from unspool.cli.eval_options import print_table
+from unspool.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from unspool.eval.judge.run import Judge
+    from unspool.evals.judge.run import Judge
 
 
 def judge(
@@ -39,7 +39,7 @@ def judge(
 
         unspool judge --check graded.jsonl --url http://localhost:8000/v1 --model-name llama
     """
-    from unspool.eval.judge.run import estimate, judge_folder, kept_for, read_samples, scores_folders
+    from unspool.evals.judge.run import estimate, judge_folder, kept_for, read_samples, scores_folders
 
     if (run is None) == (check is None):
         raise ConfigError("judge needs either a RUN or --check FILE.")
@@ -62,8 +62,7 @@ def judge(
 
 
 def _check(path: Path, chosen: "Judge", as_json: bool) -> None:
-    from unspool.eval.judge.check import check_judge
-    from unspool.eval.judge.run import JUDGEMENTS, Kept
+    from unspool.evals.judge.run import JUDGEMENTS, Kept, check_judge
 
     if not path.is_file():
         raise ConfigError(f"--check {path}: no such file.")
@@ -77,10 +76,9 @@ def _check(path: Path, chosen: "Judge", as_json: bool) -> None:
 
 
 def _judge(url: str | None, model_name: str | None, model: str | None, requests: int, timeout: float) -> "Judge":
-    from unspool.eval.backends.http import Patience
-    from unspool.eval.backends.openai import Server
-    from unspool.eval.judge.protocols import REPLY_TOKENS
-    from unspool.eval.judge.run import Judge
+    from unspool.evals.backends.openai import Patience, Server
+    from unspool.evals.judge.protocols import REPLY_TOKENS
+    from unspool.evals.judge.run import Judge
 
     if (url is None) == (model is None):
         raise ConfigError("judge needs either a server (--url and --model-name) or a model of this process (--model).")
@@ -90,8 +88,8 @@ def _judge(url: str | None, model_name: str | None, model: str | None, requests:
         server = Server(url=url, model=model_name, patience=Patience(seconds=timeout), width=requests)
         return Judge(name=model_name, ask=lambda prompt: server.chat(prompt, REPLY_TOKENS), width=requests)
     from unspool.cli.eval import device_and_dtype
-    from unspool.eval.backend import ModelBackend
-    from unspool.eval.judge.local import local_judge
+    from unspool.evals.backends.base import ModelBackend
+    from unspool.evals.judge.run import local_judge
 
     assert model is not None
     target, dtype = device_and_dtype("auto")

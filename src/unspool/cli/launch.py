@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unspool.base.errors import ConfigError, UnspoolError
 from unspool.cli.recipes import Override
 from unspool.cli.run import RecipeArgument
+from unspool.core.errors import ConfigError, UnspoolError
 
 if TYPE_CHECKING:
-    from unspool.recipes.launch import Ask
+    from unspool.recipe.launch import Ask
 
 VIA = ("torchrun", "slurm", "ray")
 VERBS = ("run", "train")
@@ -66,9 +66,8 @@ def launch(
     for option, value, allowed in (("--via", via, VIA), ("--verb", verb, VERBS)):
         if value not in allowed:
             raise ConfigError(f"{option} {value!r} is not known; use {', '.join(allowed)}.")
-    from unspool.recipes.check import check_inputs, load_recipe
-    from unspool.recipes.launch import Ask, parse_env
-    from unspool.recipes.layouts import check_layouts
+    from unspool.recipe.launch import Ask, check_layouts, parse_env
+    from unspool.recipe.load import check_inputs, load_recipe
 
     loaded = load_recipe(recipe, overrides)
     check_inputs(loaded)
@@ -103,7 +102,7 @@ def launch(
 
 def _plan(ask: "Ask", via: str) -> dict[str, Any]:
     """What would be run: the script of a job, or a line for each machine."""
-    from unspool.recipes.launch import ray_words, slurm_script, torchrun_lines
+    from unspool.recipe.launch import ray_words, slurm_script, torchrun_lines
 
     if via == "slurm":
         return {"script": slurm_script(ask), "script_path": str(ask.logs / f"{ask.name}.sbatch")}
@@ -111,8 +110,8 @@ def _plan(ask: "Ask", via: str) -> dict[str, Any]:
 
 
 def _start(ask: "Ask", via: str, job: dict[str, Any], *, quiet: bool) -> Any:
-    from unspool.base.progress import say
-    from unspool.recipes.launch import ray_words, torchrun_words
+    from unspool.core.progress import say
+    from unspool.recipe.launch import ray_words, torchrun_words
 
     if via == "slurm":
         return _submit(Path(job["script_path"]), job["script"])
@@ -160,7 +159,7 @@ def _submit(path: Path, script: str) -> str:
 
 
 def _print(job: dict[str, Any], *, as_json: bool, dry_run: bool) -> None:
-    from unspool.base.progress import say
+    from unspool.core.progress import say
 
     if as_json:
         typer.echo(json.dumps(job, indent=1))

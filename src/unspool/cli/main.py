@@ -12,8 +12,8 @@ import typer
 from typer.core import TyperGroup
 
 from unspool import __version__
-from unspool.base.errors import UnspoolError
-from unspool.cli import ablate, eval, export, judge, launch, look, plan, position, recipes, report, run, synth, verify
+from unspool.cli import eval, export, inspect, judge, launch, plan, recipes, report, rope, run, study, synth, verify
+from unspool.core.errors import UnspoolError
 
 USER_ERROR = 2
 INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
@@ -60,7 +60,7 @@ def build_app() -> typer.Typer:
     )
     # Verbs, in the order of a run.
     app.command("plan")(plan.plan)
-    app.command("position")(position.position)
+    app.command("position")(rope.position)
     app.command("run")(run.run)
     app.command("corpus")(run.corpus)
     app.command("rows")(run.rows)
@@ -70,10 +70,10 @@ def build_app() -> typer.Typer:
     app.command("judge")(judge.judge)
     app.command("synth")(synth.synth)
     app.command("report")(report.report)
-    app.command("ablate")(ablate.ablate)
+    app.command("ablate")(study.ablate)
     app.command("verify")(verify.verify)
     app.command("export")(export.export)
-    app.add_typer(look.build_group(), name="look")
+    app.add_typer(inspect.build_group(), name="look")
 
     group = typer.Typer(callback=recipes.list_recipes, invoke_without_command=True)
     group.command("show")(recipes.show)

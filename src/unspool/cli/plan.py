@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unspool.base.errors import ConfigError
-from unspool.base.progress import progress_bar, say
-from unspool.base.sizes import format_count, format_size
 from unspool.cli.recipes import Override
 from unspool.cli.run import RecipeArgument
-from unspool.train.cost_gpus import GPUS
+from unspool.core.errors import ConfigError
+from unspool.core.progress import progress_bar, say
+from unspool.core.sizes import format_count, format_size
+from unspool.planning.cost import GPUS
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from unspool.recipes.check import LoadedRecipe
-    from unspool.recipes.plan import Plan, StagePlan
-    from unspool.recipes.plan_fit import Estimate, Machine
-    from unspool.train.cost_calibration import Calibration
+    from unspool.planning.calibration import Calibration
+    from unspool.planning.fit import Estimate, Machine
+    from unspool.planning.recipe_plan import Plan, StagePlan
+    from unspool.recipe.load import LoadedRecipe
 
 GIB = 1 << 30
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([GT])i?B?", re.IGNORECASE)
@@ -57,8 +57,8 @@ def plan(
 
         unspool plan my.yaml --measure        calibrates itself on this GPU
     """
-    from unspool.recipes.check import load_recipe
-    from unspool.recipes.plan import as_plain, plan_recipe
+    from unspool.planning.recipe_plan import as_plain, plan_recipe
+    from unspool.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, overrides)
     machine = _machine(gpu, count, host_mem, here=measure)
@@ -74,8 +74,8 @@ def plan(
 
 
 def _machine(gpu: str | None, count: int, host_mem: str | None, *, here: bool) -> "Machine":
-    from unspool.recipes.plan_fit import Machine
-    from unspool.train.cost_gpus import REFERENCE, find_gpu
+    from unspool.planning.cost import REFERENCE, find_gpu
+    from unspool.planning.fit import Machine
 
     own = _own_gpu() if gpu is None or here else None
     if here and own is None:
@@ -93,7 +93,7 @@ def _own_gpu() -> Any:
         return None
     import torch
 
-    from unspool.train.cost_gpus import named_like
+    from unspool.planning.cost import named_like
 
     if not torch.cuda.is_available():
         return None
@@ -111,8 +111,8 @@ def _bytes(text: str | None) -> float | None:
 
 
 def _saved(loaded: "LoadedRecipe", machine: "Machine", model: str | None) -> "Calibration | None":
-    from unspool.recipes.plan_model import planned_model
-    from unspool.train.cost_calibration import FILE, load_calibration
+    from unspool.planning.calibration import FILE, load_calibration
+    from unspool.planning.model_shape import planned_model
 
     found = load_calibration(loaded.recipe.out)
     if found is None or not found.is_for(machine.gpu.name, planned_model(loaded, model).shape):
@@ -124,9 +124,8 @@ def _saved(loaded: "LoadedRecipe", machine: "Machine", model: str | None) -> "Ca
 def _measured(loaded: "LoadedRecipe", machine: "Machine", model: str | None) -> "Calibration":
     import torch
 
-    from unspool.recipes.plan import plan_recipe
-    from unspool.train.cost_calibration import save_calibration
-    from unspool.train.cost_measure import measure
+    from unspool.planning.calibration import measure, save_calibration
+    from unspool.planning.recipe_plan import plan_recipe
 
     first = plan_recipe(loaded, machine, model=model)
     longest = max(first.stages, key=lambda planned: planned.stage.context)
@@ -207,7 +206,7 @@ def _print_stage(console: "Console", found: "Plan", planned: "StagePlan", price:
         return
     _print_estimate(console, planned, planned.chosen, price)
     if planned.faster is not None:
-        from unspool.recipes.plan_refusal import set_words
+        from unspool.planning.fit import set_words
 
         words = shlex.join(set_words(planned.index, stage, planned.faster.stage))
         saved = 1 - planned.faster.seconds.step / planned.chosen.seconds.step
@@ -219,9 +218,9 @@ def _print_stage(console: "Console", found: "Plan", planned: "StagePlan", price:
 
 
 def _print_estimate(console: "Console", planned: "StagePlan", chosen: "Estimate", price: float | None) -> None:
-    from unspool.recipes.layouts import told
-    from unspool.recipes.plan_refusal import set_words
-    from unspool.train.cost_memory import PARTS
+    from unspool.planning.fit import set_words
+    from unspool.planning.footprint import PARTS
+    from unspool.recipe.launch import told
 
     held, machine, seconds = chosen.footprint, chosen.machine, chosen.seconds
     parts = ", ".join(f"{part} {getattr(held, part) / GIB:.1f}" for part in PARTS if getattr(held, part) >= 0.05 * GIB)
@@ -242,7 +241,7 @@ def _print_estimate(console: "Console", planned: "StagePlan", chosen: "Estimate"
 
 
 def _policy(chosen: "Estimate") -> str:
-    from unspool.model.memory_policy import MemoryPolicy
+    from unspool.models.memory.policy import MemoryPolicy
 
     own, plain = asdict(chosen.stage.memory), asdict(MemoryPolicy())
     words = [f"{name} {value}" for name, value in own.items() if name == "recompute" or value != plain[name]]

@@ -20,8 +20,8 @@ def list_recipes(
     """List the bundled recipes; `show`, `check` and `schema` do more."""
     if ctx.invoked_subcommand:
         return
-    from unspool.recipes.catalog import bundled_recipes
-    from unspool.recipes.check import load_recipe
+    from unspool.recipe.load import load_recipe
+    from unspool.recipe.paths import bundled_recipes
 
     entries: list[dict[str, Any]] = []
     for bundled in bundled_recipes().values():
@@ -43,7 +43,7 @@ def list_recipes(
 
 
 def _print_table(entries: list[dict[str, Any]]) -> None:
-    from unspool.base.sizes import format_size
+    from unspool.core.sizes import format_size
 
     table = Table("recipe", "context", "tokens", "what it does", box=None, pad_edge=False)
     for entry in entries:
@@ -56,7 +56,7 @@ def _print_table(entries: list[dict[str, Any]]) -> None:
 
 def show(name: Annotated[str, typer.Argument(help="A bundled recipe.")]) -> None:
     """Print a bundled recipe, to read or to start your own from."""
-    from unspool.recipes.catalog import find_bundled
+    from unspool.recipe.paths import find_bundled
 
     print(find_bundled(name).path.read_text(encoding="utf-8"), end="")
 
@@ -67,7 +67,7 @@ def check(
     inputs: Annotated[bool, typer.Option("--inputs", help="Also look for its files and its model.")] = False,
 ) -> None:
     """Check a recipe whole without running it."""
-    from unspool.recipes.check import check_inputs, load_recipe
+    from unspool.recipe.load import check_inputs, load_recipe
 
     loaded = load_recipe(recipe, overrides)
     if inputs:
@@ -84,6 +84,6 @@ def schema() -> None:
 
     Editors with a YAML language server (VS Code, Neovim, …) then complete keys and mark mistakes.
     """
-    from unspool.recipes.shape import recipe_schema
+    from unspool.recipe.json_schema import recipe_schema
 
     print(json.dumps(recipe_schema(), indent=1))

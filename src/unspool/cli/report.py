@@ -33,12 +33,11 @@ def report(
 
         unspool report runs/tiny --json | jq '.runs[0].measures'
     """
-    from unspool.base.html import write_html
-    from unspool.report.gather import gather
-    from unspool.report.headline import headline
-    from unspool.report.markdown import write_markdown
-    from unspool.report.plain import as_plain
-    from unspool.report.render import check_file, render
+    from unspool.core.html import write_html
+    from unspool.reporting.comparisons import headline
+    from unspool.reporting.gather import gather
+    from unspool.reporting.page import check_file, render
+    from unspool.reporting.text_formats import as_plain, write_markdown
 
     page = out
     if page is None and not as_json:

@@ -2,14 +2,18 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
-from unspool.base.lookup import lookup
 from unspool.cli.recipes import Override
+from unspool.core.config import lookup
+from unspool.core.sizes import format_count, format_size
+from unspool.data.lengths import LONG, SHARE_COLUMNS, TABLE_EDGES, Histogram, by_edges, from_length, shares_from
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a bundled one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -52,7 +56,6 @@ def corpus(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson =
     if as_json:
         typer.echo(json.dumps(counts, indent=1))
         return
-    from unspool.cli.data_tables import length_table, records_table
 
     _print(records_table(counts), length_table(counts))
 
@@ -71,7 +74,6 @@ def rows(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = F
     if as_json:
         typer.echo(json.dumps(counts, indent=1))
         return
-    from unspool.cli.data_tables import accounting_table, rows_table, upsample_table
 
     upsampled = [upsample_table(counts)] if any("upsample" in entry for entry in counts.values()) else []
     accounts = (accounting_table(entry, title=name) for name, entry in counts.items())
@@ -97,7 +99,7 @@ def train(
 
 def _prepared(recipe: str, overrides: list[str] | None) -> Any:
     loaded = _loaded(recipe, overrides)
-    from unspool.recipes.prepare import Preparation
+    from unspool.recipe.run import Preparation
 
     return Preparation(loaded)
 
@@ -107,15 +109,15 @@ def _ranked(recipe: str, overrides: list[str] | None) -> Iterator[Any]:
     """The boxes of a recipe on this process, or on all ranks of the job that it is one of."""
     loaded = _loaded(recipe, overrides)
     # Only now: it loads torch, and a mistake in a recipe should be told at once.
-    from unspool.recipes.run import Run, pick_device
-    from unspool.train.ranks import ranks
+    from unspool.recipe.run import Run, pick_device
+    from unspool.training.parallel.ranks import ranks
 
     with ranks(pick_device(loaded.recipe.device).type) as these:
         yield Run(loaded, these)
 
 
 def _loaded(recipe: str, overrides: list[str] | None) -> Any:
-    from unspool.recipes.check import check_inputs, load_recipe
+    from unspool.recipe.load import check_inputs, load_recipe
 
     loaded = load_recipe(recipe, overrides)
     check_inputs(loaded)
@@ -129,3 +131,178 @@ def _print(*tables: Any) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=200)
     for table in tables:
         console.print(table, end="\n\n")
+
+
+# Tables of corpora and rows for the terminal, from the dicts of their manifests.
+
+
+MISSING = "–"
+# Columns of words stand to the left, numbers to the right.
+_WORDS = ("", "strategy", "source", "dropped", "quarantined", "filtered", "parts left out", "by")
+
+
+def records_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None = None) -> Table:
+    """One line per corpus: what became of its records."""
+    trained = ["trained"] if _any_trained(counts) else []
+    columns = ["records", "documents", "tokens", *trained, "quarantined", "filtered", "parts left out", "by"]
+    table = _table(title, "source", *columns)
+    for name, entry in counts.items():
+        reasons = [_reasons(entry.get(kind, {})) for kind in ("quarantined", "filtered", "left_out")]
+        records = f"{entry['records']:,}" if "records" in entry else MISSING
+        numbers = [records, f"{entry['documents']:,}", format_count(entry["tokens"])]
+        numbers += [_trained(entry) for _ in trained]
+        table.add_row(name, *numbers, *reasons, entry.get("tokenised_with", MISSING))
+    return table
+
+
+def length_table(sources: Mapping[str, Mapping[str, Any]], *, title: str | None = None) -> Table:
+    """Documents by length and source, and the tokens of long ones (ProLong's Table 3)."""
+    table = _table(title, "source", "documents", "tokens", *_bin_names(), f"tokens in ≥{format_size(LONG)}")
+    for name, entry in _with_lengths(sources):
+        lengths = entry["lengths"]
+        table.add_row(
+            name,
+            f"{sum(lengths['documents']):,}",
+            format_count(sum(lengths["tokens"])),
+            *(f"{count:,}" if count else "" for count in by_edges(lengths)["documents"]),
+            format_count(from_length(lengths, LONG)[1]),
+        )
+    return table
+
+
+def share_table(sources: Mapping[str, Mapping[str, Any]], *, title: str | None = None) -> Table:
+    """Which share of the documents is long, as rows hold them (ProLong's Table 14)."""
+    table = _table(title, "source", *(f"≥{format_size(threshold)}" for threshold in SHARE_COLUMNS))
+    for name, entry in _with_lengths(sources):
+        table.add_row(name, *(_percent(share) for share in shares_from(entry["lengths"])))
+    return table
+
+
+def histogram_table(lengths: Histogram, *, title: str | None = None, width: int = 40) -> Table:
+    """One line per power of two; the bars are of tokens, since that is what training sees."""
+    table = _table(title, "tokens", "documents", "of tokens", "")
+    most = max(lengths["tokens"], default=0)
+    total = sum(lengths["tokens"])
+    for edge, documents, tokens in zip(lengths["at_least"], lengths["documents"], lengths["tokens"], strict=True):
+        table.add_row(
+            _range(edge, 2 * edge), f"{documents:,}", _percent(tokens / total), "█" * round(width * tokens / most)
+        )
+    return table
+
+
+def rows_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None = None) -> Table:
+    """One line per rows set: how much, how full, how often cut, and what strategies cost."""
+    trained = ["trained"] if _any_trained(counts) else []
+    columns = ["number", "tokens", *trained, "documents", "fill", "truncated", "strategy", "added", "dropped"]
+    table = _table(title, "rows", *columns)
+    for name, entry in counts.items():
+        table.add_row(
+            name,
+            f"{entry['rows']:,}",
+            format_count(entry["tokens"]),
+            *(_trained(entry) for _ in trained),
+            f"{entry['documents']:,}",
+            _percent(entry.get("fill_rate")),
+            _percent(entry.get("truncation_rate")),
+            _strategies(entry),
+            _share(entry["tokens_added"], entry["tokens"]),
+            _drops(entry),
+        )
+    return table
+
+
+def upsample_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None = None) -> Table:
+    """For each source of the rows sets that upsample: how much of it is in long documents, before and after."""
+    table = _table(title, "rows", "source", "tokens", "in long ones before", "after", "repeated", "left out")
+    for name, entry in counts.items():
+        parts = {source: part for source, part in entry.get("sources", {}).items() if "upsample" in part}
+        for source, part in parts.items():
+            found = part["upsample"]
+            table.add_row(
+                name,
+                source,
+                format_count(part["tokens"]),
+                _percent(found["long_share_before"]),
+                _percent(found["long_share_after"]),
+                format_count(found["tokens_added"]),
+                format_count(found["tokens_dropped"]),
+            )
+    return table
+
+
+def accounting_table(counts: Mapping[str, Any], *, title: str | None = None) -> Table:
+    """Where the tokens of one rows set went, source by source and exactly: in + added = in rows + dropped."""
+    sources: Mapping[str, Mapping[str, Any]] = counts.get("sources", {})
+    reasons = sorted(counts["dropped"])
+    table = _table(title, "source", "tokens in", "added", "in rows", *(reason.replace("_", " ") for reason in reasons))
+    for name, entry in sources.items():
+        amounts = _exact(entry["tokens_in"], entry.get("tokens_added", 0), entry["tokens"])
+        table.add_row(name, *amounts, *_by_reason(entry, reasons))
+    if sources:
+        table.add_section()
+    everything = _exact(counts["tokens_in"], counts["tokens_added"], counts["tokens"])
+    table.add_row("all", *everything, *_by_reason(counts, reasons))
+    return table
+
+
+def _table(title: str | None, first: str, *others: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="left" if name in _WORDS else "right")
+    return table
+
+
+def _with_lengths(sources: Mapping[str, Mapping[str, Any]]) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    return [(name, entry) for name, entry in sources.items() if "lengths" in entry]
+
+
+def _bin_names() -> list[str]:
+    first, *_, last = TABLE_EDGES
+    return [
+        f"<{format_size(first)}",
+        *(_range(low, high) for low, high in pairwise(TABLE_EDGES)),
+        f"≥{format_size(last)}",
+    ]
+
+
+def _range(low: int, high: int) -> str:
+    return f"{format_size(low)}–{format_size(high)}"
+
+
+def _percent(share: float | None) -> str:
+    return MISSING if share is None else f"{share:.1%}"
+
+
+def _share(part: int, whole: int) -> str:
+    return _percent(part / whole) if part and whole else ""
+
+
+def _any_trained(counts: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether some of it is conversations, of which only a part is trained on."""
+    return any("trained_tokens" in entry for entry in counts.values())
+
+
+def _trained(entry: Mapping[str, Any]) -> str:
+    return _percent(entry["trained_tokens"] / entry["tokens"]) if entry.get("trained_tokens") else MISSING
+
+
+def _strategies(entry: Mapping[str, Any]) -> str:
+    name = entry.get("strategy", {}).get("name")
+    return ", ".join([*([name] if name else []), *(["upsample"] if "upsample" in entry else [])])
+
+
+def _drops(entry: Mapping[str, Any]) -> str:
+    return _reasons(entry["dropped"])
+
+
+def _reasons(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason.replace('_', ' ')} {format_count(count)}" for reason, count in counts.items())
+
+
+def _exact(*counts: int) -> list[str]:
+    return [f"{count:,}" if count else "" for count in counts]
+
+
+def _by_reason(entry: Mapping[str, Any], reasons: list[str]) -> list[str]:
+    return _exact(*(entry["dropped"].get(reason, 0) for reason in reasons))

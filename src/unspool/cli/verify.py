@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unspool.base.errors import ConfigError
-from unspool.base.lookup import lookup
+from unspool.core.config import lookup
+from unspool.core.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-    from unspool.verify.result import Check, Result
+    from unspool.verification.results import Check, Result
 
 BROKEN = 1  # a promise is not kept; 2 is the user's own mistake
 TABLE_WIDTH = 100
@@ -60,10 +60,10 @@ def verify(
     """
     if device not in DEVICES:
         raise ConfigError(f"--device {device!r} is not known; use {', '.join(DEVICES)}.")
-    from unspool.model.plain_process import PlainProcess
-    from unspool.verify.checks import build_checks
-    from unspool.verify.killing import KILLS
-    from unspool.verify.rank_processes import RankProcesses
+    from unspool.models.export import PlainProcess
+    from unspool.verification.interruptions import KILLS
+    from unspool.verification.rank_processes import RankProcesses
+    from unspool.verification.run import build_checks
 
     with ExitStack() as stack:
         plain = stack.enter_context(PlainProcess())
@@ -87,9 +87,9 @@ def verify(
 def _run(
     models: Sequence[str], checks: "Sequence[Check]", devices: "Sequence[torch.device]", *, seed: int
 ) -> "list[Result]":
-    from unspool.base.progress import progress_bar
-    from unspool.verify.run import run_checks
-    from unspool.verify.subjects import FAMILIES, given_subject, small_subjects
+    from unspool.core.progress import progress_bar
+    from unspool.verification.families import FAMILIES, given_subject, small_subjects
+    from unspool.verification.run import run_checks
 
     results: list[Result] = []
     small = [name for name in models or FAMILIES if name in FAMILIES]
@@ -144,8 +144,8 @@ def _print_list(checks: "Sequence[Check]") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from unspool.verify.checks import PROMISES
-    from unspool.verify.subjects import FAMILIES
+    from unspool.verification.families import FAMILIES
+    from unspool.verification.run import PROMISES
 
     table = Table("promise", "check", "what it compares", box=None, pad_edge=False)
     for check in checks:
@@ -162,7 +162,7 @@ def _print_table(results: "Sequence[Result]", *, each: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from unspool.verify.summary import closing, reasons, table_rows
+    from unspool.verification.results import closing, reasons, table_rows
 
     num_models = len({result.model for result in results})
     which = "model" if each or num_models == 1 else f"worst of {num_models}"

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from unspool.base.rng import rng_for
-from unspool.data.synthetic import TASKS
-from unspool.data.synthetic.draft import compose, draw_layout
+from unspool.core.rng import rng_for
+from unspool.data.sources.synthetic import TASKS
+from unspool.data.sources.synthetic.draft import compose, draw_layout
 
 SENTENCES = [
     "The river runs past an old mill where nobody has ground any corn since the war.",

@@ -4,15 +4,22 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from unspool.base.errors import DataError
-from unspool.data.sources import SyntheticSource
-from unspool.data.synthetic import TASKS, make
-from unspool.data.synthetic.make import LEAST, PART_TOKENS, divide, make_document, make_documents, plan_documents
-from unspool.data.synthetic.prose import load_prose
-from unspool.data.synthetic.solvers.reading import read_parts
-from unspool.data.synthetic.verify import check
-from unspool.data.tokens import build_encoder
-from unspool.recipes.paths import resolve_path
+from unspool.core.errors import DataError
+from unspool.data.sources.config import SyntheticSource
+from unspool.data.sources.synthetic import TASKS, generate
+from unspool.data.sources.synthetic.generate import (
+    LEAST,
+    PART_TOKENS,
+    divide,
+    load_prose,
+    make_document,
+    make_documents,
+    plan_documents,
+)
+from unspool.data.sources.synthetic.solvers.reading import read_parts
+from unspool.data.sources.synthetic.verify import check
+from unspool.data.tokenize.encoder import build_encoder
+from unspool.recipe.paths import resolve_path
 
 from ..conftest import build_tokenizer
 from .factory import SENTENCES, characters, document
@@ -67,10 +74,10 @@ def test_a_document_depends_on_the_seed_and_its_number_alone():
 
 def test_more_tokens_mean_more_documents_and_the_same_first_ones():
     few, many = plan_documents(source(tokens="1M"), 1), plan_documents(source(tokens="100M"), 1)
-    assert len(many.lengths) > make.PLAN_BLOCK > len(few.lengths)
+    assert len(many.lengths) > generate.PLAN_BLOCK > len(few.lengths)
     np.testing.assert_array_equal(many.lengths[: len(few.lengths)], few.lengths)
     assert many.tasks[: len(few.tasks)] == few.tasks
-    assert 0.99 < make.AIM * many.lengths.sum() / (100 << 20) < 1.01
+    assert 0.99 < generate.AIM * many.lengths.sum() / (100 << 20) < 1.01
 
 
 def test_lengths_are_spread_evenly_over_their_logarithm():
@@ -99,7 +106,7 @@ def test_parts_hold_every_document_once_and_are_alike():
 def test_a_wrong_document_ends_the_work(monkeypatch):
     plan = plan_documents(source(tokens="8K", length=["1K", "1K"]), 0)
     wrong = document(plan.tasks[0], 1024, 0) + "0"
-    monkeypatch.setattr(make, "compose", lambda *_: (wrong, 100))
+    monkeypatch.setattr(generate, "compose", lambda *_: (wrong, 100))
     with pytest.raises(AssertionError, match=r"document \w+:0: "):
         list(make_documents(plan, range(1), lambda text: np.zeros(1000), [], 0))
 

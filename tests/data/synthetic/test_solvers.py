@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unspool.data.synthetic import TASKS, solvers, states
-from unspool.data.synthetic.solvers.reading import LABEL, NAME, read_parts, read_question
-from unspool.data.synthetic.verify import check, verify
+from unspool.data.sources.synthetic import TASKS, solvers, states
+from unspool.data.sources.synthetic.solvers.reading import LABEL, NAME, read_parts, read_question
+from unspool.data.sources.synthetic.verify import check, verify
 
 from .factory import document
 
@@ -227,7 +227,7 @@ def test_solvers_take_nothing_but_wording_from_the_generators():
         taken = [
             alias.name
             for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and node.module == f"unspool.data.synthetic.{name}"
+            if isinstance(node, ast.ImportFrom) and node.module == f"unspool.data.sources.synthetic.{name}"
             for alias in node.names
         ]
         assert taken

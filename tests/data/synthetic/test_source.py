@@ -7,16 +7,16 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from unspool.base.artefact import read_manifest
-from unspool.base.errors import ConfigError, DataError
 from unspool.cli.main import build_app
-from unspool.data.config import EngineConfig
-from unspool.data.corpus import build_corpus
-from unspool.data.corpus_store import open_corpus
-from unspool.data.sources import SyntheticSource, SyntheticTask
-from unspool.data.synthetic import TASKS, make
-from unspool.data.synthetic.verify import check
-from unspool.recipes.check import check_inputs, load_recipe
+from unspool.core.artifacts import read_manifest
+from unspool.core.errors import ConfigError, DataError
+from unspool.data.corpus.build import build_corpus
+from unspool.data.corpus.config import EngineConfig
+from unspool.data.corpus.store import open_corpus
+from unspool.data.sources.config import SyntheticSource, SyntheticTask
+from unspool.data.sources.synthetic import TASKS, generate
+from unspool.data.sources.synthetic.verify import check
+from unspool.recipe.load import check_inputs, load_recipe
 
 from ..conftest import build_tokenizer
 from .factory import SENTENCES
@@ -36,7 +36,7 @@ def build(root: Path, name: str, *, workers: int = 1, seed: int = 0, **changes) 
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr(make, "PART_TOKENS", 8 << 10)
+    monkeypatch.setattr(generate, "PART_TOKENS", 8 << 10)
 
 
 def test_a_corpus_is_the_same_for_one_worker_and_two(tmp_path, small_parts):
@@ -83,14 +83,14 @@ def test_a_corpus_is_made_again_only_when_seed_settings_or_prose_change(tmp_path
 
 
 def test_a_wrong_answer_stops_the_build(tmp_path, monkeypatch):
-    monkeypatch.setattr(make, "verify", lambda task, text, name: make_wrong(task, text, name))
+    monkeypatch.setattr(generate, "verify", lambda task, text, name: make_wrong(task, text, name))
     with pytest.raises(DataError, match=r"AssertionError: document \w+:0: "):
         build(tmp_path, "made")
     assert not (tmp_path / "made").exists()
 
 
 def make_wrong(task: str, text: str, name: str) -> None:
-    from unspool.data.synthetic.verify import verify
+    from unspool.data.sources.synthetic.verify import verify
 
     verify(task, text + "0", name)
 

@@ -1,0 +1,124 @@
+"""`--position` of `unspool eval`: a method of a recipe's stages, tried without training."""
+
+from dataclasses import replace
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from unspool.core.errors import ConfigError
+from unspool.core.sizes import format_size
+from unspool.recipe.json_schema import sentence, validation_problems
+from unspool.recipe.schema import Recipe
+from unspool.recipe.yaml_lines import Marks
+from unspool.rope.methods import Position
+
+OPTION = "--position"
+# Where a recipe has it, so that mistakes are told in the recipe's words.
+PLACE = ("stages", 0, "position")
+
+
+def read_position(text: str) -> Position:
+    """`yarn`, or `{method: abf, base: 8e6}`."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"{OPTION} {text!r} cannot be read; write a method, or {{method: abf, base: 8e6}}."
+        ) from error
+    value = {"method": value} if isinstance(value, str) else value
+    if not isinstance(value, dict):
+        raise ConfigError(f"{OPTION} {text!r}: write a method, such as yarn, or {{method: abf, base: 8e6}}.")
+    try:
+        found: Position = TypeAdapter[Any](Position).validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(_told(value)) from error
+    return found
+
+
+def _told(value: dict[str, Any]) -> str:
+    data = {"stages": [{"position": value}]}
+    try:
+        Recipe.model_validate(data)
+    except ValidationError as error:
+        # All else that a recipe has is missing here.
+        for problem in validation_problems(error, data):
+            if problem.place[:3] == PLACE:
+                own = replace(problem, place=problem.place[3:], where=OPTION)
+                return sentence(own, Marks(OPTION), value)
+    raise AssertionError("a position was refused without a sentence")
+
+
+# The cells of a summary as a table in the terminal, and below it what suites come to as a whole.
+
+
+def print_table(summary: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("suite", "length", "positions or depth")
+    for column in ("value", "95% interval", "n"):
+        table.add_column(column, justify="right")
+    for cell in summary["cells"]:
+        # Depths of many tasks would bury the tasks; they stand in summary.json and in the report.
+        if not cell.get("task") or cell["depth"] is None:
+            table.add_row(*table_row(cell))
+    console = Console()
+    console.print(table)
+    for suite in summary.get("suites", []):
+        _print_means(console, suite)
+        length, rate = suite["effective_length"], suite["adaptation_rate"]
+        holds = f"holds up to {format_size(length)}" if length else "does not hold at any length"
+        kept = f"; {100 * rate['value']:.0f}% of its score is kept" if rate and rate["value"] is not None else ""
+        worded = f", wording {suite['wording']}" if suite.get("wording") else ""
+        console.print(f"{suite['suite']} ({suite['mode']}{worded}): {holds}{kept}", highlight=False)
+
+
+def _print_means(console: Any, suite: dict[str, Any]) -> None:
+    """A suite's mean by length; of one that has categories, these as well."""
+    from rich.table import Table
+
+    lengths = list(dict.fromkeys(mean["length"] for mean in suite.get("means", [])))
+    table = Table(suite["suite"], *(format_size(length) for length in lengths))
+    for name in dict.fromkeys(mean["name"] for mean in suite.get("means", [])):
+        row = [mean for mean in suite["means"] if mean["name"] == name]
+        table.add_row(_mean_name(min(row, key=lambda mean: mean["tasks"])), *(_mean_text(mean) for mean in row))
+    if lengths:
+        console.print(table, highlight=False)
+
+
+def _mean_name(mean: dict[str, Any]) -> str:
+    if mean["name"] == "overall":
+        return f"overall, mean of {mean['of_categories']} categories"
+    counted = f"{mean['tasks']} task{'s' if mean['tasks'] != 1 else ''}"
+    counted += f" of {mean['of_tasks']}" if mean["tasks"] < mean["of_tasks"] else ""
+    return f"mean of {counted}" if mean["name"] == "mean" else f"{mean['name']}, {counted}"
+
+
+def _mean_text(mean: dict[str, Any]) -> str:
+    if mean["value"] is None:
+        return f"– ({mean['categories']} of {mean['of_categories']} known)" if "categories" in mean else "–"
+    return f"{100 * mean['value']:.1f}% ({100 * mean['low']:.0f}–{100 * mean['high']:.0f}, n {mean['n']})"
+
+
+def table_row(cell: dict[str, Any]) -> tuple[str, ...]:
+    """One cell of a summary for reading: shares in percent, losses in nats."""
+
+    def shown(number: float | None) -> str:
+        if number is None:
+            return "not judged" if cell.get("not_judged") else "–"
+        return f"{number:.3f}" if cell["metric"] == "loss" else f"{100 * number:.0f}%"
+
+    if cell["metric"] == "loss":
+        part = f"{format_size(cell['from'])}–{format_size(cell['to'])}"
+    elif cell["metric"] == "mean":
+        part = f"mean of {cell['tasks']} task{'s' if cell['tasks'] != 1 else ''}" + (
+            f" of {cell['of_tasks']}" if cell["tasks"] < cell["of_tasks"] else ""
+        )
+    else:
+        part = "all" if cell["depth"] is None else f"depth {cell['depth']:g}"
+    if cell.get("task"):
+        part = f"{cell['task']} ({cell['metric']})" + ("" if part == "all" else f", {part}")
+    interval = "–" if cell["low"] is None else f"{shown(cell['low'])} to {shown(cell['high'])}"
+    length = format_size(cell["length"]) if cell["length"] else "short"
+    return cell["suite"], length, part, shown(cell["value"]), interval, str(cell["n"])

@@ -1,0 +1,1 @@
+"""Build a corpus: tokenized documents in Arrow files, made by a datatrove pipeline."""

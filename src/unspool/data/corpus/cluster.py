@@ -1,0 +1,213 @@
+"""Tasks as one job array of a Slurm cluster, and the wait for it.
+
+Promise: the job outlives this process: a run that was killed finds its job again and waits on; Ctrl-C
+or a failed task cancels it. Price: all machines must see the same file system, under the same paths.
+"""
+
+import logging
+import math
+import os
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import dill  # type: ignore[import-untyped]
+from datatrove.executor.ray import RayPipelineExecutor
+from datatrove.executor.slurm import SlurmPipelineExecutor
+
+from unspool.core.errors import ConfigError, DataError
+from unspool.data.corpus.tasks import Tasks, first_error
+
+# Between two questions to the scheduler, which serves a whole cluster.
+POLL_SECONDS = 5.0
+# A network file system shows what other machines wrote with a delay, so a job must be gone for some time.
+GONE_POLLS = 4
+# Most clusters allow arrays of 1001; more tasks than that share array entries.
+MAX_ARRAY = 1000
+
+
+class SlurmTasks(Tasks, SlurmPipelineExecutor):  # type: ignore[misc]
+    """datatrove's executor, which submits and leaves, with the wait for the end."""
+
+    def run(self) -> None:
+        if "SLURM_ARRAY_TASK_ID" in os.environ:
+            super().run()  # this is a process of the job
+            return
+        ranks = self.get_incomplete_ranks()
+        if any(character.isspace() for character in str(self.work)):
+            raise ConfigError(f"{self.work}: Slurm jobs need a folder whose path has no spaces.")
+        self.tasks_per_job = math.ceil(len(ranks) / MAX_ARRAY)
+        try:
+            self.launch_job()
+        except subprocess.CalledProcessError as error:
+            raise ConfigError(
+                f"sbatch refused the job (exit code {error.returncode}, its message is above); check engine.partition, "
+                f"engine.time and engine.sbatch, or submit {self.work / 'launch_script.slurm'} by hand to try."
+            ) from None
+        self._job_path.write_text(str(self.job_id))
+        self._wait(str(self.job_id))
+
+    def wait_for_earlier(self) -> None:
+        if self._job_path.exists():
+            job = self._job_path.read_text()
+            if _is_queued(job):
+                self._wait(job, must_finish=False)
+
+    def launch_merge_stats(self) -> None:
+        """Left out: the counts are in the manifest."""
+
+    def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
+        options: dict[str, Any] = super().get_sbatch_args(max_array)
+        del options["mem-per-cpu"]  # `mem`, for the whole task, takes its place
+        return options
+
+    @property
+    def _job_path(self) -> Path:
+        return self.work / "slurm_job"
+
+    def _wait(self, job: str, must_finish: bool = True) -> None:
+        gone = 0
+        try:
+            while missing := self.get_incomplete_ranks():
+                if error := first_error(self.work):
+                    raise DataError(error)
+                if gone >= GONE_POLLS:
+                    break
+                gone = 0 if _is_queued(job) else gone + 1
+                time.sleep(POLL_SECONDS)
+        except BaseException:
+            subprocess.run(["scancel", job], check=False, capture_output=True)
+            raise
+        if missing and must_finish:
+            raise DataError(
+                f"Slurm job {job} ended without task {missing[0]}{_and_others(len(missing) - 1)}: out of time "
+                f"(engine.time), out of memory (engine.memory_gb) or cancelled; the logs are in {self.work}/slurm_logs."
+            )
+
+
+def activation() -> str:
+    """Shell command that gives a job the Python of this process."""
+    bin_dir = Path(sys.executable).parent
+    if (bin_dir / "activate").exists():
+        return f"source {shlex.quote(str(bin_dir / 'activate'))}"
+    return f"export PATH={shlex.quote(str(bin_dir))}:$PATH"
+
+
+def _is_queued(job: str) -> bool:
+    """Whether any part of the job waits or runs; a scheduler that gives no answer is asked again later."""
+    asked = subprocess.run(["squeue", "-h", "-j", job], check=False, capture_output=True, text=True)
+    if asked.returncode:
+        # Jobs that ended some minutes ago are no longer known.
+        return "invalid job id" not in asked.stderr.lower()
+    return bool(asked.stdout.strip())
+
+
+def _and_others(count: int) -> str:
+    return f" and {count} others" if count > 1 else " and one other" if count else ""
+
+
+# Tasks on a Ray cluster, or on one started on this machine for the purpose.
+
+
+# It only holds the steps, tokenizer included.
+_OBJECT_STORE_BYTES = 512 << 20
+
+
+class RayTasks(Tasks, RayPipelineExecutor):  # type: ignore[misc]
+    """In place of datatrove's loop, which starts a process for every task and needs all tasks to have run."""
+
+    address: str | None = None
+
+    def run(self) -> None:
+        import ray
+
+        with connected(self.address, self.workers):
+            waiting = deque(self.get_incomplete_ranks())
+            steps = ray.put(dill.dumps(self))
+            # No claim on memory: Ray would only book it, not limit it, and refuse small machines.
+            task = ray.remote(num_cpus=1)(_run_task)
+            running: list[Any] = []
+            try:
+                while waiting or running:
+                    while waiting and len(running) < self.workers:
+                        running.append(task.remote([steps], waiting.popleft()))
+                    done, running = ray.wait(running, num_returns=1)
+                    ray.get(done)
+            finally:
+                for left in running:
+                    ray.cancel(left, force=True)
+
+
+def _run_task(steps: list[Any], rank: int) -> None:
+    # In a list, since Ray would hand over anything else by value, once per task.
+    _load(steps[0])._run_for_rank(rank)
+
+
+@lru_cache(maxsize=1)
+def _load(steps: Any) -> RayTasks:
+    import ray
+
+    tasks: RayTasks = dill.loads(ray.get(steps))
+    os.chdir(tasks.cwd)  # for the user's relative paths
+    return tasks
+
+
+@cache
+def _password() -> str:
+    # One per process, since Ray reads it once.
+    return secrets.token_hex(32)
+
+
+def _try(address: str) -> None:
+    """OSError if nobody listens there, which Ray itself would find out in a quarter of an hour."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+
+
+@contextmanager
+def connected(address: str | None, workers: int) -> Iterator[None]:
+    """Ray, quietly; shut down afterwards if it was not running before."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    quiet: dict[str, Any] = {"logging_level": logging.CRITICAL, "log_to_driver": False}
+    if address is not None:
+        try:
+            _try(address)
+            ray.init(address=address, **quiet)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"engine.address={address}: no Ray cluster answers there ({error}).") from None
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    os.environ.setdefault("RAY_AUTH_TOKEN", _password())
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Its sockets need a short path, which the user's own temporary folder may not have.
+    with TemporaryDirectory(prefix="unspool-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        try:
+            ray.init(
+                address="local",
+                num_cpus=workers,
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _temp_dir=folder,
+                **quiet,
+            )
+            yield
+        finally:
+            ray.shutdown()

@@ -1,0 +1,70 @@
+"""What a recipe's `engine` may say: where documents are prepared, and with how many processes."""
+
+import re
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from unspool.core.config import Config
+
+# The options that only one kind of engine has a use for.
+_BELONGS_TO = {
+    "address": "ray",
+    "partition": "slurm",
+    "time": "slurm",
+    "memory_gb": "slurm",
+    "cpus": "slurm",
+    "sbatch": "slurm",
+}
+# What Unspool tells sbatch itself, and where a user says it instead.
+_RESERVED = {
+    "partition": "write engine.partition instead",
+    "time": "write engine.time instead",
+    "mem": "write engine.memory_gb instead",
+    "mem-per-cpu": "write engine.memory_gb instead",
+    "cpus-per-task": "write engine.cpus instead",
+    "array": "the tasks are counted by Unspool; engine.workers says how many run at once",
+    "output": "the logs stay beside the unfinished work",
+    "error": "the logs stay beside the unfinished work",
+}
+_SLURM_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
+
+
+class EngineConfig(Config):
+    """Where document preparation runs. The result is the same bytes everywhere."""
+
+    kind: Literal["local", "slurm", "ray"] = "local"
+    workers: int = Field(2, ge=1, description="tasks at once")
+    address: str | None = Field(None, min_length=1, description="of a Ray cluster; without it one is started here")
+    partition: str | None = Field(None, pattern=r"^[A-Za-z0-9][\w.-]*$", description="Slurm partition")
+    time: str | None = Field(None, description="Slurm time limit of an entry of the job array, 4 hours unless told")
+    memory_gb: int | None = Field(None, ge=1, description="memory of one Slurm task, 4 unless told")
+    cpus: int | None = Field(None, ge=1, description="processors of one Slurm task, 1 unless told")
+    sbatch: dict[str, str | int] = Field({}, description="more options of sbatch, such as {account: physics}")
+
+    @field_validator("time", mode="before")
+    @classmethod
+    def _slurm_time(cls, value: object) -> object:
+        if value is not None and not (isinstance(value, str) and _SLURM_TIME.fullmatch(value)):
+            raise ValueError('must be a time limit of Slurm, such as "02:00:00" or "1-12:00:00"')
+        return value
+
+    @field_validator("sbatch")
+    @classmethod
+    def _sbatch_options(cls, options: dict[str, str | int]) -> dict[str, str | int]:
+        for name, value in options.items():
+            if name in _RESERVED:
+                raise ValueError(f"sbatch option {name} cannot be set here: {_RESERVED[name]}")
+            # They become lines of a shell script, where a line break would begin a command.
+            if not re.fullmatch(r"[a-z][a-z0-9-]*", name) or not str(value).isprintable():
+                raise ValueError(
+                    f"sbatch option {name!r} must be a name without dashes in front, such as account: physics"
+                )
+        return options
+
+    @model_validator(mode="after")
+    def _only_own_options(self) -> "EngineConfig":
+        for option, kind in _BELONGS_TO.items():
+            if getattr(self, option) and kind != self.kind:
+                raise ValueError(f"{option} is an option of kind: {kind}; leave it out or use kind: {kind}")
+        return self

@@ -1,0 +1,228 @@
+"""The Arrow files of corpora: written in batches, read through a memory map.
+
+In: token arrays, and for conversations their loss masks. Out: `docs-00000.arrow` … (id, tokens, and loss_mask where
+there are masks) that any Arrow reader opens.
+Promise: any document is found in constant time and handed out without a copy; a file is renamed into place when
+complete. The arrays are views of the file and cannot be written to.
+Elsewhere: rows (store.py), manifests and folders (base/artefact.py).
+"""
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, NamedTuple, Self
+
+import numpy as np
+import pyarrow as pa
+
+from unspool.data.packing.store import BATCH_TOKENS, ArrowFile, open_arrow
+
+_DOCS = pa.schema([("id", pa.string()), ("tokens", pa.large_list(pa.uint32()))])
+# A byte for each token: 1 where it is trained on. Files of documents that are trained on whole lack the column.
+_MASKED_DOCS = _DOCS.append(pa.field("loss_mask", pa.large_list(pa.uint8())))
+
+
+class CorpusWriter:
+    """Writes the documents of one shard: `with CorpusWriter(path) as writer: writer.append(id, tokens)`.
+
+    `masked` ones have a loss mask each.
+    """
+
+    def __init__(self, path: Path, *, masked: bool = False) -> None:
+        self._schema = _MASKED_DOCS if masked else _DOCS
+        self._file = ArrowFile(path, self._schema)
+        self._ids: list[str] = []
+        self._docs: list[np.ndarray] = []
+        self._masks: list[np.ndarray] = []
+        self._held = 0
+
+    def append(self, doc_id: str, tokens: np.ndarray, loss_mask: np.ndarray | None = None) -> None:
+        assert (loss_mask is not None) == (self._schema is _MASKED_DOCS)
+        self._ids.append(doc_id)
+        self._docs.append(tokens)
+        if loss_mask is not None:
+            assert len(loss_mask) == len(tokens)
+            self._masks.append(loss_mask.astype(np.bool_))
+        self._held += len(tokens)
+        if self._held >= BATCH_TOKENS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._docs:
+            return
+        offsets = pa.array(np.cumsum([0, *map(len, self._docs)], dtype=np.int64))
+        columns = [pa.LargeListArray.from_arrays(offsets, pa.array(np.concatenate(self._docs)))]
+        if self._masks:
+            columns.append(pa.LargeListArray.from_arrays(offsets, pa.array(np.concatenate(self._masks).view(np.uint8))))
+        self._file.write(pa.record_batch([pa.array(self._ids, pa.string()), *columns], schema=self._schema))
+        self._ids, self._docs, self._masks, self._held = [], [], [], 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is not None:
+            self._file.abandon()
+            return
+        self._flush()
+        self._file.finish()
+
+
+class StoredTokens:
+    """A document's tokens, or its loss mask, read when sliced and not mapped: `len(tokens)`, `tokens[start:stop]`."""
+
+    __slots__ = ("_dtype", "_file", "_len", "_offset")
+
+    def __init__(self, file: BinaryIO, offset: int, length: int, dtype: Any = np.uint32) -> None:
+        self._file, self._offset, self._len, self._dtype = file, offset, length, np.dtype(dtype)
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        start, stop, _ = span.indices(self._len)
+        size = self._dtype.itemsize
+        data = os.pread(self._file.fileno(), size * (stop - start), self._offset + size * start)
+        return np.frombuffer(data, dtype=self._dtype)
+
+
+class _Batch(NamedTuple):
+    """Views of one record batch of documents."""
+
+    offsets: np.ndarray
+    tokens: np.ndarray
+    masks: np.ndarray | None  # bool
+    ids: Any
+
+
+class CorpusReader:
+    """The documents of some corpus files, in order: `len`, `reader[i]`, iteration, `lens`, `id(i)`, `stored(i)`.
+
+    `loss_mask(i)` and `stored_mask(i)` are None where all of a document is trained on.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self._files: list[BinaryIO] = []  # opened when a document is first asked for as stored
+        self._first_docs: list[int] = []  # of each file
+        # Where in its file each document's tokens, and its mask, begin.
+        self._token_starts = self._mask_starts = np.zeros(0, dtype=np.int64)
+        self._starts: list[int] = []
+        self._batches: list[_Batch] = []
+        lens: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
+        count = 0
+        for path in paths:
+            file = open_arrow(path)
+            for number in range(file.num_record_batches):
+                batch = _views(file.get_batch(number))
+                self._starts.append(count)
+                self._batches.append(batch)
+                lens.append(np.diff(batch.offsets))
+                count += len(lens[-1])
+        self.lens = np.concatenate(lens)  # tokens of each document
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lens.sum())
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether documents have loss masks."""
+        return any(batch.masks is not None for batch in self._batches)
+
+    def __len__(self) -> int:
+        return len(self.lens)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        batch, inner = self._find(index)
+        return batch.tokens[batch.offsets[inner] : batch.offsets[inner + 1]]
+
+    def loss_mask(self, index: int) -> np.ndarray | None:
+        batch, inner = self._find(index)
+        return None if batch.masks is None else batch.masks[batch.offsets[inner] : batch.offsets[inner + 1]]
+
+    def stored(self, index: int) -> StoredTokens:
+        """The same as `reader[index]`, for reading a whole corpus in random order.
+
+        A page that is mapped counts as this process's memory, and the kernel maps a megabyte and more around
+        each access, so that random access soon counts the whole corpus.
+        """
+        return StoredTokens(self._file(index), int(self._token_starts[index]), int(self.lens[index]))
+
+    def stored_mask(self, index: int) -> StoredTokens | None:
+        if self._find(index)[0].masks is None:
+            return None
+        return StoredTokens(self._file(index), int(self._mask_starts[index]), int(self.lens[index]), np.bool_)
+
+    def _file(self, index: int) -> BinaryIO:
+        if not self._files:
+            self._locate()
+        return self._files[bisect_right(self._first_docs, index) - 1]
+
+    def _locate(self) -> None:
+        token_starts: list[np.ndarray] = []
+        mask_starts: list[np.ndarray] = []
+        batches = iter(self._batches)
+        for path in self._paths:
+            self._files.append(path.open("rb", buffering=0))
+            self._first_docs.append(sum(map(len, token_starts)))
+            for (tokens_at, masks_at), batch in zip(_places(path), batches, strict=False):
+                token_starts.append(tokens_at + 4 * batch.offsets[:-1])
+                mask_starts.append(masks_at + batch.offsets[:-1])
+        self._token_starts, self._mask_starts = np.concatenate(token_starts), np.concatenate(mask_starts)
+
+    def id(self, index: int) -> str:
+        batch, inner = self._find(index)
+        return str(batch.ids[inner])
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for batch in self._batches:
+            for start, stop in zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True):
+                yield batch.tokens[start:stop]
+
+    def _find(self, index: int) -> tuple[_Batch, int]:
+        if not 0 <= index < len(self.lens):
+            raise IndexError(f"document {index} of {len(self.lens)}")
+        number = bisect_right(self._starts, index) - 1
+        return self._batches[number], index - self._starts[number]
+
+
+def _views(batch: Any) -> _Batch:
+    tokens = batch.column("tokens")
+    masks = None
+    if "loss_mask" in batch.schema.names:
+        masks = batch.column("loss_mask").values.to_numpy().view(np.bool_)
+    return _Batch(tokens.offsets.to_numpy(), tokens.values.to_numpy(), masks, batch.column("id"))
+
+
+def _places(path: Path) -> list[tuple[int, int]]:
+    """Where in a corpus file the tokens and the masks of each batch begin, in bytes; 0 where there are no masks."""
+    mapped = pa.memory_map(str(path))
+    base = mapped.read_buffer(1).address
+    mapped.seek(0)
+    arrow = pa.ipc.open_file(mapped)
+    batches = [arrow.get_batch(number) for number in range(arrow.num_record_batches)]
+    return [(_place(batch, "tokens", base), _place(batch, "loss_mask", base)) for batch in batches]
+
+
+def _place(batch: Any, column: str, base: int) -> int:
+    if column not in batch.schema.names:
+        return 0
+    values = batch.column(column).values
+    return int(values.buffers()[1].address - base + values.type.bit_width // 8 * values.offset)
+
+
+def open_corpus(folder: Path) -> CorpusReader:
+    return CorpusReader(sorted(folder.glob("docs-*.arrow")))
+
+
+def keep_first(path: Path, count: int) -> None:
+    """Shorten a corpus file to its first `count` documents; nothing happens if it has no more."""
+    reader = CorpusReader([path])
+    if count >= len(reader):
+        return
+    with CorpusWriter(path, masked=reader.is_masked) as writer:
+        for index in range(count):
+            writer.append(reader.id(index), reader[index], reader.loss_mask(index))

@@ -1,0 +1,1 @@
+"""Pack tokenized documents into sequences of a fixed length."""

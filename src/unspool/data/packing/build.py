@@ -1,0 +1,259 @@
+"""Build rows: documents of one or more corpora, packed as a strategy says, as an artefact.
+
+In: corpora, a `RowsConfig`. Out: folder with `rows-00000.arrow` … and a manifest.
+Promise: documents are shuffled by the seed, sources follow their shares of tokens, and the counts add
+up: tokens in the corpora + tokens added = tokens in rows + tokens dropped, by reason.
+Memory holds the order of the documents and a batch of rows, never the corpus.
+Elsewhere: which documents (order.py), filling rows (strategy.py), the order of training (mix.py).
+
+Why tokens are dropped: `unread` documents never drawn (`limit`, or a source of a mix ran out), `last_row` a
+row that was never filled, `limit` the rest of a document when the limit was reached, `cut` the rest of a
+document under `intact`, `short` and `tail` documents below, and rests above, whole rows under `whole`,
+`downsampled` short documents that `upsample` does not keep, `untrained` rows in which nothing is asked for.
+
+What the counts say, besides rows, tokens, documents (drawn) and drops: `padding` tokens under `fit`, `fill_rate` the
+share of rows that is not padding, `truncated` documents that are not in one row as a whole and `truncation_rate`
+their share of the documents in rows, `lengths` of the documents as rows hold them, and all this for each of the
+`sources`. `strategy` gives its name and the tokens it added; where it takes documents apart on purpose, and says of a
+row only its pieces, `lengths` are of pieces and nothing is `truncated`. `upsample` gives the tokens that were drawn
+again, those dropped, and the share of tokens in long documents before and after, in all and by source. Of
+conversations, `trained_tokens` are those of the rows that carry loss, and `untrained_rows` those without any.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from unspool.core.artifacts import digest, publish, read_manifest, stale_reason
+from unspool.core.errors import DataError
+from unspool.core.progress import progress_bar, say
+from unspool.core.rng import rng_for
+from unspool.core.sizes import format_count, format_size
+from unspool.data.corpus.store import CorpusReader, open_corpus
+from unspool.data.lengths import Lengths, add_up
+from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.order import Drawn, Order
+from unspool.data.packing.pack import Packer, RowStream, Tally
+from unspool.data.packing.store import BATCH_TOKENS, Row, RowWriter, num_trained
+from unspool.data.strategies.base import Means, Strategy, build_strategy, finish_rows
+from unspool.data.strategies.retrieval import Embed
+from unspool.data.tokenize.chat_template import TEMPLATE_FILE, common_template
+from unspool.data.tokenize.encoder import build_encoder
+
+KIND = "rows"
+
+
+def build_rows(
+    config: RowsConfig,
+    corpora: Mapping[str, Path],
+    out_dir: Path,
+    *,
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    embed: Embed | None = None,
+) -> dict[str, Any]:
+    """Make `out_dir` hold rows as `config` says, unless it does already; returns its manifest's counts.
+
+    `corpora` maps source names to corpus folders; `tokenizer` is the one they were made with, unchanged.
+    `embed` makes vectors of texts, for `negatives` with `retriever: embeddings` only.
+    """
+    name = out_dir.name
+    inputs = {f"corpus {source}": _corpus_digest(corpora[source]) for source in config.shares}
+    if embed is not None:
+        inputs["embeddings"] = embed.digest
+    if config.tangle:
+        inputs["tokenizer"] = build_encoder(tokenizer).digest
+    settings: dict[str, Any] = {"rows": config.model_dump(mode="json", by_alias=True), "name": name, "seed": seed}
+    # No label asks for it and no document sees it, so without EOS any token will do.
+    pad = tokenizer.eos_token_id or 0
+    if config.pack == "fit":
+        settings["padding"] = pad
+    reason = stale_reason(out_dir, kind=KIND, inputs=inputs, settings=settings)
+    if reason is None:
+        say(f"rows {name}: up to date")
+        manifest = read_manifest(out_dir)
+        assert manifest is not None
+        counts: dict[str, Any] = manifest["counts"]
+        return counts
+    say(f"rows {name}: packing {format_size(config.length)} rows ({reason})")
+
+    template = common_template({source: corpora[source] for source in config.shares}, f"rows {name}")
+    readers = {source: open_corpus(corpora[source]) for source in config.shares}
+    means = Means(readers=readers, tokenizer=tokenizer, pad=pad, seed=seed, name=name, embed=embed)
+    with publish(out_dir, kind=KIND, inputs=inputs, settings=settings) as draft:
+        strategy = build_strategy(config, means)
+        # Without an end `fit` has more to choose from, and the shares hold over documents that the limit leaves out.
+        most_tokens = _most_rows(config) * config.length if config.limit and config.pack == "fit" else None
+        order = Order(config, readers, seed=seed, name=name, arrays=strategy.arrays, most_tokens=most_tokens)
+        draft.counts = _write_rows(config, order, strategy, draft.folder, rng_for(seed, "skips", name))
+        if template is not None:
+            (draft.folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
+        if not draft.counts["rows"]:
+            raise DataError(f"rows {name}: {_too_little(config, readers, draft.counts['dropped'])}")
+    was_limited = config.limit is not None and draft.counts["tokens"] >= config.limit
+    if order.ran_out and not was_limited and "unread" in draft.counts["dropped"]:
+        unread = format_count(draft.counts["dropped"]["unread"])
+        say(f"rows {name}: source {order.ran_out} ran out; {unread} tokens stay unused to keep the shares")
+    return draft.counts
+
+
+def _write_rows(
+    config: RowsConfig, order: Order, strategy: Strategy, folder: Path, rng: np.random.Generator
+) -> dict[str, Any]:
+    most = _most_rows(config) if config.limit else None
+    tally = Tally()
+    num_rows = 0
+    pieces = Lengths()
+    is_masked = any(reader.is_masked for reader in order.readers.values())
+    trained: list[int] = []  # tokens of each row
+    writer_options = {"masked": strategy.masked, "pieced": strategy.pieced, "placed": config.skips is not None}
+    # The packer is closed before the counts are taken: stopped by the limit, it then counts what it still holds.
+    with (
+        RowWriter(folder, row_len=config.length, **writer_options) as writer,
+        closing(_pack(config, order, strategy.pack, tally)) as rows,
+        progress_bar("rows", most) as advance,
+    ):
+        for batch in _batches(islice(rows, most), max(1, BATCH_TOKENS // config.length)):
+            for row in finish_rows(batch, config, rng):
+                writer.append(row)
+                if is_masked and row.loss_mask is not None:
+                    trained.append(num_trained(row.doc_lens, row.loss_mask))
+            if not strategy.counts_documents:
+                pieces.add(np.concatenate([row.doc_lens for row in batch]))
+            num_rows += len(batch)
+            advance(len(batch), "")
+    counts = _counts(config, order, strategy, tally, num_rows, pieces)
+    if is_masked:
+        counts |= {"trained_tokens": sum(trained), "untrained_rows": trained.count(0)}
+    return counts
+
+
+def _pack(config: RowsConfig, order: Order, pack: Packer, tally: Tally) -> RowStream:
+    if config.upsample and config.pack == "fit":
+        # Best fit looks far ahead and puts equal lengths together, so copies of a document would meet in a row.
+        for stretch in order.stretches():
+            yield from pack(stretch, config.length, tally)
+    else:
+        yield from pack(order, config.length, tally)
+
+
+def _most_rows(config: RowsConfig) -> int:
+    assert config.limit is not None
+    return -(-config.limit // config.length)
+
+
+def _batches(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
+    while batch := list(islice(rows, size)):
+        yield batch
+
+
+def _counts(
+    config: RowsConfig, order: Order, strategy: Strategy, tally: Tally, num_rows: int, pieces: Lengths
+) -> dict[str, Any]:
+    row_tokens = num_rows * config.length
+    # Under `fit` those given back are not the last; there the stream ends with the limit, so they are few.
+    drawn = order.drawn(0 if config.pack == "fit" else tally.given_back)
+    for name, entry in drawn.items():
+        tally.drop("downsampled", name, entry.dropped)
+        # What was given back is among the unread already.
+        tally.drop("unread", name, order.readers[name].num_tokens - entry.dropped - entry.read + entry.again)
+    tokens_in = sum(reader.num_tokens for reader in order.readers.values())
+    again = sum(entry.again for entry in drawn.values())
+    assert tokens_in + tally.added + again == row_tokens + tally.dropped.total(), tally
+    sources = {name: _source_counts(reader, tally, name, drawn[name]) for name, reader in order.readers.items()}
+    counts = {
+        "rows": num_rows,
+        "tokens": row_tokens,
+        "documents": order.documents_read - tally.given_back,
+        "tokens_in": tokens_in,
+        "tokens_added": tally.added + again,
+        "dropped": _by_reason(tally.dropped),
+        "padding": tally.padding,
+        "fill_rate": 1 - tally.padding / row_tokens if row_tokens else None,
+        "sources": sources,
+    }
+    if strategy.added_tokens:
+        counts["added_tokens"] = dict(strategy.added_tokens)
+    if config.strategy:
+        counts["strategy"] = {"name": config.strategy, "tokens_added": tally.added - tally.padding, **strategy.cost}
+    if config.upsample:
+        counts["upsample"] = _upsample_counts(drawn, order.readers)
+        for name, entry in drawn.items():
+            sources[name] |= {"tokens_added": entry.again, "upsample": _upsample_counts({name: entry}, order.readers)}
+    if not strategy.counts_documents:
+        return counts | {"lengths": pieces.histogram()}
+    in_rows = sum(entry.documents for entry in tally.sources.values())
+    truncated = sum(entry.truncated for entry in tally.sources.values())
+    assert sum(entry["tokens"] for entry in sources.values()) + tally.padding == row_tokens
+    for name, found in tally.sources.items():
+        sources[name] |= {
+            "documents": found.documents,
+            "truncated": found.truncated,
+            "lengths": found.lengths.histogram(),
+        }
+        assert found.lengths.num_tokens == sources[name]["tokens"], name
+    return counts | {
+        "truncated": truncated,
+        "truncation_rate": truncated / in_rows if in_rows else None,
+        "lengths": add_up(found.lengths.histogram() for found in tally.sources.values()),
+    }
+
+
+def _source_counts(reader: CorpusReader, tally: Tally, name: str, drawn: Drawn) -> dict[str, Any]:
+    dropped = tally.source(name).dropped
+    return {
+        "documents_in": len(reader),
+        "tokens_in": reader.num_tokens,
+        "tokens": reader.num_tokens + drawn.again - dropped.total(),
+        "dropped": _by_reason(dropped),
+    }
+
+
+def _upsample_counts(drawn: Mapping[str, Drawn], readers: Mapping[str, CorpusReader]) -> dict[str, Any]:
+    """The share before is that of the same mix of sources without upsampling."""
+    used = sum(entry.used for entry in drawn.values())
+    before = sum(entry.used * entry.long_in / max(1, readers[name].num_tokens) for name, entry in drawn.items())
+    return {
+        "tokens_added": sum(entry.again for entry in drawn.values()),
+        "tokens_dropped": sum(entry.dropped for entry in drawn.values()),
+        "long_share_before": before / used if used else None,
+        "long_share_after": sum(entry.long for entry in drawn.values()) / used if used else None,
+    }
+
+
+def _by_reason(dropped: Counter[str]) -> dict[str, int]:
+    return {reason: count for reason, count in sorted(dropped.items()) if count}
+
+
+def _corpus_digest(folder: Path) -> str:
+    return digest((read_manifest(folder) or {}).get("files"))
+
+
+def _too_little(config: RowsConfig, readers: Mapping[str, CorpusReader], dropped: Mapping[str, int]) -> str:
+    length = format_size(config.length)
+    if "untrained" in dropped:
+        return (
+            f"no row of {length} holds a token that is trained on, because the assistant's words come later in its "
+            "conversations; use a greater length or pack: fit."
+        )
+    if config.pack == "whole":
+        longest = {source: int(reader.lens.max(initial=0)) for source, reader in readers.items()}
+        source = min(longest, key=lambda source: longest[source])
+        return (
+            f"pack: whole needs documents of at least {length} tokens, and the longest of source {source} has "
+            f"{longest[source]}; use pack: concat or a shorter length."
+        )
+    tokens = format_count(sum(reader.num_tokens for reader in readers.values()))
+    if config.upsample and config.upsample.keep < 1:
+        above = format_size(config.upsample.above)
+        return (
+            f"of {tokens} tokens, those that upsample keeps do not fill one row of {length}; "
+            f"keep more of the documents below {above}, or use a shorter length."
+        )
+    return f"{tokens} tokens do not fill one row of {length}; add text or use a shorter length."

@@ -1,0 +1,223 @@
+"""Pack tokenised documents into rows of equal length.
+
+In: documents in the order they are to be packed. Out: `Row`s of `row_len` tokens.
+Promise: every token that comes in is in a row or counted in `Tally.dropped` under its reason, by source,
+also when the consumer closes the generator early. Modes (layout.py says where they cut):
+
+`concat` fills rows and continues a cut document at the start of the next.
+`intact` fills rows and discards the rest of a cut document.
+`whole` cuts rows only from documents of at least a row's length, so that every row is one document.
+`fit` puts documents where they leave the least room (best-fit decreasing), so that only documents longer than a
+row are cut: into full rows, and a rest that is placed like a document. What stays empty is padding: a document of
+its own at the row's end, never asked for (`loss_mask`) and counted in `Tally.padding`.
+
+Price: documents are looked at in windows, so memory is bounded; `fit` is best within a window.
+Elsewhere: files (store.py), tangled rows (tangle.py), which documents (rows.py).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from unspool.data.lengths import Lengths
+from unspool.data.packing.modes import PLANNERS, Layout
+from unspool.data.packing.store import BATCH_TOKENS, Row
+
+# Tokens that are planned at a time; `fit` leaves the less room empty the more it can choose from.
+WINDOW_TOKENS = {"fit": 1 << 26}
+# Documents that are planned at a time, at most; each costs some 300 bytes.
+WINDOW_DOCS = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class Doc:
+    """A tokenised document."""
+
+    tokens: np.ndarray
+    source: str
+    number: int = -1  # in its source's corpus; parts of one document share it
+    loss_mask: np.ndarray | None = None  # bool; of documents that are packed together, all have one or none
+
+
+@dataclass(slots=True)
+class SourceTally:
+    """What became of one source's documents."""
+
+    documents: int = 0  # with at least their first token in a row
+    truncated: int = 0  # of those, the ones that are not in one row as a whole
+    lengths: Lengths = field(default_factory=Lengths)  # of the pieces in rows
+    dropped: Counter[str] = field(default_factory=Counter)  # tokens by reason
+
+
+@dataclass(slots=True)
+class Tally:
+    """Where tokens went: tokens in + added = tokens in rows + dropped."""
+
+    dropped: Counter[str] = field(default_factory=Counter)  # by reason
+    added: int = 0  # by tangling, or as padding
+    padding: int = 0  # of those added
+    given_back: int = 0  # documents that were drawn ahead and not needed; their tokens are dropped as `unread`
+    sources: dict[str, SourceTally] = field(default_factory=dict)
+
+    def drop(self, reason: str, source: str, tokens: int) -> None:
+        self.dropped[reason] += tokens
+        self.source(source).dropped[reason] += tokens
+
+    def source(self, name: str) -> SourceTally:
+        return self.sources.setdefault(name, SourceTally())
+
+
+RowStream = Generator[Row, None, None]
+Packer = Callable[[Iterable[Doc], int, Tally], RowStream]
+
+
+class _Window:
+    """Documents that are planned together; of the first ones a part may be in earlier rows already."""
+
+    def __init__(self, docs: list[Doc], begins: list[int]) -> None:
+        self.docs = docs
+        self.begins = np.array(begins + [0] * (len(docs) - len(begins)), dtype=np.int64)
+        self.full_lens = np.fromiter((len(doc.tokens) for doc in docs), dtype=np.int64, count=len(docs))
+        self.lens = self.full_lens - self.begins
+        numbers: dict[str, int] = {}
+        self.source_ids = np.array([numbers.setdefault(doc.source, len(numbers)) for doc in docs], dtype=np.int64)
+        self.sources = list(numbers)
+
+    def rest(self, layout: Layout) -> "_Window":
+        begins = self.begins[layout.rest.docs] + layout.rest.starts
+        return _Window([self.docs[doc] for doc in layout.rest.docs.tolist()], begins.tolist())
+
+    def trains(self, doc: int, start: int, stop: int) -> bool:
+        mask = self.docs[doc].loss_mask
+        return mask is None or bool(mask[start:stop].any())
+
+    def and_more(self, docs: list[Doc]) -> "_Window":
+        return _Window(self.docs + docs, self.begins.tolist())
+
+
+def pack_rows(docs: Iterable[Doc], row_len: int, tally: Tally, *, mode: str, pad: int = 0) -> RowStream:
+    """`pad` is the token of padding; no label asks for it and no document sees it."""
+    drawing = iter(docs)
+    most_tokens = max(WINDOW_TOKENS.get(mode, BATCH_TOKENS), row_len)
+    window = _Window([], [])
+    ended = False
+    while not ended:
+        more, ended = _draw(drawing, most_tokens)
+        window = window.and_more(more)
+        layout = _without_untrained(window, PLANNERS[mode](window.lens, row_len, ended))
+        made = 0
+        try:
+            for row in _gather(window, layout, row_len, pad):
+                made += 1
+                yield row
+        except GeneratorExit:
+            _account(tally, window, _stop(layout, made, window.lens))
+            raise
+        _account(tally, window, layout)
+        window = window.rest(layout)
+
+
+PACKERS = {mode: partial(pack_rows, mode=mode) for mode in PLANNERS}
+
+
+def _draw(docs: Iterator[Doc], most_tokens: int) -> tuple[list[Doc], bool]:
+    """The next documents, and whether there are no more."""
+    drawn: list[Doc] = []
+    tokens = 0
+    for doc in docs:
+        if not len(doc.tokens):
+            continue
+        drawn.append(doc)
+        tokens += len(doc.tokens)
+        if tokens >= most_tokens or len(drawn) >= WINDOW_DOCS:
+            return drawn, False
+    return drawn, True
+
+
+def _gather(window: _Window, layout: Layout, row_len: int, pad: int) -> Iterator[Row]:
+    """The planned rows, copied together some at a time: one by one would take most of the time."""
+    padding = np.full(row_len if layout.padded else 0, pad, dtype=np.uint32)
+    texts = [*(doc.tokens for doc in window.docs), padding]  # padding has number -1
+    is_masked = bool(window.docs) and window.docs[0].loss_mask is not None
+    masks = [*(doc.loss_mask for doc in window.docs), np.zeros(len(padding), dtype=np.bool_)]
+    starts = layout.pieces.starts + np.append(window.begins, 0)[layout.pieces.docs]
+    stops = starts + layout.pieces.lens
+    ends = np.cumsum(layout.per_row)
+    at_once = max(1, BATCH_TOKENS // row_len)
+    for first in range(0, layout.num_rows, at_once):
+        last = min(first + at_once, layout.num_rows)
+        low, high = int(ends[first] - layout.per_row[first]), int(ends[last - 1])
+        docs = layout.pieces.docs[low:high].tolist()
+        places = [*zip(docs, starts[low:high].tolist(), stops[low:high].tolist(), strict=True)]
+        tokens = np.concatenate([texts[doc][start:stop] for doc, start, stop in places], dtype=np.uint32)
+        lens = layout.pieces.lens[low:high].astype(np.int32)
+        mask = np.repeat(layout.pieces.docs[low:high] >= 0, lens) if layout.padded else None
+        if is_masked:
+            mask = np.concatenate([masks[doc][start:stop] for doc, start, stop in places], dtype=np.bool_)
+        borders = (ends[first:last] - low).tolist()
+        begin = 0
+        for number, end in enumerate(borders):
+            span = slice(number * row_len, (number + 1) * row_len)
+            source = _source(window, docs[begin:end])
+            yield Row(tokens[span], lens[begin:end], None if mask is None else mask[span], source, "documents")
+            begin = end
+
+
+def _without_untrained(window: _Window, layout: Layout) -> Layout:
+    """The layout without rows in which nothing is asked for: they would cost as much as others and teach nothing."""
+    if not window.docs or window.docs[0].loss_mask is None or not layout.num_rows:
+        return layout
+    pieces = layout.pieces
+    starts = pieces.starts + np.append(window.begins, 0)[pieces.docs]
+    # The first token of a piece is asked for by nothing.
+    places = zip(pieces.docs.tolist(), (starts + 1).tolist(), (starts + pieces.lens).tolist(), strict=True)
+    trains = np.array([doc >= 0 and window.trains(doc, start, stop) for doc, start, stop in places])
+    rows = np.repeat(np.arange(layout.num_rows), layout.per_row)
+    kept = np.bincount(rows, weights=trains, minlength=layout.num_rows) > 0
+    untrained = pieces[~kept[rows]].tokens_by_doc(len(window.docs))
+    drops = layout.drops | {"untrained": untrained}
+    return Layout(pieces[kept[rows]], layout.per_row[kept], layout.rest, drops, layout.padded)
+
+
+def _source(window: _Window, docs: Sequence[int]) -> str:
+    if len(window.sources) == 1:
+        return window.sources[0]
+    return "+".join(dict.fromkeys(window.docs[doc].source for doc in docs if doc >= 0))
+
+
+def _stop(layout: Layout, num_rows: int, lens: np.ndarray) -> Layout:
+    """What a layout comes to when only its first rows are wanted."""
+    kept = layout.pieces[: int(layout.per_row[:num_rows].sum())]
+    in_rows = kept.tokens_by_doc(len(lens))
+    drops = {reason: tokens for reason, tokens in layout.drops.items() if reason != "last_row"}
+    dropped = sum(drops.values(), np.zeros_like(lens))
+    # Documents after the last row's last one were drawn ahead, and so, under `fit`, were others without a row.
+    seen = (np.arange(len(lens)) <= kept.docs.max(initial=-1)) & (in_rows + dropped > 0)
+    drops = {reason: np.where(seen, tokens, 0) for reason, tokens in drops.items()}
+    drops["limit"] = np.where(seen, lens - in_rows - dropped, 0)
+    drops["unread"] = np.where(seen, 0, lens)
+    return Layout(kept, layout.per_row[:num_rows], layout.rest[:0], drops, layout.padded)
+
+
+def _account(tally: Tally, window: _Window, layout: Layout) -> None:
+    is_doc = layout.pieces.docs >= 0
+    pieces = layout.pieces[is_doc]
+    padding = int(layout.pieces.lens[~is_doc].sum())
+    tally.padding += padding
+    tally.added += padding
+    opens = (window.begins[pieces.docs] + pieces.starts) == 0
+    cut = opens & (pieces.lens < window.full_lens[pieces.docs])
+    piece_sources = window.source_ids[pieces.docs]
+    for number, name in enumerate(window.sources):
+        mine = piece_sources == number
+        entry = tally.source(name)
+        entry.documents += int(opens[mine].sum())
+        entry.truncated += int(cut[mine].sum())
+        entry.lengths.add(pieces.lens[mine])
+        for reason, tokens in layout.drops.items():
+            tally.drop(reason, name, int(tokens[window.source_ids == number].sum()))
+    if "unread" in layout.drops:
+        tally.given_back += int(((layout.drops["unread"] > 0) & (window.begins == 0)).sum())

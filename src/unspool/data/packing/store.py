@@ -1,0 +1,256 @@
+"""The Arrow files of rows: written in batches, read through a memory map.
+
+In: `Row`s. Out: `rows-00000.arrow` … (tokens, doc_lens, loss_mask, source, attention) that any Arrow reader opens.
+Promise: any row is found in constant time and handed out without a copy; a file is renamed into place when
+complete. The arrays are views of the file and cannot be written to.
+Elsewhere: corpora (corpus_store.py), manifests and folders (base/artefact.py), what is in a row (pack.py, tangle.py).
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+
+from unspool.core.errors import DataError
+
+# Tokens per record batch: what a writer holds in memory and a reader maps at a time.
+BATCH_TOKENS = 1 << 20
+# Tokens per rows file; a file of this size is 1 GiB.
+FILE_TOKENS = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One training sequence. `loss_mask` is over target tokens (labels.py); None means all of them."""
+
+    tokens: np.ndarray  # uint32[L]
+    doc_lens: np.ndarray  # int32[k], sums to L
+    loss_mask: np.ndarray | None  # bool[L]
+    source: str  # the sources it holds, joined by "+"
+    attention: str  # "documents" | "full"
+    piece_docs: np.ndarray | None = None  # int32[k]: pieces of one document share its number; None: all are different
+    positions: np.ndarray | None = None  # int32[L]; None: 0, 1, 2 … in what attends to itself
+
+
+class ArrowFile:
+    """An Arrow IPC file under a temporary name, renamed when it is closed without error."""
+
+    def __init__(self, path: Path, schema: Any) -> None:
+        self._path = path
+        self._aside = path.with_name(path.name + ".tmp")
+        self._sink = pa.OSFile(str(self._aside), "wb")
+        self._writer = pa.ipc.new_file(self._sink, schema)
+
+    def write(self, batch: Any) -> None:
+        self._writer.write_batch(batch)
+
+    def finish(self) -> None:
+        self._writer.close()
+        self._sink.close()
+        self._aside.replace(self._path)
+
+    def abandon(self) -> None:
+        self._sink.close()
+        self._aside.unlink()
+
+
+class RowWriter:
+    """Writes rows of one length into `rows-00000.arrow` …, like `CorpusWriter`.
+
+    Masked: every row has a loss mask. Pieced: every row has `piece_docs`. Placed: every row has `positions`.
+    """
+
+    def __init__(self, folder: Path, *, row_len: int, masked: bool, pieced: bool = False, placed: bool = False) -> None:
+        self._folder = folder
+        self._row_len = row_len
+        self._per_batch = max(1, BATCH_TOKENS // row_len)
+        self._per_file = max(1, FILE_TOKENS // (row_len * self._per_batch))
+        mask = pa.list_(pa.uint8(), row_len) if masked else pa.null()
+        columns = [
+            ("tokens", pa.list_(pa.uint32(), row_len)),
+            ("doc_lens", pa.list_(pa.int32())),
+            ("loss_mask", mask),
+            ("source", pa.string()),
+            ("attention", pa.string()),
+            ("piece_docs", pa.list_(pa.int32()) if pieced else pa.null()),
+            ("positions", pa.list_(pa.int32(), row_len) if placed else pa.null()),
+        ]
+        # The size of the batches lets a reader find row i by arithmetic.
+        self._schema = pa.schema(columns, metadata={"rows_per_batch": str(self._per_batch)})
+        self._rows: list[Row] = []
+        self._file: ArrowFile | None = None
+        self._files = 0
+        self._batches = 0  # in the open file
+
+    def append(self, row: Row) -> None:
+        assert len(row.tokens) == self._row_len == row.doc_lens.sum()
+        self._rows.append(row)
+        if len(self._rows) == self._per_batch:
+            self._flush()
+
+    def _flush(self) -> None:
+        rows, self._rows = self._rows, []
+        if not rows:
+            return
+        if self._file is None:
+            self._file = ArrowFile(self._folder / f"rows-{self._files:05d}.arrow", self._schema)
+            self._files += 1
+        self._file.write(self._batch(rows))
+        self._batches += 1
+        if self._batches == self._per_file:
+            self._file.finish()
+            self._file, self._batches = None, 0
+
+    def _batch(self, rows: list[Row]) -> Any:
+        tokens = np.concatenate([row.tokens for row in rows])
+        offsets = np.cumsum([0, *(len(row.doc_lens) for row in rows)], dtype=np.int32)
+        missing = pa.nulls(len(rows))
+        mask, piece_docs, positions = missing, missing, missing
+        if self._has("loss_mask"):
+            masks = np.concatenate([row.loss_mask for row in rows if row.loss_mask is not None])
+            mask = pa.FixedSizeListArray.from_arrays(pa.array(masks.view(np.uint8)), self._row_len)
+        if self._has("piece_docs"):
+            docs = np.concatenate([row.piece_docs for row in rows if row.piece_docs is not None], dtype=np.int32)
+            piece_docs = pa.ListArray.from_arrays(pa.array(offsets), pa.array(docs))
+        if self._has("positions"):
+            places = np.concatenate([row.positions for row in rows if row.positions is not None], dtype=np.int32)
+            positions = pa.FixedSizeListArray.from_arrays(pa.array(places), self._row_len)
+        arrays = [
+            pa.FixedSizeListArray.from_arrays(pa.array(tokens), self._row_len),
+            pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate([row.doc_lens for row in rows]))),
+            mask,
+            pa.array([row.source for row in rows], pa.string()),
+            pa.array([row.attention for row in rows], pa.string()),
+            piece_docs,
+            positions,
+        ]
+        return pa.record_batch(arrays, schema=self._schema)
+
+    def _has(self, column: str) -> bool:
+        return not pa.types.is_null(self._schema.field(column).type)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            self._flush()
+            if self._file is not None:
+                self._file.finish()
+        elif self._file is not None:
+            self._file.abandon()
+
+
+class RowSet:
+    """The rows of a folder: `len(rows)`, `rows[i]`, `rows.row_len`."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._files = [open_arrow(path) for path in paths]
+        self._per_batch = int((self._files[0].schema.metadata or {})[b"rows_per_batch"])
+        self.row_len: int = self._files[0].schema.field("tokens").type.list_size
+        self._starts: list[int] = []
+        self._len = 0
+        for file in self._files:
+            last = file.num_record_batches - 1
+            self._starts.append(self._len)
+            self._len += last * self._per_batch + file.get_batch(last).num_rows
+        self._batches: dict[tuple[int, int], _RowBatch] = {}
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < self._len:
+            raise IndexError(f"row {index} of {self._len}")
+        file = bisect_right(self._starts, index) - 1
+        number, inner = divmod(index - self._starts[file], self._per_batch)
+        if (file, number) not in self._batches:
+            self._batches[file, number] = _RowBatch(self._files[file].get_batch(number))
+        return self._batches[file, number].row(inner)
+
+
+class _RowBatch:
+    """Views of one record batch of rows."""
+
+    def __init__(self, batch: Any) -> None:
+        tokens, lens, mask, source, attention, *more = batch.columns
+        self._tokens = tokens.values.to_numpy().reshape(batch.num_rows, -1)
+        self._ends = lens.offsets.to_numpy()
+        self._lens = lens.values.to_numpy()
+        self._mask = None
+        if not pa.types.is_null(mask.type):
+            self._mask = mask.values.to_numpy().view(np.bool_).reshape(batch.num_rows, -1)
+        self._source = source.to_pylist()
+        self._attention = attention.to_pylist()
+        # Rows written before these columns existed lack them.
+        piece_docs, positions = more or (pa.nulls(0), pa.nulls(0))
+        self._piece_docs = None if pa.types.is_null(piece_docs.type) else piece_docs.values.to_numpy()
+        self._positions = None
+        if not pa.types.is_null(positions.type):
+            self._positions = positions.values.to_numpy().reshape(batch.num_rows, -1)
+
+    def row(self, inner: int) -> Row:
+        pieces = slice(self._ends[inner], self._ends[inner + 1])
+        return Row(
+            tokens=self._tokens[inner],
+            doc_lens=self._lens[pieces],
+            loss_mask=None if self._mask is None else self._mask[inner],
+            source=self._source[inner],
+            attention=self._attention[inner],
+            piece_docs=None if self._piece_docs is None else self._piece_docs[pieces],
+            positions=None if self._positions is None else self._positions[inner],
+        )
+
+
+def open_rows(folder: Path) -> RowSet:
+    paths = sorted(folder.glob("rows-*.arrow"))
+    if not paths:
+        raise DataError(f"{folder}: no rows-*.arrow files; build the rows again.")
+    return RowSet(paths)
+
+
+def open_arrow(path: Path) -> Any:
+    try:
+        return pa.ipc.open_file(pa.memory_map(str(path)))
+    except (OSError, pa.ArrowInvalid) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise DataError(f"{path}: not a complete Arrow file ({reason}); delete its folder and run again.") from error
+
+
+# What a row trains on: labels and positions, from its documents' lengths and its loss mask.
+
+
+IGNORE = -100
+
+
+def labels(tokens: np.ndarray, doc_lens: np.ndarray, loss_mask: np.ndarray | None) -> np.ndarray:
+    """int64[L]; IGNORE at each document's last token and before each masked token."""
+    shifted = np.full(len(tokens), IGNORE, dtype=np.int64)
+    shifted[:-1] = tokens[1:]
+    shifted[np.cumsum(doc_lens) - 1] = IGNORE
+    if loss_mask is not None:
+        shifted[:-1][~loss_mask[1:].astype(bool)] = IGNORE
+    return shifted
+
+
+def num_trained(doc_lens: np.ndarray, loss_mask: np.ndarray) -> int:
+    """How many labels of a row carry loss; the first token of a document is asked for by nothing."""
+    starts = np.cumsum(doc_lens) - doc_lens
+    return int(np.count_nonzero(loss_mask) - np.count_nonzero(loss_mask[starts]))
+
+
+def attended_lens(doc_lens: np.ndarray, attention: str) -> np.ndarray:
+    """The lengths that attention and positions go by: the documents, or the row as one if `attention` is full."""
+    return doc_lens if attention == "documents" else doc_lens.sum(keepdims=True, dtype=doc_lens.dtype)
+
+
+def position_ids(doc_lens: np.ndarray) -> np.ndarray:
+    """int64[L], restarting at 0 in every document; give it `attended_lens` of the row."""
+    lens = doc_lens.astype(np.int64)
+    starts = np.cumsum(lens) - lens
+    return np.arange(lens.sum()) - np.repeat(starts, lens)

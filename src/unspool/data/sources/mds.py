@@ -1,0 +1,395 @@
+"""MosaicML's MDS format, version 2, without its library: documents that are tokens already.
+
+In: shard files and the index.json files that describe them. Out: documents with `tokens`.
+A record is a document. A sample without a column `indices` is one document; a packed sample (`indices` holds the
+[start, end) of each document in the row) yields its documents apart, and tokens outside all of them belong to none.
+A sample that cannot be read is one quarantined record, as nobody can know how many documents it held.
+Promise: nothing in a shard is executed or trusted: pickled columns are stepped over, never loaded, and every
+offset, length and border is checked. Sums in index.json are checked, those of xxhash where it is installed.
+Price: a compressed shard is held in memory whole (64 MiB as usually written).
+Elsewhere: whether the tokens fit the model's vocabulary (steps.py).
+
+ProLong's public data uses Llama-3's tokenizer. Its unpacked sets have no BOS and no EOS; its packer puts 128000
+before and 128001 after a document, so a row that starts in the middle of one has no BOS. The column `mask` of its
+instruction data is not read: documents carry no loss mask.
+"""
+
+import bz2
+import gzip
+import hashlib
+import io
+import json
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import zstandard
+
+from unspool.core.errors import ConfigError
+from unspool.data.sources.base import MAX_RECORD_BYTES, Bad, Document, Filtered, Item
+from unspool.data.sources.config import MdsSource
+from unspool.data.sources.files import Unreadable, find_files, first_line
+
+INDEX = "index.json"
+BORDERS = "indices"
+_NOT_THERE = f"{INDEX} names this shard, but the file is not there"
+_CHUNK = 1 << 20
+_XXHASHES = ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128")
+_MAX_COMPRESSED = 1 << 30  # what a compressed shard may unfold to
+# How an array whose encoding does not name its type names it in its first byte.
+_DTYPES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
+_DTYPE_NAMES = {np.dtype(code).name: code for code in _DTYPES.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """What index.json says of one shard file."""
+
+    names: list[str]
+    encodings: list[str]
+    sizes: list[int | None]  # None where the size differs from sample to sample and stands in front of it
+    num_samples: int
+    compression: str | None  # of the file that is read
+    raw_bytes: int
+    hashes: dict[str, str]  # of the file that is read
+
+
+def units(source: MdsSource, root: Path) -> list[Path]:
+    """Every shard once, however many index.json files name it (ProLong's have one per part and one for them all).
+
+    An index.json that cannot be read, or that names what is no file or lies outside its folder, stands for itself.
+    """
+    found: set[Path] = set()
+    for path in find_files(source.path, root, kind="mds", endings=(INDEX,)):
+        if path.name != INDEX:
+            found.add(path)
+            continue
+        try:
+            entries = _entries(path)
+        except Unreadable:
+            found.add(path)
+            continue
+        for entry in entries:
+            try:
+                shard = _shard_path(path, entry)
+            except Unreadable:
+                shard = path
+            found.add(shard if shard.is_file() else path)
+    if not found:
+        raise ConfigError(f"path {source.path!r}: the {INDEX} files there name no shard; was the writing finished?")
+    return sorted(found)
+
+
+def read(source: MdsSource, units: Sequence[Path], seed: int) -> Iterator[Item]:
+    known: dict[Path, dict[Path, Any]] = {}
+    missing: set[Path] = set()
+    for path in units:
+        if path.name == INDEX:
+            yield from _index_problems(path, missing)
+            continue
+        try:
+            yield from _read_shard(path, _described(path, known), source.tokens)
+        except Unreadable as error:
+            yield Bad(str(path), "whole file", error.reason, error.detail)
+
+
+def _read_shard(path: Path, shard: _Shard, column: str) -> Iterator[Item]:
+    if column not in shard.names:
+        present = ", ".join(map(repr, shard.names[:12])) or "no columns"
+        raise Unreadable("missing_field", f"no column {column!r}; it has {present}")
+    with _content(path, shard) as stream:
+        size = stream.seek(0, io.SEEK_END)
+        offsets = _offsets(stream, size, shard)
+        for number, (begin, end) in enumerate(pairwise(offsets), start=1):
+            try:
+                data = _sample(stream, begin, end, size, first=4 * (len(offsets) + 1))
+                yield from _documents(f"{path.parent.name}/{path.name}:{number}", _columns(shard, data), column)
+            except Unreadable as error:
+                yield Bad(str(path), f"sample {number}", error.reason, error.detail)
+
+
+# The index
+
+
+def _entries(index: Path) -> list[Any]:
+    try:
+        content = json.loads(index.read_bytes())
+    except OSError as error:
+        raise Unreadable("unreadable", first_line(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise Unreadable("broken_json", f"not valid JSON ({first_line(error)})") from error
+    shards = content.get("shards") if isinstance(content, dict) else None
+    if not isinstance(shards, list):
+        raise Unreadable("unreadable", "not an index of MDS shards; it has no list `shards`")
+    return shards
+
+
+def _shard_path(index: Path, entry: Any) -> Path:
+    """The file to read: the shard itself, or else its compressed form."""
+    raw, packed = (_file_path(index, entry, key) for key in ("raw_data", "zip_data"))
+    path = packed if packed is not None and (raw is None or not raw.exists()) else raw
+    if path is None:
+        raise Unreadable("unreadable", "a shard without a file name")
+    return path
+
+
+def _file_path(index: Path, entry: Any, key: str) -> Path | None:
+    info = entry.get(key) if isinstance(entry, dict) else None
+    name = info.get("basename") if isinstance(info, dict) else None
+    if not isinstance(name, str) or not name:
+        return None
+    path = Path(name)
+    possible = name.isprintable() and len(name.encode(errors="replace")) < 256
+    if not possible or path.is_absolute() or ".." in path.parts or path.name in ("", INDEX):
+        raise Unreadable("unsafe_path", f"names {name[:80]!r}, which is not a shard below its folder")
+    return index.parent / name
+
+
+def _index_problems(index: Path, missing: set[Path]) -> Iterator[Item]:
+    """What cannot be read of an index; shards that are not there only if they are not in `missing` yet."""
+    try:
+        entries = _entries(index)
+    except Unreadable as error:
+        yield Bad(str(index), "whole file", error.reason, error.detail)
+        return
+    for number, entry in enumerate(entries, start=1):
+        try:
+            shard = _shard_path(index, entry)
+        except Unreadable as error:
+            yield Bad(str(index), f"shard {number}", error.reason, error.detail)
+            continue
+        if not shard.is_file() and shard not in missing:
+            missing.add(shard)
+            yield Bad(str(shard), "whole file", "unreadable", _NOT_THERE)
+
+
+def _described(path: Path, known: dict[Path, dict[Path, Any]]) -> _Shard:
+    """What the nearest index.json that names the shard says of it."""
+    for folder in path.parents:
+        if folder not in known:
+            known[folder] = _by_path(folder / INDEX)
+        if path in known[folder]:
+            return _shard(path, known[folder][path])
+    raise Unreadable("unreadable", f"no {INDEX} beside it or above it names this shard")
+
+
+def _by_path(index: Path) -> dict[Path, Any]:
+    found = {}
+    try:
+        entries = _entries(index) if index.is_file() else []
+    except Unreadable:
+        return {}  # it is a unit of its own and reported there
+    for entry in entries:
+        try:
+            found.update({path: entry for key in ("raw_data", "zip_data") if (path := _file_path(index, entry, key))})
+        except Unreadable:
+            continue
+    return found
+
+
+def _shard(path: Path, entry: dict[str, Any]) -> _Shard:
+    if entry.get("format") != "mds" or entry.get("version") != 2:
+        found = f"format {entry.get('format')!r}, version {entry.get('version')!r}"
+        raise Unreadable("unreadable", f"{found}; only format 'mds', version 2 is read")
+    raw, packed = (_typed(entry, key, dict) for key in ("raw_data", "zip_data"))
+    # Compared by name alone, since a merged index puts a folder in front.
+    is_packed = Path(str(packed.get("basename"))).name == path.name
+    shard = _Shard(
+        names=_typed(entry, "column_names", list),
+        encodings=_typed(entry, "column_encodings", list),
+        sizes=_typed(entry, "column_sizes", list),
+        num_samples=_typed(entry, "samples", int),
+        compression=_typed(entry, "compression", str) or None if is_packed else None,
+        raw_bytes=_typed(raw, "bytes", int),
+        hashes=_typed(packed if is_packed else raw, "hashes", dict),
+    )
+    texts, sizes = (*shard.names, *shard.encodings), [size for size in shard.sizes if size is not None]
+    if (
+        not len(shard.names) == len(shard.encodings) == len(shard.sizes)
+        or not all(isinstance(text, str) for text in texts)
+        or not all(isinstance(size, int) and size >= 0 for size in sizes)
+    ):
+        raise Unreadable("unreadable", f"{INDEX} does not give a name, an encoding and a size for each column")
+    return shard
+
+
+def _typed(entry: dict[str, Any], key: str, kind: type) -> Any:
+    """The value, or what is empty of its kind where it is missing or of another."""
+    value = entry.get(key)
+    return value if isinstance(value, kind) else kind()
+
+
+# The shard
+
+
+def _content(path: Path, shard: _Shard) -> BinaryIO:
+    try:
+        _check_hashes(path, shard)
+        return path.open("rb") if shard.compression is None else _unfolded(path, shard, shard.compression)
+    except FileNotFoundError as error:
+        raise Unreadable("unreadable", _NOT_THERE) from error
+    except (OSError, zlib.error, zstandard.ZstdError) as error:
+        raise Unreadable("unreadable", first_line(error)) from error
+
+
+def _check_hashes(path: Path, shard: _Shard) -> None:
+    for name, expected in shard.hashes.items():
+        digest: Any = None
+        if name in hashlib.algorithms_guaranteed and not name.startswith("shake"):
+            digest = hashlib.new(name)
+        elif name in _XXHASHES and find_spec("xxhash"):
+            digest = getattr(import_module("xxhash"), name)()
+        if digest is None:
+            continue
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+        if digest.hexdigest() != expected:
+            raise Unreadable("unreadable", f"damaged; its {name} sum is not the one in {INDEX}")
+
+
+def _unfolded(path: Path, shard: _Shard, compression: str) -> BinaryIO:
+    """The decompressed shard, as far as it goes: one that is cut short still holds its first samples."""
+    method = compression.partition(":")[0]  # "zstd:7" is zstd at level 7
+    if shard.raw_bytes > _MAX_COMPRESSED:
+        raise Unreadable("too_long", f"unfolds to more than {_MAX_COMPRESSED >> 30} GiB; decompress it first")
+    content = io.BytesIO()
+    with path.open("rb") as file:
+        if method == "zstd":
+            stream: Any = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+        elif method in ("gz", "bz2"):
+            stream = gzip.GzipFile(fileobj=file) if method == "gz" else bz2.BZ2File(file)
+        else:
+            detail = f"compressed with {compression!r}; zstd, gz and bz2 are read: decompress the shards first"
+            raise Unreadable("unreadable", detail)
+        try:
+            while chunk := stream.read(_CHUNK):
+                if content.write(chunk) and content.tell() > shard.raw_bytes:
+                    raise Unreadable("archive_bomb", f"unfolds to more than the {shard.raw_bytes} bytes in {INDEX}")
+        except EOFError:
+            pass  # gzip and bz2 say so when they are cut short, zstandard does not; the missing samples will
+    return content
+
+
+def _offsets(stream: BinaryIO, size: int, shard: _Shard) -> list[int]:
+    """Where each sample begins, and where the last one ends."""
+    stream.seek(0)
+    head = stream.read(4)
+    num_samples = int.from_bytes(head, "little")
+    if len(head) < 4 or size < 4 * (num_samples + 2):
+        raise Unreadable("truncated", f"cut short after {size} bytes, before its first sample")
+    if num_samples != shard.num_samples:
+        raise Unreadable("unreadable", f"holds {num_samples} samples, but {INDEX} says {shard.num_samples}")
+    offsets: list[int] = np.frombuffer(stream.read(4 * (num_samples + 1)), dtype="<u4").tolist()
+    return offsets
+
+
+def _sample(stream: BinaryIO, begin: int, end: int, size: int, *, first: int) -> bytes:
+    if not first <= begin <= end:
+        raise Unreadable("bad_offsets", f"said to lie from byte {begin} to byte {end}")
+    if end > size:
+        raise Unreadable("truncated", f"said to end at byte {end}, but the shard is cut short after {size}")
+    if end - begin > MAX_RECORD_BYTES:
+        raise Unreadable("too_long", f"more than {MAX_RECORD_BYTES >> 20} MiB in one sample")
+    try:
+        stream.seek(begin)
+        return stream.read(end - begin)
+    except OSError as error:
+        raise Unreadable("unreadable", first_line(error)) from error
+
+
+# The sample
+
+
+def _columns(shard: _Shard, data: bytes) -> dict[str, tuple[str, bytes]]:
+    """Encoding and bytes of each column. The sizes that vary come first, then the columns one after another."""
+    num_varying = sum(1 for size in shard.sizes if not size)
+    place = 4 * num_varying
+    if len(data) < place:
+        raise Unreadable("bad_offsets", f"{len(data)} bytes are too few for the sizes of {num_varying} columns")
+    varying = iter(np.frombuffer(data, dtype="<u4", count=num_varying).tolist())
+    columns = {}
+    for name, encoding, size in zip(shard.names, shard.encodings, shard.sizes, strict=True):
+        end = place + (size or next(varying))
+        columns[name] = (encoding, data[place:end])
+        place = end
+    if place != len(data):
+        raise Unreadable("bad_offsets", f"its columns take {place} bytes, but the sample has {len(data)}")
+    return columns
+
+
+def _documents(sample: str, columns: dict[str, tuple[str, bytes]], column: str) -> Iterator[Item]:
+    tokens = _tokens(_decoded(column, *columns[column]), column)
+    if BORDERS not in columns:
+        yield Document(sample, "", tokens) if len(tokens) else Filtered(sample, "empty")
+        return
+    borders = _borders(_decoded(BORDERS, *columns[BORDERS]), len(tokens))
+    for number, (begin, end) in enumerate(borders, start=1):
+        name = f"{sample}.{number}"
+        yield Document(name, "", tokens[begin:end]) if end > begin else Filtered(name, "empty")
+
+
+def _decoded(column: str, encoding: str, data: bytes) -> np.ndarray:
+    kind, _, options = encoding.partition(":")
+    if kind == "ndarray":
+        return _ndarray(column, options, data)
+    if kind == "json":
+        try:
+            return np.array(json.loads(data))
+        except (ValueError, RecursionError, OverflowError) as error:
+            raise Unreadable("broken_json", f"column {column!r} holds no list of numbers") from error
+    why = "pickled, and loading it could run any code" if kind == "pkl" else f"encoded as {encoding!r}"
+    raise Unreadable("not_tokens", f"column {column!r} is {why}; read are ndarray and json")
+
+
+def _ndarray(column: str, options: str, data: bytes) -> np.ndarray:
+    """Type and shape stand in the encoding ("uint32:65536") or, each where it is missing there, before the values."""
+    dtype_name, _, dims = options.partition(":")
+    place = 0
+    try:
+        if dtype_name:
+            dtype = np.dtype(_DTYPE_NAMES[dtype_name]).newbyteorder("<")
+        else:
+            dtype = np.dtype(_DTYPES[data[0]]).newbyteorder("<")
+            place = 1
+        if dims:
+            shape = [int(dim) for dim in dims.split(",")]
+        else:
+            num_dims, width = data[place] >> 2, data[place] & 3  # sizes of 1, 2, 4 or 8 bytes
+            shape = np.frombuffer(data, dtype=f"<u{1 << width}", count=num_dims, offset=place + 1).tolist()
+            place += 1 + (num_dims << width)
+        if len(data) - place != math.prod(shape) * dtype.itemsize:
+            raise ValueError("its values do not fill its shape")
+        return np.frombuffer(data, dtype=dtype, offset=place).reshape(shape)
+    except (KeyError, IndexError, ValueError) as error:
+        raise Unreadable("not_tokens", f"column {column!r} is no array of the kind {options or 'any'!r}") from error
+
+
+def _tokens(values: np.ndarray, column: str) -> np.ndarray:
+    if values.ndim != 1 or (len(values) and values.dtype.kind not in "iu"):
+        found = f"{values.ndim} dimensions of {values.dtype}"
+        raise Unreadable("not_tokens", f"column {column!r} must hold one row of whole numbers, not {found}")
+    if len(values) and not (values.min() >= 0 and values.max() < 1 << 32):
+        raise Unreadable("not_tokens", f"column {column!r} holds {values.min()} to {values.max()}; tokens take 32 bits")
+    # Always a copy: the values lie anywhere in the sample, also where no 4-byte number may.
+    return values.astype(np.uint32)
+
+
+def _borders(values: np.ndarray, num_tokens: int) -> list[tuple[int, int]]:
+    if values.size and (values.ndim != 2 or values.shape[1] != 2 or values.dtype.kind not in "iu"):
+        raise Unreadable("bad_borders", f"column {BORDERS!r} must hold pairs of whole numbers, not {values.shape}")
+    pairs: list[tuple[int, int]] = [(begin, end) for begin, end in values.reshape(-1, 2).tolist()]
+    last = 0
+    for begin, end in sorted(pairs):
+        if not last <= begin <= end <= num_tokens:
+            detail = f"a document from token {begin} to {end} overlaps another or leaves the row of {num_tokens}"
+            raise Unreadable("bad_borders", detail)
+        last = end
+    return pairs

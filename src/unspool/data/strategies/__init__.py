@@ -1,0 +1,1 @@
+"""Packing strategies: UtK, CIP, NExtLong, PoSE, length upsampling."""

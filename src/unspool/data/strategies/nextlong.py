@@ -1,0 +1,262 @@
+"""NExtLong: after each chunk of a document, the chunks of other documents that look most like it.
+
+In: documents, and the corpora they come from. Out: rows of exactly `row_len` tokens, each one document pulled apart:
+
+    chunk 1, its negatives, chunk 2, its negatives, …, last chunk, its negatives
+
+Every token is trained on and the whole row is seen, so what continues a chunk stands behind text that resembles it.
+Chunks are equal parts of a document, of at most `chunk` tokens; all documents of all sources are indexed in such
+chunks. A document gets as many negatives per chunk as fill its row; the last one is cut where the row ends.
+
+Promise: the document's chunks keep their order; no negative is from the document itself, and none is used twice in
+a row; tokens in + tokens of negatives = tokens in rows + dropped, also when closed early. No randomness.
+A negative that repeats the row (half of its stretches of 8 tokens, sampled) is left out, and with it all chunks of
+a document that repeats this one: they would be right answers.
+Price: a row per document, so short ones cost most (`limit` bounds it). Documents above `longest`, a quarter of the
+row if it is not given, are cut into equal parts, a row each, or under `intact` only the first: a document that
+fills the row leaves no place for negatives. Dropped are documents of one chunk (`short`: nothing to pull apart) and
+those whose row the rest of the corpus cannot fill (`alone`); both still serve as negatives.
+Elsewhere: what looks alike (retrieval.py, embeddings.py); where this differs from the paper (docs/nextlong.md).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from unspool.core.errors import DataError
+from unspool.core.progress import say
+from unspool.core.sizes import format_count
+from unspool.data.corpus.store import CorpusReader
+from unspool.data.packing.config import NegativesConfig
+from unspool.data.packing.pack import Doc, RowStream, Tally
+from unspool.data.packing.store import Row
+from unspool.data.strategies.retrieval import BM25, Embed, Embeddings, Retriever
+
+# Tokens of the index, at most: building it takes some 20 bytes for each.
+INDEX_TOKENS = 1 << 27
+# Tokens of a stretch, and the share of stretches that is compared to find copies: one in 2 ** this.
+_STRETCH = 8
+_SAMPLE_BITS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """All text that can be a negative, document by document."""
+
+    texts: list[np.ndarray]
+    owners: np.ndarray  # int64: the document of each, counted over all sources
+    first_docs: dict[str, int]  # the first document of each source
+    masks: list[np.ndarray]  # loss masks of all, or none if no source has any
+
+    def of(self, doc: Doc) -> slice:
+        owner = self.first_docs[doc.source] + doc.number
+        return slice(*np.searchsorted(self.owners, [owner, owner + 1]).tolist())
+
+    def source(self, owner: int) -> str:
+        return max((first, name) for name, first in self.first_docs.items() if first <= owner)[1]
+
+
+def build_negatives(
+    config: NegativesConfig, readers: Mapping[str, CorpusReader], *, keep_rest: bool, embed: Embed | None
+) -> "Negatives":
+    """Index the corpora. `keep_rest`: the rest of a document that is too long makes further rows."""
+    longest = max((int(reader.lens.max(initial=0)) for reader in readers.values()), default=0)
+    if longest <= config.chunk:
+        raise DataError(
+            f"negatives.chunk is {config.chunk} and the longest document has {longest} tokens, so none can be taken "
+            "apart; use a smaller chunk or longer documents."
+        )
+    if sum(int((reader.lens > 0).sum()) for reader in readers.values()) < 2:
+        raise DataError("negatives are chunks of other documents, and there is only one document; add text.")
+    chunks = cut_corpora(readers, config.chunk)
+    say(f"negatives: indexing {format_count(len(chunks.texts))} chunks ({config.retriever})")
+    assert (embed is not None) == (config.retriever == "embeddings")
+    retriever: Retriever = BM25(chunks.texts) if embed is None else Embeddings(chunks.texts, embed)
+    return Negatives(config, chunks, retriever, keep_rest)
+
+
+def cut_corpora(readers: Mapping[str, CorpusReader], chunk: int) -> Chunks:
+    """The chunks of all documents, or evenly spaced ones if there are more than the index may hold."""
+    lens = np.concatenate([reader.lens for reader in readers.values()])
+    firsts = np.cumsum([0, *(len(reader) for reader in readers.values())])[:-1]
+    counts = -(-lens // chunk)
+    total, most = int(counts.sum()), max(2, INDEX_TOKENS // chunk)
+    chosen = np.arange(total)
+    if total > most:
+        chosen = np.arange(most) * total // most
+        say(
+            f"negatives: {format_count(total)} chunks are more than the index may hold; every "
+            f"{total / most:.1f}th can be a negative"
+        )
+    owners = np.repeat(np.arange(len(lens)), counts)[chosen]
+    parts = chosen - (np.cumsum(counts) - counts)[owners]
+    places = ((reader, number) for reader in readers.values() for number in range(len(reader)))
+    is_masked = any(reader.is_masked for reader in readers.values())
+    texts: list[np.ndarray] = []
+    masks: list[np.ndarray] = []
+    wanted = np.split(parts, np.searchsorted(owners, np.arange(1, len(lens))))
+    for (reader, index), numbers in zip(places, wanted, strict=True):
+        doc = reader[index]
+        bounds = _bounds(len(doc), -(-len(doc) // chunk))
+        texts += [doc[bounds[part] : bounds[part + 1]] for part in numbers.tolist()]
+        if is_masked:
+            mask = reader.loss_mask(index)
+            mask = np.broadcast_to(np.True_, len(doc)) if mask is None else mask
+            masks += [mask[bounds[part] : bounds[part + 1]] for part in numbers.tolist()]
+    return Chunks(texts, owners, dict(zip(readers, firsts.tolist(), strict=True)), masks)
+
+
+class Negatives:
+    """Packs documents with their negatives; `pack` is a `Packer` (pack.py)."""
+
+    def __init__(self, config: NegativesConfig, chunks: Chunks, retriever: Retriever, keep_rest: bool) -> None:
+        self._config = config
+        self._chunks = chunks
+        self._retriever = retriever
+        self._keep_rest = keep_rest
+        # For the manifest; kept up to date as rows are made.
+        self.cost = {
+            "chunks_indexed": len(chunks.texts),
+            "negatives": 0,
+            "negative_tokens": 0,
+            "copies_left_out": 0,
+        }
+
+    def pack(self, docs: Iterable[Doc], row_len: int, tally: Tally) -> RowStream:
+        # At most half, so that there are always negatives.
+        longest = min(self._config.longest or row_len // 4, row_len // 2)
+        chunk = max(1, min(self._config.chunk, longest // 2))
+        for doc in docs:
+            assert doc.number >= 0, "its own chunks must not be its negatives, so it must be known"
+            length = len(doc.tokens)
+            if length <= chunk:
+                tally.drop("short", doc.source, length)
+                continue
+            bounds = _bounds(length, -(-length // longest)) if self._keep_rest else [0, min(length, longest)]
+            tally.drop("cut", doc.source, length - bounds[-1])
+            done = 0
+            try:
+                for start, stop in pairwise(bounds):
+                    row = self._row(doc, start, stop, row_len, chunk)
+                    done = stop
+                    if row is None:
+                        tally.drop("alone", doc.source, stop - start)
+                        continue
+                    tally.added += row_len - (stop - start)
+                    yield row
+            finally:
+                tally.drop("limit", doc.source, bounds[-1] - done)
+
+    def _row(self, doc: Doc, start: int, stop: int, row_len: int, chunk: int) -> Row | None:
+        text = doc.tokens[start:stop]
+        mask = None if doc.loss_mask is None else doc.loss_mask[start:stop]
+        room = row_len - len(text)
+        bounds = _bounds(len(text), max(2, -(-len(text) // chunk)))
+        pieces = [text[start:stop] for start, stop in pairwise(bounds)]
+        choice = _Choice(self._chunks, text, room)
+        ranked = self._ranked(pieces, self._chunks.of(doc), 2 * room // (len(pieces) * self._config.chunk) + 8)
+        lens, owners, parts, masks = [], [], [], []
+        for number, (piece, candidates) in enumerate(zip(pieces, ranked, strict=True)):
+            is_last = number == len(pieces) - 1
+            found = choice.take(candidates, room if is_last else room * bounds[number + 1] // len(text), is_last)
+            parts += [piece, *(self._chunks.texts[negative][:length] for negative, length in found)]
+            lens += [len(piece), *(length for _, length in found)]
+            owners += [-1, *(int(self._chunks.owners[negative]) for negative, _ in found)]
+            if mask is not None:
+                masks += [mask[bounds[number] : bounds[number + 1]]]
+                masks += [self._chunks.masks[negative][:length] for negative, length in found]
+        if choice.taken < room:
+            return None
+        self.cost["negatives"] += len(parts) - len(pieces)
+        self.cost["negative_tokens"] += room
+        self.cost["copies_left_out"] += choice.copies
+        numbers: dict[int, int] = {-1: 0}
+        piece_docs = [numbers.setdefault(owner, len(numbers)) for owner in owners]
+        sources = dict.fromkeys([doc.source, *(self._chunks.source(owner) for owner in owners if owner >= 0)])
+        return Row(
+            tokens=np.concatenate(parts, dtype=np.uint32),
+            doc_lens=np.array(lens, dtype=np.int32),
+            loss_mask=None if mask is None else np.concatenate(masks),
+            source="+".join(sources),
+            attention="full",
+            piece_docs=np.array(piece_docs, dtype=np.int32),
+        )
+
+    def _ranked(self, pieces: Sequence[np.ndarray], hidden: slice, k: int) -> list[Iterator[int]]:
+        """For each piece, all chunks that may follow it, best first; only as many are looked for as are asked for."""
+
+        def deeper(piece: np.ndarray, found: np.ndarray, k: int) -> Iterator[int]:
+            yield from found.tolist()
+            while len(found) == k:
+                seen, k = k, 4 * k
+                found = self._retriever.search([piece], k, hidden)[0]
+                yield from found[seen:].tolist()
+
+        first = self._retriever.search(pieces, k, hidden)
+        return [deeper(piece, found, k) for piece, found in zip(pieces, first, strict=True)]
+
+
+class _Choice:
+    """Takes negatives for one row, none twice and none that repeats what the row holds."""
+
+    def __init__(self, chunks: Chunks, text: np.ndarray, room: int) -> None:
+        self._chunks = chunks
+        self._room = room
+        self._of_text = stretches(text)
+        self._of_negatives: set[int] = set()
+        self._seen: set[int] = set()  # chunks that are in the row, or that may not be
+        self._banned: set[int] = set()  # documents that repeat this one
+        self.taken = 0  # tokens
+        self.copies = 0
+
+    def take(self, candidates: Iterator[int], goal: int, is_last: bool) -> list[tuple[int, int]]:
+        """The best candidates and how much of each, until the row has about `goal` tokens of negatives, at last all."""
+        found: list[tuple[int, int]] = []
+        if self.taken == self._room:
+            return found
+        for number in candidates:
+            owner = int(self._chunks.owners[number])
+            if number in self._seen or owner in self._banned:
+                continue
+            text = self._chunks.texts[number]
+            if not is_last and (self.taken + len(text) / 2 > goal or self.taken + len(text) > self._room):
+                break
+            self._seen.add(number)
+            if self._repeats(text, owner):
+                self.copies += 1
+                continue
+            length = min(len(text), self._room - self.taken)
+            found.append((number, length))
+            self.taken += length
+            if self.taken == self._room:
+                break
+        return found
+
+    def _repeats(self, text: np.ndarray, owner: int) -> bool:
+        mine = stretches(text)
+        if 2 * len(mine & self._of_text) >= len(mine):
+            self._banned.add(owner)
+            return True
+        if 2 * len(mine & self._of_negatives) >= len(mine):
+            return True
+        self._of_negatives |= mine
+        return False
+
+
+def stretches(text: np.ndarray) -> set[int]:
+    """Hashes of a sample of all stretches of 8 tokens; of equal stretches all or none are in it."""
+    width = min(_STRETCH, len(text))
+    count = len(text) - width + 1
+    hashes = np.zeros(count, dtype=np.uint64)
+    for at in range(width):
+        hashes = (hashes + text[at : at + count] + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        hashes ^= hashes >> np.uint64(29)
+    sampled = hashes[hashes >> np.uint64(64 - _SAMPLE_BITS) == 0]
+    return set((sampled if len(sampled) else hashes.min(keepdims=True)).tolist())
+
+
+def _bounds(length: int, parts: int) -> list[int]:
+    """Where equal parts begin and end."""
+    return [length * number // parts for number in range(parts + 1)] if parts else [0]

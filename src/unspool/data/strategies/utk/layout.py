@@ -1,0 +1,248 @@
+"""Which piece of which document stands where in tangled rows: planned from lengths alone.
+
+In: lengths of documents, and for each what was drawn for it (`Choices`). Out: `Units`, what of a document a row
+holds, and `Pieces`, in the order in which they stand in the rows.
+Promise: rows have exactly `row_len` tokens, marks included; what a row holds depends on the documents up to its last
+one and on the seed, not on how many documents were looked at together.
+Price: one step in Python per row and per document at a row's end, the rest in whole arrays.
+Elsewhere: what the marks are and what they are for (tangle.py).
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from unspool.data.packing.config import TangleConfig
+from unspool.data.strategies.utk.special_tokens import LabelPool
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What was drawn for documents, or for the rests of cut ones, one entry each."""
+
+    hops: np.ndarray  # int64[n], pieces; 1: stays whole
+    marks: np.ndarray  # int64[n], tokens that splitting it adds
+    points: np.ndarray  # float64[n, most hops - 1], where to split
+    labels: np.ndarray  # int64[n, most hops], numbers in the label pool, as many as hops
+    luck: np.ndarray  # float64[n], below `probability`: split
+
+    def __len__(self) -> int:
+        return len(self.hops)
+
+    def __getitem__(self, which: slice) -> "Choices":
+        return Choices(*(getattr(self, field.name)[which] for field in fields(self)))
+
+    def and_more(self, more: "Choices") -> "Choices":
+        return Choices(
+            *(np.concatenate([getattr(self, field.name), getattr(more, field.name)]) for field in fields(self))
+        )
+
+
+class Chooser:
+    """Draws `Choices`, always as many numbers for an entry, so that entries do not depend on those before."""
+
+    def __init__(self, config: TangleConfig, pool: LabelPool, rng: np.random.Generator) -> None:
+        self._config, self._pool, self._rng = config, pool, rng
+        self._most = max(config.hops)
+        self._counts = np.array(list(config.hops))
+        self._shares = np.cumsum(list(config.hops.values())) / sum(config.hops.values())
+
+    def choose(self, count: int, lens: np.ndarray | None = None) -> Choices:
+        """With `lens`, documents that are too short to be split are not."""
+        config = self._config
+        luck, kind, *points = self._rng.random((count, 1 + self._most)).T
+        hops = self._counts[np.minimum(np.searchsorted(self._shares, kind, side="right"), len(self._counts) - 1)]
+        if config.per == "document":
+            hops = np.where(luck < config.probability, hops, 1)
+        if lens is not None:
+            hops = np.where(lens < np.maximum(config.min_split, hops), 1, hops)
+        marks = 2 * (hops - 1)
+        labels = np.zeros((count, self._most), dtype=np.int64)
+        if config.backtrace:
+            is_label = (np.arange(self._most) < hops[:, None]) & (hops > 1)[:, None]
+            labels[is_label] = self._pool.take(int(is_label.sum()))
+            sizes = np.where(is_label, self._pool.lens(labels) if len(self._pool) else 0, 0)
+            # <D> and </D> of each piece; <S>, <s> … and </S>; each label twice.
+            marks += np.where(hops > 1, 2 * hops + hops + 1 + 2 * sizes.sum(axis=1), 0)
+        return Choices(hops, marks, np.stack(points, axis=1), labels, luck)
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Stretches of documents that rows hold, row by row, in the order of the documents; int64 but for `is_cut`."""
+
+    rows: np.ndarray
+    docs: np.ndarray
+    starts: np.ndarray  # in the document
+    lens: np.ndarray
+    hops: np.ndarray
+    entries: np.ndarray  # in the choices: among those of the documents and, after them, those of the rows
+    is_cut: np.ndarray  # bool: the row ended before the document did
+    next_docs: np.ndarray  # of each row: where the next row begins, a document and
+    next_starts: np.ndarray  # a place in it
+    dropped: np.ndarray  # of each row: tokens of its cut document that are in no row
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.next_docs)
+
+
+def fill_rows(
+    config: TangleConfig, row_len: int, lens: np.ndarray, docs: Choices, rows: Choices, *, begin: int, keep_rest: bool
+) -> Units:
+    """All rows that documents of these lengths fill; of the first one, `begin` tokens are in earlier rows.
+
+    `rows` is what was drawn for the rests at rows' beginnings, and for rows. `keep_rest`: the rest of a cut document
+    begins the next row, or is dropped.
+    """
+    splits = np.ones(len(rows), dtype=bool) if config.per == "document" else rows.luck < config.probability
+    filling = _Filling(config, row_len, lens, docs, rows)
+    doc, start = 0, begin
+    for number, is_split in enumerate(splits.tolist()):
+        end = filling.row(doc, start, len(lens) + number, is_split)
+        if end is None:
+            break
+        doc, start = end
+        dropped = 0
+        if start and not keep_rest:
+            dropped = int(lens[doc]) - start
+            doc, start = doc + 1, 0
+        filling.next_rows.append((doc, start, dropped))
+    return filling.units(splits)
+
+
+class _Filling:
+    """Rows that are being filled: their documents, and what becomes of those at rows' beginnings and ends."""
+
+    def __init__(self, config: TangleConfig, row_len: int, lens: np.ndarray, docs: Choices, rows: Choices) -> None:
+        self._row_len, self._min_split = row_len, config.min_split
+        self._docs, self._doc_lens = docs, lens
+        # As lists: they are looked at one by one.
+        self._lens: list[int] = lens.tolist()
+        self._hops: list[int] = np.concatenate([docs.hops, rows.hops]).tolist()
+        self._marks: list[int] = np.concatenate([docs.marks, rows.marks]).tolist()
+        # Where documents would end if they followed one another whole: in rows without splits, and with.
+        self._ends = [[0, *np.cumsum(cost).tolist()] for cost in (lens, lens + docs.marks)]
+        self._taken: list[int] = []  # documents
+        self._special: list[tuple[int, ...]] = []  # which of those, start, length, hops, entry in choices, is_cut
+        self._row_ends = [0]  # in `_taken`
+        self.next_rows: list[tuple[int, int, int]] = []  # where they begin, and what was dropped before
+
+    def row(self, doc: int, start: int, entry: int, is_split: bool) -> tuple[int, int] | None:
+        """Fill a row from a place in a document on; where it ends, or None if there are too few documents."""
+        taken: list[int] = []
+        special: list[tuple[int, ...]] = []
+        room, ends = self._row_len, self._ends[is_split]
+        while room:
+            if not start:
+                first, doc = doc, bisect_right(ends, ends[doc] + room) - 1
+                taken += range(first, doc)
+                room -= ends[doc] - ends[first]
+                if not room:
+                    break
+            if doc == len(self._lens):
+                return None
+            chosen = entry if start else doc
+            size, hops, cost = self._squeeze(self._lens[doc] - start, chosen, room, is_split)
+            is_cut = start + size < self._lens[doc]
+            special.append((len(self._taken) + len(taken), start, size, hops, chosen, is_cut))
+            taken.append(doc)
+            room -= cost
+            doc, start = (doc, start + size) if is_cut else (doc + 1, 0)
+        self._taken += taken
+        self._special += special
+        self._row_ends.append(len(self._taken))
+        return doc, start
+
+    def _squeeze(self, size: int, entry: int, room: int, is_split: bool) -> tuple[int, int, int]:
+        """How much of a document enters a row's last `room` tokens, in how many pieces, and what that costs."""
+        hops = self._hops[entry] if is_split else 1
+        if size < max(self._min_split, hops):
+            hops = 1
+        marks = self._marks[entry] if hops > 1 else 0
+        if size + marks <= room:
+            return size, hops, size + marks
+        if size <= room:
+            return size, 1, size
+        # Cut: the knots come out of the text's room, and there are neither labels nor solution.
+        size = room - 2 * (hops - 1)
+        if size < max(self._min_split, hops):
+            return room, 1, room
+        return size, hops, room
+
+    def units(self, splits: np.ndarray) -> Units:
+        docs = np.array(self._taken, dtype=np.int64)
+        rows = np.repeat(np.arange(len(self.next_rows)), np.diff(self._row_ends))
+        starts, is_cut = np.zeros_like(docs), np.zeros(len(docs), dtype=bool)
+        lens, entries = self._doc_lens[docs], docs.copy()
+        hops = np.where(splits[rows], self._docs.hops[docs], 1)
+        if self._special:
+            where, *found = np.array(self._special, dtype=np.int64).T
+            for array, values in zip((starts, lens, hops, entries, is_cut), found, strict=True):
+                array[where] = values
+        ends = np.array(self.next_rows, dtype=np.int64).reshape(-1, 3).T
+        return Units(rows, docs, starts, lens, hops, entries, is_cut, *ends)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Pieces in the order in which they stand in the rows, all arrays int64 but for `is_last`."""
+
+    units: np.ndarray
+    parts: np.ndarray  # which piece of its unit, from 0
+    starts: np.ndarray  # in the document
+    lens: np.ndarray
+    is_last: np.ndarray  # bool: no piece of its unit comes later in the row
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+
+def scatter(units: Units, points: np.ndarray, config: TangleConfig, rng: np.random.Generator) -> Pieces:
+    """Split the units at `points` (float64[units, most hops - 1]) and shuffle the pieces over their rows."""
+    owner = np.repeat(np.arange(len(units.hops)), units.hops)
+    firsts = np.cumsum(units.hops) - units.hops
+    parts = np.arange(len(owner)) - firsts[owner]
+    splits = equal_points if config.split == "equal" else random_points
+    bounds = np.concatenate(
+        [np.zeros((len(points), 1), dtype=np.int64), splits(points, units.lens, units.hops), units.lens[:, None]],
+        axis=1,
+    )
+    starts, stops = bounds[owner, parts], bounds[owner, parts + 1]
+
+    places = rng.random(len(owner))
+    # What the row's end cuts off stays there: its last piece.
+    places[(firsts + units.hops - 1)[units.is_cut]] = 1.5
+    if config.preserve_order:
+        places = places[np.argsort(2 * owner + places, kind="stable")]
+    order = np.argsort(2 * units.rows[owner] + places, kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    latest = np.maximum.reduceat(rank, firsts) if len(firsts) else firsts
+    is_last = rank == latest[owner]
+    return Pieces(
+        owner[order], parts[order], (units.starts[owner] + starts)[order], (stops - starts)[order], is_last[order]
+    )
+
+
+def random_points(draws: np.ndarray, lens: np.ndarray, hops: np.ndarray) -> np.ndarray:
+    """Per unit hops - 1 distinct points in 1 … length - 1, uniform without replacement, sorted, then its length."""
+    points = np.repeat(lens[:, None], draws.shape[1], axis=1)
+    for number in range(draws.shape[1]):
+        having = np.flatnonzero(hops > number + 1)
+        found = points[having, : number + 1]
+        point = 1 + (draws[having, number] * (lens[having] - 1 - number)).astype(np.int64)
+        # The point counts only places that are free: skip the taken ones, from the lowest on.
+        for taken in range(number):
+            point += point >= found[:, taken]
+        found[:, number] = point
+        points[having, : number + 1] = np.sort(found, axis=1)
+    return points
+
+
+def equal_points(draws: np.ndarray, lens: np.ndarray, hops: np.ndarray) -> np.ndarray:
+    """Per unit hops - 1 points that make pieces of one length, give or take a token, then its length."""
+    numbers = 1 + np.arange(draws.shape[1])
+    points: np.ndarray = np.minimum(lens[:, None] * numbers // hops[:, None], lens[:, None])
+    return points

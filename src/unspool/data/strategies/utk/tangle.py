@@ -1,0 +1,219 @@
+"""Untie the Knots: split documents, scatter the pieces over the row, ask for the way back.
+
+In: documents, EOS appended. Out: rows of exactly `row_len` tokens with loss masks, pieces and whose they are.
+
+A document is split, with `probability`, into 2 to 8 pieces (`hops`), at random points or into equal parts. With
+`per: row`, rows are drawn instead: in some all documents are split, in the others none. A piece of a split document
+reads
+
+    <D> label </D>  <head knot>  text  <tail knot>
+
+without head knot if it is the first piece and without tail knot if it is the last. Knots are named by
+the cut (t1 … h1, t2 … h2) and shared by all documents. After the piece that lands last in the row,
+and after its EOS if it has one, follows the solution: <S> label <s> label … </S>, labels in original order.
+
+Positions are shuffled over the row and, with `preserve_order`, sorted within each document.
+
+The row is filled by drawing fewer tokens. The last document is cut where the row ends: it may be
+split, but gets neither labels nor solution, and its last piece stays at the row's end. A document
+that would fit only without marks is not split. Without `backtrace` no document gets labels.
+
+Loss mask, over target tokens (labels.py): none where the input or the target is a knot, on inputs
+from <D> through </D>, where the target is <D> or <S>, and where the input is </S> or EOS. Labels in the
+solution, <s> and </S> are trained on. Since pieces end in EOS, a knot or </S>, or at the row's end, these
+rules say the same as: never the marks before a piece's text, never its first token, never a tail knot or <S>.
+That is what is written, because it also holds for documents without EOS (cut by `longest`).
+
+Promise: the same seed gives the same bytes. A consumer that closes the stream early has the first rows of the whole
+stream; of the documents drawn ahead, those of which no token is in these rows are counted as `unread`.
+Differs from the public code: the solution of the last document is right (there it mixes up indices
+within the document and within the row), and no solution is cut off by the row's end.
+Elsewhere: planning (tangle_plan.py), labels (piece_labels.py), special tokens (knots.py), writing rows (rows.py).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from unspool.data.packing.config import RowsConfig, TangleConfig
+from unspool.data.packing.pack import WINDOW_DOCS, Doc, RowStream, Tally
+from unspool.data.packing.store import BATCH_TOKENS, Row
+from unspool.data.strategies.utk.layout import Choices, Chooser, Pieces, Units, fill_rows, scatter
+from unspool.data.strategies.utk.special_tokens import DrawLabels, LabelPool, knot_ids, label_drawer
+from unspool.data.strategies.utk.write import Written, gather_labels, write
+from unspool.data.tokenize.encoder import build_encoder
+
+# Labels that differ before one comes again, at least: of documents, and of rests, of which a row has one.
+_LABELS, _REST_LABELS = 8192, 1024
+
+
+def untangle(
+    tokens: np.ndarray, doc_lens: np.ndarray, piece_docs: np.ndarray | None, knots: Mapping[str, int]
+) -> list[np.ndarray]:
+    """The documents of a row without marks, put together again, as far as the row holds them."""
+    opening, closing, solution, _, _, *cuts = knots.values()
+    heads, tails = cuts[0::2], cuts[1::2]
+    starts = np.cumsum(doc_lens) - doc_lens
+    # Text ends at the first tail knot or <S> of its piece, if it has one.
+    stops = starts + doc_lens
+    closers = np.flatnonzero(np.isin(tokens, [solution, *tails]))
+    nearest = np.searchsorted(closers, starts)
+    stops = np.minimum(stops, np.append(closers, len(tokens))[nearest])
+    owners = np.arange(len(doc_lens)) if piece_docs is None else piece_docs
+    texts: dict[int, dict[int, np.ndarray]] = {}
+    for owner, start, stop in zip(owners.tolist(), starts.tolist(), stops.tolist(), strict=True):
+        text, part = tokens[start:stop], 0
+        if text[0] == opening:
+            text = text[int(np.argmax(text == closing)) + 1 :]
+        if int(text[0]) in heads:
+            text, part = text[1:], heads.index(int(text[0])) + 1
+        texts.setdefault(owner, {})[part] = text
+    return [np.concatenate([parts[part] for part in sorted(parts)]) for _, parts in sorted(texts.items())]
+
+
+@dataclass
+class Tangler:
+    """Packs a stream of documents into tangled rows; `pack` is a `Packer` (pack.py)."""
+
+    config: TangleConfig
+    knots: dict[str, int]  # in the order of their names in knots.py
+    draw_labels: DrawLabels
+    rng: np.random.Generator
+    keep_rest: bool  # of a cut document, as the first document of the next row
+
+    def pack(self, docs: Iterable[Doc], row_len: int, tally: Tally) -> RowStream:
+        drawing = (doc for doc in docs if len(doc.tokens))
+        doc_rng, row_rng, *label_rngs, place_rng = self.rng.spawn(5)
+        # No row may need more labels than come before one comes again, or two of its pieces could share one.
+        most = max(self.config.hops)
+        half = max(_LABELS, most * (1 + row_len // max(self.config.min_split, most)))
+        pools = (
+            LabelPool(self.draw_labels, half, label_rngs[0]),
+            LabelPool(self.draw_labels, _REST_LABELS, label_rngs[1]),
+        )
+        choosers = (Chooser(self.config, pools[0], doc_rng), Chooser(self.config, pools[1], row_rng))
+        window = _Window([], np.zeros(0, dtype=np.int64), 0, choosers[0].choose(0), choosers[1].choose(0))
+        is_done = False
+        while not is_done:
+            more, ended = _draw(drawing, max(BATCH_TOKENS, row_len))
+            window = window.and_more(more, choosers, row_len)
+            units = fill_rows(
+                self.config,
+                row_len,
+                window.lens,
+                window.choices,
+                window.row_choices,
+                begin=window.begin,
+                keep_rest=self.keep_rest,
+            )
+            points = np.concatenate([window.choices.points, window.row_choices.points])[units.entries]
+            pieces = scatter(units, points, self.config, place_rng)
+            labels = gather_labels(units, window.choices, window.row_choices, pools, backtrace=self.config.backtrace)
+            texts = [doc.tokens for doc in window.docs]
+            masks = [doc.loss_mask for doc in window.docs if doc.loss_mask is not None]
+            written = write(pieces, units, texts, labels, list(self.knots.values()), masks)
+            made = 0
+            try:
+                for row in _rows(window, units, pieces, written, row_len):
+                    made += 1
+                    yield row
+            except GeneratorExit:
+                _account(tally, window, units, row_len, made)
+                for doc, start in window.left(units, made):
+                    tally.drop("limit" if start else "unread", doc.source, len(doc.tokens) - start)
+                    tally.given_back += not start
+                raise
+            _account(tally, window, units, row_len, made)
+            is_done = ended and made < len(window.row_choices)
+            window = window.rest(units)
+        for doc, start in window.left(units, 0):
+            tally.drop("last_row", doc.source, len(doc.tokens) - start)
+
+
+def build_tangler(config: RowsConfig, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator) -> Tangler:
+    """`tokenizer` gets the knots that it lacks."""
+    assert config.tangle is not None
+    knots = knot_ids(tokenizer, max(config.tangle.hops))
+    draw_labels = label_drawer(build_encoder(tokenizer))
+    return Tangler(config.tangle, knots, draw_labels, rng, keep_rest=config.pack == "concat")
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Documents that are looked at together; of the first one a part may be in earlier rows already."""
+
+    docs: list[Doc]
+    lens: np.ndarray  # int64, of the documents
+    begin: int  # in the first document
+    choices: Choices  # of the documents
+    row_choices: Choices  # of what is left of a document when a row begins
+
+    def and_more(self, docs: list[Doc], choosers: tuple[Chooser, Chooser], row_len: int) -> "_Window":
+        of_docs, of_rows = choosers
+        more_lens = np.fromiter((len(doc.tokens) for doc in docs), dtype=np.int64, count=len(docs))
+        lens = np.concatenate([self.lens, more_lens])
+        choices = self.choices.and_more(of_docs.choose(len(docs), more_lens))
+        # A guess: the marks of rests are not known yet.
+        num_rows = int(lens.sum() + choices.marks.sum()) // row_len + 2
+        row_choices = self.row_choices.and_more(of_rows.choose(max(0, num_rows - len(self.row_choices))))
+        return _Window(self.docs + docs, lens, self.begin, choices, row_choices)
+
+    def left(self, units: Units, num_rows: int) -> Iterator[tuple[Doc, int]]:
+        """The documents that the first rows do not use up, and how much of each they do use."""
+        first, start = (
+            (int(units.next_docs[num_rows - 1]), int(units.next_starts[num_rows - 1])) if num_rows else (0, self.begin)
+        )
+        for doc in islice(self.docs, first, None):
+            yield doc, start
+            start = 0
+
+    def rest(self, units: Units) -> "_Window":
+        """What is left after all rows."""
+        if not units.num_rows:
+            return self
+        first, start = int(units.next_docs[-1]), int(units.next_starts[-1])
+        return _Window(
+            self.docs[first:], self.lens[first:], start, self.choices[first:], self.row_choices[units.num_rows :]
+        )
+
+
+def _draw(docs: Iterator[Doc], most_tokens: int) -> tuple[list[Doc], bool]:
+    """The next documents, and whether there are no more."""
+    drawn: list[Doc] = []
+    tokens = 0
+    for doc in docs:
+        drawn.append(doc)
+        tokens += len(doc.tokens)
+        if tokens >= most_tokens or len(drawn) >= WINDOW_DOCS:
+            return drawn, False
+    return drawn, True
+
+
+def _rows(window: _Window, units: Units, pieces: Pieces, written: Written, row_len: int) -> Iterator[Row]:
+    sources = [doc.source for doc in window.docs]
+    numbers = units.docs.tolist()
+    unit_ends = np.cumsum(np.bincount(units.rows, minlength=units.num_rows)).tolist()
+    piece_ends = np.cumsum(np.bincount(units.rows[pieces.units], minlength=units.num_rows)).tolist()
+    first_unit = first_piece = 0
+    for number, (unit_end, piece_end) in enumerate(zip(unit_ends, piece_ends, strict=True)):
+        span, held = slice(number * row_len, (number + 1) * row_len), slice(first_piece, piece_end)
+        yield Row(
+            tokens=written.tokens[span],
+            doc_lens=written.piece_lens[held],
+            loss_mask=written.loss_mask[span],
+            source="+".join(dict.fromkeys(sources[doc] for doc in numbers[first_unit:unit_end])),
+            attention="full",
+            piece_docs=(pieces.units[held] - first_unit).astype(np.int32),
+        )
+        first_unit, first_piece = unit_end, piece_end
+
+
+def _account(tally: Tally, window: _Window, units: Units, row_len: int, num_rows: int) -> None:
+    """Count what the first rows hold and leave out."""
+    tally.added += num_rows * row_len - int(units.lens[units.rows < num_rows].sum())
+    for row in np.flatnonzero(units.dropped[:num_rows]).tolist():
+        # Where a document was cut and its rest dropped, the next row begins with the one after it.
+        tally.drop("cut", window.docs[int(units.next_docs[row]) - 1].source, int(units.dropped[row]))

@@ -1,0 +1,329 @@
+"""The engines that tokenise fast: gigatoken, and tiktoken on the same merges.
+
+In: a rewritten definition (tokens_plain.py). Out: an object whose `encode` gives one text's ids, or NotFastError.
+Promise: one thread, the caller's: worker processes share the cores among them already, and one thread of
+gigatoken outruns whatever feeds it. Memory stays bounded on text that never repeats a word.
+Price: neither engine's ids are proved equal to the tokenizer's here; tokens_checked.py compares them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from tokenizers import Tokenizer
+
+# Rewrite a tokenizer's definition so that fast engines accept it and read text as only text.
+
+
+# No numeric character lies above it (Unicode 16); one that did would be caught when first seen in a text.
+_LAST_NUMERIC = 0x1FFFF
+
+
+class NotFastError(Exception):
+    """This tokenizer, or this text, is beyond a fast route; the message says why, for people."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    definition: dict[str, Any]
+    first_made_up: int  # this and all higher ids are made up
+    stands_for: dict[int, np.ndarray]  # of the made-up ids; one that is missing here has no equivalent
+
+    def real_ids(self, ids: np.ndarray) -> np.ndarray:
+        """The ids with the made-up ones replaced; NotFastError where that is impossible."""
+        places = np.flatnonzero(ids >= self.first_made_up)
+        if not len(places):
+            return ids
+        parts: list[np.ndarray] = []
+        done = 0
+        for place in places.tolist():
+            real = self.stands_for.get(int(ids[place]))
+            if real is None:
+                # The tokenizer skips such a byte and may then join what stood on either side of it.
+                raise NotFastError("it holds a byte that the vocabulary lacks")
+            parts += [ids[done:place], real]
+            done = place + 1
+        return np.concatenate([*parts, ids[done:]])
+
+
+@lru_cache(maxsize=2)
+def load_reference(definition: str) -> Tokenizer:
+    """The tokenizer itself, told that text is only text; loaded once per process."""
+    reference = Tokenizer.from_str(definition)
+    reference.encode_special_tokens = True
+    return reference
+
+
+def byte_letters() -> list[str]:
+    """The letter that byte-level vocabularies write for each byte: itself if printable, else one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+
+
+def pre_tokenizer_parts(definition: dict[str, Any]) -> list[dict[str, Any]]:
+    top = definition["pre_tokenizer"]
+    if top is None:
+        return []
+    return list(top["pretokenizers"]) if top["type"] == "Sequence" else [top]
+
+
+def build_plain(definition: str) -> Plain:
+    """The rewritten definition; other properties of the tokenizer are left for the engines to judge."""
+    plain = json.loads(definition)
+    _drop_what_does_nothing(plain)
+    used = [token["id"] for token in plain["added_tokens"]]
+    plain["added_tokens"] = [token for token in plain["added_tokens"] if not token["special"]]
+    vocab = plain["model"]["vocab"]
+    if plain["model"]["type"] != "BPE":
+        return Plain(plain, np.iinfo(np.uint32).max, {})
+    first_made_up = max([*vocab.values(), *used]) + 1
+    stands_for: dict[int, np.ndarray] = {}
+    next_id = first_made_up
+
+    parts = pre_tokenizer_parts(plain)
+    if parts and parts[-1]["type"] == "ByteLevel":
+        for letter in byte_letters():
+            if letter not in vocab:
+                vocab[letter] = next_id
+                next_id += 1
+    if parts and parts[0] == {"type": "Digits", "individual_digits": True} and plain["normalizer"] is None:
+        plain["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts[1:]} if parts[2:] else parts[1]
+        for digit, ids in _digits(definition).items():
+            if len(ids) == 1:
+                stand_in = int(ids[0])
+            else:
+                stand_in = next_id
+                stands_for[stand_in] = ids
+                next_id += 1
+            plain["added_tokens"].append(_added_token(digit, stand_in))
+    return Plain(plain, first_made_up, stands_for)
+
+
+def _drop_what_does_nothing(plain: dict[str, Any]) -> None:
+    """As in tokenizers that some versions of `transformers` make of GGUF files."""
+    if plain["normalizer"] == {"type": "Sequence", "normalizers": []}:
+        plain["normalizer"] = None
+    model = plain["model"]
+    if model.get("byte_fallback") and not any(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256)):
+        model["byte_fallback"] = False
+
+
+def _digits(definition: str) -> dict[str, np.ndarray]:
+    """The ids of every numeric character; alone, because such a tokenizer never joins them with anything."""
+    digits = [char for char in map(chr, range(_LAST_NUMERIC + 1)) if unicodedata.category(char).startswith("N")]
+    encodings = load_reference(definition).encode_batch_fast(digits, add_special_tokens=False)
+    return {digit: np.array(encoding.ids, dtype=np.uint32) for digit, encoding in zip(digits, encodings, strict=True)}
+
+
+def _added_token(content: str, token: int) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    return {"id": token, "content": content, **flags}
+
+
+# gigatoken remembers every word it has met. How often to look at the memory, and the growth that is too much.
+_LOOK_EVERY_CHARS = 32 << 20
+_GROWTH_BYTES = 256 << 20
+
+# What ByteLevel(use_regex=True) splits by.
+_GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+Result = TypeVar("Result")
+
+
+class Engine(Protocol):
+    def encode(self, text: str) -> np.ndarray: ...
+
+
+class Gigatoken:
+    """Byte-level and SentencePiece BPE with a pre-tokenizer that gigatoken knows."""
+
+    def __init__(self, plain: Plain) -> None:
+        self._module = _import("gigatoken")
+        self._definition = json.dumps(plain.definition, ensure_ascii=False)
+        self._load()
+
+    def _load(self) -> None:
+        self._tokenizer = _guarded(lambda: self._module.Tokenizer.from_json(self._definition))
+        self._chars = 0
+        self._memory = _resident_bytes()
+
+    def encode(self, text: str) -> np.ndarray:
+        if self._chars >= _LOOK_EVERY_CHARS:
+            self._forget_words_if_many()
+        self._chars += len(text)
+        ids: np.ndarray = _guarded(lambda: self._tokenizer.encode(text))
+        return ids
+
+    def _forget_words_if_many(self) -> None:
+        self._chars = 0
+        memory = _resident_bytes()
+        if memory is None or self._memory is None or memory - self._memory > _GROWTH_BYTES:
+            del self._tokenizer
+            self._load()
+
+
+class Tiktoken:
+    """Byte-level BPE with one regular expression.
+
+    tiktoken joins any two tokens that together spell a token, the tokenizer only pairs in its list. These agree
+    if every token, spelled out, is tokenised to itself: two neighbours that spell a token have been joined from
+    its bytes alone, so they are the pair that its own spelling leads to. `_check_reachable` makes sure of that.
+    """
+
+    def __init__(self, plain: Plain) -> None:
+        module = _import("tiktoken")
+        definition = plain.definition
+        added = _added_ids(definition)
+        ranks, ids = _ranks(definition)
+        _check_reachable(definition)
+        self._names = set(added)
+        self._ids = np.array([*ids, *added.values()], dtype=np.uint32)
+        self._normalize = _normalizer(definition)
+        encoding = _guarded(
+            lambda: module.Encoding(
+                "unspool",
+                pat_str=_pattern(definition),
+                mergeable_ranks=ranks,
+                special_tokens={name: len(ids) + at for at, name in enumerate(added)},
+            )
+        )
+        self._encode = encoding.encode_to_numpy
+
+    def encode(self, text: str) -> np.ndarray:
+        if self._normalize is not None and not text.isascii():
+            if any(name in text for name in self._names):
+                # The tokenizer looks for these before it normalises, and a mark after one may then melt into it.
+                raise NotFastError("it spells an added token among characters that may need normalising")
+            text = self._normalize(text)
+        ranks = _guarded(lambda: self._encode(text, allowed_special=self._names, disallowed_special=()))
+        ids: np.ndarray = self._ids[ranks]
+        return ids
+
+
+ENGINES: dict[str, Callable[[Plain], Engine]] = {"gigatoken": Gigatoken, "tiktoken": Tiktoken}
+
+
+def _added_ids(definition: dict[str, Any]) -> dict[str, int]:
+    tokens = definition["added_tokens"]
+    if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in tokens):
+        raise NotFastError("some added tokens take in the spaces around them or only match whole words")
+    names = sorted(token["content"] for token in tokens)
+    if any(later.startswith(name) for name, later in pairwise(names)):
+        raise NotFastError("one of its added tokens begins another")
+    return {token["content"]: token["id"] for token in tokens}
+
+
+def _ranks(definition: dict[str, Any]) -> tuple[dict[bytes, int], list[int]]:
+    """The rank of every token, in the order of the merges, and the id of every rank."""
+    model = definition["model"]
+    if model["type"] != "BPE" or any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")):
+        raise NotFastError("its model is not plain byte-level BPE")
+    letters = byte_letters()
+    if any(letter not in model["vocab"] for letter in letters):
+        raise NotFastError("its model is not byte-level")
+    byte_of = {letter: byte for byte, letter in enumerate(letters)}
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    ids = [model["vocab"][letter] for letter in letters]
+    last = b""
+    for left, right in _merges(definition):
+        if not byte_of.keys() >= set(left + right):
+            raise NotFastError("its model is not byte-level")
+        token = bytes(byte_of[letter] for letter in left + right)
+        if token not in ranks:
+            ranks[token] = len(ids)
+            ids.append(model["vocab"][left + right])
+        elif token != last:
+            raise NotFastError("its merges make one token at several ranks")
+        last = token
+    added = [token["id"] for token in definition["added_tokens"]]
+    if model.get("ignore_merges") and not set(model["vocab"].values()) <= {*ids, *added}:
+        raise NotFastError("some words of its vocabulary are not made by merges")
+    return ranks, ids
+
+
+def _check_reachable(definition: dict[str, Any]) -> None:
+    model = {**definition["model"], "ignore_merges": False}
+    bpe = Tokenizer.from_str(json.dumps({**definition, "added_tokens": [], "model": model})).model
+    listed = dict.fromkeys(_merges(definition))
+    whole_words = bool(definition["model"].get("ignore_merges"))
+    for token in dict.fromkeys(left + right for left, right in listed):
+        # Where whole words are looked up before merging (Llama-3), it is enough that every way to spell it is listed.
+        if len(bpe.tokenize(token)) != 1 and not (whole_words and _all_pairs(token, model["vocab"]) <= listed.keys()):
+            raise NotFastError(f"its merges do not lead from the bytes of the token {token!r} to that token")
+
+
+def _all_pairs(token: str, vocab: dict[str, int]) -> set[tuple[str, str]]:
+    pairs = {(token[:cut], token[cut:]) for cut in range(1, len(token))}
+    return {(left, right) for left, right in pairs if left in vocab and right in vocab}
+
+
+def _merges(definition: dict[str, Any]) -> list[tuple[str, str]]:
+    # Old files write a pair as one string.
+    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in definition["model"]["merges"])
+    return [(left, right) for left, right in pairs]
+
+
+def _pattern(definition: dict[str, Any]) -> str:
+    parts = pre_tokenizer_parts(definition)
+    byte_level = parts[-1] if parts else {"type": None}
+    if byte_level["type"] != "ByteLevel" or byte_level["add_prefix_space"]:
+        raise NotFastError("its pre-tokenizer is not plain byte-level")
+    if len(parts) == 1 and byte_level["use_regex"]:
+        return _GPT2_PATTERN
+    if len(parts) == 2 and parts[0]["type"] == "Split" and not byte_level["use_regex"]:
+        split = parts[0]
+        # Text that no match covers is lost here, which the checked road notices.
+        if (split["behavior"], split["invert"]) in {("Isolated", False), ("Removed", True)}:
+            pattern: str | None = split["pattern"].get("Regex")
+            if pattern is not None:
+                return pattern
+    raise NotFastError("its pre-tokenizer is not a single regular expression")
+
+
+def _normalizer(definition: dict[str, Any]) -> Callable[[str], str] | None:
+    if definition["normalizer"] is None:
+        return None
+    if definition["normalizer"]["type"] != "NFC":
+        raise NotFastError(f"it normalises text by {definition['normalizer']['type']}")
+    # The tokenizer's own code, because Unicode versions disagree about rare marks.
+    normalizer = Tokenizer.from_str(json.dumps(definition)).normalizer
+    return lambda text: str(normalizer.normalize_str(text))
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise NotFastError(f"the package {name} cannot be imported ({error})") from error
+
+
+def _guarded(call: Callable[[], Result]) -> Result:
+    """What the engine answers; its refusals, panics of its Rust code included, as NotFastError."""
+    try:
+        return call()
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise NotFastError(str(error).splitlines()[0]) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise NotFastError(f"it failed ({error})") from error
+
+
+def _resident_bytes() -> int | None:
+    """Memory in use by this process, where the system tells it."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return None
+    return int(pages) * os.sysconf("SC_PAGESIZE")

@@ -1,5 +1,0 @@
-"""HELMET: seven kinds of long-context tasks, any length, from its released files, one's own or generated ones."""
-
-from unspool.eval.helmet.suite import SUITE
-
-__all__ = ["SUITE"]

@@ -1,1 +1,0 @@
-"""What each suite asks: pure functions from settings, materials and seed to prompts."""

@@ -1,0 +1,54 @@
+"""vLLM in this process: many prompts at a time, prefixes in common computed once by vLLM itself.
+
+Price: vLLM reads models in its own way; `unspool eval --parity` says whether its answers are ours.
+"""
+
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from unspool.core.errors import ConfigError
+from unspool.evals.prompts import Prompt
+from unspool.models.tokenizer import load_tokenizer
+
+
+class VllmBackend:
+    # Units that are handed over together.
+    block = 64
+
+    def __init__(self, ref: str) -> None:
+        self.ref = ref
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.ref)
+
+    @cached_property
+    def _engine(self) -> tuple[Any, Any]:
+        try:
+            vllm = import_module("vllm")
+        except ImportError as error:
+            raise ConfigError(
+                "--backend vllm: vllm is not installed here; pip install vllm, or start its server elsewhere and use "
+                "--backend openai --url."
+            ) from error
+        return vllm.LLM(model=self.ref, enable_prefix_caching=True), vllm.SamplingParams
+
+    def answers(self, prompt: Prompt) -> list[str]:
+        return self.answers_all([prompt])[0]
+
+    def answers_all(self, prompts: list[Prompt]) -> list[list[str]]:
+        engine, params = self._engine
+        asked = [
+            ({"prompt_token_ids": np.concatenate([prompt.context_ids, question.ids]).tolist()}, prompt.answer_tokens)
+            for prompt in prompts
+            for question in prompt.questions
+        ]
+        options = [params(temperature=0.0, max_tokens=tokens) for _, tokens in asked]
+        texts = iter([one.outputs[0].text for one in engine.generate([ids for ids, _ in asked], options)])
+        return [[next(texts) for _ in prompt.questions] for prompt in prompts]
+
+    def window_losses(self, ids: np.ndarray) -> np.ndarray:
+        raise AssertionError("refused before any work")

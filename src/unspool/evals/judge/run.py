@@ -1,0 +1,273 @@
+"""Judge what a scored model answered: replies kept by content, scores written back.
+
+In: a folder of scores whose samples wait for a judge. Out: the same folder with their scores, and `judgements.jsonl`.
+Promise: every reply is kept the moment it comes, under the hash of judge and prompt, so that a killed run goes on and
+an equal question is never paid for twice; a reply that cannot be read is counted and shown, and leaves its score
+missing. Elsewhere: wording and reading of replies (protocols.py).
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from unspool.core.artifacts import read_manifest, seal, write_atomic
+from unspool.core.errors import ConfigError, DataError
+from unspool.core.progress import progress_bar, say
+from unspool.core.sizes import format_count
+from unspool.evals.backends.base import Backend
+from unspool.evals.config import Eval
+from unspool.evals.judge.protocols import REPLY_TOKENS, Call, Reply, calls, score
+from unspool.evals.prompts import Asker, Prompt, Question
+from unspool.evals.run import SAMPLES, SUMMARY, summary_of
+from unspool.evals.suite import Asked
+
+JUDGEMENTS = "judgements.jsonl"
+CHARS_PER_TOKEN = 4  # of English, for an estimate
+Sample = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    name: str
+    ask: Callable[[str], str]
+    width: int = 1  # questions at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    calls: int
+    prompt_tokens: int
+    reply_tokens: int  # at most
+
+    def cost(self, price_in: float, price_out: float) -> float:
+        """In the currency of the prices, which are per million tokens."""
+        return (self.prompt_tokens * price_in + self.reply_tokens * price_out) / 1e6
+
+    def __str__(self) -> str:
+        tokens = f"about {format_count(self.prompt_tokens)} prompt tokens and at most {format_count(self.reply_tokens)}"
+        return f"{self.calls} questions to the judge, {tokens} tokens of replies"
+
+
+class Kept:
+    """Replies by the hash of judge and prompt, in a file that only grows."""
+
+    def __init__(self, path: Path, judge: str) -> None:
+        self._path, self._judge = path, judge
+        self._replies: dict[str, str] = {}
+        for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:
+            try:
+                one = json.loads(line)
+                self._replies[one["key"]] = one["reply"]
+            except (ValueError, KeyError, TypeError):
+                continue  # the line during which a run was killed
+
+    def key(self, prompt: str) -> str:
+        return hashlib.sha256(f"{self._judge}\0{prompt}".encode()).hexdigest()
+
+    def get(self, prompt: str) -> str | None:
+        return self._replies.get(self.key(prompt))
+
+    def add(self, prompt: str, reply: str) -> None:
+        self._replies[self.key(prompt)] = reply
+        with self._path.open("a", encoding="utf-8") as file:
+            # On a line of its own, even after half a line.
+            file.write("\n" + json.dumps({"key": self.key(prompt), "judge": self._judge, "reply": reply}) + "\n")
+
+
+def scores_folders(path: Path) -> list[Path]:
+    """The folder of scores itself, or those of a run."""
+    found = [folder for folder in [path, *sorted(path.glob("scores/*"))] if (folder / SAMPLES).is_file()]
+    found = [folder for folder in found if (read_manifest(folder) or {}).get("kind") == "scores"]
+    if not found:
+        raise ConfigError(f"{path} holds no scores; give a run, or what `unspool eval --out` wrote.")
+    return found
+
+
+def waiting(samples: Sequence[Sample]) -> list[Sample]:
+    return [sample for sample in samples if "judge" in sample]
+
+
+def estimate(samples: Sequence[Sample], kept: Kept) -> Estimate:
+    """What is still to be asked."""
+    left = {call.prompt for call in _calls(samples) if kept.get(call.prompt) is None}
+    tokens = sum(len(prompt) for prompt in left) // CHARS_PER_TOKEN
+    return Estimate(calls=len(left), prompt_tokens=tokens, reply_tokens=len(left) * REPLY_TOKENS)
+
+
+def kept_for(folder: Path, judge: str) -> Kept:
+    """Replies stand beside the folder while it is being judged, since it is replaced whole."""
+    beside = folder.with_name(f"{folder.name}.{JUDGEMENTS}")
+    if not beside.exists() and (folder / JUDGEMENTS).exists():
+        shutil.copyfile(folder / JUDGEMENTS, beside)
+    return Kept(beside, judge)
+
+
+def judge_folder(folder: Path, judge: Judge) -> dict[str, Any]:
+    """The new summary."""
+    samples = read_samples(folder)
+    kept = kept_for(folder, judge.name)
+    ask_all(_calls(samples), judge, kept, label=f"judge {folder.name}")
+    judged = [with_score(sample, judge.name, kept) for sample in samples]
+    unread = sum(bool(sample.get("judgement", {}).get("unparsable")) for sample in judged)
+    say(f"{folder.name}: {len(waiting(judged))} answers judged by {judge.name}, {unread} replies could not be read")
+    return _write_back(folder, judged)
+
+
+def ask_all(wanted: Iterator[Call], judge: Judge, kept: Kept, *, label: str) -> None:
+    left = list({call.prompt: None for call in wanted if kept.get(call.prompt) is None})
+    with progress_bar(label, len(left)) as advance, ThreadPoolExecutor(judge.width) as pool:
+        for start in range(0, len(left), judge.width):
+            some = left[start : start + judge.width]
+            for prompt, reply in zip(some, pool.map(judge.ask, some), strict=True):
+                kept.add(prompt, reply)
+                advance(1, "")
+
+
+def with_score(sample: Sample, judge: str, kept: Kept) -> Sample:
+    if "judge" not in sample:
+        return sample
+    case = sample["judge"]
+    asked = calls(case["protocol"], case, sample["output"])
+    replies = [_reply(call, kept) for call in asked]
+    value = score(case["protocol"], replies)
+    said = {call.name: reply for call, reply in zip(asked, replies, strict=True)}
+    return {**sample, "score": value, "judgement": {"judge": judge, "said": said, "unparsable": value is None}}
+
+
+def read_samples(folder: Path) -> list[Sample]:
+    return [json.loads(line) for line in (folder / SAMPLES).read_text(encoding="utf-8").split("\n") if line]
+
+
+def _reply(call: Call, kept: Kept) -> Reply | None:
+    text = kept.get(call.prompt)
+    return None if text is None else call.parse(text)
+
+
+def _calls(samples: Sequence[Sample]) -> Iterator[Call]:
+    for sample in waiting(samples):
+        yield from calls(sample["judge"]["protocol"], sample["judge"], sample["output"])
+
+
+def _write_back(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
+    manifest = read_manifest(folder)
+    assert manifest is not None, "only folders with a manifest are judged"
+    evals = [TypeAdapter[Any](Eval).validate_python(entry) for entry in manifest["settings"]["evals"]]
+    model = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["model"]
+    summary = summary_of(model, evals, samples)
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(folder, partial)
+    write_atomic(partial / SAMPLES, "".join(json.dumps(sample) + "\n" for sample in samples))
+    write_atomic(partial / SUMMARY, json.dumps(summary, indent=1) + "\n")
+    beside = folder.with_name(f"{folder.name}.{JUDGEMENTS}")
+    if beside.exists():
+        shutil.copyfile(beside, partial / JUDGEMENTS)
+    same = {name: manifest[name] for name in ("kind", "inputs", "settings", "counts")}
+    seal(partial, folder, **same)
+    beside.unlink(missing_ok=True)
+    return summary
+
+
+# How far a judge agrees with people: on answers that people have graded 0 to 3.
+
+
+GRADES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    n: int
+    unparsable: int
+    agreement: float | None  # share of equal grades
+    kappa: float | None  # beyond chance
+    weighted_kappa: float | None  # near misses count less than far ones
+
+
+def check_judge(path: Path, judge: Judge, kept: Kept) -> Agreement:
+    cases = labelled(path)
+    asked = [calls("qa", case, str(case["output"]))[0] for case in cases]
+    ask_all(iter(asked), judge, kept, label="judge check")
+    replies = [call.parse(kept.get(call.prompt) or "") for call in asked]
+    pairs = [
+        (int(case["label"]), reply["fluency"] * reply["correctness"])
+        for case, reply in zip(cases, replies, strict=True)
+        if reply is not None
+    ]
+    return agreement(pairs, unparsable=len(cases) - len(pairs))
+
+
+def labelled(path: Path) -> list[dict[str, Any]]:
+    cases = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            case = json.loads(line)
+            good = case["label"] in range(GRADES) and isinstance(case["references"], list) and case["references"]
+            case["question"], case["output"]
+        except (ValueError, KeyError, TypeError):
+            good = False
+        if not good:
+            raise DataError(
+                f"{path}: line {number} needs question, references (a list), output and label (0 to {GRADES - 1})."
+            )
+        cases.append(case)
+    if not cases:
+        raise DataError(f"{path} holds no labelled answers.")
+    return cases
+
+
+def agreement(pairs: Sequence[tuple[int, int]], *, unparsable: int = 0) -> Agreement:
+    n = len(pairs)
+    if not n:
+        return Agreement(n=0, unparsable=unparsable, agreement=None, kappa=None, weighted_kappa=None)
+    return Agreement(
+        n=n,
+        unparsable=unparsable,
+        agreement=sum(a == b for a, b in pairs) / n,
+        kappa=_kappa(pairs, lambda a, b: float(a != b)),
+        weighted_kappa=_kappa(pairs, lambda a, b: float((a - b) ** 2)),
+    )
+
+
+def _kappa(pairs: Sequence[tuple[int, int]], weight: Any) -> float | None:
+    """1 − observed ÷ expected disagreement; None where everybody always says the same, which leaves no chance."""
+    n = len(pairs)
+    observed = sum(weight(a, b) for a, b in pairs) / n
+    expected = sum(weight(a, b) for a, _ in pairs for _, b in pairs) / n**2
+    return 1 - observed / expected if expected else None
+
+
+# A judge in this process: any model with a chat template.
+
+
+def local_judge(backend: Backend) -> Callable[[str], str]:
+    asker = Asker(backend.tokenizer)
+    if not asker.has_template:
+        raise ConfigError(
+            "the judge's tokenizer has no chat template; use a model that was trained to follow instructions."
+        )
+
+    def ask(prompt: str) -> str:
+        asked = Asked(context=prompt, question="", references=("",))
+        ids = asker.ids(asked, chat=True)
+        question = Question(ids=ids[-1:], reference="", depth=None)
+        made = Prompt(
+            suite="judge",
+            length=len(ids) + REPLY_TOKENS,
+            index=0,
+            context_ids=ids[:-1],
+            questions=[question],
+            answer_tokens=REPLY_TOKENS,
+            match="contains",
+        )
+        return backend.answers(made)[0]
+
+    return ask

@@ -1,0 +1,5 @@
+"""HELMET: seven kinds of long-context tasks, any length, from its released files, one's own or generated ones."""
+
+from unspool.evals.suites.helmet.suite import SUITE
+
+__all__ = ["SUITE"]

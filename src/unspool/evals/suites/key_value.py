@@ -1,0 +1,134 @@
+"""Key-value recall: one JSON object as long as the context, then questions about some of its keys.
+
+In: settings, words, length, seed, index. Out: `Prompt`, the asked keys spread over the object.
+Promise: keys are distinct; every key asked for is as drawn.
+Price: objects grow by whole pairs; what is left of the length goes into longer keys that nobody asks for.
+"""
+
+import uuid
+from collections.abc import Callable
+from itertools import cycle
+
+import numpy as np
+
+from unspool.core.errors import ConfigError
+from unspool.core.rng import rng_for
+from unspool.data.facts import distinct_keys, pair_question, pairs_text
+from unspool.evals.config import KvEval
+from unspool.evals.prompts import (
+    Materials,
+    Prompt,
+    Question,
+    answer_room,
+    encode,
+    encode_after_newline,
+    opening_ids,
+    slack,
+)
+
+Pairs = list[tuple[str, str]]
+# No tokenizer writes a pair with its quotes, colon and comma in fewer tokens.
+FEWEST_PAIR_TOKENS = 3
+# From the average pair the right number is a step or two away; this many have always been enough.
+CORRECTIONS = 8
+# Lengthens a key by a token or two.
+FILLER = "-x"
+
+
+def num_contexts(config: KvEval) -> int:
+    return -(-config.samples // config.questions)
+
+
+def prompt(config: KvEval, materials: Materials, *, length: int, seed: int, index: int) -> Prompt:
+    rng = rng_for(seed, "kv", length, index)
+    num_questions = min(config.questions, config.samples - index * config.questions)
+    # One more than is asked for, so that there is something to tell apart and a key to lengthen.
+    fewest = num_questions + 1
+    drawn = _pairs(config, materials.words, max(fewest, length // FEWEST_PAIR_TOKENS), rng)
+    # Where in its equal part of the object each asked key stands.
+    within = rng.random(num_questions)
+
+    def pairs(count: int) -> Pairs:
+        # Shuffled, since plain words come before joined ones: no part of the object shall be harder than another.
+        order = rng_for(seed, "kv order", length, index).permutation(count)
+        return [drawn[at] for at in order]
+
+    def asked(count: int) -> list[int]:
+        return [int((part + offset) * count / num_questions) for part, offset in enumerate(within)]
+
+    def build(pairs: Pairs) -> Prompt:
+        return _prompt(config, materials, pairs, asked(len(pairs)), length=length, index=index)
+
+    least = build(pairs(fewest)).tokens
+    if least > length:
+        raise ConfigError(
+            f"kv: length {length} is too short: with this tokenizer an object of {fewest} pairs, a question and "
+            f"its answer need {least} tokens. Use a greater length, fewer questions per object or value: words."
+        )
+    count = _num_pairs(lambda count: build(pairs(count)).tokens, fewest, len(drawn), length)
+    return _filled(build, pairs(count), asked(count), length)
+
+
+def _num_pairs(tokens: Callable[[int], int], fewest: int, most: int, length: int) -> int:
+    """The greatest number of pairs that fits, found by steps of the average pair."""
+    best = count = fewest
+    for _ in range(CORRECTIONS):
+        used = tokens(count)
+        if used <= length:
+            best = max(best, count)
+        step = int((length - used) // max(FEWEST_PAIR_TOKENS, used / count))
+        if step == 0:
+            break
+        count = min(max(fewest, count + step), most)
+    return best
+
+
+def _filled(build: Callable[[Pairs], Prompt], pairs: Pairs, asked: list[int], length: int) -> Prompt:
+    """Lengthen keys that nobody asks for until the prompt is as long as it should be."""
+    prompt = build(pairs)
+    others = [at for at in reversed(range(len(pairs))) if at not in asked]
+    for at in cycle(others):
+        if length - prompt.tokens <= slack(length):
+            break
+        key, value = pairs[at]
+        pairs = [*pairs[:at], (key + FILLER, value), *pairs[at + 1 :]]
+        longer = build(pairs)
+        if longer.tokens > length:
+            break
+        prompt = longer
+    return prompt
+
+
+def _prompt(config: KvEval, materials: Materials, pairs: Pairs, asked: list[int], *, length: int, index: int) -> Prompt:
+    tokenizer = materials.tokenizer
+    context = encode(tokenizer, pairs_text(pairs) + "\n")
+    questions = [
+        # The new line that a question starts with ends the context, where tokenizers see it as one with the object.
+        Question(
+            ids=encode_after_newline(tokenizer, pair_question(pairs[at][0]).removeprefix("\n")),
+            reference=pairs[at][1],
+            depth=None,
+        )
+        for at in asked
+    ]
+    return Prompt(
+        suite="kv",
+        length=length,
+        index=index,
+        context_ids=np.concatenate([opening_ids(tokenizer), context]),
+        questions=questions,
+        answer_tokens=answer_room(tokenizer, [asked.reference for asked in questions]),
+        match="contains" if config.value == "uuid" else "start",
+    )
+
+
+def _pairs(config: KvEval, words: list[str], count: int, rng: np.random.Generator) -> Pairs:
+    if config.value == "uuid":
+        drawn = [str(uuid.UUID(bytes=rng.bytes(16), version=4)) for _ in range(2 * count)]
+        return list(zip(drawn[:count], drawn[count:], strict=True))
+    keys = distinct_keys(words, count, rng)
+    order = rng.permutation(len(words))
+    values = [words[order[at % len(words)]] for at in range(count)]
+    # A value equal to its own key could be guessed without reading the object.
+    after = {word: words[(at + 1) % len(words)] for at, word in enumerate(words)}
+    return [(key, after[value] if value == key else value) for key, value in zip(keys, values, strict=True)]

@@ -1,0 +1,360 @@
+"""LV-Eval as a `Suite`: instruction, article, instruction again, question; what is too long loses its middle.
+
+In: sources, an `Ask`. Out: `Asked`. `fixed` cuts the article's middle where the length is full; `reference` cuts the
+whole prompt to the length less 500 tokens, as LV-Eval's runs do. Only the first reference counts, as there.
+Elsewhere: scores (metrics/keywords.py).
+"""
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from unspool.core.config import lookup
+from unspool.core.errors import ConfigError, DataError
+from unspool.core.rng import rng_for
+from unspool.evals.fill import Meter, Remembered, fill, room, spread
+from unspool.evals.scoring.keywords import Language, Words, filtered_rouge_l, gated_f1, plain_f1
+from unspool.evals.suite import Ask, Asked, Suite, Task
+from unspool.evals.suites.helmet import generated
+from unspool.evals.suites.helmet.generated import filler
+from unspool.evals.suites.helmet.records import one_of, read_records, strings
+from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text, Wording, literal
+
+# The instructions of LV-Eval's tasks, in words of our own: before the article, between it and the question, after.
+
+
+_ONE = "Only one of the passages matters for it."
+_SOME = "Only some of the passages matter for it."
+_ONLY = "Give just the answer, without reasons or quotations."
+_ZH_ONE = "只有一篇文章与问题相关。"
+_ZH_ONLY = "请直接写出答案，不必说明理由或引用原文。"
+
+
+def _english(before: str, after: str) -> tuple[str, str, str]:
+    return f"{before}\n\nArticle: ", f"\n\n{after}\n\nQuestion: ", "Answer:"
+
+
+def _chinese(before: str, after: str) -> tuple[str, str, str]:
+    return f"{before}\n\n文章：", f"\n\n{after}\n\n问题：", "回答："
+
+
+_LOOGLE = _english(
+    f"The passages below answer a question. {_ONE} {_ONLY}",
+    f"Answer the question from the passages above. {_ONE} {_ONLY}",
+)
+_ARTICLES = "下面的文章可以回答一个问题，" + _ZH_ONE
+PROMPTS: dict[str, tuple[str, str, str]] = {
+    "hotpotwikiqa_mixup": _english(
+        f"The passages below answer a question. {_SOME} {_ONLY}",
+        f"Answer the question from the passages above. {_SOME} {_ONLY}",
+    ),
+    "loogle_SD_mixup": _LOOGLE,
+    "loogle_CR_mixup": _LOOGLE,
+    "loogle_MIR_mixup": _LOOGLE,
+    "multifieldqa_en_mixup": _LOOGLE,
+    "multifieldqa_zh_mixup": _chinese(
+        f"下面的文章可以回答一个问题，请用中文作答。{_ZH_ONE}{_ZH_ONLY}",
+        f"请从上面的文章中找出答案。{_ZH_ONE}{_ZH_ONLY}",
+    ),
+    "factrecall_en": _english(
+        "The article below answers a question.",
+        "Answer the question from the article above.",
+    ),
+    "factrecall_zh": _chinese("下面的文章可以回答一个问题。", "请从上面的文章中找出答案。"),
+    "cmrc_mixup": _chinese(_ARTICLES, f"请从上面的文章中找出答案，{_ZH_ONE}"),
+    "lic_mixup": _chinese(_ARTICLES, f"请从上面的文章中找出答案，{_ZH_ONE}"),
+    "dureader_mixup": _chinese(_ARTICLES, f"请从上面的文章中找出答案，{_ZH_ONE}"),
+}
+FORMS: dict[str, Form] = {
+    task: {
+        TEMPLATE: Text(own=f"{literal(before)}{{context}}{literal(between)}{{input}}\n", needs=("context", "input")),
+        PREFIX: Text(own=cue),
+    }
+    for task, (before, between, cue) in PROMPTS.items()
+}
+OWN_TEXTS = Wording(forms=FORMS)
+
+
+# Which words do not count as a keyword found, and how Chinese is split into words.
+
+
+Segmenter = Literal["jieba", "characters"]
+_NAMES: dict[Language, str] = {"en": "ABANDON_WORDS_EN", "zh": "ABANDON_WORDS_ZH"}
+# Articles, prepositions, conjunctions, pronouns and auxiliary verbs: words that any answer may have.
+_ENGLISH = (
+    "about after all also and are as at be been before being both but by can could did do does during each for from "
+    "had has have he her hers him his how if in into is it its may might more most not of on or our she should so "
+    "some such than that their them then there these they this those to under was we were what when where which "
+    "while who whom whose why will with would you your"
+)
+_CHINESE = "的了和与及或是在有为以于对从到由被把将也都就而但并等这那其之他她它我你们个不中上下"
+OWN_BLACKLISTS: dict[Language, frozenset[str]] = {"en": frozenset(_ENGLISH.split()), "zh": frozenset(_CHINESE)}
+
+
+def read_blacklists(paths: Mapping[str, str]) -> dict[Language, tuple[frozenset[str], bool]]:
+    """The words of each language, and whether they are the user's."""
+    found: dict[Language, tuple[frozenset[str], bool]] = {}
+    for language, variable in _NAMES.items():
+        if f"blacklist_{language}" in paths:
+            found[language] = frozenset(_text(paths[f"blacklist_{language}"]).split()), True
+        elif "blacklist" in paths:
+            found[language] = frozenset(_variable(paths["blacklist"], variable)), True
+        else:
+            found[language] = OWN_BLACKLISTS[language], False
+    return found
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"blacklist {path}: cannot be read ({error}); give a text file with a word on each line."
+        ) from error
+
+
+def _variable(path: str, name: str) -> list[str]:
+    """A list of words that a Python file assigns to a name; the file is parsed, never run."""
+    try:
+        tree = ast.parse(_text(path))
+    except SyntaxError as error:
+        raise DataError(f"blacklist {path}: not Python ({error.msg}); give LV-Eval's metrics.py.") from error
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in node.targets):
+            return [str(word) for word in ast.literal_eval(node.value)]
+    raise DataError(
+        f"blacklist {path}: it assigns no {name}; give LV-Eval's metrics.py, or blacklist_en and blacklist_zh."
+    )
+
+
+@cache
+def cutter(segmenter: Segmenter) -> Callable[[str], Sequence[str]]:
+    if segmenter == "characters":
+        return list
+    try:
+        import jieba  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError as error:
+        raise ConfigError(
+            "lveval: Chinese answers are split into words by jieba, which is not installed; `pip install jieba`, or "
+            "set segmenter: characters under paths for scores that are not LV-Eval's."
+        ) from error
+    jieba.setLogLevel(60)  # it tells of its dictionary on every start
+    return lambda text: list(jieba.cut(text, cut_all=False))
+
+
+def words_for(language: Language, blacklist: frozenset[str], segmenter: Segmenter) -> Words:
+    return Words(language=language, blacklist=blacklist, cut=cutter(segmenter) if language == "zh" else list)
+
+
+# LV-Eval's files, or a small generated stand-in.
+
+
+# LV-Eval counts words; the number of tokens of a level depends on the tokenizer and is a third more at least.
+LEVELS = {"16k": 16_000, "32k": 32_000, "64k": 64_000, "128k": 128_000, "256k": 256_000}
+PATHS = {"data", "blacklist", "blacklist_en", "blacklist_zh", "segmenter", *PROMPTS}
+GENERATED_QUESTIONS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    text: str
+    answers: tuple[str, ...]
+    keywords: str | None
+    article: str | None  # None: generated, as long as wanted
+    fact: str = ""  # of a generated one: the passage that answers
+
+
+@dataclass
+class Sources:
+    meter: Meter
+    paths: Mapping[str, str]
+    words: dict[Language, Words]
+    own_blacklist: dict[Language, bool]
+    segmenter: Segmenter
+    wording: Wording = OWN_TEXTS
+    _read: dict[str, list[Question]] = field(default_factory=dict)
+
+    def questions(self, task: str, length: int) -> list[Question]:
+        path = self._file(task, length)
+        name = path or f"generated {language_of(task)}"
+        if name not in self._read:
+            self._read[name] = _questions(path) if path else _generated(language_of(task))
+        return self._read[name]
+
+    def _file(self, task: str, length: int) -> str | None:
+        """The file of the first level that fills the length, or of the longest; None where nothing was given."""
+        if task in self.paths:
+            return self.paths[task]
+        if "data" not in self.paths:
+            return None
+        folder = Path(self.paths["data"])
+        found = {level: folder / f"{task}_{level}.jsonl" for level in LEVELS}
+        there = [level for level in LEVELS if found[level].is_file()]
+        if not there:
+            raise ConfigError(
+                f"lveval: {folder} holds no {task}_<level>.jsonl (levels {', '.join(LEVELS)}); unpack LV-Eval's files "
+                f"there, leave {task} out of `tasks`, or give its file as {task} under `paths`."
+            )
+        return str(found[next((level for level in there if LEVELS[level] >= length), there[-1])])
+
+
+def language_of(task: str) -> Language:
+    chinese = ("multifieldqa_zh_mixup", "factrecall_zh", "cmrc_mixup", "lic_mixup", "dureader_mixup")
+    return "zh" if task in chinese else "en"
+
+
+def load(tokenizer: Any, paths: Mapping[str, str], wording: Wording = OWN_TEXTS) -> Sources:
+    for name in paths:
+        lookup(dict.fromkeys(sorted(PATHS)), name, kind="path of lveval")
+    # A name and no path, but it comes among paths, and so perhaps as one.
+    given = Path(paths["segmenter"]).name if "segmenter" in paths else None
+    lookup(dict.fromkeys(("characters", "jieba")), given or "jieba", kind="segmenter")
+    # Released answers are split as LV-Eval splits them; the generated stand-in needs no dictionary.
+    files = "data" in paths or any(language_of(task) == "zh" for task in PROMPTS if task in paths)
+    segmenter = cast(Literal["jieba", "characters"], given or ("jieba" if files else "characters"))
+    blacklists = read_blacklists(paths)
+    return Sources(
+        meter=Meter(tokenizer, [passage.text for passage in generated.pool()[:100]]),
+        paths=dict(paths),
+        words={language: words_for(language, words, segmenter) for language, (words, _) in blacklists.items()},
+        own_blacklist={language: not theirs for language, (_, theirs) in blacklists.items()},
+        segmenter=segmenter,
+        wording=wording,
+    )
+
+
+def _questions(path: str) -> list[Question]:
+    found = []
+    for row in read_records(path):
+        keywords = row.get("answer_keywords")
+        found.append(
+            Question(
+                text=str(one_of(row, ("input", "question"), path)),
+                answers=strings(one_of(row, ("answers", "answer"), path)),
+                keywords=None if keywords is None else str(keywords),
+                article=str(one_of(row, ("context", "article"), path)),
+            )
+        )
+    return found
+
+
+def _generated(language: Language) -> list[Question]:
+    """Firms and founders again; in Chinese a sentence about each."""
+    found = []
+    for number in range(GENERATED_QUESTIONS):
+        known = generated.facts(generated.POOL - 1 - number)
+        answer = known["founder"]
+        if language == "zh":
+            asked, fact = f"谁创办了{known['firm']}？", f"{known['firm']}由{answer}创办。"
+        else:
+            asked, fact = f"Who founded {known['firm']}?", f"{known['firm']} was founded by {answer}."
+        found.append(Question(text=asked, answers=(answer,), keywords=answer, article=None, fact=fact))
+    return found
+
+
+VERSION = 1
+ANSWER_TOKENS, FACT_TOKENS = 64, 16
+SET_ASIDE = 500  # tokens that LV-Eval leaves free of the context
+BLOCK = 1000  # characters that are counted at once
+
+
+def build(task: str, answer_tokens: int, sources: Sources, ask: Ask) -> Asked:
+    meter, language = sources.meter, language_of(task)
+    questions = sources.questions(task, ask.length)
+    order = rng_for(ask.seed, "lveval order", task).permutation(len(questions))
+    question = questions[int(order[ask.index % len(questions)])]
+    before, asked_text = sources.wording.around(task, input=question.text)
+    cue = sources.wording.fill(task, PREFIX)
+    limit = room(ask, answer_tokens)
+    if ask.mode == "reference":
+        limit = min(limit, ask.length - SET_ASIDE)
+    used = meter.piece(before) + meter.piece(asked_text + cue)
+    depth = spread(ask.index, float(rng_for(ask.seed, "lveval depth", task).random()))
+    filling = Remembered(filler(90_000 + 500 * ask.index + number).text + "\n" for number in count())
+    blacklist = sorted(sources.words[language].blacklist)
+
+    def asked(budget: int) -> Asked:
+        free = budget - used
+        return Asked(
+            context=before + _article(question, meter, free, filling, depth),
+            question=asked_text,
+            prefix=cue,
+            references=question.answers,
+            depth=depth if question.article is None else None,
+            meta={
+                "mode": ask.mode,
+                "generated": question.article is None,
+                "oracle": question.answers[0],
+                "keywords": question.keywords,
+                "blacklist": blacklist,
+                "own_blacklist": sources.own_blacklist[language],
+                "segmenter": sources.segmenter,
+            },
+        )
+
+    return fill(asked, meter, limit, what=f"lveval {task}", length=ask.length)
+
+
+def _article(question: Question, meter: Meter, free: int, filling: Remembered, depth: float) -> str:
+    if question.article is None:
+        kept = meter.take(filling, free - meter.piece(question.fact) - 1)
+        kept.insert(round(depth * len(kept)), question.fact + "\n")
+        return "".join(kept).rstrip()
+    text = question.article
+    blocks = [text[at : at + BLOCK] for at in range(0, len(text), BLOCK)]
+    sizes = [meter.piece(block) for block in blocks]
+    if sum(sizes) <= free:
+        return text
+    return _head(blocks, sizes, free // 2) + _tail(blocks, sizes, free // 2)
+
+
+def _head(blocks: list[str], sizes: list[int], free: int) -> str:
+    """The beginning, of which the last block is cut in proportion: Chinese has no spaces to cut at."""
+    kept = ""
+    for block, size in zip(blocks, sizes, strict=True):
+        if size > free:
+            return kept + block[: max(0, free) * len(block) // size]
+        kept, free = kept + block, free - size
+    return kept
+
+
+def _tail(blocks: list[str], sizes: list[int], free: int) -> str:
+    kept = ""
+    for block, size in zip(reversed(blocks), reversed(sizes), strict=True):
+        if size > free:
+            part = max(0, free) * len(block) // size
+            return block[len(block) - part :] + kept
+        kept, free = block + kept, free - size
+    return kept
+
+
+def score(task: str, output: str, asked: Asked) -> float:
+    meta = asked.meta
+    words = words_for(language_of(task), frozenset(meta["blacklist"]), meta["segmenter"])
+    answer = asked.references[0]
+    if task.startswith("factrecall"):
+        return plain_f1(output, answer, words)
+    if task == "dureader_mixup":
+        return filtered_rouge_l(output, answer, words, meta["mode"])
+    return gated_f1(output, answer, meta["keywords"], words, meta["mode"])
+
+
+def _task(name: str) -> Task:
+    answer_tokens = FACT_TOKENS if name.startswith("factrecall") else ANSWER_TOKENS
+    metrics = {"dureader_mixup": "ROUGE-L"}
+    return Task(
+        name=name,
+        metric="F1" if name.startswith("factrecall") else metrics.get(name, "keyword F1"),
+        answer_tokens=answer_tokens,
+        build=partial(build, name, answer_tokens),
+        score=partial(score, name),
+        size=lambda sources: len(sources.questions(name, 0)),
+        stratum=lambda sources, index: index % 8,  # depths of generated articles go round in eighths
+    )
+
+
+SUITE = Suite(name="lveval", version=VERSION, tasks={name: _task(name) for name in PROMPTS}, load=load, wording=FORMS)

@@ -1,0 +1,192 @@
+"""Needle in a haystack: facts hidden in prose, each asked for at the end.
+
+In: settings, held-out prose, length, seed, index. Out: `Prompt`, one question per fact.
+Promise: facts stand between sentences wherever that keeps them at the depth asked for, else
+between lines or words; keys and values are distinct; the depth recorded is where the fact really stands.
+Price: the prose is cut where the length ends, sometimes within a word.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from unspool.core.errors import ConfigError, DataError
+from unspool.core.rng import rng_for
+from unspool.data.facts import distinct_keys, fact, question
+from unspool.evals.config import NiahEval
+from unspool.evals.prompts import (
+    Materials,
+    Prompt,
+    Question,
+    answer_room,
+    encode,
+    encode_after_newline,
+    opening_ids,
+    token_starts,
+)
+
+# With less prose than this around it a fact would not be hidden at all.
+PROSE_PER_NEEDLE = 8
+# Inserting facts changes a few tokens at their borders; this many corrections have always been enough.
+CORRECTIONS = 8
+_SENTENCE_END = re.compile(r"[.!?][\"'”’)]*\s+|\n\s*\n\s*")
+# Where a fact may stand, best first: after a sentence or paragraph, after a line, after a word.
+_BORDERS = (_SENTENCE_END, re.compile(r"\n+"), re.compile(r"\s+"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needle:
+    key: str
+    value: str
+    target: float
+    """The depth asked for, from 0 (start) to 1 (end)."""
+
+
+class Prose:
+    """Text with the places where a fact may stand, in characters and in tokens."""
+
+    def __init__(self, text: str, starts: np.ndarray) -> None:
+        self.text = text
+        self.starts = starts  # of every token, in characters
+        self.borders = [
+            np.array([match.end() for match in pattern.finditer(text)], dtype=np.int64) for pattern in _BORDERS
+        ]
+
+    def place(self, num_tokens: int, target: float, reach: float) -> tuple[int, float]:
+        """Character and depth of the best border near `target` within the first `num_tokens` tokens."""
+        tokens = np.append(self.starts[:num_tokens], self.end(num_tokens))
+        for borders in self.borders:
+            known = borders[borders < tokens[-1]]
+            candidates = np.concatenate([[0], known, tokens[-1:]])
+            depths = np.searchsorted(tokens, candidates) / num_tokens
+            best = int(np.argmin(np.abs(depths - target)))
+            if abs(depths[best] - target) < reach:
+                return int(candidates[best]), float(depths[best])
+        exact = round(target * num_tokens)
+        return int(tokens[exact]), exact / num_tokens
+
+    def end(self, num_tokens: int) -> int:
+        cut = int(self.starts[num_tokens]) if num_tokens < len(self.starts) else len(self.text)
+        return len(self.text[:cut].rstrip())
+
+
+def num_contexts(config: NiahEval) -> int:
+    return -(-config.samples // config.needles)
+
+
+def depth_grid(config: NiahEval) -> list[float]:
+    if config.depths == 1:
+        return [0.5]
+    return [round(depth, 4) for depth in np.linspace(0, 1, config.depths).tolist()]
+
+
+def prompt(config: NiahEval, materials: Materials, *, length: int, seed: int, index: int) -> Prompt:
+    rng = rng_for(seed, "niah", length, index)
+    tokenizer, opening = materials.tokenizer, opening_ids(materials.tokenizer)
+    kind = "number" if config.value == "numbers" else "word"
+    needles = _needles(config, materials.words, index, rng)
+    # The last context asks for some of its facts only, so that there are exactly `samples` questions.
+    count = min(config.needles, config.samples - index * config.needles)
+    asked = sorted(rng.permutation(config.needles)[:count].tolist())
+    question_ids = {at: encode_after_newline(tokenizer, question(needles[at].key, kind)) for at in asked}
+    answer_tokens = answer_room(tokenizer, [needles[at].value for at in asked])
+    room = length - len(opening) - max(map(len, question_ids.values())) - answer_tokens
+
+    facts = [fact(needle.key, needle.value, kind) for needle in needles]
+    least = length - room + len(encode(tokenizer, " ".join(facts) + "\n")) + PROSE_PER_NEEDLE * len(needles)
+    if length < least:
+        raise ConfigError(
+            f"niah: length {length} is too short: with this tokenizer, {config.needles} needle(s), a question and "
+            f"its answer need {least} tokens. Use a greater length or fewer needles."
+        )
+    prose = _prose(materials, room, rng)
+    context, depths = _fit(prose, [*zip(facts, needles, strict=True)], config, tokenizer, room)
+    return Prompt(
+        suite="niah",
+        length=length,
+        index=index,
+        context_ids=np.concatenate([opening, context]),
+        questions=[Question(ids=question_ids[at], reference=needles[at].value, depth=depths[at]) for at in asked],
+        answer_tokens=answer_tokens,
+        match="contains" if config.value == "numbers" else "start",
+    )
+
+
+def _needles(config: NiahEval, words: list[str], index: int, rng: np.random.Generator) -> list[Needle]:
+    count = config.needles
+    grid = depth_grid(config)
+    # One fact walks over the grid; several spread over the whole context, one per equal part.
+    targets = [grid[index % len(grid)]] if count == 1 else ((np.arange(count) + rng.random(count)) / count).tolist()
+    if config.value == "numbers":
+        keys = distinct_keys(words, count, rng)
+        values = [str(1_000_000 + number) for number in rng.choice(9_000_000, size=count, replace=False)]
+    else:
+        drawn = distinct_keys(words, 2 * count, rng)
+        keys, values = drawn[:count], drawn[count:]
+    return [Needle(key=key, value=value, target=at) for key, value, at in zip(keys, values, targets, strict=True)]
+
+
+def _prose(materials: Materials, num_tokens: int, rng: np.random.Generator) -> Prose:
+    """At least `num_tokens` tokens of consecutive text from a random sentence on, begun again where it ends."""
+    source = "\n\n".join(text.strip() for text in materials.documents)
+    if not source.strip():
+        raise DataError("niah: the haystack text is empty; give files with text.")
+    offset = int(rng.integers(len(source)))
+    sentence = _SENTENCE_END.search(source, offset)
+    offset = sentence.end() if sentence and sentence.end() < len(source) else 0
+    chars = 5 * num_tokens
+    while True:
+        repeats = 1 + (offset + chars) // len(source)
+        text = "\n\n".join([source] * repeats)[offset : offset + chars]
+        starts = token_starts(materials.tokenizer, text)
+        if len(starts) > num_tokens:
+            return Prose(text, starts)
+        chars *= 2
+
+
+def _fit(
+    prose: Prose, hidden: list[tuple[str, Needle]], config: NiahEval, tokenizer: Any, room: int
+) -> tuple[np.ndarray, list[float]]:
+    """As much prose as fits into `room` tokens together with the facts; the depth of each fact."""
+    best: tuple[np.ndarray, list[float]] | None = None
+    fits, too_long = 0, room + 1
+    num_tokens = room - len(encode(tokenizer, " ".join(text for text, _ in hidden)))
+    corrections = 0
+    while fits < num_tokens < too_long and (best is None or corrections < CORRECTIONS):
+        text, depths = _hide(prose, hidden, config, num_tokens)
+        ids = encode(tokenizer, text)
+        spare = room - len(ids)
+        if spare < 0:
+            too_long = num_tokens
+        else:
+            fits = num_tokens
+            if best is None or len(ids) > len(best[0]):
+                best = ids, depths
+        if spare == 0:
+            break
+        # Between what is known to fit and what is known to be too long, so this ends at any length.
+        num_tokens = min(max(num_tokens + spare, fits + 1), too_long - 1)
+        corrections += 1
+    assert best is not None, "the caller made sure that the facts fit"
+    return best
+
+
+def _hide(prose: Prose, hidden: list[tuple[str, Needle]], config: NiahEval, num_tokens: int) -> tuple[str, list[float]]:
+    """The first `num_tokens` tokens of prose with the facts in it, ending in a new line."""
+    reach = 0.5 / max(1, config.depths - 1)
+    places = [prose.place(num_tokens, needle.target, reach) for _, needle in hidden]
+    text, done = "", 0
+    for at in sorted(range(len(hidden)), key=lambda at: places[at][0]):
+        char = places[at][0]
+        text = _joined(_joined(text, prose.text[done:char]), hidden[at][0])
+        done = char
+    text = _joined(text, prose.text[done : prose.end(num_tokens)])
+    grid = np.array(depth_grid(config))
+    return text + "\n", [float(grid[np.argmin(np.abs(grid - depth))]) for _, depth in places]
+
+
+def _joined(before: str, after: str) -> str:
+    needs_space = before and after and not before[-1].isspace() and not after[0].isspace()
+    return f"{before} {after}" if needs_space else before + after

@@ -1,0 +1,181 @@
+"""Short context, before and after: lm-eval's own tasks with a model of ours.
+
+In: a model, names of lm-eval's tasks. Out: a summary with a cell per task.
+Promise: prompts and scores are lm-eval's. It is not needed for anything else, so it is asked for only here.
+Price: a model with a base per head attends through us, which knows no padding: one text at a time.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from unspool.core.config import lookup
+from unspool.core.errors import ConfigError
+from unspool.core.sizes import format_size
+from unspool.evals.backends.base import Stretch
+from unspool.evals.contexts import Plan
+from unspool.evals.stats import Z
+from unspool.evals.suite import Asked
+from unspool.evals.suites import SUITES
+from unspool.models.load import load_model
+from unspool.models.tokenizer import first_line, load_tokenizer
+
+TASKS = ("hellaswag", "mmlu", "arc_challenge", "winogrande", "gsm8k")
+# A task may have several numbers; the first of these that it has is the one that papers print.
+METRICS = ("acc_norm", "exact_match", "acc", "em", "f1", "pass@1", "score")
+BATCH = 8
+
+
+def run_short(
+    ref: str,
+    tasks: list[str],
+    *,
+    samples: int | None,
+    include: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    stretch: Stretch | None = None,
+) -> dict[str, Any]:
+    """`include`: a folder with further task files of lm-eval, such as ones that read local data."""
+    evaluator, managers, models = (_part(name) for name in ("evaluator", "tasks", "models.huggingface"))
+    manager = managers.TaskManager(include_path=include)
+    unknown = [name for name in tasks if not manager.match_tasks([name])]
+    if unknown:
+        raise ConfigError(f"--tasks {unknown[0]}: lm-eval knows no task of that name; `lm-eval ls tasks` lists them.")
+    model = load_model(ref, device=device, dtype=dtype)
+    name = Path(ref).name or ref
+    if stretch is not None:
+        stretch.apply(model)
+        name = stretch.name_of(name)
+    batch = BATCH
+    if any(getattr(part, "head_inv_freq", None) is not None for part in model.modules()):
+        batch = 1
+    else:
+        model.set_attn_implementation("sdpa")
+    wrapped = models.HFLM(pretrained=model, tokenizer=load_tokenizer(ref), batch_size=batch)
+    try:
+        found = evaluator.simple_evaluate(model=wrapped, tasks=tasks, limit=samples, task_manager=manager)
+    except (OSError, ConnectionError) as error:
+        raise ConfigError(
+            f"short: a task's data could not be read ({first_line(error)}). Without network, give a folder of task "
+            "files that name local data: --path tasks=DIR."
+        ) from error
+    return {"model": name, "cells": cells(found)}
+
+
+def cells(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """One cell per task or group of lm-eval's results."""
+    made = []
+    for task, numbers in found["results"].items():
+        known = {name.split(",")[0]: name for name in numbers if "_stderr" not in name}
+        metric = next((name for name in METRICS if name in known), None)
+        value = None if metric is None else numbers[known[metric]]
+        error = None if metric is None else numbers.get(known[metric].replace(metric, f"{metric}_stderr", 1))
+        half = Z * error if isinstance(error, int | float) else None
+        low, high = (None, None) if value is None or half is None else (max(0.0, value - half), min(1.0, value + half))
+        made.append(
+            {
+                "suite": "short",
+                "task": task,
+                "metric": metric or "none",
+                "length": 0,
+                "depth": None,
+                "value": value,
+                "n": int(found.get("n-samples", {}).get(task, {}).get("effective", 0)),
+                "low": low,
+                "high": high,
+            }
+        )
+    return made
+
+
+def _part(name: str) -> Any:
+    try:
+        return import_module(f"lm_eval.{name}")
+    except ImportError as error:
+        raise ConfigError(f"--suite short needs lm-eval ({first_line(error)}); pip install 'unspool[eval]'.") from error
+
+
+# Our long tasks as tasks of lm-eval: a folder of task files with frozen prompts, for `lm-eval --include_path`.
+
+
+# lm-eval loads this file by its path and looks the function up by name.
+SCORER = '''"""Scores of these tasks, as Unspool gives them."""
+
+from unspool.evals.suites.short import process_results
+
+__all__ = ["process_results"]
+'''
+
+
+def write_tasks(plan: Plan, out_dir: Path) -> list[str]:
+    """The names of the tasks written."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    (out_dir / "scorer.py").write_text(SCORER, encoding="utf-8")
+    names = []
+    for questions in plan.questions.values():
+        for length in sorted(questions.config.lengths):
+            for task in questions.tasks.values():
+                name = f"unspool_{questions.suite.name}_{task.name}_{format_size(length).lower()}"
+                wanted = [one for one in questions.wanted if (one.task, one.length) == (task.name, length)]
+                docs = [_doc(questions.suite.name, task.name, questions.asked(one)) for one in wanted]
+                data = out_dir / f"{name}.jsonl"
+                data.write_text("".join(json.dumps(doc) + "\n" for doc in docs), encoding="utf-8")
+                (out_dir / f"{name}.yaml").write_text(
+                    _yaml(name, data, questions.answer_tokens(task)), encoding="utf-8"
+                )
+                names.append(name)
+    return names
+
+
+def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """Called by lm-eval for every answer; what only a judge can score gives nothing."""
+    task = lookup(lookup(SUITES, doc["suite"], kind="suite").tasks, doc["task"], kind="task")
+    asked = Asked(
+        context=doc["context"],
+        question=doc["question"],
+        prefix=doc["prefix"],
+        references=tuple(doc["references"]),
+        depth=doc["depth"],
+        meta=json.loads(doc["meta"]),
+    )
+    value = task.score(results[0], asked)
+    return {} if value is None else {"score": float(value)}
+
+
+def _doc(suite: str, task: str, asked: Asked) -> dict[str, Any]:
+    return {
+        "suite": suite,
+        "task": task,
+        "context": asked.context,
+        "question": asked.question,
+        "prefix": asked.prefix,
+        "references": list(asked.references),
+        "depth": asked.depth,
+        # As text, since the columns of a data set must be alike in all lines and these are not.
+        "meta": json.dumps(dict(asked.meta)),
+    }
+
+
+def _yaml(name: str, data: Path, answer_tokens: int) -> str:
+    options = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data.resolve())}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{context}}{{question}}",
+        "gen_prefix": "{{prefix}}",
+        "doc_to_target": "{{references[0]}}",
+        "target_delimiter": "",
+        "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": answer_tokens},
+        "metric_list": [{"metric": "score", "aggregation": "mean", "higher_is_better": True}],
+        "metadata": {"version": 1},
+    }
+    # The tag is lm-eval's own and cannot be dumped.
+    return yaml.safe_dump(options, sort_keys=False) + "process_results: !function scorer.process_results\n"

@@ -1,0 +1,1 @@
+"""Attention maps and how far each head looks."""

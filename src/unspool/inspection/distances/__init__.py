@@ -1,0 +1,1 @@
+"""Distances between tokens of one document in packed rows."""

@@ -1,0 +1,1 @@
+"""Exact causal attention with document masks, registered with `transformers`."""

@@ -1,0 +1,278 @@
+"""A folder that plain `transformers` loads: safetensors, config, tokenizer.
+
+A base per head cannot be said in a `transformers` config. Such a folder gets a model_type and an architecture that no
+engine knows, so that loading it elsewhere fails instead of silently computing other positions, and modeling_harpe.py,
+with which `transformers` loads it when the user allows its code.
+Elsewhere: whether it loads as it should (plain.py); the model card (report/card.py).
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from unspool.core.artifacts import write_atomic
+from unspool.core.errors import UnspoolError
+from unspool.models import modeling_harpe
+from unspool.models.rotary import head_bases
+from unspool.rope.tables import old_fields
+
+HARPE_TYPE = modeling_harpe.MODEL_TYPE
+# What config.json of such a folder says besides what that of the plain architecture does, or says otherwise.
+HARPE_KEYS = ("model_type", "plain_type", "head_bases", "auto_map", "architectures")
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path, *, dtype: torch.dtype) -> None:
+    """Write `model` and `tokenizer` to `folder` in `dtype`; the model itself is left as it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder, state_dict=_converted(model, dtype))
+    # Whoever asks the tokenizer to truncate would otherwise get texts cut to the old context.
+    tokenizer.model_max_length = max(tokenizer.model_max_length, model.config.max_position_embeddings)
+    tokenizer.save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    # `save_pretrained` writes the dtype of the model in memory, which engines would take for that of the file.
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    bases = head_bases(model)
+    if bases is not None:
+        config |= _harpe_config(config["model_type"], bases)
+        shutil.copyfile(modeling_harpe.__file__, folder / Path(modeling_harpe.__file__).name)
+    else:
+        config = _for_old_readers(config)
+    write_atomic(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _harpe_config(plain_type: str, bases: Any) -> dict[str, Any]:
+    file = Path(modeling_harpe.__file__).stem
+    model, config = modeling_harpe.HarpeForCausalLM.__name__, modeling_harpe.HarpeConfig.__name__
+    return {
+        "model_type": HARPE_TYPE,
+        "plain_type": plain_type,
+        "head_bases": bases,
+        # Converters and engines also go by this name alone, so it must not be that of the plain architecture.
+        "architectures": [model],
+        "auto_map": {"AutoConfig": f"{file}.{config}", "AutoModelForCausalLM": f"{file}.{model}"},
+    }
+
+
+def _for_old_readers(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` with its RoPE settings also in the words of before transformers v5, where these can say them."""
+    parameters = config.get("rope_parameters")
+    fields = (old_fields(parameters) if parameters else None) or {}
+    # What an earlier export wrote into the config must not outlive the settings it repeats.
+    return {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")} | fields
+
+
+def _converted(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights in `dtype`; those that share memory still do, so that tied ones are written once."""
+    converted: dict[tuple[int, torch.Size], Tensor] = {}
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        key = tensor.data_ptr(), tensor.shape
+        if key not in converted:
+            converted[key] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        weights[name] = converted[key]
+    return weights
+
+
+# Asking plain `transformers` for logits, in a process that never saw Unspool.
+
+
+SCRIPT = Path(__file__).with_name("plain_logits.py")
+
+
+class PlainError(RuntimeError):
+    """What plain `transformers` says instead of an answer."""
+
+
+class PlainProcess(AbstractContextManager["PlainProcess"]):
+    """`with PlainProcess() as plain: plain.answers(build_request(…))`"""
+
+    def __init__(self) -> None:
+        self._scratch = tempfile.TemporaryDirectory()
+        self._child: subprocess.Popen[str] | None = None
+
+    def answers(self, request: dict[str, Any]) -> dict[str, Tensor]:
+        child = self._started()
+        assert child.stdin is not None and child.stdout is not None
+        out = Path(self._scratch.name) / "answers.safetensors"
+        line = ""
+        try:
+            child.stdin.write(json.dumps(request | {"out": str(out)}) + "\n")
+            child.stdin.flush()
+            line = child.stdout.readline()
+        except BrokenPipeError:
+            pass  # it has ended, and said why
+        if not line:
+            code, said = child.wait(), self._errors.read_text().strip().splitlines()
+            raise PlainError(said[-1] if said else f"exit code {code}")
+        error = json.loads(line)["error"]
+        if error:
+            raise PlainError(error)
+        return load_file(out)
+
+    @property
+    def _errors(self) -> Path:
+        return Path(self._scratch.name) / "errors.txt"
+
+    def _started(self) -> "subprocess.Popen[str]":
+        if self._child is None:
+            with self._errors.open("w") as errors:
+                self._child = subprocess.Popen(
+                    # -P: files beside the script are parts of Unspool, and not to be found by their bare names.
+                    [sys.executable, "-P", str(SCRIPT)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    cwd=self._scratch.name,
+                    env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": f"{self._scratch.name}/modules"},
+                )
+        return self._child
+
+    def __exit__(self, *_: object) -> None:
+        if self._child is not None:
+            # Closes its input, which ends it.
+            self._child.communicate()
+        self._scratch.cleanup()
+
+
+def build_request(
+    folder: Path, passes: list[dict[str, Any]], *, text: str | None, device: torch.device
+) -> dict[str, Any]:
+    """A folder's own code may run, if it has any: we wrote it."""
+    config = json.loads((folder / "config.json").read_text())
+    return {
+        "folder": str(folder.resolve()),
+        "remote_code": "auto_map" in config,
+        "device": device.type,
+        "text": text,
+        "passes": passes,
+    }
+
+
+# Whether an exported folder is, for plain `transformers`, the model that we have.
+
+
+TEXT = "The river runs past the old mill; 1, 2, 3.\n\nBeyond it, nothing."
+SHORT, LONG, FAR = 16, 512, 64
+KEEP = 64
+# Of the largest logit. Computed in fp32 on both sides, so only the order of sums differs.
+TOLERANCE = 2e-4
+# For logits in the dtype that is written, against ours in fp32: as far as its rounding goes through many layers.
+ROUNDING = {torch.bfloat16: 0.25, torch.float16: 0.1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """Tokens at positions, and our logits of the last `keep` of them."""
+
+    name: str
+    ids: list[int]
+    positions: list[int]
+    logits: Tensor
+    tolerance: float = TOLERANCE
+    dtype: str = "float32"
+    cached: bool = False  # the others are read first, the last `keep` find their keys in a cache
+
+    @property
+    def keep(self) -> int:
+        return len(self.logits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One line of the check: the largest difference of logits, as a share of the largest logit."""
+
+    name: str
+    tokens: int
+    last_position: int
+    dtype: str
+    error: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.tolerance  # False for NaN
+
+
+def round_weights(model: Any, dtype: torch.dtype) -> None:
+    """Give the weights the values they will have in a file of `dtype`."""
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(tensor.to(dtype))
+
+
+@torch.inference_mode()
+def our_passes(model: Any, dtype: torch.dtype) -> list[Pass]:
+    """Our logits, of a model in fp32 whose weights are rounded to `dtype`."""
+    context = int(model.config.max_position_embeddings)
+    num_long = min(LONG, context)
+    # Distances up to the whole context, at the price of few tokens.
+    spread = torch.linspace(0, context - 1, min(FAR, context)).long().tolist()
+    short = _computed(model, "short", list(range(min(SHORT, context))))
+    long = _computed(model, "long", list(range(num_long)))
+    cached = Pass(name="cached", ids=long.ids, positions=long.positions, logits=long.logits[-SHORT // 2 :], cached=True)
+    passes = [short, long, cached, _computed(model, "far", spread)]
+    if dtype in ROUNDING:
+        name, tolerance = str(dtype).removeprefix("torch."), ROUNDING[dtype]
+        passes.append(Pass(**vars(short) | {"name": f"in {name}", "dtype": name, "tolerance": tolerance}))
+    return passes
+
+
+def _computed(model: Any, name: str, positions: list[int]) -> Pass:
+    # Spread over the vocabulary, by a step that is prime.
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = [7919 * number % vocabulary for number in range(1, len(positions) + 1)]
+    tokens, places = (torch.tensor([values], device=model.device) for values in (ids, positions))
+    logits = model(input_ids=tokens, position_ids=places, use_cache=False).logits[0, -KEEP:]
+    return Pass(name=name, ids=ids, positions=positions, logits=logits.float().cpu())
+
+
+def check_folder(folder: Path, passes: list[Pass], tokenizer: Any, *, device: torch.device) -> list[Compared]:
+    """Compare `passes` with what a fresh process makes of `folder`; UnspoolError if it is another model there."""
+    fields = ("name", "ids", "positions", "keep", "dtype", "cached")
+    asked = [{name: getattr(one, name) for name in fields} for one in passes]
+    try:
+        answers = _in_fresh_process(build_request(folder, asked, text=TEXT, device=device))
+    except PlainError as error:
+        raise UnspoolError(
+            f"the export could not be loaded in plain transformers, so nothing was published: {error}"
+        ) from error
+    if answers["text"].tolist() != tokenizer(TEXT)["input_ids"]:
+        raise UnspoolError(f"{folder}: read back by plain transformers, the tokenizer gives other tokens.")
+    compared = [
+        Compared(
+            name=one.name,
+            tokens=len(one.ids),
+            last_position=one.positions[-1],
+            dtype=one.dtype,
+            error=float((answers[one.name] - one.logits).abs().max() / one.logits.abs().max()),
+            tolerance=one.tolerance,
+        )
+        for one in passes
+    ]
+    failed = [one for one in compared if not one.passed]
+    if failed:
+        errors = ", ".join(f"{one.name} {one.error:.2g} (at most {one.tolerance:g})" for one in failed)
+        raise UnspoolError(
+            f"the export is not the same model in plain transformers, so nothing was published: largest difference "
+            f"of logits as a share of the largest logit: {errors}."
+        )
+    return compared
+
+
+def _in_fresh_process(request: dict[str, Any]) -> dict[str, Tensor]:
+    with PlainProcess() as process:
+        return process.answers(request)

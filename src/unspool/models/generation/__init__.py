@@ -1,0 +1,1 @@
+"""Greedy generation: shared prefixes, padded batches, CUDA graphs."""

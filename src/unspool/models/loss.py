@@ -1,0 +1,269 @@
+"""Head and cross-entropy in chunks, with the gradient computed in the same pass.
+
+In: hidden states [T, D], the head (or its bare weight [V, D]), labels [T] (already shifted, IGNORE where no loss).
+Out: the loss summed over valid labels, in fp32.
+Promise: no [T, V] tensor exists, only [chunk, V]; sums and the weight's gradient are kept in fp32; a row that is
+ignored costs nothing where the number of valid ones is known.
+Price: the gradients exist from the forward pass on, and can be used once.
+For 64K tokens, hidden 4,096, a vocabulary of 128,256 and bf16 the peak is, in GiB: 1.96 the weight's gradient in fp32,
+0.50 the hidden states' gradient, 0.37 a chunk's logits, which turn into their own gradient in place: 2.83.
+Elsewhere: which head a model has (head.py); softmax and its gradient in one kernel, on CUDA (loss_kernel.py).
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unspool.data.packing.store import IGNORE
+
+# Bytes of logits held at a time. The weight's gradient is read and written once per chunk, so smaller ones cost time.
+GPU_LOGITS = 384 << 20
+# What stays in a CPU's cache is faster there.
+CPU_CHUNK = 2048
+# Rows that are scaled or rounded at a time, so that no second copy of the whole exists.
+ROWS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """Logits are softcap(scale · (weight · hidden + bias))."""
+
+    weight: Tensor  # [V, D]
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0
+    softcap: float | None = None  # z becomes cap · tanh(z / cap)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32[n, V], from a product in the dtype of `hidden`."""
+        bias = None if self.bias is None else self.bias.to(hidden.dtype)
+        return _shaped(F.linear(hidden, self.weight.to(hidden.dtype), bias).float(), self.scale, self.softcap)
+
+
+def summed_loss(
+    hidden: Tensor, head: Head | Tensor, labels: Tensor, *, chunk: int | None = None, num_valid: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """(differentiable sum of token losses, every token's loss without gradient).
+
+    `num_valid` is how many labels are not IGNORE: known to the caller, it spares waiting for the device.
+    """
+    head = head if isinstance(head, Head) else Head(weight=head)
+    chunk = chunk or _chunk(hidden, head.weight)
+    if num_valid is None and not hidden.is_cuda:
+        num_valid = int((labels != IGNORE).sum())
+    args = (hidden, head.weight, head.bias, labels, head.scale, head.softcap, chunk, num_valid)
+    # Everything is in the dtype of `hidden` already; autocast would change it in some products and not in others.
+    with torch.autocast(hidden.device.type, enabled=False):
+        total, losses = _ChunkedLoss.apply(*args)  # type: ignore[no-untyped-call]
+    return total, losses
+
+
+@torch.no_grad()
+def token_losses(hidden: Tensor, head: Head | Tensor, labels: Tensor, *, chunk: int | None = None) -> Tensor:
+    """The loss of every token, 0 where ignored: for evaluation and per-source means."""
+    head = head if isinstance(head, Head) else Head(weight=head)
+    chunk = chunk or _chunk(hidden, head.weight)
+    pieces = [
+        F.cross_entropy(head.logits(part), label, ignore_index=IGNORE, reduction="none")
+        for part, label in zip(torch.split(hidden, chunk), torch.split(labels, chunk), strict=True)
+    ]
+    return torch.cat(pieces)
+
+
+def _chunk(hidden: Tensor, weight: Tensor) -> int:
+    if not hidden.is_cuda:
+        return CPU_CHUNK
+    size = GPU_LOGITS // (len(weight) * hidden.element_size())
+    # Matrix products come in tiles of 128.
+    return max(1, size // 128 * 128 or size)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        scale: float,
+        softcap: float | None,
+        chunk: int,
+        num_valid: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        losses = hidden.new_zeros(len(labels), dtype=torch.float32)
+        hidden_grad = torch.zeros_like(hidden) if needs_hidden else None
+        sums = _WeightGrad(weight) if needs_weight else None
+        bias_grad = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs_bias else None
+        matrix = weight.to(hidden.dtype)
+        shift = None if bias is None else bias.to(hidden.dtype)
+        for rows in _valid_rows(labels, chunk, num_valid):
+            part = hidden[rows]
+            grad = F.linear(part, matrix, shift)
+            losses[rows], grad = _softmax_grad(grad, labels[rows], scale, softcap)
+            if hidden_grad is not None:
+                hidden_grad[rows] = grad @ matrix
+            if sums is not None:
+                sums.add(grad, part)
+            if bias_grad is not None:
+                bias_grad += grad.sum(dim=0, dtype=torch.float32)
+            del grad  # before the next chunk's logits are made
+        weight_grad = None if sums is None else sums.rounded()
+        ctx.grads = [hidden_grad, weight_grad, None if bias is None or bias_grad is None else bias_grad.to(bias.dtype)]
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.grads is None:
+            raise RuntimeError("This loss has been differentiated before; its gradients are computed once, in place.")
+        grads, ctx.grads = ctx.grads, None
+        for grad in grads:
+            if grad is not None:
+                _scale(grad, grad_outputs[0])
+        return (*grads, None, None, None, None, None)
+
+
+def _valid_rows(labels: Tensor, chunk: int, num_valid: int | None) -> list[Any]:
+    """Chunks of rows that carry loss: slices, or indices where enough rows are ignored to be worth gathering."""
+    if num_valid is None or num_valid > 0.95 * len(labels):
+        return [slice(start, start + chunk) for start in range(0, len(labels), chunk)]
+    # A sort instead of `nonzero`, which would wait for the device to learn how many there are.
+    order = torch.argsort((labels == IGNORE).to(torch.int8), stable=True)
+    return list(torch.split(order[:num_valid], chunk)) if num_valid else []
+
+
+def _softmax_grad(logits: Tensor, labels: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Every row's loss in fp32, and d loss / d logits, in place of the logits where a kernel can."""
+    if logits.is_cuda:
+        from unspool.models.loss_kernel import softmax_grad_
+
+        return softmax_grad_(logits, labels, scale, softcap), logits
+    shaped = _shaped(logits.float(), scale, softcap)
+    valid = labels != IGNORE
+    target = labels.masked_fill(~valid, 0)[:, None]
+    # Counted from the largest: a log-sum in the thousands would round away digits that differences of logits have.
+    below = shaped - shaped.amax(dim=1, keepdim=True)
+    asked = below.gather(1, target)[:, 0]
+    grad = below.exp_()
+    total = grad.sum(dim=1, keepdim=True)
+    losses = (total[:, 0].log() - asked) * valid
+    # softmax − one-hot, through what was done to the logits.
+    grad /= total
+    grad.scatter_add_(1, target, grad.new_full((), -1.0).expand_as(target))
+    grad *= valid[:, None] * scale
+    if softcap is not None:
+        grad *= 1 - (shaped / softcap).square()
+    return losses, grad.to(logits.dtype)
+
+
+def _shaped(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    if scale != 1.0:
+        logits = logits * scale
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def _scale(grad: Tensor, factor: Tensor) -> None:
+    """In place, the factor in fp32: rounded to bf16 it would shift every gradient by the same part in 500."""
+    for rows in torch.split(grad, ROWS):
+        rows.copy_(rows.float() * factor)
+
+
+class _WeightGrad:
+    """The weight's gradient, summed in fp32, and rounded at the end without a second tensor beside it.
+
+    The sum lies in two halves. Rounded to 16 bits, both fit where the first lay.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._shape, self._dtype = weight.shape, weight.dtype
+        half = -(-len(weight) // 2) if weight.element_size() == 2 else len(weight)
+        sizes = [half, len(weight) - half] if half < len(weight) else [half]
+        self._halves = [weight.new_zeros((size, weight.shape[1]), dtype=torch.float32) for size in sizes]
+
+    def add(self, grad: Tensor, hidden: Tensor) -> None:
+        """Add gradᵀ · hidden."""
+        parts = torch.split(grad, [len(half) for half in self._halves], dim=1)
+        for half, part in zip(self._halves, parts, strict=True):
+            if grad.dtype == torch.float32:
+                half.addmm_(part.t(), hidden)
+            elif grad.is_cuda:
+                # Summed in the product's own epilogue: fp32 out of 16-bit factors.
+                torch.addmm(half, part.t(), hidden, out_dtype=torch.float32, out=half)
+            else:
+                half += (part.t() @ hidden).float()
+
+    def rounded(self) -> Tensor:
+        first, *second = self._halves
+        if first.dtype == self._dtype:
+            return first
+        if first.element_size() != 2 * torch.empty((), dtype=self._dtype).element_size():
+            return torch.cat(self._halves).to(self._dtype)
+        out = first.view(-1).view(self._dtype).view(2 * len(first), -1)[: self._shape[0]]
+        # Row r of the result lies where row r/2 was, which has been read by then.
+        for start in range(0, len(first), ROWS):
+            out[start : min(start + ROWS, len(first))] = first[start : start + ROWS].to(self._dtype)
+        for half in second:
+            out[len(first) :] = half
+        self._halves = []
+        return out
+
+
+# Which head a model has: its weight and bias, and what it does to the logits afterwards.
+
+
+# Fields of configs that change logits, and whether they multiply or divide (Cohere; Granite).
+_FACTORS = {"logit_scale": 1, "logits_scaling": -1}
+
+
+def read_head(model: Any) -> Head:
+    """The head as the loss needs it."""
+    layer = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    scale = 1.0
+    for name, power in _FACTORS.items():
+        factor = getattr(config, name, None)
+        if factor:
+            scale *= float(factor) ** power
+    cap = getattr(config, "final_logit_softcapping", None)
+    return Head(
+        weight=layer.weight,
+        bias=getattr(layer, "bias", None),
+        scale=scale,
+        softcap=float(cap) if cap else None,
+    )
+
+
+# Losses by position: means over ranges that double, since what a model has before it matters by its order of size.
+
+
+def bucket_edges(length: int) -> list[int]:
+    """0, 64, 128, 256, … length; from 128 on for lengths above 4K."""
+    edges = [0, 64 if length <= 4096 else 128]
+    while edges[-1] * 2 < length:
+        edges.append(edges[-1] * 2)
+    return [edge for edge in edges if edge < length] + [length]
+
+
+def bucket_losses(losses: np.ndarray) -> list[dict[str, Any]]:
+    """Mean loss of the tokens at positions [from, to), given the loss at positions 1, 2, …"""
+    # The first token has nothing before it and so no loss.
+    return bucket_means(losses, np.arange(1, len(losses) + 1), length=len(losses) + 1)
+
+
+def bucket_means(losses: np.ndarray, positions: np.ndarray, *, length: int) -> list[dict[str, Any]]:
+    """Mean loss of the tokens that stand at positions [from, to) of at most `length`; None with n 0 where none does."""
+    order = np.argsort(positions, kind="stable")
+    losses, places = losses[order], positions[order]
+    buckets = []
+    for start, stop in pairwise(bucket_edges(length)):
+        first, last = np.searchsorted(places, (start, stop))
+        part = losses[first:last]
+        value = float(part.mean()) if len(part) else None
+        buckets.append({"from": start, "to": stop, "value": value, "n": len(part)})
+    return buckets

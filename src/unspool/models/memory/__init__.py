@@ -1,0 +1,1 @@
+"""Settings that reduce activation memory and change no result."""

@@ -1,0 +1,50 @@
+"""Which memory settings there are and which go together. Apart from memory.py: checking a recipe needs no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from unspool.core.errors import ConfigError
+
+Recompute = Literal["none", "keep-attention", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPolicy:
+    recompute: Recompute = "none"
+    recompute_every: int = 1  # layers that share a checkpoint
+    offload: bool = False  # checkpoints wait in host memory
+    keep_products: int = 0  # layers, from the last, that keep the results of matrix products as well
+    keep_on_host: int = 0  # of those, how many have all kept results in host memory
+    mlp_tiles: int | None = None  # tokens per tile of norms and MLPs
+    attention_heads_at_once: int | None = None  # KV heads, with the query heads that share them
+
+    def __post_init__(self) -> None:
+        if self.recompute == "none" and self.offload:
+            raise ConfigError(
+                "offload moves the checkpoints of recomputed layers, and recompute is none: "
+                "set recompute to full or keep-attention, or leave offload out."
+            )
+        if self.recompute == "none" and self.recompute_every != 1:
+            raise ConfigError(
+                f"recompute_every={self.recompute_every} says how many layers share a checkpoint, and recompute is "
+                "none: set recompute to full or keep-attention, or leave recompute_every out."
+            )
+        if self.keep_products and (self.recompute != "keep-attention" or self.recompute_every > 1 or self.mlp_tiles):
+            raise ConfigError(
+                f"keep_products={self.keep_products} keeps more than attention's results, layer by layer: it needs "
+                "recompute keep-attention, recompute_every 1 and no mlp_tiles."
+            )
+        if not 0 <= self.keep_on_host <= self.keep_products:
+            raise ConfigError(
+                f"keep_on_host={self.keep_on_host} is how many of the keep_products layers wait in host memory: "
+                f"it must be between 0 and {self.keep_products}."
+            )
+        for name in ("recompute_every", "mlp_tiles", "attention_heads_at_once"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
+
+    def check_layers(self, num_layers: int) -> None:
+        if self.keep_products > num_layers:
+            raise ConfigError(
+                f"keep_products={self.keep_products} is more layers than the model has; use at most {num_layers}."
+            )

@@ -1,0 +1,1 @@
+"""Predict memory, time and cost of a recipe before it runs."""

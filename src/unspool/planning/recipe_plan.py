@@ -1,0 +1,271 @@
+"""A recipe's plan: what it reads, what it takes and how long, stage by stage, before anything is started.
+
+In: a loaded recipe, a `Machine`, rates of a table or of a measured run. Out: `Plan`, which the terminal and JSON show.
+Promise: nothing is written and no weight is read. A stage that does not fit as it is written is told with what would.
+Elsewhere: data (plan_data.py), the model's shape (plan_model.py), settings (plan_fit.py), ways out (plan_refusal.py),
+the words (cli/plan.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from unspool.core.errors import ConfigError
+from unspool.core.sizes import format_size
+from unspool.planning.calibration import Calibration
+from unspool.planning.fit import WORTH, Case, Estimate, Machine, Way, changes, estimate, fastest, set_words, ways_out
+from unspool.planning.footprint import PARTS
+from unspool.planning.model_shape import PlannedModel, planned_model
+from unspool.planning.step_time import flops_per_token, pace_of
+from unspool.planning.token_counts import DataPlan, plan_data
+from unspool.recipe.load import LoadedRecipe
+from unspool.rope.advice import short
+from unspool.rope.bound import bound, first_negative
+from unspool.rope.tables import RopeShape, global_parameters, tables
+from unspool.rope.tables import shape_of as rope_of
+from unspool.training.config import StageConfig
+
+LOOK_AHEAD = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    stage: StageConfig
+    index: int
+    flops_per_token: float
+    written: Estimate | None  # None: it cannot be spread over these devices at all
+    problem: str | None  # why it does not fit as it is written
+    chosen: Estimate | None  # as written where that fits; else what would, on this machine
+    faster: Estimate | None  # other settings of the same results that would take less time
+    ways: tuple[Way, ...]
+    position: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        return self.problem is None
+
+    @property
+    def mfu(self) -> float | None:
+        if self.chosen is None:
+            return None
+        machine = self.chosen.machine
+        peak = machine.gpu.tflops * 1e12 * machine.count
+        return self.flops_per_token * self.chosen.tokens_per_second / peak
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    loaded: LoadedRecipe
+    model: PlannedModel
+    machine: Machine
+    rates: str  # where they are from
+    data: DataPlan
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def fits(self) -> bool:
+        return all(stage.fits for stage in self.stages)
+
+    @property
+    def hours(self) -> float | None:
+        """None where some stage has no settings that fit."""
+        found = [stage.chosen.hours for stage in self.stages if stage.chosen is not None]
+        return sum(found) if len(found) == len(self.stages) else None
+
+
+def plan_recipe(
+    loaded: LoadedRecipe,
+    machine: Machine,
+    *,
+    model: str | None = None,
+    measured: Calibration | None = None,
+    advance: Callable[[int], None] = lambda done: None,
+) -> Plan:
+    found = planned_model(loaded, model)
+    data = plan_data(loaded)
+    stages = []
+    for index, stage in enumerate(loaded.recipe.stages):
+        stages.append(_plan_stage(loaded, index, stage, machine, found, data, measured))
+        advance(1)
+    return Plan(
+        loaded=loaded, model=found, machine=machine, rates=_rates(machine, measured), data=data, stages=tuple(stages)
+    )
+
+
+def _rates(machine: Machine, measured: Calibration | None) -> str:
+    if measured is not None:
+        return f"measured here: {measured.told}"
+    if machine.gpu.measured:
+        return f"measured on one {machine.gpu.title}; several, and their links, are computed"
+    return f"estimated: an H200's, scaled by the data sheet of {machine.gpu.title}"
+
+
+def _plan_stage(
+    loaded: LoadedRecipe,
+    index: int,
+    stage: StageConfig,
+    machine: Machine,
+    model: PlannedModel,
+    data: DataPlan,
+    measured: Calibration | None,
+) -> StagePlan:
+    pace, activations = pace_of(machine.gpu), 1.0
+    if measured is not None:
+        pace, activations = measured.correct(pace), measured.activations
+    docs = data.documents[stage.name]
+    case = Case(loaded=loaded, shape=model.shape, docs=docs, pace=pace, machine=machine, activations=activations)
+    written, problem = _written(case, stage)
+    best = fastest(case, stage)
+    fitting = written if problem is None else None
+    chosen = fitting or best
+    faster = None
+    if fitting and best and best.seconds.step < fitting.seconds.step * (1 - WORTH):
+        faster = best if best.stage.optimizer == stage.optimizer else None
+    return StagePlan(
+        stage=stage,
+        index=index,
+        flops_per_token=flops_per_token(model.shape, docs),
+        written=written,
+        problem=problem,
+        chosen=chosen,
+        faster=faster,
+        ways=() if problem is None else tuple(ways_out(case, index, stage, best)),
+        position=tuple(position_lines(model.values, stage)),
+    )
+
+
+def _written(case: Case, stage: StageConfig) -> tuple[Estimate | None, str | None]:
+    try:
+        found = estimate(case, stage)
+    except ConfigError as error:
+        return None, str(error)
+    return found, None if found.fits else _too_much(found)
+
+
+def _too_much(found: Estimate) -> str:
+    machine, held = found.machine, found.footprint
+    whose = f"each {machine.gpu.name}" if machine.count > 1 else f"the {machine.gpu.name}"
+    gib = 1 << 30
+    if held.device > machine.room:
+        return (
+            f"it takes {held.device / gib:.1f} GiB of {whose} in {held.moment}, where {machine.room / gib:.1f} of "
+            f"{machine.gpu.gib:.1f} are free for tensors"
+        )
+    return (
+        f"it takes {held.host / gib:.1f} GiB of host memory for {whose}, where {machine.host_room / gib:.1f} are free; "
+        "say how much there is by --host-mem"
+    )
+
+
+def position_lines(values: dict[str, Any], stage: StageConfig) -> list[str]:
+    """One or two lines on the stage's RoPE; `unspool position` says more."""
+    try:
+        rope, parameters = rope_of(values), global_parameters(values)
+    except ConfigError:
+        return []
+    context = stage.context
+    if stage.position.method == "unchanged":
+        frequencies = [tables(parameters, rope.rotary_dim, max_positions=rope.max_positions, seq_len=context).inv_freq]
+        what = f"the model's own base {short(rope.base)}"
+    else:
+        try:
+            settled = stage.position.settle(rope, context)
+        except ConfigError as error:
+            return [str(error)]
+        frequencies = list(np.atleast_2d(settled.tables(rope, context).inv_freq))
+        base = getattr(stage.position, "base", None)
+        what = f"{stage.position.method}{f' with base {short(base)}' if base else ''}"
+    reaches = [first_negative(line.astype(np.float64), LOOK_AHEAD * context) for line in frequencies]
+    worst = min((reach for reach in reaches if reach is not None), default=None)
+    far = f"over {format_size(LOOK_AHEAD * context)}" if worst is None else f"{worst:,}"
+    verdict = "enough" if worst is None or worst >= context else f"short of {format_size(context)}"
+    lines = [f"{what}: B(m) ≥ 0 up to {far} tokens (Men et al.), {verdict}"]
+    if worst is not None and worst < context:
+        lines.append(_smallest(rope, context))
+    return lines
+
+
+def _smallest(rope: RopeShape, context: int) -> str:
+    smallest = bound(context, rope.rotary_dim)
+    hint = f"the smallest single base that passes is {short(smallest)}" if smallest else "no single base passes"
+    hint += " (larger ones may fail)" if smallest else ""
+    return f"{hint}; see `unspool position --context {format_size(context)}`"
+
+
+# Plain data for --json
+
+
+def as_plain(plan: Plan, price: float | None) -> dict[str, Any]:
+    machine, hours = plan.machine, plan.hours
+    gpu_hours = None if hours is None else hours * machine.count
+    return {
+        "recipe": plan.loaded.recipe.name,
+        "fits": plan.fits,
+        "machine": {
+            "gpu": machine.gpu.name,
+            "title": machine.gpu.title,
+            "count": machine.count,
+            "gib": machine.gpu.gib,
+            "room_gib": machine.room / (1 << 30),
+            "host_room_gib": machine.host_room / (1 << 30),
+            "rates": plan.rates,
+        },
+        "model": {"origin": plan.model.origin, "parameters": plan.model.shape.params, **asdict(plan.model.shape)},
+        "sources": [asdict(source) for source in plan.data.sources],
+        "stages": [_plain_stage(plan, stage, price) for stage in plan.stages],
+        "warnings": list(plan.data.warnings),
+        "hours": hours,
+        "gpu_hours": gpu_hours,
+        "cost": None if price is None or gpu_hours is None else price * gpu_hours,
+    }
+
+
+def _plain_stage(plan: Plan, planned: StagePlan, price: float | None) -> dict[str, Any]:
+    stage = planned.stage
+    return {
+        "name": stage.name,
+        "context": stage.context,
+        "tokens": stage.steps * stage.batch,
+        "steps": stage.steps,
+        "rows": [asdict(use) for use in plan.data.stages[stage.name]],
+        "document_len": plan.data.documents[stage.name].mean,
+        "lengths_counted": plan.data.lengths_are_counted(stage.name),
+        "flops_per_token": planned.flops_per_token,
+        "flops": planned.flops_per_token * stage.steps * stage.batch,
+        "mfu": planned.mfu,
+        "fits": planned.fits,
+        "problem": planned.problem,
+        "written": _plain_estimate(planned.written, stage, planned.index, price),
+        "chosen": _plain_estimate(planned.chosen, stage, planned.index, price),
+        "faster": _plain_estimate(planned.faster, stage, planned.index, price),
+        "ways": [
+            {"kind": way.kind, "text": way.text, "arguments": list(way.arguments), "hours": way.estimate.hours}
+            for way in planned.ways
+        ],
+        "position": list(planned.position),
+    }
+
+
+def _plain_estimate(found: Estimate | None, stage: StageConfig, index: int, price: float | None) -> Any:
+    if found is None:
+        return None
+    gpu_hours = found.hours * found.machine.count
+    return {
+        "settings": changes(stage, found.stage),
+        "set": set_words(index, stage, found.stage),
+        "layout": asdict(found.layout),
+        "memory": {
+            "moment": found.footprint.moment,
+            "parts": {part: getattr(found.footprint, part) for part in PARTS},
+            "device": found.footprint.device,
+            "host": found.footprint.host,
+        },
+        "fits": found.fits,
+        "seconds": {**asdict(found.seconds), "step": found.seconds.step},
+        "tokens_per_second": found.tokens_per_second,
+        "hours": found.hours,
+        "gpu_hours": gpu_hours,
+        "cost": None if price is None else price * gpu_hours,
+    }

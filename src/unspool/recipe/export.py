@@ -1,0 +1,179 @@
+"""From a checkpoint to a folder for others: weights, config, tokenizer and card, checked, then published.
+
+In: a run, one of its stages, or a model. Out: a folder that plain `transformers` loads, and how near it is to ours.
+Promise: published whole or not at all, and only if a fresh process computes our logits from it.
+"""
+
+import gc
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from huggingface_hub import hf_hub_download
+
+from unspool.core.artifacts import publish, read_manifest
+from unspool.core.config import lookup
+from unspool.core.errors import ConfigError
+from unspool.models.export import Compared, check_folder, our_passes, round_weights, save_model
+from unspool.models.load import load_model, model_digest
+from unspool.models.tokenizer import load_tokenizer
+from unspool.recipe.paths import resolve_path
+from unspool.recipe.run import versions
+from unspool.reporting.gather import gather
+from unspool.reporting.model_card import CardFacts, Check, render_card
+from unspool.reporting.run_results import RunResults
+
+KIND = "export"
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+CARD = "README.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A model, and the run and stage it comes from where that is known."""
+
+    model: Path
+    run_dir: Path | None = None
+    stage: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    folder: Path
+    checkpoint: Checkpoint
+    dtype: str
+    own_code: bool
+    num_bytes: int
+    checks: list[Compared]
+
+
+def find_checkpoint(path: Path, *, stage: str | None = None, run_dir: Path | None = None) -> Checkpoint:
+    """What `path` leads to: the model itself, a stage's model, or that of a run's last finished stage."""
+    if (path / "model" / "config.json").is_file():
+        path = path / "model"
+    if (path / "config.json").is_file() or (path.suffix == ".gguf" and path.is_file()):
+        own_run, own_stage = _run_of(path.absolute())
+        if own_stage and stage not in (None, own_stage):
+            raise ConfigError(f"--stage {stage}: {path} is the model of stage {own_stage}; give the run's folder.")
+        run_dir, stage = run_dir or own_run, own_stage or stage
+        return Checkpoint(model=path, run_dir=run_dir, stage=_finished_stage(run_dir, stage) if run_dir else None)
+    if (path / "stages").is_dir():
+        stage = _finished_stage(path, stage)
+        return Checkpoint(model=path / "stages" / stage / "model", run_dir=path, stage=stage)
+    problem = "holds no model" if path.exists() else "does not exist"
+    raise ConfigError(f"{path} {problem}; give a run's folder, one of its stages/, or a folder with config.json.")
+
+
+def _run_of(model: Path) -> tuple[Path, str] | tuple[None, None]:
+    """The run and the stage that a model is the outcome of, by where it lies: RUN/stages/STAGE/model."""
+    if len(model.parents) < 3 or model.parents[1].name != "stages":
+        return None, None
+    run_dir = model.parents[2]
+    return (run_dir, model.parent.name) if (run_dir / "recipe.yaml").is_file() else (None, None)
+
+
+def _finished_stage(run_dir: Path, name: str | None) -> str:
+    """The stage called `name`, or the last one; ConfigError if it is not trained."""
+    finished = {stage.name: stage for stage in gather(run_dir).stages if stage.finished}
+    if not finished:
+        raise ConfigError(f"{run_dir}: none of its stages is trained yet; run the recipe first.")
+    return lookup(finished, name or list(finished)[-1], kind="trained stage").name
+
+
+def check_out(out_dir: Path) -> None:
+    """An export replaces its folder whole, so it must not hold anything else."""
+    if not out_dir.exists():
+        return
+    ours = (read_manifest(out_dir) or {}).get("kind") == KIND
+    if not out_dir.is_dir() or (any(out_dir.iterdir()) and not ours):
+        raise ConfigError(f"{out_dir} exists and holds no export of ours; give a new folder, so that nothing is lost.")
+
+
+def export(checkpoint: Checkpoint, out_dir: Path, *, dtype: str | None, device: torch.device) -> Exported:
+    """Write `checkpoint` to `out_dir` in `dtype` (by default the one it has), checked before it appears there."""
+    check_out(out_dir)
+    results = gather(checkpoint.run_dir) if checkpoint.run_dir else None
+    target = lookup(DTYPES, dtype, kind="--dtype") if dtype else _own_dtype(checkpoint.model)
+    tokenizer = load_tokenizer(str(checkpoint.model))
+    model = load_model(str(checkpoint.model), device=device, dtype=torch.float32)
+    round_weights(model, target)
+    passes = our_passes(model, target)
+    name = str(target).removeprefix("torch.")
+    inputs = {"model": model_digest(str(checkpoint.model))}
+    with publish(out_dir, kind=KIND, inputs=inputs, settings={"dtype": name, "stage": checkpoint.stage}) as draft:
+        try:
+            save_model(model, tokenizer, draft.folder, dtype=target)
+            # The other process needs the room.
+            del model
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            checks = check_folder(draft.folder, passes, tokenizer, device=device)
+            config = json.loads((draft.folder / "config.json").read_text())
+            facts = _card_facts(out_dir.name, config, checks, checkpoint, results)
+            (draft.folder / CARD).write_text(render_card(facts), encoding="utf-8")
+            draft.counts = {"bytes": _num_bytes(draft.folder), "checks": [asdict(check) for check in checks]}
+        except BaseException:
+            shutil.rmtree(draft.folder, ignore_errors=True)
+            raise
+    return Exported(
+        folder=out_dir,
+        checkpoint=checkpoint,
+        dtype=name,
+        own_code="auto_map" in config,
+        num_bytes=_num_bytes(out_dir),
+        checks=checks,
+    )
+
+
+def _own_dtype(model: Path) -> torch.dtype:
+    """The dtype that a folder's config names; fp32 where it names none."""
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError):
+        return torch.float32
+    named = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+    return named.get(config.get("dtype") or config.get("torch_dtype"), torch.float32)
+
+
+def _num_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _card_facts(
+    name: str, config: dict[str, Any], checks: list[Compared], checkpoint: Checkpoint, results: RunResults | None
+) -> CardFacts:
+    base = _base_model(checkpoint, results)
+    return CardFacts(
+        name=name,
+        config=config,
+        checks=[Check(**asdict(check)) for check in checks],
+        versions=versions(),
+        licence=_licence(base) if base else None,
+        base_id=base if base and "/" in base and not Path(base).exists() else None,
+        results=results,
+        stage=checkpoint.stage,
+    )
+
+
+def _base_model(checkpoint: Checkpoint, results: RunResults | None) -> str | None:
+    """Folder or Hub id of the model that the run began with; the checkpoint itself if no run is known."""
+    if results is None:
+        return str(checkpoint.model)
+    named = yaml.safe_load(results.recipe_text or "model:").get("model") or results.base_model
+    return resolve_path(named, results.run_dir) if isinstance(named, str) else None
+
+
+def _licence(base: str) -> str | None:
+    """What the card of a model says of its licence: one that lies in its folder, or on the Hub."""
+    path = Path(base)
+    try:
+        card = path / CARD if path.exists() else Path(hf_hub_download(base, CARD, etag_timeout=5))
+        _, head, _ = card.read_text(encoding="utf-8").split("---", 2)
+        return str(yaml.safe_load(head)["license"])
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        return None

@@ -1,0 +1,288 @@
+"""The recipe's JSON schema as a tree: which keys may stand at a place, and what a value may be.
+
+One description serves editors (`unspool recipes schema`), error sentences and `--set` paths, so
+that they cannot disagree. A shape is a node of that schema; a form is one of the alternatives
+it allows.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from unspool.core.config import nearest
+from unspool.core.errors import ConfigError
+from unspool.recipe.schema import Recipe
+from unspool.recipe.yaml_lines import Marks, Place, Problem
+
+Shape = dict[str, Any]
+
+SIZE_TYPES = {"integer", "number", "string"}
+
+
+@cache
+def recipe_schema() -> Shape:
+    schema = Recipe.model_json_schema(by_alias=True)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def forms(shape: Shape) -> list[Shape]:
+    """The alternatives of a shape, references followed, `null` left out."""
+    if "$ref" in shape:
+        return forms(recipe_schema()["$defs"][shape["$ref"].rsplit("/", 1)[-1]])
+    nested = shape.get("anyOf") or shape.get("oneOf")
+    if nested:
+        return [form for option in nested for form in forms(option)]
+    return [] if shape.get("type") == "null" else [shape]
+
+
+def tag_of(shape: Shape) -> tuple[str, dict[str, str]] | None:
+    """The key that says which form is meant, such as `kind`, and its values; None if there is none."""
+    found = shape.get("discriminator")
+    return (found["propertyName"], found["mapping"]) if found else None
+
+
+def form_of(shape: Shape, value: Any) -> Shape:
+    """The form that `value` was meant to take; forms are mappings, lists or scalars."""
+    tag = tag_of(shape)
+    if tag and isinstance(value, dict):
+        key, mapping = tag
+        ref = mapping.get(str(value.get(key)))
+        # Without a known tag all forms are possible: their keys together.
+        return forms({"$ref": ref})[0] if ref else {"type": "object", "properties": _all_keys(forms(shape))}
+    kind = "object" if isinstance(value, dict) else "array" if isinstance(value, list) else None
+    options = forms(shape)
+    return next((form for form in options if kind and form.get("type") == kind), options[0])
+
+
+def _all_keys(options: list[Shape]) -> Shape:
+    return {key: child for form in options for key, child in form.get("properties", {}).items()}
+
+
+def keys(form: Shape) -> list[str] | None:
+    """The keys a mapping may have; None where names are free or it is no mapping."""
+    return sorted(form["properties"]) if "properties" in form else None
+
+
+def child(form: Shape, key: str | int) -> Shape | None:
+    """The shape below `key`, or None where nothing may stand."""
+    if form.get("type") == "array" and isinstance(key, int):
+        fixed = form.get("prefixItems", [])
+        return fixed[key] if key < len(fixed) else form.get("items")
+    if "properties" in form:
+        below: Shape | None = form["properties"].get(key)
+        return below
+    free = form.get("additionalProperties")
+    return free if isinstance(free, dict) else None
+
+
+def shape_at(place: Place, data: Any) -> Shape | None:
+    """The shape at a place of `data`."""
+    shape: Shape | None = recipe_schema()
+    for key in place:
+        if shape is None:
+            return None
+        shape = child(form_of(shape, data), key)
+        data = value_at((key,), data)
+    return shape
+
+
+def value_at(place: Place, data: Any) -> Any:
+    """The value at a place, None where there is none."""
+    for key in place:
+        try:
+            data = data[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return data
+
+
+def describe(shape: Shape) -> str:
+    """What may stand here, in words: `a number above 0`, `one of concat, whole, intact`."""
+    tag = tag_of(shape)
+    if tag:
+        return f"a mapping with {tag[0]}: one of {', '.join(tag[1])}"
+    options = forms(shape)
+    if {form.get("type") for form in options} == SIZE_TYPES:
+        return "a size such as 64K, 20B, 8e6 or 4096"
+    return " or ".join(dict.fromkeys(_describe_form(form) for form in options))
+
+
+def _describe_form(form: Shape) -> str:
+    if "enum" in form:
+        return f"one of {', '.join(form['enum'])}"
+    if "properties" in form:
+        return f"a mapping with the keys {', '.join(form['properties'])}"
+    if form.get("type") == "object":
+        return f"a mapping from names to {describe(form.get('additionalProperties', {}))}"
+    if form.get("type") == "array":
+        return _describe_list(form)
+    names = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
+    words = {
+        "exclusiveMinimum": "above {}",
+        "minimum": "of at least {}",
+        "exclusiveMaximum": "below {}",
+        "maximum": "of at most {}",
+        "pattern": "made of letters, digits, '-', '_' and '.', beginning with a letter or digit",
+    }
+    limits = [text.format(form[key]) for key, text in words.items() if key in form]
+    return " ".join([names.get(form.get("type", ""), "a value"), " and ".join(limits)]).strip()
+
+
+def _describe_list(form: Shape) -> str:
+    fixed = form.get("prefixItems")
+    if fixed:
+        return f"a list of {len(fixed)} values, each {describe(fixed[0])}"
+    least = " with at least one entry" if form.get("minItems") else ""
+    return f"a list{least}, each {describe(form.get('items', {}))}"
+
+
+# From what pydantic refuses to sentences a person can act on.
+
+
+def refuse(problems: Sequence[Problem], marks: Marks, data: Any) -> None:
+    """Raise one ConfigError with a sentence per problem, in the order of the file."""
+    unique: dict[tuple[Place, str | None], Problem] = {}
+    for problem in problems:
+        unique.setdefault((problem.place, problem.where), problem)
+    if unique:
+        ordered = sorted(unique.values(), key=lambda problem: marks.line(problem.place))
+        raise ConfigError("\n".join(sentence(problem, marks, data) for problem in ordered))
+
+
+def sentence(problem: Problem, marks: Marks, data: Any) -> str:
+    """`file:line: key = value: what is wrong and what is allowed.`"""
+    where = problem.where or marks.where(problem.place)
+    key = ".".join(map(str, problem.place))
+    value = _spell(value_at(problem.place, data)) if problem.show_value else ""
+    return ": ".join(part for part in (where, key + value, problem.text) if part)
+
+
+def _spell(value: Any) -> str:
+    if value is None:
+        return " is empty"
+    if isinstance(value, dict | list):
+        return ""
+    if isinstance(value, bool):
+        return f" = {str(value).lower()}"
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    plain = text.isprintable() and text == text.strip() != ""
+    return f" = {text if plain else repr(text)}"
+
+
+def validation_problems(error: ValidationError, data: Any) -> Iterator[Problem]:
+    placed = [(details, _place(details, data)) for details in error.errors(include_url=False)]
+    unknown = [place for details, place in placed if place and details["type"] == "extra_forbidden"]
+    misspelt = {(*place[:-1], nearest(str(place[-1]), _allowed_keys(place, data))) for place in unknown}
+    for details, place in placed:
+        # A misspelt key is one mistake, although the right one is missing as well.
+        if place and not (details["type"] == "missing" and place in misspelt):
+            yield _problem(details, place, data)
+
+
+# Whether a default could be made says nothing about the recipe.
+IGNORED = {"default_factory_not_called"}
+# A value tried against each member of a union fails once per member; these failures only say
+# that it was not meant to be that member.
+WRONG_MEMBER = {"string_type", "dict_type", "model_type", "model_attributes_type"}
+
+
+def _place(details: ErrorDetails, data: Any) -> Place | None:
+    """Where in the data; pydantic's own path also names the members of unions. None: not a mistake of its own."""
+    shape: Shape | None = recipe_schema()
+    place: list[str | int] = []
+    loc = [part for part in details["loc"] if part != "[key]"]
+    if details["type"] in IGNORED:
+        return None
+    while loc:
+        value = value_at(tuple(place), data)
+        if shape is not None and (tag_of(shape) or len(forms(shape)) > 1):
+            loc.pop(0)
+            if not loc and isinstance(value, dict) and details["type"] in WRONG_MEMBER and not tag_of(shape):
+                return None
+            shape = form_of(shape, value)
+            continue
+        key = loc.pop(0)
+        place.append(key)
+        shape = None if shape is None else child(form_of(shape, value), key)
+    return tuple(place)
+
+
+def _problem(details: ErrorDetails, place: Place, data: Any) -> Problem:
+    kind = details["type"]
+    shape = shape_at(place, data)
+    tag = tag_of(shape) if shape else None
+    if kind == "extra_forbidden":
+        return Problem(place=place, text=unknown_key(str(place[-1]), _allowed_keys(place, data)))
+    if details["loc"][-1] == "[key]":
+        return Problem(place=place, text=f"the key {place[-1]!r} must be a whole number.")
+    if kind == "missing":
+        return Problem(place=place, text=f"missing; write {_wanted(shape)}.")
+    if kind == "union_tag_not_found" and tag:
+        return Problem(place=(*place, tag[0]), text=f"missing; write one of {', '.join(tag[1])}.")
+    if kind == "union_tag_invalid" and tag:
+        value = value_at((*place, tag[0]), data)
+        return Problem(place=(*place, tag[0]), text=_not_one_of(value, list(tag[1])), show_value=True)
+    if kind == "value_error":
+        return _own_words(str(details.get("ctx", {}).get("error", "")), place, data)
+    if kind == "literal_error" and shape:
+        return Problem(place=place, text=_not_one_of(value_at(place, data), _choices(shape)), show_value=True)
+    hint = _quotes_hint(value_at(place, data), kind)
+    return Problem(place=place, text=f"must be {_wanted(shape)}{hint}.", show_value=True)
+
+
+def _allowed_keys(place: Place, data: Any) -> list[str]:
+    """The keys that may stand where `place` ends."""
+    holder = place[:-1]
+    return keys(form_of(shape_at(holder, data) or {}, value_at(holder, data))) or []
+
+
+def unknown_key(key: str, allowed: Sequence[str]) -> str:
+    guess = nearest(key, allowed)
+    hint = f"; did you mean {guess!r}?" if guess else "."
+    return f"unknown key{hint} Allowed here: {', '.join(allowed)}."
+
+
+def _own_words(text: str, place: Place, data: Any) -> Problem:
+    """What a config class says of itself. Where it checks several keys, its sentence begins with the one at fault."""
+    first = tuple(text.split(" ", 1)[0].rstrip(":").split("."))
+    value = value_at(place, data)
+    if isinstance(value, dict) and value_at(first, value) is not None:
+        place = (*place, *first)
+    return Problem(place=place, text=f"{text.rstrip('.')}.", show_value=True)
+
+
+def _not_one_of(value: Any, choices: list[str]) -> str:
+    guess = nearest(value, choices) if isinstance(value, str) else None
+    hint = f"not known; did you mean {guess!r}?" if guess else "not known."
+    return f"{hint} Allowed: {', '.join(choices)}."
+
+
+def _choices(shape: Shape) -> list[str]:
+    return [str(choice) for form in forms(shape) for choice in form.get("enum", [form.get("const")])]
+
+
+def _wanted(shape: Shape | None) -> str:
+    if shape is None:
+        return "another value"
+    note = shape.get("description")
+    return describe(shape) + (f" ({note})" if note and "\n" not in note and "properties" not in shape else "")
+
+
+def _quotes_hint(value: Any, kind: str) -> str:
+    spelled = str(value).lower() if isinstance(value, bool) else value
+    return f"; put it in quotes: '{spelled}'" if kind == "string_type" and isinstance(value, bool | int | float) else ""
+
+
+def misplaced_booleans(shape: Shape, value: Any, place: Place = ()) -> Iterator[Problem]:
+    """Pydantic takes `true` for 1; in a recipe it is a mistake wherever a number is asked for."""
+    form = form_of(shape, value)
+    if isinstance(value, bool) and {option.get("type") for option in forms(shape)} <= {"number", "integer"}:
+        yield Problem(place=place, text=f"must be {_wanted(shape)}.", show_value=True)
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in pairs:
+        below = child(form, key)
+        if below is not None:
+            yield from misplaced_booleans(below, item, (*place, key))

@@ -1,0 +1,86 @@
+"""Where a path in a recipe leads: beside the recipe, in the current folder, or shipped with the package."""
+
+import glob
+from dataclasses import dataclass
+from pathlib import Path
+
+from unspool.core.config import lookup, nearest
+from unspool.core.errors import ConfigError
+
+ASSETS = Path(__file__).parents[1] / "assets"
+ASSET_PREFIX = "asset:"
+SYNTH_PREFIX = "synth:"  # a set of conversations that the same recipe generates
+
+
+def resolve_path(value: str, root: Path) -> str:
+    """A path to open: `asset:…` in the package, else beside the recipe if it exists there, else as written.
+
+    What exists nowhere comes back as written, so that a Hub id stays a Hub id.
+    """
+    if value.startswith(ASSET_PREFIX):
+        return _asset(value.removeprefix(ASSET_PREFIX))
+    path = expand_home(value)
+    beside = root / path
+    return str(beside if not path.is_absolute() and path_exists(str(beside)) else path)
+
+
+def path_exists(path: str) -> bool:
+    """Whether a file, a folder, or anything that a glob stands for is there."""
+    # Path.glob takes no absolute patterns.
+    matches = glob.iglob(path, recursive=True) if glob.has_magic(path) else iter(())  # noqa: PTH207
+    try:
+        return Path(path).exists() or next(matches, None) is not None
+    except OSError:  # a name too long, a folder that may not be entered
+        return False
+
+
+def expand_home(value: str) -> Path:
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:  # ~somebody whom this machine does not know
+        return Path(value)
+
+
+def _asset(name: str) -> str:
+    path = ASSETS / name
+    if name and ASSETS.resolve() in path.resolve().parents and path_exists(str(path)):
+        return str(path)
+    shipped = sorted(file.relative_to(ASSETS).as_posix() for file in ASSETS.rglob("*"))
+    guess = nearest(name, shipped)
+    hint = f"; did you mean {ASSET_PREFIX + guess!r}?" if guess else "."
+    raise ConfigError(f"{ASSET_PREFIX + name!r} is not shipped with unspool{hint}")
+
+
+# The recipes and studies that come with the package.
+
+
+RECIPES = Path(__file__).parent / "bundled"
+STUDIES = Path(__file__).parents[1] / "studies" / "bundled"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundled:
+    name: str
+    path: Path
+    summary: str
+
+
+def bundled_recipes() -> dict[str, Bundled]:
+    return _bundled(RECIPES)
+
+
+def bundled_studies() -> dict[str, Bundled]:
+    return _bundled(STUDIES)
+
+
+def _bundled(folder: Path) -> dict[str, Bundled]:
+    """By name; the summary is the comment on the first line."""
+    found = {}
+    for path in sorted(folder.glob("*.yaml")):
+        first_line = path.read_text(encoding="utf-8").split("\n", 1)[0]
+        found[path.stem] = Bundled(name=path.stem, path=path, summary=first_line.removeprefix("#").strip())
+    return found
+
+
+def find_bundled(name: str) -> Bundled:
+    return lookup(bundled_recipes(), name, kind="recipe")

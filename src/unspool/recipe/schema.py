@@ -1,0 +1,241 @@
+"""What a recipe may say: the config classes of every package, put together and checked against each other.
+
+A class checks itself; this module checks what only shows between them: names that refer to
+nothing, lengths that do not divide, names that cannot be folders.
+Elsewhere: reading a file with line numbers (check.py), sentences (problems.py).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, model_validator
+
+from unspool.core.config import Config, nearest
+from unspool.core.sizes import format_size, parse_size
+from unspool.data.corpus.config import EngineConfig
+from unspool.data.packing.config import STRATEGIES, RowsConfig
+from unspool.data.sources.config import Source
+from unspool.evals.config import Eval
+from unspool.models.presets import NewModel
+from unspool.recipe.yaml_lines import CoreDumper, Place, Problem
+from unspool.synthesis.config import SynthConfig
+from unspool.training.config import StageConfig
+
+FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+# Work in progress stands beside the finished folder under these endings.
+WORK_ENDINGS = (".work", ".partial", ".old", ".tmp")
+# `start:` gives the first two a meaning, and the scores of the untouched model are kept under the third.
+RESERVED_STAGES = ("previous", "model", "base")
+
+
+class Recipe(Config):
+    """A whole run: from sources to scores."""
+
+    name: str = Field(min_length=1, description="letters, digits, '-', '_' and '.'; names the run")
+    seed: int = Field(0, ge=0)
+    model: Annotated[str, Field(min_length=1)] | NewModel = Field(
+        description="Hub id, folder, .gguf file or asset:NAME; or {size, tokenizer, context} to start from scratch"
+    )
+    out: Path = Field(
+        default_factory=lambda fields: Path("runs", fields.get("name", "")),
+        description="folder for everything the run makes; runs/NAME when not given",
+    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    engine: EngineConfig = EngineConfig.model_validate({})
+    sources: dict[str, Source] = Field(description="name: where documents come from")
+    rows: dict[str, RowsConfig] = Field(description="name: how documents become training rows")
+    stages: list[StageConfig] = Field(description="training stages, in order")
+    evals: list[Eval] = Field([], description="suites to score before and after")
+    synth: dict[str, SynthConfig] = Field({}, description="name: conversations that `unspool synth` generates")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Recipe":
+        data = self.model_dump(mode="json", by_alias=True)
+        found = [f"{'.'.join(map(str, problem.place))}: {problem.text}" for problem in reference_problems(data)]
+        if found:
+            raise ValueError(" ".join(found))
+        return self
+
+
+def reference_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
+    """What does not fit together in a recipe's plain data.
+
+    Takes data that may be wrong in other ways, so that every problem of a file is told at once:
+    what has the wrong type here is passed over, since its class refuses it.
+    """
+    sources, rows = _entries(data.get("sources")), _entries(data.get("rows"))
+    stages = [_entries(stage) for stage in _items(data.get("stages"))]
+    stage_names = [_text(stage.get("name")) for stage in stages]
+    yield from _name_problems(_text(data.get("name")), list(sources), list(rows), stage_names)
+    yield from _synth_problems(_entries(data.get("synth")), sources)
+    for name, entry in rows.items():
+        wanted = _entries(entry).get("from")
+        for source in [wanted] if isinstance(wanted, str) else _entries(wanted):
+            if source not in sources:
+                place = ("rows", name, "from") if isinstance(wanted, str) else ("rows", name, "from", source)
+                yield Problem(place=place, text=_unknown("source", source, list(sources)))
+        replacing = _entries(_entries(entry).get("replace")).get("with")
+        if isinstance(replacing, str) and replacing not in sources:
+            yield Problem(place=("rows", name, "replace", "with"), text=_unknown("source", replacing, list(sources)))
+    for index, stage in enumerate(stages):
+        yield from _mix_problems(index, stage, rows)
+        yield from _validation_problems(index, stage, rows)
+        yield from _refit_problems(index, stage, rows, is_new=isinstance(data.get("model"), dict))
+        yield from _start_problems(index, stage.get("start", "previous"), stage_names)
+
+
+def _name_problems(
+    name: str, source_names: list[str], row_names: list[str], stage_names: list[str]
+) -> Iterator[Problem]:
+    named: list[tuple[Place, str]] = [(("name",), name)] if name else []
+    named += [(("sources", name), name) for name in source_names]
+    named += [(("rows", name), name) for name in row_names]
+    named += [(("stages", index, "name"), name) for index, name in enumerate(stage_names) if name]
+    for place, given in named:
+        if not FOLDER_NAME.fullmatch(given) or given.endswith(WORK_ENDINGS):
+            yield Problem(place=place, text=_no_folder(given))
+    for index, given in enumerate(stage_names):
+        if given in RESERVED_STAGES:
+            text = f"{given!r} has a meaning of its own; call the stage something else."
+            yield Problem(place=("stages", index, "name"), text=text)
+        if given and given in stage_names[:index]:
+            text = f"{given!r} is already the name of stages.{stage_names.index(given)}; stages need unique names."
+            yield Problem(place=("stages", index, "name"), text=text)
+
+
+def _synth_problems(sets: Mapping[str, Any], sources: Mapping[str, Any]) -> Iterator[Problem]:
+    for name, entry in sets.items():
+        if not FOLDER_NAME.fullmatch(name) or name.endswith(WORK_ENDINGS):
+            yield Problem(place=("synth", name), text=_no_folder(name))
+        wanted = _entries(entry).get("from")
+        for source in [wanted] if isinstance(wanted, str) else _items(wanted):
+            place = ("synth", name, "from")
+            if source not in sources:
+                yield Problem(place=place, text=_unknown("source", str(source), list(sources)))
+            elif _entries(sources[source]).get("kind") == "chat":
+                text = f"source {source!r} holds conversations; name a source of documents to write about."
+                yield Problem(place=place, text=text)
+
+
+def _mix_problems(index: int, stage: Mapping[str, Any], rows: Mapping[str, Any]) -> Iterator[Problem]:
+    context = _size(stage.get("context"))
+    for name in _entries(stage.get("mix")):
+        place = ("stages", index, "mix", name)
+        length = _size(_entries(rows.get(name)).get("length"))
+        if name not in rows:
+            yield Problem(place=place, text=_unknown("rows", name, list(rows)))
+        elif context and length and context % length:
+            text = f"rows of length {format_size(length)} do not divide the stage's context of {format_size(context)}"
+            yield Problem(place=place, text=f"{text}; change rows.{name}.length or stages.{index}.context.")
+        else:
+            yield from _skips_problems(index, stage, name, _entries(rows.get(name)))
+
+
+def _validation_problems(index: int, stage: Mapping[str, Any], rows: Mapping[str, Any]) -> Iterator[Problem]:
+    name = _entries(stage.get("validation")).get("rows")
+    place = ("stages", index, "validation", "rows")
+    if not isinstance(name, str) or not name:
+        return
+    context, length = _size(stage.get("context")), _size(_entries(rows.get(name)).get("length"))
+    if name not in rows:
+        yield Problem(place=place, text=_unknown("rows", name, list(rows)))
+    elif context and length and length > context:
+        text = f"rows of length {format_size(length)} exceed the stage's context of {format_size(context)}"
+        yield Problem(place=place, text=f"{text}; change rows.{name}.length or stages.{index}.context.")
+
+
+def _refit_problems(
+    index: int, stage: Mapping[str, Any], rows: Mapping[str, Any], *, is_new: bool
+) -> Iterator[Problem]:
+    refit = _entries(stage.get("refit"))
+    if not refit:
+        return
+    begins = stage.get("start", "previous") == "model" or (index == 0 and stage.get("start", "previous") == "previous")
+    if is_new and begins:
+        text = "a new model attends to nothing yet that could be kept; leave refit out of the stage it begins with."
+        yield Problem(place=("stages", index, "refit"), text=text)
+    wanted = refit.get("rows")
+    names = [wanted] if isinstance(wanted, str) and wanted else list(_entries(wanted))
+    place: Place = ("stages", index, "refit", "rows")
+    lengths = {name: _size(_entries(rows.get(name)).get("length")) for name in names}
+    longest = max((length for length in lengths.values() if length), default=None)
+    for name, length in lengths.items():
+        at = place if isinstance(wanted, str) else (*place, name)
+        if name not in rows:
+            yield Problem(place=at, text=_unknown("rows", name, list(rows)))
+        elif _entries(rows[name]).get("skips"):
+            text = "its positions skip beyond the old context (skips), where there is nothing to keep; use other rows."
+            yield Problem(place=at, text=text)
+        elif length and longest and longest % length:
+            text = f"rows of length {format_size(length)} do not divide the longest of refit.rows"
+            yield Problem(place=at, text=f"{text}, {format_size(longest)}; change rows.{name}.length.")
+    for key in ("batch", "during_batch"):
+        batch = _size(refit.get(key))
+        if longest and batch and batch % longest:
+            text = f"must be a multiple of the length of refit.rows, {format_size(longest)} tokens."
+            yield Problem(place=("stages", index, "refit", key), text=text, show_value=True)
+
+
+def _skips_problems(index: int, stage: Mapping[str, Any], name: str, entry: Mapping[str, Any]) -> Iterator[Problem]:
+    place = ("stages", index, "mix", name)
+    context, target = _size(stage.get("context")), _size(_entries(entry.get("skips")).get("target"))
+    if not target:
+        return
+    if context and context < target:
+        text = f"its rows have positions up to {format_size(target)}, beyond the stage's context of"
+        way_out = f"lower rows.{name}.skips.target or raise stages.{index}.context."
+        yield Problem(place=place, text=f"{text} {format_size(context)}; {way_out}")
+    is_full = entry.get("attention") == "full" or any(entry.get(strategy) for strategy in STRATEGIES)
+    if stage.get("attention") == "full" and not is_full:
+        text = "its positions begin anew in every document (skips), and the stage attends across documents"
+        way_out = f"set rows.{name}.attention: full, or leave stages.{index}.attention out."
+        yield Problem(place=place, text=f"{text}; {way_out}")
+
+
+def _start_problems(index: int, start: Any, stage_names: list[str]) -> Iterator[Problem]:
+    earlier = [name for name in stage_names[:index] if name]
+    if not isinstance(start, str) or start in ("previous", "model", *earlier):
+        return
+    text = _unknown("start", start, ["previous", "model", *earlier])
+    if start in stage_names:
+        text = f"stage {start!r} does not come before this one; start from previous, model or an earlier stage."
+    yield Problem(place=("stages", index, "start"), text=text)
+
+
+def _no_folder(name: str) -> str:
+    allowed = "begin with a letter or digit, use only those, '-', '_' and '.'"
+    return f"{name!r} cannot name a folder; {allowed}, and do not end in {', '.join(WORK_ENDINGS)}."
+
+
+def _entries(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _size(value: Any) -> int | None:
+    try:
+        return parse_size(value)
+    except ValueError:
+        return None
+
+
+def _unknown(kind: str, name: str, known: list[str]) -> str:
+    guess = nearest(name, known)
+    hint = f"; did you mean {guess!r}?" if guess else "."
+    return f"{kind} {name!r} is not known{hint} Known: {', '.join(known) or 'none'}."
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe as YAML with every default written out; reading it gives an equal recipe."""
+    plain: dict[str, Any] = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return yaml.dump(plain, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=120)

@@ -1,0 +1,198 @@
+"""The `synth` part of a recipe: corpora, then one folder of conversations per set.
+
+Promise: everything that can be checked is checked before anything is asked; a set whose inputs and settings have not
+changed is not made again; keys stay in the environment.
+Elsewhere: what a set is made of and how (synth/).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unspool.core.artifacts import digest, file_digest, read_manifest, stale_reason, write_atomic
+from unspool.core.config import lookup
+from unspool.core.progress import say
+from unspool.data.sources.files import find_files
+from unspool.data.tokenize.chat_template import load_template
+from unspool.data.tokenize.encoder import build_encoder
+from unspool.evals.backends.base import Backend, ModelBackend
+from unspool.evals.config import Eval
+from unspool.evals.heldout import heldout_digest
+from unspool.models.load import model_digest
+from unspool.recipe.load import LoadedRecipe
+from unspool.recipe.run import Preparation
+from unspool.recipe.schema import dump_recipe
+from unspool.synthesis.config import SynthConfig
+from unspool.synthesis.conversation import Measure, Tools
+from unspool.synthesis.decontamination import Evaluations, eval_texts, file_texts
+from unspool.synthesis.documents import Documents
+from unspool.synthesis.estimate import Estimate, estimate
+from unspool.synthesis.generators import build_asking
+from unspool.synthesis.requests import Replies
+from unspool.synthesis.run import KIND, generate
+from unspool.synthesis.templates import Templates, load_templates
+
+# What a set does not depend on: how fast, how patiently and for how much it is asked, and where files lie.
+_PASSING = {
+    "concurrency",
+    "key_env",
+    "url",
+    "requests_per_minute",
+    "tokens_per_minute",
+    "timeout",
+    "attempts",
+    "pause",
+    "price_in",
+    "price_out",
+    "seconds",
+}
+
+
+class Synthesis(Preparation):
+    """The sets of one recipe. Building one checks everything that can be checked without work."""
+
+    def __init__(self, loaded: LoadedRecipe, names: Sequence[str] = ()) -> None:
+        self._whole = loaded.recipe
+        sets = loaded.recipe.synth
+        self.sets = {name: lookup(sets, name, kind="synth set") for name in names} if names else sets
+        used = {source for config in self.sets.values() for source in config.sources}
+        sources = {name: source for name, source in loaded.recipe.sources.items() if name in used}
+        # Rows and stages may name what is only made here, so they are not looked at.
+        narrowed = loaded.recipe.model_copy(update={"sources": sources, "rows": {}, "stages": []})
+        super().__init__(replace(loaded, recipe=narrowed))
+        self.templates = {name: self._templates(config) for name, config in self.sets.items()}
+        self.measures = {name: self._measure(name, config) for name, config in self.sets.items()}
+        for name, config in self.sets.items():
+            self._files(name, config)
+
+    def _begin(self, facts: dict[str, Any]) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.out / "recipe.yaml", dump_recipe(self._whole))
+        self._note(**facts)
+
+    def corpora(self) -> dict[str, dict[str, Any]]:
+        counts = {}
+        for name in self.recipe.sources:
+            with self._timed(f"corpus/{name}"):
+                counts[name] = self._corpus(name, self.out / "corpus" / name)
+        return counts
+
+    def estimates(self) -> dict[str, Estimate]:
+        """What every set will ask for; the corpora must be there."""
+        with self._replies() as replies:
+            return {name: estimate(config, self._documents(config), replies) for name, config in self.sets.items()}
+
+    def make(self) -> dict[str, dict[str, Any]]:
+        """Every set that is not there yet; returns what their manifests and this process count."""
+        results = {}
+        with self._replies() as replies:
+            for name, config in self.sets.items():
+                with self._timed(f"synth/{name}"):
+                    results[name] = self._make(name, config, replies)
+        return results
+
+    def folder(self, name: str) -> Path:
+        return self.out / "synth" / name
+
+    def _make(self, name: str, config: SynthConfig, replies: Replies) -> dict[str, Any]:
+        documents = self._documents(config)
+        asking = build_asking(config.generator, replies, open_backend=self._open_backend)
+        judge = None
+        if config.judge is not None:
+            judge = build_asking(config.judge, replies, open_backend=self._open_backend)
+        inputs = self._inputs(name, config) | {"generator": asking.identity, "judge": judge and judge.identity}
+        settings = {"synth": _settings(config), "seed": self._seed(config)}
+        reason = stale_reason(self.folder(name), kind=KIND, inputs=inputs, settings=settings)
+        if reason is None:
+            say(f"synth {name}: up to date")
+            return self._result(name, made=False)
+        say(f"synth {name}: {estimate(config, documents, replies)} ({reason})")
+        evaluations = self._evaluations(config)
+        tools = Tools(
+            config=config,
+            documents=documents,
+            templates=self.templates[name],
+            asking=asking,
+            judge=judge,
+            measure=self.measures[name],
+            evaluations=evaluations,
+            seed=self._seed(config),
+        )
+        generate(name, tools, self.folder(name), inputs=inputs, settings=settings)
+        traffic = vars(asking.traffic) | {"troubles": dict(asking.traffic.troubles)}
+        return self._result(name, made=True) | {"requests": traffic, "troubles_of_all_runs": dict(replies.troubles)}
+
+    def _result(self, name: str, *, made: bool) -> dict[str, Any]:
+        manifest = read_manifest(self.folder(name))
+        assert manifest is not None
+        return {"folder": str(self.folder(name)), "made": made, **manifest["counts"]}
+
+    def _documents(self, config: SynthConfig) -> Documents:
+        corpora = {source: self.out / "corpus" / source for source in config.sources}
+        return Documents(config, corpora, self.tokenizer, seed=self._seed(config))
+
+    def _inputs(self, name: str, config: SynthConfig) -> dict[str, Any]:
+        corpora = {source: read_manifest(self.out / "corpus" / source) or {} for source in config.sources}
+        evals = self.loaded.evals() if config.decontaminate.evals else []
+        return {
+            "corpora": {source: digest(manifest.get("files")) for source, manifest in corpora.items()},
+            "tokenizer": build_encoder(self.tokenizer).digest,
+            "wording": self.templates[name].digest,
+            "chat_template": self.measures[name].digest,
+            "evals": [[entry.model_dump(mode="json"), _heldout(entry)] for entry in evals],
+            "files": {path.name: file_digest(path) for path in self._files(name, config)},
+        }
+
+    def _evaluations(self, config: SynthConfig) -> Evaluations:
+        """The runs of words that must not be trained on."""
+        found = Evaluations(config.decontaminate.ngram)
+        if config.decontaminate.evals:
+            found.add_all(eval_texts(self.loaded.evals(), self.tokenizer, seed=self.recipe.seed, root=Path()))
+        found.add_all(file_texts([self.loaded.path(path) for path in config.decontaminate.files]))
+        if found.texts:
+            say(f"kept out: {found.num_runs:,} runs of words from {found.texts:,} texts of evaluations")
+        return found
+
+    def _files(self, name: str, config: SynthConfig) -> list[Path]:
+        """The files of evaluations; ConfigError if one is not there."""
+        given = [self.loaded.path(path) for path in config.decontaminate.files]
+        return [file for path in given for file in find_files(path, Path(), kind="text", endings=("",))]
+
+    def _templates(self, config: SynthConfig) -> Templates:
+        return load_templates(None if config.templates is None else Path(self.loaded.path(config.templates)))
+
+    def _measure(self, name: str, config: SynthConfig) -> Measure:
+        given = config.chat_template
+        template = None if given is None else load_template(Path(self.loaded.path(given)))
+        measure = Measure(self.tokenizer, template, name=name)
+        if measure.encoder is None:
+            say(f"synth {name}: the tokenizer has no chat template, so its own tokens are not counted")
+        return measure
+
+    def _open_backend(self, ref: str) -> tuple[Backend, str]:
+        path = self.loaded.path(ref)
+        device = torch.device("cuda" if self.recipe.device != "cpu" and torch.cuda.is_available() else "cpu")
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        return ModelBackend(path, device=device, dtype=dtype), model_digest(path)
+
+    def _replies(self) -> Replies:
+        return Replies(self.out / "replies" / "synth.jsonl")
+
+    def _seed(self, config: SynthConfig) -> int:
+        return self.recipe.seed if config.seed is None else config.seed
+
+
+def _settings(config: SynthConfig) -> dict[str, Any]:
+    plain = config.model_dump(mode="json", by_alias=True, exclude={"templates", "chat_template"})
+    plain["decontaminate"].pop("files")
+    for name in ("generator", "judge"):
+        if plain[name] is not None:
+            plain[name] = {key: value for key, value in plain[name].items() if key not in _PASSING}
+    return plain
+
+
+def _heldout(entry: Eval) -> dict[str, str] | None:
+    return heldout_digest(entry.text, Path()) if hasattr(entry, "text") else None

@@ -1,0 +1,373 @@
+"""Tables of paired differences: which model is better on the same prompts, and whether that can be told.
+
+In: models of one run or of several. Out: a table of pairs × measures, and what pairing decided.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist, fmean, stdev
+
+from unspool.core.sizes import format_count, format_size
+from unspool.evals.stats import Z, bootstrap
+from unspool.reporting.figures import Entry, Line, Table
+from unspool.reporting.measures import Measure, key_measures, winner
+from unspool.reporting.number_format import (
+    MISSING,
+    inside_sentence,
+    listing,
+    show_full,
+    show_gain,
+    show_gain_range,
+    show_n,
+    suite_title,
+)
+from unspool.reporting.run_results import BASE, LOSS, Cell, ModelScores, RunResults
+
+# Two models compared answer with answer, where both answered the same prompts.
+
+
+# Quantiles of Student's t, two-sided 95%, for 1 to 4 degrees of freedom, where the expansion below is too coarse.
+_T_SMALL = (12.706, 4.303, 3.182, 2.776)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Second minus first; None where no prompt was answered by both."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    n: int = 0
+
+    @property
+    def decided(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+
+NONE = Difference(value=None)
+
+
+def difference(measure: Measure, first: ModelScores, second: ModelScores) -> Difference:
+    """Of one measure; of a suite that consists of tasks, the mean over the tasks that both have."""
+    if measure.spans:
+        return _loss_difference(measure, first, second)
+    parts = [
+        answer_difference(_gains(first, second, suite, length))
+        for suite in _parts(measure.suite, first, second)
+        for length in measure.lengths
+    ]
+    return mean_difference([part for part in parts if part.n])
+
+
+def ahead_of_all(measure: Measure, models: Mapping[str, ModelScores]) -> tuple[str | None, bool]:
+    """(the model that beats each other one, or None; whether that was found answer by answer)."""
+    pairs = {
+        (one, other): difference(measure, models[other], models[one])
+        for one in models
+        for other in models
+        if one != other
+    }
+    if any(pair.low is None for pair in pairs.values()):
+        return winner(measure, list(models)), False
+    sign = 1 if measure.higher_is_better else -1
+    for one in models:
+        beaten = [pairs[one, other] for other in models if other != one]
+        if all(pair.decided and sign * (pair.value or 0.0) > 0 for pair in beaten):
+            return one, True
+    return None, True
+
+
+def _parts(suite: str, first: ModelScores, second: ModelScores) -> list[str]:
+    """The suite itself, or its tasks where it has any."""
+    named = {name for name, _ in first.answers} & {name for name, _ in second.answers}
+    tasks = sorted(name for name in named if name.startswith(f"{suite}: "))
+    return tasks or ([suite] if suite in named else [])
+
+
+def _gains(first: ModelScores, second: ModelScores, suite: str, length: int) -> list[tuple[float, float]]:
+    before, after = first.answers.get((suite, length), {}), second.answers.get((suite, length), {})
+    return [(before[key], after[key]) for key in sorted(before.keys() & after.keys())]
+
+
+def answer_difference(pairs: Sequence[tuple[float, float]]) -> Difference:
+    """From (first, second) scores of the same prompts, each between 0 and 1."""
+    n = len(pairs)
+    if not n:
+        return NONE
+    gains = [after - before for before, after in pairs]
+    if all(score in (0.0, 1.0) for pair in pairs for score in pair):
+        low, high = _right_or_wrong(sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains), n)
+    else:
+        low, high = bootstrap(gains) if n > 1 else (-1.0, 1.0)
+    return Difference(value=fmean(gains), low=low, high=high, n=n)
+
+
+def _right_or_wrong(gained: int, lost: int, n: int) -> tuple[float, float]:
+    """Agresti and Min's interval: Wald's after half an answer is added to each of the four outcomes.
+
+    A bootstrap of all-equal differences would claim to know them exactly, however few they are.
+    """
+    up, down, total = gained + 0.5, lost + 0.5, n + 2
+    middle = (up - down) / total
+    half = Z * math.sqrt(up + down - (up - down) ** 2 / total) / total
+    value = (gained - lost) / n
+    return max(-1.0, min(value, middle - half)), min(1.0, max(value, middle + half))
+
+
+def mean_difference(parts: Sequence[Difference]) -> Difference:
+    """The mean over tasks or lengths: prompts of different ones are independent, so squares of half intervals add."""
+    known = [
+        (part.value, part.low, part.high, part.n)
+        for part in parts
+        if part.value is not None and part.low is not None and part.high is not None
+    ]
+    if not known:
+        return NONE
+    value = fmean(middle for middle, *_ in known)
+    below = math.hypot(*(middle - low for middle, low, _, _ in known)) / len(known)
+    above = math.hypot(*(high - middle for middle, _, high, _ in known)) / len(known)
+    return Difference(value=value, low=value - below, high=value + above, n=sum(n for *_, n in known))
+
+
+def _loss_difference(measure: Measure, first: ModelScores, second: ModelScores) -> Difference:
+    """The mean over windows; its interval from how much windows differ in their difference."""
+    gains = []
+    for length in measure.lengths:
+        before, after = first.windows.get(length, {}), second.windows.get(length, {})
+        for key in sorted(before.keys() & after.keys()):
+            pair = [_within(windows[key], measure.spans) for windows in (before, after)]
+            if pair[0] is not None and pair[1] is not None:
+                gains.append(pair[1] - pair[0])
+    if not gains:
+        return NONE
+    if len(gains) == 1:
+        return Difference(value=gains[0], n=1)
+    half = t_quantile(len(gains) - 1) * stdev(gains) / math.sqrt(len(gains))
+    value = fmean(gains)
+    return Difference(value=value, low=value - half, high=value + half, n=len(gains))
+
+
+def _within(window: dict[tuple[int, int], tuple[float, int]], spans: Sequence[tuple[int, int]]) -> float | None:
+    """The mean loss of one window over some spans of positions, by tokens; None where one of them is missing."""
+    if not all(span in window for span in spans):
+        return None
+    found = [window[span] for span in spans]
+    return sum(value * n for value, n in found) / sum(n for _, n in found)
+
+
+def t_quantile(freedom: int) -> float:
+    """Of Student's t, two-sided 95%: windows are few, and the normal's 1.96 would be too sure of them."""
+    if freedom <= len(_T_SMALL):
+        return _T_SMALL[freedom - 1]
+    z = NormalDist().inv_cdf(0.975)
+    # Cornish and Fisher's expansion; from 5 degrees on it is right to two decimals.
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, start=1))
+
+
+# Pairs grow with the square of the models; those left out are counted.
+MAX_PAIRS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    first: str
+    second: str
+    measure: Measure
+    found: Difference
+    apart: bool  # whether the intervals of the two models alone would have told as well
+
+    @property
+    def better(self) -> str | None:
+        if not self.found.decided or self.found.value is None:
+            return None
+        return self.second if (self.found.value > 0) == self.measure.higher_is_better else self.first
+
+
+def compare(lines: Sequence[Line], measures: Sequence[Measure]) -> list[Comparison]:
+    """Every pair of lines and every measure that some of the prompts of both belong to, base models first."""
+    found = []
+    ordered = sorted(lines, key=lambda line: line.scores.name != BASE)
+    for position, first in enumerate(ordered):
+        for second in ordered[position + 1 :]:
+            for measure in _with_averages(measures):
+                gap = difference(measure, first.scores, second.scores)
+                if gap.value is None:
+                    continue
+                found.append(
+                    Comparison(
+                        first=first.label,
+                        second=second.label,
+                        measure=measure,
+                        found=gap,
+                        apart=winner(measure, [first.label, second.label]) is not None,
+                    )
+                )
+    return found
+
+
+def _with_averages(measures: Sequence[Measure]) -> list[Measure]:
+    """Beside the longest length, all lengths together: more prompts decide more."""
+    shown: list[Measure] = []
+    for measure in measures:
+        shown.append(measure)
+        if measure.suite != LOSS and len(measure.all_lengths) > 1:
+            shown.append(replace(measure, place="over all lengths", lengths=measure.all_lengths, cells={}))
+    return shown
+
+
+def comparison_table(found: Sequence[Comparison]) -> Table | None:
+    """Pairs × measures; bold where the interval leaves out zero."""
+    if not found:
+        return None
+    titles = list(dict.fromkeys(one.measure.title for one in found))
+    pairs = list(dict.fromkeys((one.first, one.second) for one in found))
+    known = {(one.first, one.second, one.measure.title): one for one in found}
+    rows = [
+        [Entry(text=f"{first} → {second}"), *(_entry(known.get((first, second, title))) for title in titles)]
+        for first, second in pairs[:MAX_PAIRS]
+    ]
+    return Table(
+        caption="Differences on the same prompts",
+        columns=["models", *titles],
+        rows=rows,
+        note=_note(found, len(pairs)),
+        stacked=True,
+    )
+
+
+def _entry(one: Comparison | None) -> Entry:
+    if one is None:
+        return Entry(text=MISSING)
+    is_loss = one.measure.suite == LOSS
+    counted = f"n = {one.found.n:,} {'windows' if is_loss else 'prompts'}"
+    tooltip = f"{one.first} → {one.second}, {one.measure.title}: {counted}, " + (
+        f"{one.better} is better" if one.better else "too close to call"
+    )
+    note = f"{show_gain_range(one.found.low, one.found.high, is_loss=is_loss)} · n {one.found.n:,}".strip(" ·")
+    return Entry(
+        text=show_gain(one.found.value, is_loss=is_loss), note=note, tooltip=tooltip, strong=one.better is not None
+    )
+
+
+def _note(found: Sequence[Comparison], num_pairs: int) -> str:
+    told = [one for one in found if one.better]
+    # A mean over lengths has no interval of its own to compare with.
+    gained = sum(not one.apart for one in told if one.measure.cells)
+    note = (
+        "Second minus first on the prompts that both answered: recall in points, loss in nats (negative is better), "
+        f"with 95% intervals of the difference. Bold where they leave out 0: {len(told)} of {len(found)}"
+    )
+    if gained:
+        note += f"; {gained} of these the models' own intervals could not tell apart"
+    note += ". Of twenty such intervals about one leaves out 0 by chance."
+    return note + (f" {num_pairs - MAX_PAIRS} further pairs are in the JSON." if num_pairs > MAX_PAIRS else "")
+
+
+# The three lines that matter, in plain text: recall, loss, and which arm is ahead.
+
+
+# Arms stop on whole batches, so that equal budgets may differ by less than this share.
+EQUAL_TOKENS = 0.01
+
+
+def headline(results: RunResults) -> list[str]:
+    """Recall beyond the old context, loss there and inside it, and the arms against each other."""
+    title = f"{results.name}{_extension(results)}"
+    if not results.models:
+        return [f"{title}. No scores yet: run the recipe's evals to see before and after."]
+    measures = key_measures(results)
+    groups = [
+        [m for m in measures if m.higher_is_better],
+        [m for m in measures if not m.higher_is_better],
+    ]
+    lines = [_sentence([_before_after(measure, results) for measure in group]) for group in groups if group]
+    if not lines:
+        return [f"{title}. The scores hold no numbers."]
+    lines[0] = f"{title}. {lines[0]}"
+    return [*lines, *_arms(measures, results)]
+
+
+def _extension(results: RunResults) -> str:
+    if results.original_context and results.target_context:
+        return f": {format_size(results.original_context)} → {format_size(results.target_context)}"
+    return f": {format_size(results.target_context)}" if results.target_context else ""
+
+
+def _sentence(parts: list[str]) -> str:
+    return "; ".join([parts[0], *(inside_sentence(part) for part in parts[1:])]) + "."
+
+
+def _before_after(measure: Measure, results: RunResults) -> str:
+    """`Needle recall at 2K: 0% (0–9) → abf 84% (71–93), utk 91% (80–97), n = 40`."""
+    before = measure.cells.get(BASE)
+    after = [f"{model.name} {show_full(measure.cells.get(model.name))}" for model in results.arms]
+    shown = [before, *(measure.cells.get(model.name) for model in results.arms)]
+    counts = list(dict.fromkeys(show_n(cell) for cell in shown if cell is not None and cell.value is not None))
+    start = show_full(before) if results.before and after else f"base {show_full(before)}" if results.before else ""
+    change = " → ".join(filter(None, [start, ", ".join(after)]))
+    return f"{measure.title}: {change}" + (f", {' / '.join(counts)}" if counts else "")
+
+
+def _arms(measures: list[Measure], results: RunResults) -> list[str]:
+    names = [model.name for model in results.arms]
+    if len(names) < 2:
+        return []
+    models = {model.name: model for model in results.arms}
+    won: dict[str | None, list[str]] = {}
+    paired = []
+    for measure in measures:
+        if not all(_has_interval(measure.cells.get(name)) for name in names):
+            continue
+        best, by_answers = ahead_of_all(measure, models)
+        won.setdefault(best, []).append(inside_sentence(measure.title))
+        paired.append(by_answers)
+    verdicts = [f"{name} wins on {listing(titles)}" for name, titles in won.items() if name is not None]
+    if None in won:
+        # Of three, one may well be far behind.
+        close = "too close to call" if len(names) == 2 else "no arm is ahead of all others"
+        verdicts.append(f"{close} on {listing(won[None])}" + ("" if all(paired) else " (intervals overlap)"))
+    if not verdicts:
+        return []
+    how = ", answer by answer" if all(paired) else ""
+    return [f"{listing(names)} {_budget(names, results)}{how}: {'; '.join(verdicts)}."]
+
+
+def _has_interval(cell: Cell | None) -> bool:
+    return cell is not None and cell.low is not None and cell.high is not None
+
+
+def _budget(names: list[str], results: RunResults) -> str:
+    tokens = {name: results.trained_tokens(name) for name in names}
+    if min(tokens.values()) == 0:
+        return "(tokens not recorded)"
+    if max(tokens.values()) - min(tokens.values()) <= EQUAL_TOKENS * max(tokens.values()):
+        return f"at equal tokens ({format_count(max(tokens.values()))} each)"
+    return "at unequal tokens (" + ", ".join(f"{name} {format_count(count)}" for name, count in tokens.items()) + ")"
+
+
+def missing_parts(results: RunResults) -> list[str]:
+    """What a reader could expect and this run does not have (yet), one sentence each."""
+    notes = []
+    if results.recipe_text is None:
+        notes.append("No recipe.yaml: stages are listed by name.")
+    if results.original_context is None:
+        notes.append("The original context is not recorded (run.json), so nothing is marked as inside or beyond it.")
+    if results.models and results.before is None:
+        notes.append("The base model was not scored, so there is no “before”.")
+    unscored = [stage.name for stage in results.stages if stage.name not in {m.name for m in results.models}]
+    if results.models and unscored:
+        notes.append(f"Not scored: {listing(unscored)}.")
+    for suite in [*results.recall_suites, LOSS]:
+        sets = {m.name: m.question_sets[suite] for m in results.models if suite in m.question_sets}
+        if len(set(sets.values())) > 1:
+            notes.append(
+                f"{suite_title(suite)}: the models answered different questions, so differences may come from those."
+            )
+    return notes

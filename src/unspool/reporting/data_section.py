@@ -1,0 +1,236 @@
+"""What became of the data: how long documents are, what was dropped and why, what the mix came to.
+
+In: manifests, ledgers and the lists of what was not read. Out: tables and charts.
+Promise: every sum is checked against the counts it should give, and the page says whether it adds up. What an older
+run did not count is a dash.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unspool.core.sizes import format_count, format_size
+from unspool.reporting.bars import Pair, pair_bars
+from unspool.reporting.figures import Entry, Figure, Table, entries
+from unspool.reporting.number_format import MISSING, show_percent, visible
+from unspool.reporting.run_results import Artefact, Problem, RunResults, Stage
+
+# Counts with a column of their own; further ones follow them, and tables inside counts have their own places.
+_CORPUS = ("records", "documents", "tokens", "quarantined", "filtered", "left_out")
+_ROWS = ("rows", "documents", "tokens_in", "tokens_added", "dropped", "tokens")
+_DETAILS = {"sources", "lengths", "added_tokens", "strategy", "upsample"}
+_TITLES = {
+    "quarantined": "not read",
+    "filtered": "filtered out",
+    "left_out": "parts left out",
+    "tokens_in": "tokens in",
+}
+_TITLES |= {"tokens_added": "+ added", "dropped": "− dropped"}
+MAX_PANELS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    tables: list[Table]
+    lengths: list[Figure]
+    mixes: list[Figure]
+    problems: Table | None
+    warnings: list[str]
+
+
+def audit(results: RunResults) -> Audit:
+    groups = {name: _group(results.artefacts, name) for name in ("corpus", "rows")}
+    corpus = _count_table(groups["corpus"], "Documents", _CORPUS, _corpus_gap)
+    rows = _count_table(groups["rows"], "Rows", _ROWS, _rows_gap)
+    mixes = [stage for stage in results.stages if stage.mix]
+    tables = [table for table in (corpus, rows, _mix_table(mixes, groups["rows"])) if table is not None]
+    gaps = [(f"corpus {name}", _corpus_gap(one.counts)) for name, one in groups["corpus"].items()]
+    gaps += [(f"rows {name}", _rows_gap(one.counts)) for name, one in groups["rows"].items()]
+    return Audit(
+        tables=tables,
+        lengths=_length_figures(groups),
+        mixes=[figure for stage in mixes if (figure := _mix_figure(stage, groups["rows"]))],
+        problems=_problem_table(results.problems),
+        warnings=[f"{name}: the counts do not add up, by {gap:+,}." for name, gap in gaps if gap],
+    )
+
+
+def _group(artefacts: Sequence[Artefact], group: str) -> dict[str, Artefact]:
+    """By the names of their folders."""
+    prefix = f"{group}/"
+    return {one.path.removeprefix(prefix): one for one in artefacts if one.path.startswith(prefix)}
+
+
+# Sums
+
+
+def _total(value: Any) -> int | None:
+    if isinstance(value, Mapping):
+        return sum(int(part) for part in value.values()) if all(isinstance(p, int) for p in value.values()) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _gap(plus: Sequence[Any], minus: Sequence[Any]) -> int | None:
+    """What is left over; None where a count is missing."""
+    totals = [[_total(value) for value in side] for side in (plus, minus)]
+    if any(total is None for side in totals for total in side):
+        return None
+    return sum(total or 0 for total in totals[0]) - sum(total or 0 for total in totals[1])
+
+
+def _corpus_gap(counts: Mapping[str, Any]) -> int | None:
+    """Every record is a document, could not be read, or was filtered out."""
+    parts = [counts.get(name) for name in ("documents", "quarantined", "filtered")]
+    return _gap([counts.get("records")], parts)
+
+
+def _rows_gap(counts: Mapping[str, Any]) -> int | None:
+    """Every token that went in or was added is in a row or was dropped for a reason."""
+    return _gap([counts.get("tokens_in"), counts.get("tokens_added")], [counts.get("tokens"), counts.get("dropped")])
+
+
+def _count_table(group: dict[str, Artefact], caption: str, first: Sequence[str], gap: Any) -> Table | None:
+    """The counts of each folder as its manifest has them, and whether they add up."""
+    if not group:
+        return None
+    found = {name for one in group.values() for name in one.counts} - _DETAILS
+    known = [name for name in first if name in found]
+    more = sorted(name for name in found - set(first) if any(one.counts.get(name) for one in group.values()))
+    lines = []
+    for name, one in group.items():
+        left = gap(one.counts)
+        check = MISSING if left is None else "yes" if left == 0 else f"off by {left:+,}"
+        shown = [[_show_count(one.counts.get(count), count) for count in names] for names in (known, more)]
+        lines.append(entries(name, *shown[0], check, *shown[1]))
+    titles = [[_TITLES.get(name, name.replace("_", " ")) for name in names] for names in (known, more)]
+    columns = ["name", *titles[0], "adds up", *titles[1]]
+    return Table(caption=caption, columns=columns, rows=lines)
+
+
+def _show_count(value: Any, name: str = "") -> str:
+    """A count as people read it; `{"tail": 12, "short": 3}` becomes `tail 12, short 3`, a list its length."""
+    if value is None:
+        return MISSING
+    if isinstance(value, dict):
+        return ", ".join(f"{visible(str(name))} {_show_count(part)}" for name, part in value.items()) or "none"
+    if isinstance(value, list):
+        return f"{len(value)}"
+    if name.endswith("_rate") and isinstance(value, int | float):
+        return show_percent(value)
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else visible(str(value))
+
+
+# Lengths
+
+
+def _length_figures(groups: dict[str, dict[str, Artefact]]) -> list[Figure]:
+    figures = []
+    for group, found in groups.items():
+        for name, one in found.items():
+            bins = length_bins(one.counts.get("lengths"))
+            if bins:
+                kind = "documents" if group == "corpus" else "pieces of documents"
+                figures.append(_length_figure(f"{group} {name}", kind, bins))
+    return figures[:MAX_PANELS]
+
+
+def length_bins(lengths: Any) -> list[tuple[int, int, int]]:
+    """(at least, documents, tokens) of each bin; empty where there is no histogram that can be read."""
+    if not isinstance(lengths, Mapping):
+        return []
+    parts = [lengths.get(key) for key in ("at_least", "documents", "tokens")]
+    if not all(isinstance(part, list) and all(isinstance(value, int) for value in part) for part in parts):
+        return []
+    return list(zip(*parts, strict=False))
+
+
+def _length_figure(title: str, kind: str, bins: list[tuple[int, int, int]]) -> Figure:
+    documents, tokens = sum(count for _, count, _ in bins) or 1, sum(count for *_, count in bins) or 1
+    pairs = [
+        Pair(
+            label=format_size(edge),
+            first=num / documents,
+            second=held / tokens,
+            tooltip=f"{format_size(edge)} to {format_size(2 * edge)} tokens: {num:,} {kind}, {held:,} tokens",
+        )
+        for edge, num, held in bins
+    ]
+    label = f"Lengths of the {documents:,} {kind} of {title}: share of {kind} and of tokens by length."
+    note = f"{documents:,} {kind}, {format_count(tokens)} tokens"
+    return Figure(title=title, note=note, drawing=pair_bars(pairs, label=label, x_title="tokens, at least"))
+
+
+# Mix
+
+
+def realised(stage: Stage, rows: Mapping[str, Artefact]) -> dict[str, float]:
+    """Share of the tokens trained on by rows set; empty where the ledger or the length of a row is not known."""
+    tokens = {}
+    for name, count in stage.drawn.items():
+        length = _row_length(rows.get(name))
+        if length is None:
+            return {}
+        tokens[name] = count * length
+    total = sum(tokens.values())
+    return {name: held / total for name, held in tokens.items()} if total else {}
+
+
+def _row_length(one: Artefact | None) -> float | None:
+    if one is None or not one.counts.get("rows") or not isinstance(one.counts.get("tokens"), int):
+        return None
+    return float(one.counts["tokens"]) / float(one.counts["rows"])
+
+
+def _mix_table(stages: Sequence[Stage], rows: Mapping[str, Artefact]) -> Table | None:
+    lines = []
+    for stage in stages:
+        came = realised(stage, rows)
+        for name in dict.fromkeys([*stage.mix, *stage.drawn]):
+            drawn, held = stage.drawn.get(name, 0), rows.get(name)
+            there = held.counts.get("rows") if held else None
+            epochs = f"{drawn / there:.3g}" if there and stage.drawn else MISSING
+            share = came.get(name, 0.0) if came else None
+            lines.append(
+                [
+                    Entry(text=f"{stage.name} · {name}"),
+                    *entries(show_percent(stage.mix.get(name)), show_percent(share)),
+                    *entries(f"{drawn:,}" if stage.drawn else MISSING, epochs),
+                ]
+            )
+    if not lines:
+        return None
+    columns = ["stage · rows", "asked", "came", "rows trained on", "epochs"]
+    return Table(caption="Mix", columns=columns, rows=lines, note="Shares of tokens.")
+
+
+def _mix_figure(stage: Stage, rows: Mapping[str, Artefact]) -> Figure | None:
+    came = realised(stage, rows)
+    if not came:
+        return None
+    pairs = [
+        Pair(
+            label=name,
+            first=stage.mix.get(name, 0.0),
+            second=came.get(name, 0.0),
+            tooltip=f"{name}: asked {show_percent(stage.mix.get(name))}, came {show_percent(came.get(name, 0.0))}",
+        )
+        for name in dict.fromkeys([*stage.mix, *came])
+    ]
+    label = f"Mix of {stage.name}: share of tokens asked for and trained on, by rows set; also in the table “Mix”."
+    return Figure(title=f"Mix of {stage.name}", note="", drawing=pair_bars(pairs, label=label, x_title="rows set"))
+
+
+# Problems
+
+
+def _problem_table(problems: Sequence[Problem]) -> Table | None:
+    if not problems:
+        return None
+    rows = [
+        entries(one.corpus, one.kind, visible(one.place, 120), visible(one.reason, 80), visible(one.detail, 160))
+        for one in problems
+    ]
+    columns = ["corpus", "what", "where", "reason", "detail"]
+    return Table(caption="First records and parts that are not in the data", columns=columns, rows=rows, numeric=False)

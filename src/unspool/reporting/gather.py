@@ -1,0 +1,257 @@
+"""Read the result files of a run folder.
+
+In: the folder a recipe names as `out`. Out: `RunResults`.
+Promise: only published folders count (those with a manifest), except that a stage in progress shows
+its training curve. What is missing stays missing; what is damaged is named in a DataError.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import unspool
+from unspool.core.artifacts import MANIFEST, digest, read_manifest
+from unspool.core.errors import ConfigError, DataError
+from unspool.reporting.gather_scores import gather_models
+from unspool.reporting.result_files import (
+    json_lines,
+    json_object,
+    number,
+    optional_text,
+    published,
+    read_text,
+    size,
+    whole,
+)
+from unspool.reporting.run_results import Artefact, Problem, RunResults, Stage, Step, Validation
+
+# Read what training left behind: steps, validation, which rows were drawn, the positions of the model.
+
+
+def gather_stages(stages_dir: Path, recipe: dict[str, Any]) -> tuple[Stage, ...]:
+    """Stages in the recipe's order; without a recipe, the published ones by name."""
+    described = recipe.get("stages")
+    entries: list[Any] = described if isinstance(described, list) else []
+    entries = [entry for entry in entries if isinstance(entry, dict) and "name" in entry]
+    if not entries:
+        entries = [{"name": folder.name, "start": "model"} for folder in published(stages_dir)]
+    stages: list[Stage] = []
+    for entry in entries:
+        stages.append(_stage(entry, stages_dir, stages[-1].name if stages else None))
+    return tuple(stages)
+
+
+def _stage(entry: dict[str, Any], stages_dir: Path, previous: str | None) -> Stage:
+    name, start = str(entry["name"]), str(entry.get("start", "previous"))
+    finished = (stages_dir / name / MANIFEST).is_file()
+    folder = stages_dir / name if finished else stages_dir / f"{name}.work"
+    config_file = folder / "model" / "config.json"
+    mix, position = entry.get("mix"), entry.get("position")
+    return Stage(
+        name=name,
+        parent={"previous": previous, "model": None}.get(start, start),
+        context=size(entry.get("context")),
+        planned_tokens=size(entry.get("tokens")),
+        finished=finished,
+        steps=_steps(folder / "metrics.jsonl", finished=finished),
+        validation=_validation(folder / "validation.jsonl", finished=finished),
+        mix=_shares(mix) if isinstance(mix, dict) else {},
+        drawn=_drawn(folder / "ledger.jsonl", finished=finished),
+        position=position if isinstance(position, dict) else {},
+        config=json_object(config_file) if config_file.is_file() else None,
+    )
+
+
+def _shares(mix: dict[Any, Any]) -> dict[str, float]:
+    """Shares as the recipe gives them; they may be weights that do not add up to 1."""
+    known = {str(name): float(share) for name, share in mix.items() if isinstance(share, int | float)}
+    total = sum(known.values())
+    return {name: share / total for name, share in known.items()} if total > 0 else {}
+
+
+def _steps(path: Path, *, finished: bool) -> tuple[Step, ...]:
+    if not path.is_file():
+        return ()
+    # A resumed stage may repeat the steps after its last checkpoint: the later line is the one that counts.
+    by_step = {step.step: step for step in (_step(raw, path, line) for line, raw in json_lines(path, finished))}
+    return tuple(by_step[at] for at in sorted(by_step))
+
+
+def _step(raw: dict[str, Any], path: Path, line: int) -> Step:
+    try:
+        return Step(
+            step=int(raw["step"]),
+            tokens=int(raw["tokens"]),
+            loss=number(raw["loss"]),
+            lr=number(raw.get("lr")),
+            tokens_per_second=number(raw.get("tokens_per_second")),
+            losses={str(name): number(value) for name, value in (raw.get("losses") or {}).items()},
+            grad_norm=number(raw.get("grad_norm")),
+            mfu=number(raw.get("mfu")),
+            memory_gib=number(raw.get("memory_gib")),
+            skipped=bool(raw.get("skipped")),
+            wrong=str(raw.get("wrong") or ""),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path}: line {line} is not a training step ({error!r}).") from error
+
+
+def _validation(path: Path, *, finished: bool) -> tuple[Validation, ...]:
+    if not path.is_file():
+        return ()
+    found = (_validation_line(raw, path, line) for line, raw in json_lines(path, finished))
+    by_step = {one.step: one for one in found}
+    return tuple(by_step[at] for at in sorted(by_step))
+
+
+def _validation_line(raw: dict[str, Any], path: Path, line: int) -> Validation:
+    try:
+        last = next((bucket for bucket in reversed(raw["buckets"]) if bucket["n"]), None)
+        return Validation(
+            step=int(raw["step"]),
+            tokens=int(raw["tokens"]),
+            loss=number(raw["loss"]),
+            farthest=number(last["value"]) if last else None,
+            span=(int(last["from"]), int(last["to"])) if last else None,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path}: line {line} is not a validation ({error!r}).") from error
+
+
+def _drawn(path: Path, *, finished: bool) -> dict[str, int]:
+    """How many rows of each set were trained on."""
+    if not path.is_file():
+        return {}
+    by_step: dict[int, dict[str, int]] = {}
+    for line, raw in json_lines(path, finished):
+        try:
+            by_step[int(raw["step"])] = {str(name): len(rows) for name, rows in raw["rows"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"{path}: line {line} is not an entry of the ledger ({error!r}).") from error
+    total: dict[str, int] = {}
+    for rows in by_step.values():
+        for name, count in rows.items():
+            total[name] = total.get(name, 0) + count
+    return total
+
+
+PROBLEMS_PER_CORPUS = 3
+_MARKS = ("recipe.yaml", "run.json", "scores", "stages")
+_ASSET = "asset:"
+
+
+def gather(run_dir: Path) -> RunResults:
+    """Everything the result files of one run say."""
+    if not any((run_dir / mark).exists() for mark in _MARKS):
+        problem = "does not exist" if not run_dir.exists() else f"is not a run: it holds none of {', '.join(_MARKS)}"
+        raise ConfigError(f"{run_dir} {problem}. Give the folder that the recipe names as `out`, such as runs/tiny.")
+    recipe_file = run_dir / "recipe.yaml"
+    recipe_text = read_text(recipe_file) if recipe_file.is_file() else None
+    recipe = _recipe(recipe_file, recipe_text)
+    facts = _facts(run_dir / "run.json")
+    stages = gather_stages(run_dir / "stages", recipe)
+    base_model = facts.base_model or optional_text(recipe.get("model"))
+    return RunResults(
+        run_dir=run_dir,
+        name=str(recipe.get("name") or run_dir.resolve().name),
+        recipe_text=recipe_text,
+        base_model=base_model,
+        original_context=facts.original_context,
+        versions=facts.versions,
+        seconds=facts.seconds,
+        models=gather_models(run_dir, [stage.name for stage in stages]),
+        stages=stages,
+        artefacts=tuple(_artefacts(run_dir)),
+        problems=tuple(_problems(run_dir / "corpus")),
+        base_config=_base_config(base_model),
+    )
+
+
+def _recipe(path: Path, text: str | None) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(text or "")
+    except yaml.YAMLError as error:
+        raise DataError(
+            f"{path} is not YAML ({str(error).splitlines()[0]}); run the recipe again to rewrite it."
+        ) from error
+    return loaded if isinstance(loaded, dict) else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Facts:
+    """What run.json says; a run that has not written it yet has none."""
+
+    base_model: str | None = None
+    original_context: int | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def _facts(path: Path) -> _Facts:
+    if not path.is_file():
+        return _Facts()
+    raw = json_object(path)
+    try:
+        return _Facts(
+            base_model=optional_text(raw.get("base_model")),
+            original_context=whole(raw.get("original_context")),
+            versions={str(name): str(version) for name, version in (raw.get("versions") or {}).items()},
+            seconds={str(name): float(seconds) for name, seconds in (raw.get("seconds") or {}).items()},
+        )
+    except (TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path} is not readable ({error!r}); run the recipe again to rewrite it.") from error
+
+
+def _artefacts(run_dir: Path) -> Iterator[Artefact]:
+    for group in ("corpus", "rows", "stages", "scores"):
+        for folder in published(run_dir / group):
+            manifest = read_manifest(folder)
+            if manifest is None:
+                raise DataError(f"{folder / MANIFEST} is damaged; run the recipe again to rebuild this folder.")
+            files = manifest.get("files") or {}
+            yield Artefact(
+                path=f"{group}/{folder.name}",
+                kind=str(manifest.get("kind", "–")),
+                version=str(manifest.get("unspool", "–")),
+                counts=manifest.get("counts") or {},
+                inputs=manifest.get("inputs") or {},
+                content_hash=digest({name: entry.get("sha256") for name, entry in files.items()}),
+                num_files=len(files),
+                num_bytes=sum(int(entry.get("bytes", 0)) for entry in files.values()),
+                settings=manifest.get("settings") or {},
+            )
+
+
+def _problems(corpus_dir: Path) -> Iterator[Problem]:
+    """The first records that were not read and parts that were left out, of each corpus."""
+    for folder in published(corpus_dir):
+        bad, left = folder / "quarantine.jsonl", folder / "left_out.jsonl"
+        for raw in _first(bad):
+            place = f"{raw.get('file', '')}, {raw.get('record', '')}"
+            reason, detail = str(raw.get("reason", "")), str(raw.get("detail", ""))
+            yield Problem(corpus=folder.name, kind="not read", place=place, reason=reason, detail=detail)
+        for raw in _first(left):
+            place = f"{raw.get('document', '')}, {raw.get('part', '')}"
+            yield Problem(corpus=folder.name, kind="left out", place=place, reason=str(raw.get("reason", "")))
+
+
+def _first(path: Path) -> list[dict[str, Any]]:
+    return [raw for _, raw in islice(json_lines(path), PROBLEMS_PER_CORPUS)] if path.is_file() else []
+
+
+def _base_config(base_model: str | None) -> dict[str, Any] | None:
+    """config.json of a model that lies on this machine or ships with the package; nothing is fetched for a report."""
+    if not base_model:
+        return None
+    assets = Path(unspool.__file__).parent / "assets"
+    shipped = base_model.startswith(_ASSET)
+    folder = assets / base_model.removeprefix(_ASSET) if shipped else Path(base_model)
+    try:
+        found = folder / "config.json"
+        return json_object(found) if found.is_file() else None
+    except (OSError, DataError):  # a name that no path can be, or a folder that was damaged since
+        return None

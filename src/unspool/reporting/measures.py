@@ -1,0 +1,160 @@
+"""The few numbers a run is judged by, each before and after.
+
+Recall at the longest length of each suite, the loss at the farthest positions, and the loss inside
+the original context. The tiles, the headline and the comparison of arms all read these.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from unspool.core.sizes import format_size
+from unspool.reporting.number_format import show_span, suite_title
+from unspool.reporting.run_results import LOSS, Cell, ModelScores, RunResults, main_suites
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """One number of every model; a model it was not measured for has None."""
+
+    subject: str  # "Needle recall"
+    place: str  # "at 2K"
+    higher_is_better: bool
+    cells: dict[str, Cell | None]
+    suite: str
+    lengths: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...] = ()  # of positions, for a loss
+    all_lengths: tuple[int, ...] = ()  # every length of the suite
+
+    @property
+    def title(self) -> str:
+        return f"{self.subject} {self.place}"
+
+
+def key_measures(results: RunResults) -> list[Measure]:
+    return measures_for({model.name: model for model in results.models}, results.original_context)
+
+
+def measures_for(models: Mapping[str, ModelScores], original_context: int | None) -> list[Measure]:
+    """Of any models, by what they are to be called; models of several runs may have lengths that others lack."""
+    return [*_recalls(models), *_losses(models, original_context)]
+
+
+def _recalls(models: Mapping[str, ModelScores]) -> list[Measure]:
+    measures = []
+    for suite in main_suites(models.values()):
+        lengths = sorted({cell.length for model in models.values() for cell in model.cells if cell.suite == suite})
+        measures.append(
+            Measure(
+                subject=suite_title(suite),
+                place=f"at {format_size(lengths[-1])}",
+                higher_is_better=True,
+                cells={name: model.recall(suite, lengths[-1]) for name, model in models.items()},
+                suite=suite,
+                lengths=(lengths[-1],),
+                all_lengths=tuple(lengths),
+            )
+        )
+    return measures
+
+
+def _losses(models: Mapping[str, ModelScores], old: int | None) -> list[Measure]:
+    buckets = {name: model.losses() for name, model in models.items()}
+    spans = sorted({(cell.start or 0, cell.stop or 0) for cells in buckets.values() for cell in cells})
+    if not spans:
+        return []
+    last = spans[-1]
+    measures = []
+    if old is None or last[0] >= old:
+        farthest = {name: _at(cells, last) for name, cells in buckets.items()}
+        measures.append(_loss(f"at {show_span(*last)}", farthest, (last,)))
+    inside = tuple(span for span in spans if old is not None and span[1] <= old)
+    if old is not None and inside:
+        pooled = {name: pool([c for c in cells if (c.stop or 0) <= old]) for name, cells in buckets.items()}
+        measures.append(_loss(f"inside {format_size(old)}", pooled, inside))
+    return measures
+
+
+def _loss(place: str, cells: dict[str, Cell | None], spans: tuple[tuple[int, int], ...]) -> Measure:
+    lengths = tuple(sorted({cell.length for cell in cells.values() if cell is not None}))
+    return Measure(
+        subject="Loss", place=place, higher_is_better=False, cells=cells, suite=LOSS, lengths=lengths, spans=spans
+    )
+
+
+def average(cells: Sequence[Cell | None]) -> Cell | None:
+    """The plain mean over lengths, tasks or categories; None where one of them is missing.
+
+    Their prompts are different ones, so the squares of their half intervals add up.
+    """
+    known = [cell for cell in cells if cell is not None and cell.value is not None]
+    if not known or len(known) < len(cells):
+        return None
+    value = fmean(cell.value or 0.0 for cell in known)
+    low: float | None = None
+    high: float | None = None
+    if all(cell.low is not None and cell.high is not None for cell in known):
+        low = value - math.hypot(*((cell.value or 0.0) - (cell.low or 0.0) for cell in known)) / len(known)
+        high = value + math.hypot(*((cell.high or 0.0) - (cell.value or 0.0) for cell in known)) / len(known)
+    return Cell(
+        suite=known[0].suite,
+        metric="mean",
+        length=max(cell.length for cell in known),
+        value=value,
+        n=sum(cell.n for cell in known),
+        low=low,
+        high=high,
+    )
+
+
+def _at(cells: tuple[Cell, ...], span: tuple[int, int]) -> Cell | None:
+    return next((cell for cell in cells if (cell.start, cell.stop) == span), None)
+
+
+def pool(cells: list[Cell]) -> Cell | None:
+    """The mean over several position buckets, weighted by tokens.
+
+    Buckets of one window are correlated in a way the files do not tell, so the interval is the widest
+    it could be: half-widths are averaged as if the buckets moved together.
+    """
+    known = [cell for cell in cells if cell.value is not None and cell.n > 0]
+    if not known:
+        return None
+    total = sum(cell.n for cell in known)
+    value = sum((cell.value or 0.0) * cell.n for cell in known) / total
+    halves = [(cell.high - cell.low) / 2 for cell in known if cell.high is not None and cell.low is not None]
+    half = None
+    if len(halves) == len(known):
+        half = sum(width * cell.n for width, cell in zip(halves, known, strict=True)) / total
+    return Cell(
+        suite=known[0].suite,
+        metric=known[0].metric,
+        length=known[0].length,
+        value=value,
+        n=total,
+        low=None if half is None else value - half,
+        high=None if half is None else value + half,
+        start=min(cell.start or 0 for cell in known),
+        stop=max(cell.stop or 0 for cell in known),
+    )
+
+
+def winner(measure: Measure, names: list[str]) -> str | None:
+    """The model whose interval clears all others' on the good side; None: too close to call.
+
+    The intervals are of each model alone. Models that answered the same questions are told apart sooner by
+    comparing answer with answer (paired.py), so "too close" here is the careful verdict.
+    """
+    ranges = {name: _good_range(measure, name) for name in names}
+    best = max(names, key=lambda name: ranges[name][0])
+    clear = all(ranges[best][0] > ranges[name][1] for name in names if name != best)
+    return best if clear else None
+
+
+def _good_range(measure: Measure, name: str) -> tuple[float, float]:
+    """(worst, best) plausible value, turned so that more is better; unbounded where not measured."""
+    cell = measure.cells.get(name)
+    if cell is None or cell.low is None or cell.high is None:
+        return (-math.inf, math.inf)
+    return (cell.low, cell.high) if measure.higher_is_better else (-cell.high, -cell.low)

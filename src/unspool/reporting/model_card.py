@@ -1,0 +1,267 @@
+"""The model card of an exported folder: what it is, how it was made, how well it does, how to load it.
+
+In: the config that was written, the run it comes from if there is one, the results of the check. Out: Markdown.
+Promise: every number is read from the run or the check; what is not known is left out or said to be unknown.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from unspool.core.sizes import format_count, format_size
+from unspool.reporting.number_format import MISSING, listing, show_full, show_span, suite_title
+from unspool.reporting.run_results import BASE, LOSS, Cell, ModelScores, RunResults, Stage
+
+# What a set of rows may do with its documents, as recipes call it.
+STRATEGIES = {
+    "tangle": "tangled (Untie the Knots)",
+    "interleave": "interleaved (CIP)",
+    "negatives": "with hard negatives (NExtLong)",
+    "upsample": "long documents upsampled",
+    "skips": "with position skips (PoSE)",
+    "replace": "with synthetic tasks",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One line of the comparison with plain `transformers`."""
+
+    name: str
+    tokens: int
+    last_position: int
+    dtype: str
+    error: float
+    tolerance: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardFacts:
+    name: str
+    config: dict[str, Any]  # config.json as written
+    checks: Sequence[Check]
+    versions: dict[str, str]
+    licence: str | None = None  # as the base model's card has it
+    base_id: str | None = None  # where the base model is on the Hub
+    results: RunResults | None = None
+    stage: str | None = None
+
+    @property
+    def own_code(self) -> bool:
+        return "auto_map" in self.config
+
+    @property
+    def context(self) -> int:
+        return int(self.config["max_position_embeddings"])
+
+
+def render_card(facts: CardFacts) -> str:
+    recipe = yaml.safe_load(facts.results.recipe_text or "") if facts.results else None
+    recipe = recipe if isinstance(recipe, dict) else {}
+    parts = [
+        _front_matter(facts),
+        _what(facts, recipe),
+        _loading(facts),
+        _stages(facts, recipe),
+        _scores(facts),
+        _checks(facts.checks),
+        _recipe(facts),
+        _versions(facts),
+        _licence(facts),
+    ]
+    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def _front_matter(facts: CardFacts) -> str:
+    head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if facts.base_id:
+        head["base_model"] = facts.base_id
+    if facts.licence:
+        head["license"] = facts.licence
+    head["tags"] = ["long-context", "unspool", *(["custom_code"] if facts.own_code else [])]
+    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---"
+
+
+def _what(facts: CardFacts, recipe: dict[str, Any]) -> str:
+    known = facts.results.original_context if facts.results else None
+    grown = f", extended from {format_size(known)}" if known and known < facts.context else ""
+    origin = _base_model(facts, recipe)
+    lines = [
+        f"# {facts.name}",
+        "",
+        f"A causal language model with a context of {format_size(facts.context)} tokens{grown}, made with Unspool.",
+        "",
+        f"- Base model: {origin or 'not recorded'}",
+        f"- Architecture: {facts.config.get('plain_type', facts.config['model_type'])}",
+        f"- Positions: {describe_positions(facts.config)}",
+        f"- Weights: {facts.config['dtype']}",
+    ]
+    return "\n".join(lines)
+
+
+def _base_model(facts: CardFacts, recipe: dict[str, Any]) -> str | None:
+    if isinstance(recipe.get("model"), dict):
+        return f"none; trained from random weights (size {recipe['model'].get('size', MISSING)})"
+    named = facts.base_id or (facts.results.base_model if facts.results else None)
+    return f"`{named}`" if named else None
+
+
+def describe_positions(config: dict[str, Any]) -> str:
+    """The positions of a config.json in one phrase."""
+    bases = config.get("head_bases")
+    if bases:
+        by_layer = isinstance(bases[0], list)
+        shown = ", ".join(f"{base:g}" for base in (bases[0] if by_layer else bases))
+        return f"RoPE with a base per KV head (HARPE): {shown}" + ("; in each layer another order" if by_layer else "")
+    rope = config.get("rope_parameters") or {}
+    kinds = {name: part for name, part in rope.items() if isinstance(part, dict)}
+    if kinds:
+        return "; ".join(f"{name.replace('_', ' ')}: {_describe_rope(part)}" for name, part in kinds.items())
+    return _describe_rope(rope)
+
+
+def _describe_rope(rope: dict[str, Any]) -> str:
+    base, kind = rope.get("rope_theta"), rope.get("rope_type", "default")
+    text = "RoPE" + (f", base {base:g}" if base else "") + (f", scaling {kind}" if kind != "default" else "")
+    others = {name: value for name, value in rope.items() if name not in ("rope_type", "rope_theta")}
+    shown = [f"{name} {value:g}" for name, value in others.items() if isinstance(value, (int, float))]
+    return text + (f" ({', '.join(shown)})" if shown else "")
+
+
+def _loading(facts: CardFacts) -> str:
+    allow = ", trust_remote_code=True" if facts.own_code else ""
+    code = f"""## How to load it
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "{facts.name}"  # where this card is
+tokenizer = AutoTokenizer.from_pretrained(folder{allow})
+model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto"{allow})
+```
+"""
+    if facts.own_code:
+        return code + (
+            "\nNo `transformers` config can say a base per head, so the code that computes it lies beside the weights "
+            "(`modeling_harpe.py`) and runs only if you allow it, with transformers 5.17 or later. Without "
+            "`trust_remote_code=True` loading fails. vLLM, SGLang and llama.cpp cannot express this model and refuse "
+            "it, since they know neither its `model_type` nor its architecture: do not rename these to make them "
+            "load it, they would compute other positions. Serve it with `transformers`."
+        )
+    return code + f"\nWith vLLM: `vllm serve {facts.name} --max-model-len {facts.context}`."
+
+
+def lineage(stages: Sequence[Stage], last: str | None) -> list[Stage]:
+    """The stages that led to `last`, in order."""
+    by_name = {stage.name: stage for stage in stages}
+    found: list[Stage] = []
+    while last in by_name and by_name[last] not in found:
+        found.insert(0, by_name[last])
+        last = found[0].parent
+    return found
+
+
+def _stages(facts: CardFacts, recipe: dict[str, Any]) -> str:
+    stages = lineage(facts.results.stages, facts.stage) if facts.results else []
+    if not stages:
+        return ""
+    entries = {entry["name"]: entry for entry in recipe.get("stages") or [] if isinstance(entry, dict)}
+    lines = ["## How it was made", "", *_table("stage", "context", "tokens", "positions", "rows (share of tokens)")]
+    used: dict[str, None] = {}
+    for stage in stages:
+        entry = entries.get(stage.name, {})
+        mix = entry.get("mix") or {}
+        used |= dict.fromkeys(mix)
+        context = format_size(stage.context) if stage.context else MISSING
+        tokens = format_count(stage.tokens) if stage.steps else MISSING
+        shares = ", ".join(f"{name} {share:g}" for name, share in mix.items()) or MISSING
+        lines.append(_line(stage.name, context, tokens, _position_entry(entry.get("position")), shares))
+    rows = recipe.get("rows") or {}
+    data = [f"- {name}: {_describe_rows(rows[name])}" for name in used if isinstance(rows.get(name), dict)]
+    return "\n".join([*lines, *(["", "Rows:", "", *data] if data else [])])
+
+
+def _position_entry(entry: Any) -> str:
+    """A stage's `position` as the recipe has it."""
+    if not isinstance(entry, dict):
+        return "unchanged"
+    given = ", ".join(f"{name} {value}" for name, value in entry.items() if name != "method" and value is not None)
+    return str(entry.get("method", "unchanged")) + (f" ({given})" if given else "")
+
+
+def _describe_rows(entry: dict[str, Any]) -> str:
+    source = entry.get("from")
+    names = listing(list(source)) if isinstance(source, dict) else str(source)
+    done = [title for name, title in STRATEGIES.items() if entry.get(name)]
+    length = format_size(entry["length"]) if isinstance(entry.get("length"), int) else entry.get("length", MISSING)
+    return ", ".join([f"{names}, in rows of {length} (packed: {entry.get('pack', MISSING)})", *done])
+
+
+def _scores(facts: CardFacts) -> str:
+    models = {model.name: model for model in facts.results.models} if facts.results else {}
+    after = models.get(facts.stage or "")
+    if after is None:
+        return ""
+    before = models.get(BASE)
+    columns = ("", "at", *(("before",) if before else ()), "after", "n")
+    lines = ["## Scores", "", *_table(*columns), *_score_lines(before, after)]
+    note = "Recall in percent, loss in nats per token, each with its 95% interval."
+    return "\n".join([*lines, "", note])
+
+
+def _score_lines(before: ModelScores | None, after: ModelScores) -> Iterator[str]:
+    earlier = {_place(cell): cell for cell in before.cells} if before else {}
+    for cell in after.cells:
+        if cell.depth is not None:
+            continue
+        place = show_span(cell.start or 0, cell.stop) if cell.stop is not None else format_size(cell.length)
+        shown = [show_full(earlier.get(_place(cell)))] if before else []
+        kind = "Loss by position" if cell.suite == LOSS else suite_title(cell.suite)
+        yield _line(kind, place, *shown, show_full(cell), f"{cell.n:,}")
+
+
+def _place(cell: Cell) -> tuple[Any, ...]:
+    return cell.suite, cell.metric, cell.length, cell.depth, cell.start, cell.stop
+
+
+def _checks(checks: Sequence[Check]) -> str:
+    lines = [
+        "## Checked on export",
+        "",
+        "A fresh process with plain `transformers` computed the same logits as the trained model. Error: the largest "
+        "difference as a share of the largest logit.",
+        "",
+        *_table("pass", "tokens", "last position", "computed in", "error", "tolerance"),
+    ]
+    for check in checks:
+        numbers = (f"{check.tokens:,}", f"{check.last_position:,}", check.dtype)
+        lines.append(_line(check.name, *numbers, f"{check.error:.1e}", f"{check.tolerance:.0e}"))
+    return "\n".join(lines)
+
+
+def _recipe(facts: CardFacts) -> str:
+    text = facts.results.recipe_text if facts.results else None
+    return f"## Recipe\n\n````yaml\n{text.strip()}\n````" if text else ""
+
+
+def _versions(facts: CardFacts) -> str:
+    lines = ["## Versions", "", *_table("", "exported with", "trained with")]
+    trained = facts.results.versions if facts.results else {}
+    for name in dict.fromkeys([*facts.versions, *trained]):
+        lines.append(_line(name, facts.versions.get(name, MISSING), trained.get(name, MISSING)))
+    return "\n".join(lines)
+
+
+def _licence(facts: CardFacts) -> str:
+    named = f"`{facts.licence}`, as the base model." if facts.licence else "See the base model."
+    return f"## Licence\n\n{named}"
+
+
+def _table(*columns: str) -> list[str]:
+    return [_line(*columns), "|" + " --- |" * len(columns)]
+
+
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,250 @@
+"""Models side by side: by length as in Table 1 of Untie the Knots, by category as in Table 10 of ProLong.
+
+In: models as lines of a chart. Out: tables of means with their 95% intervals.
+Promise: a mean over lengths, tasks or categories is given only where none of them is missing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from unspool.core.sizes import format_size
+from unspool.evals.suites.helmet.suite import CATEGORIES
+from unspool.reporting.figures import Entry, Figure, Line, Table, number_entry
+from unspool.reporting.measures import Measure, average
+from unspool.reporting.number_format import MISSING, inside_sentence, listing, show_full, show_percent, suite_title
+from unspool.reporting.run_results import LOSS, SHORT, Cell, recall_suites, task_of, task_suite
+from unspool.reporting.scatter import Axis, Dot, Span, scatter
+
+HELMET, RULER = "helmet", "ruler"
+_HELMET_TITLES = {
+    "recall": "Recall",
+    "rag": "RAG",
+    "rerank": "Re-rank",
+    "cite": "Cite",
+    "longqa": "Long QA",
+    "summ": "Summaries",
+    "icl": "ICL",
+}
+
+
+def length_table(lines: Sequence[Line], suite: str) -> Table:
+    """Models × lengths, with the average and how much of the shortest length's score the longest keeps."""
+    lengths = _lengths(lines, suite)
+    told = [line for line in lines if any(line.scores.recall(suite, length) for length in lengths)]
+    reaches = any(line.scores.holds_until.get(suite) for line in told)
+    rows = []
+    for line in told:
+        cells = [line.scores.recall(suite, length) for length in lengths]
+        mean = [number_entry(f"{line.label}, mean", average(cells))] if len(lengths) > 1 else []
+        reach = line.scores.holds_until.get(suite)
+        rows.append(
+            [
+                Entry(text=line.label),
+                *(number_entry(line.label, cell) for cell in cells),
+                *mean,
+                *([_kept(cells[0], cells[-1])] if len(lengths) > 1 else []),
+                *([Entry(text=format_size(reach) if reach else MISSING)] if reaches else []),
+            ]
+        )
+    marked = _mark_best(rows, num_columns=len(lengths) + (len(lengths) > 1))
+    ends = ["average", "kept"] if len(lengths) > 1 else []
+    return Table(
+        caption=f"{suite_title(suite)} by length",
+        columns=["model", *map(format_size, lengths), *ends, *(["holds until"] if reaches else [])],
+        rows=marked,
+        note=_length_note(lengths, reaches=reaches),
+    )
+
+
+def _length_note(lengths: Sequence[int], *, reaches: bool) -> str:
+    note = "Percent, with 95% intervals; best of each column in bold"
+    if len(lengths) > 1:
+        note += f"; kept: {format_size(lengths[-1])} ÷ {format_size(lengths[0])}"
+    return note + ("; holds until: the longest length with a mean of at least 85.6." if reaches else ".")
+
+
+def _kept(shortest: Cell | None, longest: Cell | None) -> Entry:
+    if shortest is None or longest is None or not shortest.value or longest.value is None:
+        return Entry(text=MISSING)
+    return Entry(text=show_percent(longest.value / shortest.value))
+
+
+def category_tables(lines: Sequence[Line]) -> list[Table]:
+    """Models × categories: all suites beside each other, then each suite that consists of tasks, then lm-eval's."""
+    whole = [suite for suite in _suites(lines) if not task_of(suite)[1]]
+    with_tasks = list(dict.fromkeys(task_of(suite)[0] for suite in _suites(lines) if task_of(suite)[1]))
+    tables = []
+    if len(whole) > 1:
+        columns = {suite_title(suite): [suite] for suite in whole}
+        tables.append(_category_table(lines, columns, "All suites"))
+    for suite in with_tasks:
+        tables.append(_category_table(lines, _categories(lines, suite), f"{suite_title(suite)} by category"))
+    return [*tables, *short_tables(lines)]
+
+
+def _categories(lines: Sequence[Line], suite: str) -> dict[str, list[str]]:
+    """Title of a category: its tasks, of those that any model was asked."""
+    tasks = [task_of(name)[1] for name in _suites(lines) if task_of(name)[0] == suite and task_of(name)[1]]
+    groups: dict[str, list[str]] = {}
+    for task in tasks:
+        groups.setdefault(_category(suite, task), []).append(task_suite(suite, task))
+    order = list(_HELMET_TITLES.values()) if suite == HELMET else []
+    return dict(sorted(groups.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+
+
+def _category(suite: str, task: str) -> str:
+    if suite == HELMET:
+        found = next((name for name, tasks in CATEGORIES.items() if task in tasks), None)
+        return _HELMET_TITLES.get(found or "", task)
+    if suite == RULER:
+        # As Untie the Knots groups them in its Figure 5.
+        groups = {"niah": "Needles", "vt": "Tracing", "cwe": "Counting", "fwe": "Counting", "qa": "Questions"}
+        return next((title for start, title in groups.items() if task.startswith(start)), task)
+    return task
+
+
+def _category_table(lines: Sequence[Line], columns: dict[str, list[str]], caption: str) -> Table:
+    lengths = sorted({length for suites in columns.values() for suite in suites for length in _lengths(lines, suite)})
+    has_context = any(line.context for line in lines)
+    rows = []
+    for line in lines:
+        if not any(line.scores.recall(suite, n) for suites in columns.values() for suite in suites for n in lengths):
+            continue
+        means = [_over_lengths(line, suites, lines) for suites in columns.values()]
+        values = [number_entry(f"{line.label}, {name}", cell) for name, cell in zip(columns, means, strict=True)]
+        together = [number_entry(f"{line.label}, average", average(means))] if len(columns) > 1 else []
+        context = [Entry(text=format_size(line.context) if line.context else MISSING)] if has_context else []
+        rows.append([Entry(text=line.label), *context, *values, *together])
+    found = _mark_best(rows, num_columns=len(columns) + (len(columns) > 1), first=1 + has_context)
+    names = ["model", *(["context"] if has_context else []), *columns, *(["average"] if len(columns) > 1 else [])]
+    note = f"Mean over {listing([format_size(length) for length in lengths])}, with 95% intervals; best in bold."
+    return Table(caption=caption, columns=names, rows=found, note=note)
+
+
+def _over_lengths(line: Line, suites: Sequence[str], lines: Sequence[Line]) -> Cell | None:
+    """The mean over tasks and lengths, as far as any model was asked."""
+    return average([line.scores.recall(suite, length) for suite in suites for length in _lengths(lines, suite)])
+
+
+def short_tables(lines: Sequence[Line]) -> list[Table]:
+    """Models × tasks of lm-eval, where any were run."""
+    tasks = list(dict.fromkeys(cell.suite for line in lines for cell in line.scores.short))
+    if not tasks:
+        return []
+    rows = []
+    for line in lines:
+        if not line.scores.short:
+            continue
+        cells = [next((cell for cell in line.scores.short if cell.suite == task), None) for task in tasks]
+        values = [number_entry(line.label, cell) for cell in cells]
+        together = [number_entry(f"{line.label}, average", average(cells))] if len(tasks) > 1 else []
+        rows.append([Entry(text=line.label), *values, *together])
+    names = [task_of(task)[1] or SHORT for task in tasks]
+    columns = ["model", *names, *(["average"] if len(tasks) > 1 else [])]
+    found = _mark_best(rows, num_columns=len(columns) - 1)
+    return [Table(caption="Short context", columns=columns, rows=found, note="lm-eval's tasks, in percent.")]
+
+
+def _suites(lines: Sequence[Line]) -> list[str]:
+    return recall_suites(line.scores for line in lines)
+
+
+def _lengths(lines: Sequence[Line], suite: str) -> list[int]:
+    return sorted({cell.length for line in lines for cell in line.scores.cells if cell.suite == suite})
+
+
+def _mark_best(rows: list[list[Entry]], *, num_columns: int, first: int = 1) -> list[list[Entry]]:
+    """The best of each column in bold, where models differ."""
+    if len(rows) < 2:
+        return rows
+    marked = [list(row) for row in rows]
+    for column in range(first, first + num_columns):
+        values = [row[column].rank for row in rows]
+        known = [value for value in values if value is not None]
+        if len(set(known)) < 2:
+            continue
+        best = max(known)
+        for row in marked:
+            if row[column].rank == best:
+                row[column] = replace(row[column], strong=True)
+    return marked
+
+
+# Long against short: what a longer context cost where the context was short already.
+
+
+MAX_FIGURES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class TradeOff:
+    figures: list[Figure]
+    table: Table
+
+
+def trade_off(lines: Sequence[Line], measures: Sequence[Measure]) -> TradeOff | None:
+    """None where fewer than two models have both sides."""
+    short_title, short = _short_side(lines, measures)
+    longs = [measure for measure in measures if not measure.title.startswith("Loss inside")]
+    figures = []
+    for measure in longs[:MAX_FIGURES]:
+        both = [line for line in lines if _known(short.get(line.label)) and _known(measure.cells.get(line.label))]
+        if len(both) > 1:
+            figures.append(_figure(both, measure, short_title, short))
+    if not figures:
+        return None
+    rows = [
+        [
+            Entry(text=line.label),
+            number_entry(line.label, short.get(line.label)),
+            *(number_entry(line.label, measure.cells.get(line.label)) for measure in longs),
+        ]
+        for line in lines
+    ]
+    columns = ["model", short_title, *(measure.title for measure in longs)]
+    return TradeOff(figures=figures, table=Table(caption="Long against short", columns=columns, rows=rows))
+
+
+def _short_side(lines: Sequence[Line], measures: Sequence[Measure]) -> tuple[str, dict[str, Cell | None]]:
+    scored = [line for line in lines if line.scores.short]
+    tasks = {cell.suite for line in scored for cell in line.scores.short}
+    if len(scored) > 1:
+        means = {line.label: average(list(line.scores.short)) for line in scored}
+        same = {line.label: means[line.label] for line in scored if {c.suite for c in line.scores.short} == tasks}
+        return f"Short tasks (mean of {len(tasks)})", dict(same)
+    inside = next((measure for measure in measures if measure.title.startswith("Loss inside")), None)
+    return (inside.title, dict(inside.cells)) if inside else ("Short context", {})
+
+
+def _known(cell: Cell | None) -> bool:
+    return cell is not None and cell.value is not None
+
+
+def _figure(lines: Sequence[Line], measure: Measure, short_title: str, short: dict[str, Cell | None]) -> Figure:
+    dots = []
+    for line in lines:
+        x, y = short[line.label], measure.cells[line.label]
+        assert x is not None and y is not None, "only models with both sides come here"
+        tooltip = f"{line.label}: {short_title} {show_full(x)}, {measure.title} {show_full(y)}"
+        dots.append(Dot(label=line.label, style=line.style, x=_range(x), y=_range(y), tooltip=tooltip))
+    axes = (_axis(short_title, short[lines[0].label]), _axis(measure.title, measure.cells[lines[0].label]))
+    label = f"{measure.title} against {short_title}, one point per model; the same numbers are in the table below."
+    return Figure(
+        title=f"{measure.title} against {inside_sentence(short_title)}",
+        note="better is up and to the right",
+        drawing=scatter(dots, axes, label),
+    )
+
+
+def _range(cell: Cell) -> Span:
+    assert cell.value is not None
+    return Span(value=cell.value, low=cell.low, high=cell.high)
+
+
+def _axis(title: str, cell: Cell | None) -> Axis:
+    is_loss = cell is not None and cell.suite == LOSS
+    return Axis(
+        title=f"{title}{', lower is better' if is_loss else ''}",
+        show=(lambda value: f"{value:g}") if is_loss else (lambda value: f"{100 * value:g}%"),
+        lower_is_better=is_loss,
+    )

@@ -1,0 +1,80 @@
+"""Read JSON, JSON lines and single values of result files.
+
+In: files of a run. Out: plain values.
+Promise: what is missing or not finite is None; a file that cannot be read is named in a DataError.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from unspool.core.artifacts import MANIFEST
+from unspool.core.errors import DataError
+from unspool.core.sizes import parse_size
+
+
+def published(folder: Path) -> list[Path]:
+    """Subfolders that carry a manifest, by name; drafts and leftovers have none or another ending."""
+    if not folder.is_dir():
+        return []
+    found = (path.parent for path in folder.glob(f"*/{MANIFEST}"))
+    return sorted(path for path in found if path.suffix not in (".partial", ".old", ".work"))
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text.") from error
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(read_text(path))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is missing or not JSON ({error}); run the recipe again to rebuild it.") from error
+    if not isinstance(loaded, dict):
+        raise DataError(f"{path} should hold a JSON object; run the recipe again to rebuild it.")
+    return loaded
+
+
+def json_lines(path: Path, whole: bool = True) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of each line; a file still being written (`whole=False`) may end in half a line."""
+    lines = read_text(path).split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            loaded = json.loads(line)
+        except ValueError as error:
+            if not whole and number == len(lines):
+                return
+            raise DataError(f"{path}: line {number} is not JSON ({error}).") from error
+        if not isinstance(loaded, dict):
+            raise DataError(f"{path}: line {number} should be a JSON object.")
+        yield number, loaded
+
+
+def number(value: Any) -> float | None:
+    """None for what is missing or not finite: neither can be drawn or compared."""
+    if value is None:
+        return None
+    found = float(value)
+    return found if math.isfinite(found) else None
+
+
+def whole(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+def size(value: Any) -> int | None:
+    try:
+        return None if value is None else parse_size(value)
+    except ValueError:
+        return None
+
+
+def optional_text(value: Any) -> str | None:
+    return None if value is None else str(value)

@@ -1,0 +1,283 @@
+"""The sections of a run on the page, in their order.
+
+In: what gather.py read. Out: blocks, which render.py and markdown.py write.
+Promise: what is missing is said in a sentence, not left out.
+"""
+
+from collections.abc import Sequence
+
+from unspool.core.sizes import format_size
+from unspool.reporting.blocks import Answer, Asked, Block, Code, Group, Heat, Legend, Question, Section, Text
+from unspool.reporting.comparisons import compare, comparison_table
+from unspool.reporting.data_section import audit
+from unspool.reporting.figures import (
+    Line,
+    artefact_table,
+    facts_table,
+    heat_figure,
+    loss_figure,
+    loss_table,
+    recall_figure,
+    recall_table,
+    score_kind,
+    timing_table,
+)
+from unspool.reporting.measures import key_measures
+from unspool.reporting.number_format import plain_text, show_percent, suite_title, visible
+from unspool.reporting.overview import category_tables, length_table, trade_off
+from unspool.reporting.rope_section import position_figures, position_tables, ropes
+from unspool.reporting.run_results import Prompt, RunResults, Sample, task_of
+from unspool.reporting.training_section import training_figures, training_table, validation_figures, wrong_steps
+
+# Questions on the page: what was asked, what was expected, what each model answered.
+
+
+MAX_QUESTIONS = 80
+PROMPT_START, PROMPT_END = 600, 900  # characters: the question stands at the end
+
+
+def asked_blocks(results: RunResults, styles: dict[str, int]) -> list[Asked]:
+    blocks: list[Asked] = []
+    left = MAX_QUESTIONS
+    for suite in results.recall_suites:
+        asked = _same_question(results, suite)[:left]
+        left -= len(asked)
+        if asked:
+            questions = [_question(answers, styles) for answers in asked]
+            blocks.append(Asked(title=suite_title(suite), questions=questions))
+    return blocks
+
+
+def _same_question(results: RunResults, suite: str) -> list[list[tuple[str, Sample]]]:
+    """What each model answered to one prompt, together; a model may lack some."""
+    asked: dict[str, list[tuple[str, Sample]]] = {}
+    for model in results.models:
+        for sample in model.samples:
+            if sample.suite == suite:
+                asked.setdefault(sample.hash, []).append((model.name, sample))
+    return list(asked.values())
+
+
+def _question(answers: list[tuple[str, Sample]], styles: dict[str, int]) -> Question:
+    first = answers[0][1]
+    depth = f", depth {show_percent(first.depth)}" if first.depth is not None else ""
+    tokens = f", {first.prompt_tokens:,} tokens" if first.prompt_tokens is not None else ""
+    prompt = next((sample.prompt for _, sample in answers if sample.prompt is not None), None)
+    return Question(
+        place=f"{format_size(first.length)}{depth}{tokens}",
+        reference=visible(first.reference),
+        answers=[
+            Answer(model=name, style=styles[name], mark=mark(sample.score), output=visible(sample.output))
+            for name, sample in answers
+        ],
+        prompt=shown_prompt(prompt) if prompt else "",
+    )
+
+
+def shown_prompt(prompt: Prompt) -> str:
+    """Both ends of a prompt, with what lies between them counted."""
+    if not prompt.end and len(prompt.start) <= PROMPT_START + PROMPT_END:
+        return plain_text(prompt.start)
+    if not prompt.end:
+        cut = len(prompt.start) - PROMPT_START - PROMPT_END
+        start, end, between = prompt.start[:PROMPT_START], prompt.start[-PROMPT_END:], f"{cut:,} characters"
+    else:
+        start, end, between = prompt.start[:PROMPT_START], prompt.end[-PROMPT_END:], f"{prompt.cut_tokens:,} tokens"
+    return f"{plain_text(start)}\n[… {between} …]\n{plain_text(end)}"
+
+
+def mark(score: float | None) -> str:
+    if score is None:
+        return "–"
+    return "✓" if score >= 1 else "✗" if score <= 0 else show_percent(score)
+
+
+MANY = 4  # models, from which on a table does not stand beside another
+MAX_HEATMAPS = 64
+OPEN_HEATMAPS = 2  # tasks whose heatmaps are not folded
+
+
+def sections(results: RunResults, styles: dict[str, int], anchor: str) -> list[Section]:
+    lines = lines_of(results, styles)
+    named: list[tuple[str, str, Sequence[Block]]] = [
+        ("scores", "Scores", _scores(results, lines)),
+        ("depths", "Length and depth", _depths(results, styles)),
+        ("loss", "Loss by position", _loss(lines, results.original_context)),
+        ("paired", "Answer by answer", _paired(results, lines)),
+        ("tradeoff", "Long against short", _trade_off(results, lines)),
+        ("training", "Training", _training(results, styles)),
+        ("positions", "Positions", _positions(results, styles)),
+        ("data", "Data", _data(results)),
+        ("samples", "Samples", _samples(results, styles)),
+        ("numbers", "All numbers", _numbers(results, lines)),
+        ("recipe", "Recipe", _recipe(results)),
+        ("provenance", "Provenance", _provenance(results)),
+    ]
+    return [Section(anchor=f"{anchor}-{name}", title=title, blocks=blocks) for name, title, blocks in named if blocks]
+
+
+def lines_of(results: RunResults, styles: dict[str, int]) -> list[Line]:
+    return [
+        Line(label=model.name, style=styles[model.name], scores=model, context=results.context_of(model.name))
+        for model in results.models
+    ]
+
+
+def legend_of(lines: Sequence[Line]) -> Legend:
+    return [(line.label, line.style) for line in lines]
+
+
+def missing(text: str) -> Text:
+    return Text(text=text, role="missing")
+
+
+def _scores(results: RunResults, lines: list[Line]) -> list[Block]:
+    if not results.recall_suites:
+        short = category_tables(lines)
+        absent = missing("No recall was scored: add niah or kv to the recipe's evals.")
+        return [absent, *([Group(tables=short, wide=True)] if short else [])]
+    figures = [recall_figure(lines, suite, results.original_context) for suite in results.main_suites]
+    tables = [length_table(lines, suite) for suite in results.main_suites]
+    blocks: list[Block] = [Group(tables=tables, wide=True), Group(figures=figures, legend=legend_of(lines))]
+    categories = category_tables(lines)
+    return [*blocks, *([Group(tables=categories, wide=True)] if categories else [])]
+
+
+def _depths(results: RunResults, styles: dict[str, int]) -> list[Block]:
+    deep = [suite for suite in results.recall_suites if results.depths(suite)]
+    per_suite = max(1, len(results.models))
+    shown = deep[: max(1, MAX_HEATMAPS // per_suite)]
+    blocks: list[Block] = []
+    num_tasks = 0
+    for suite in shown:
+        num_tasks += bool(task_of(suite)[1])
+        folded = bool(task_of(suite)[1]) and num_tasks > OPEN_HEATMAPS
+        blocks.append(_heat(results, suite, styles, folded=folded))
+    if len(deep) > len(shown):
+        blocks.append(Text(text=f"{len(deep) - len(shown)} further tasks are in “All numbers” only."))
+    return blocks
+
+
+def _heat(results: RunResults, suite: str, styles: dict[str, int], *, folded: bool) -> Heat:
+    cells = [cell for model in results.models for cell in model.cells if cell.suite == suite and cell.depth is not None]
+    counts = sorted({cell.n for cell in cells if cell.n})
+    per_cell = f"{counts[0]}–{counts[-1]}" if len(counts) > 1 else str(counts[0]) if counts else "0"
+    title = f"{suite_title(suite)} by length and depth"
+    return Heat(
+        title=title,
+        figures=[
+            (styles[model.name], heat_figure(results, model, suite))
+            for model in results.models
+            if any(cell.suite == suite for cell in model.cells)
+        ],
+        note=f"{score_kind(suite)} in percent; n = {per_cell} in each cell, “all” takes its depths together",
+        old_context=f"old context {format_size(results.original_context)}" if results.original_context else "",
+        folded=title if folded else "",
+    )
+
+
+def _loss(lines: list[Line], old: int | None) -> list[Block]:
+    with_loss = [line for line in lines if line.scores.losses()]
+    if not with_loss:
+        return [missing("No loss by position was scored: add loss to the recipe's evals.")]
+    return [
+        Group(
+            figures=[loss_figure(with_loss, old)],
+            tables=[loss_table(with_loss)],
+            legend=legend_of(with_loss),
+            wide=len(with_loss) > MANY,
+        )
+    ]
+
+
+def _paired(results: RunResults, lines: list[Line]) -> list[Block]:
+    table = comparison_table(compare(lines, key_measures(results)))
+    return [Group(tables=[table], wide=True)] if table else []
+
+
+def _trade_off(results: RunResults, lines: list[Line]) -> list[Block]:
+    found = trade_off(lines, key_measures(results))
+    if found is None:
+        return []
+    return [Group(figures=found.figures, legend=legend_of(lines)), Group(tables=[found.table], wide=True)]
+
+
+def _training(results: RunResults, styles: dict[str, int]) -> list[Block]:
+    if not results.stages:
+        return [missing("This run has no training stages.")]
+    figures = training_figures(results.stages, styles) + validation_figures(results.stages, styles)
+    legend = [(stage.name, styles[stage.name]) for stage in results.stages if stage.steps]
+    notes: list[Block] = [Text(text=note, role="note") for note in wrong_steps(results.stages)]
+    curves: Block = Group(figures=figures, legend=legend) if figures else missing("No training steps yet.")
+    return [*notes, curves, Group(tables=[training_table(results)], wide=True)]
+
+
+def _positions(results: RunResults, styles: dict[str, int]) -> list[Block]:
+    found = ropes(results, styles)
+    if not found:
+        return [missing("No model of this run is at hand with rotary positions, so there is nothing to draw.")]
+    tables = position_tables(found, results)
+    return [
+        Group(
+            figures=position_figures(found, results.original_context),
+            legend=[(rope.label, rope.style) for rope in found],
+        ),
+        Group(tables=tables[:1], wide=True),
+        Group(tables=tables[1:], wide=True, folded=tables[1].caption),
+    ]
+
+
+def _data(results: RunResults) -> list[Block]:
+    found = audit(results)
+    if not found.tables:
+        return [missing("No corpus or rows have been published yet.")]
+    blocks: list[Block] = [Text(text=warning, role="note") for warning in found.warnings]
+    if found.lengths:
+        blocks.append(
+            Group(title="Lengths", figures=found.lengths, keys=("share of documents", "share of tokens"), small=True)
+        )
+    if found.mixes:
+        blocks.append(Group(title="Mix", figures=found.mixes, keys=("asked", "came"), small=True))
+    blocks.append(Group(tables=found.tables, wide=True))
+    if found.problems:
+        blocks.append(Group(tables=[found.problems], wide=True, folded=found.problems.caption))
+    return blocks
+
+
+def _samples(results: RunResults, styles: dict[str, int]) -> list[Block]:
+    asked = asked_blocks(results, styles)
+    if not asked:
+        return [missing("No scored questions to show.")]
+    how = "The first questions at the longest length, one per depth where there are depths, whatever the score."
+    return [Text(text=how), *asked]
+
+
+def _numbers(results: RunResults, lines: list[Line]) -> list[Block]:
+    if not results.models:
+        return [missing("No scores yet.")]
+    with_loss = [line for line in lines if line.scores.losses()]
+    tables = [recall_table(lines, suite, [None]) for suite in results.recall_suites]
+    tables += [loss_table(with_loss)] if with_loss else []
+    deep = [suite for suite in results.recall_suites if results.depths(suite)]
+    by_depth = [recall_table(lines, suite, results.depths(suite)) for suite in deep]
+    how = "Each number with its 95% interval; n counts questions for recall and tokens for loss."
+    return [
+        Text(text=how),
+        Group(tables=tables, wide=len(lines) > MANY),
+        *(Group(tables=[table], wide=True, folded=table.caption) for table in by_depth),
+    ]
+
+
+def _recipe(results: RunResults) -> list[Block]:
+    if results.recipe_text is None:
+        return [missing("recipe.yaml is not in the run folder.")]
+    num_lines = len(results.recipe_text.splitlines())
+    return [Code(text=plain_text(results.recipe_text), label="Recipe", folded=f"recipe.yaml, {num_lines} lines")]
+
+
+def _provenance(results: RunResults) -> list[Block]:
+    facts = [table for table in (facts_table(results), timing_table(results)) if table]
+    blocks: list[Block] = [Group(tables=facts)]
+    if results.artefacts:
+        blocks.append(Group(tables=[artefact_table(results.artefacts)], wide=True))
+    return blocks

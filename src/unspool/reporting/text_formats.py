@@ -1,0 +1,293 @@
+"""The report as Markdown: the same sections, tables and samples as the page, without the charts.
+
+In: the view that the page is made of. Out: text for a repository, an issue or a chat.
+Promise: every number of the page's tables is there, spelled the same; text of models and data can neither start
+markup nor leave its cell or fence.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+from unspool import __version__
+from unspool.core.artifacts import write_atomic
+from unspool.reporting.blocks import Asked, Block, Code, Group, PageView, RunView, Section, Text
+from unspool.reporting.comparisons import Comparison, compare, headline, missing_parts
+from unspool.reporting.data_section import length_bins, realised
+from unspool.reporting.figures import Entry, Line, Table
+from unspool.reporting.measures import Measure, key_measures, measures_for
+from unspool.reporting.number_format import plain_text
+from unspool.reporting.page import lines_together, page_view, shared_context
+from unspool.reporting.rope_section import Rope, ropes
+from unspool.reporting.run_results import LOSS, Cell, RunResults, Sample, Stage
+from unspool.reporting.sections import lines_of
+
+# What Markdown, or HTML inside it, could take for markup.
+_MARKUP = re.compile(r"([\\`*_\[\]|~#!{}])")
+_FENCE = re.compile(r"`{3,}")
+
+
+def write_markdown(runs: Sequence[RunResults], out_file: Path) -> None:
+    out_file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out_file, render_markdown(runs).encode("utf-8", "replace").decode("utf-8"))
+
+
+def render_markdown(runs: Sequence[RunResults]) -> str:
+    return "\n\n".join(_page(page_view(runs))) + "\n"
+
+
+def _page(page: PageView) -> Iterator[str]:
+    if page.together:
+        yield f"# {plain(page.title)}"
+        yield from _section(page.together, 2)
+    for run in page.runs:
+        yield from _run(run, 1 if page.together is None else 2)
+    yield f"Made by Unspool {page.version}. Intervals are 95%; “–” was not measured."
+
+
+def _run(run: RunView, level: int) -> Iterator[str]:
+    yield f"{'#' * level} {plain(run.name)}"
+    about = [f"context {run.contexts}" if run.contexts else "", run.base_model]
+    if any(about):
+        yield plain(" · ".join(filter(None, about)))
+    yield from (plain(line) for line in run.lines)
+    yield from (f"> {plain(note)}" for note in run.notes)
+    if run.tiles:
+        rows = [
+            [Entry(text=tile.title), Entry(text=row.model), Entry(text=row.value, note=row.detail)]
+            for tile in run.tiles
+            for row in tile.rows
+        ]
+        yield table_text(Table(caption="Before and after", columns=["measure", "model", "value"], rows=rows))
+    for section in run.sections:
+        yield from _section(section, level + 1)
+
+
+def _section(section: Section, level: int) -> Iterator[str]:
+    yield f"{'#' * level} {plain(section.title)}"
+    for block in section.blocks:
+        yield from _block(block, level + 1)
+
+
+def _block(block: Block, level: int) -> Iterator[str]:
+    if isinstance(block, Text):
+        yield f"> {plain(block.text)}" if block.role == "note" else plain(block.text)
+    elif isinstance(block, Group):
+        yield from (table_text(table) for table in block.tables)
+    elif isinstance(block, Code):
+        yield fenced(block.text)
+    elif isinstance(block, Asked):
+        yield f"{'#' * level} {plain(block.title)}"
+        for question in block.questions:
+            yield f"{plain(question.place)}, expected {quoted(question.reference)}"
+            yield "\n".join(f"- {plain(a.model)} {a.mark} {quoted(a.output)}" for a in question.answers)
+            if question.prompt:
+                yield fenced(question.prompt)
+    else:
+        # Heatmaps are charts; their numbers are in the tables by length and depth.
+        yield f"{plain(block.title)}: drawn on the page, in numbers under “All numbers”."
+
+
+def table_text(table: Table) -> str:
+    lines = [f"**{plain(table.caption)}**", ""]
+    lines.append(_line([Entry(text=column) for column in table.columns]))
+    ends = [" --- |" if at == 0 or not table.numeric else " ---: |" for at in range(len(table.columns))]
+    lines.append("|" + "".join(ends))
+    lines += [_line(row) for row in table.rows]
+    return "\n".join([*lines, *(["", plain(table.note)] if table.note else [])])
+
+
+def _line(row: Sequence[Entry]) -> str:
+    return "| " + " | ".join(_cell(entry) for entry in row) + " |"
+
+
+def _cell(entry: Entry) -> str:
+    text = plain(entry.text)
+    shown = f"**{text}**" if entry.strong else text
+    return f"{shown} ({plain(entry.note)})" if entry.note else shown
+
+
+def plain(text: str) -> str:
+    """One line in which nothing is markup."""
+    one_line = " ".join(plain_text(text).split())
+    escaped = one_line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return _MARKUP.sub(r"\\\1", escaped)
+
+
+def quoted(text: str) -> str:
+    """Text of a model as code on one line; line breaks become a sign."""
+    one_line = plain_text(text).replace("\n", "↵").replace("\t", " ")
+    longest = max((len(run) for run in re.findall(r"`+", one_line)), default=0)
+    fence = "`" * (longest + 1)
+    return f"{fence} {one_line} {fence}"
+
+
+def fenced(text: str) -> str:
+    longest = max((len(run) for run in _FENCE.findall(text)), default=2)
+    fence = "`" * (longest + 1)
+    return f"{fence}text\n{plain_text(text)}\n{fence}"
+
+
+# The report as plain values for `--json`: every number of the page, unrounded, and where it came from.
+
+
+FORMAT = 1
+
+
+def as_plain(runs: Sequence[RunResults]) -> dict[str, Any]:
+    """What `--json` prints."""
+    plain = {
+        "format": FORMAT,
+        "unspool": __version__,
+        "runs": [_run_values(run) for run in runs],
+        "together": _together(runs) if len(runs) > 1 else None,
+    }
+    return cast(dict[str, Any], _strict(plain))
+
+
+def _strict(value: Any) -> Any:
+    """What JSON and UTF-8 can hold: no NaN, no lone surrogates, names that are texts."""
+    if isinstance(value, dict):
+        return {_strict(str(key)): _strict(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(part) for part in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
+
+
+def _run_values(results: RunResults) -> dict[str, Any]:
+    styles = {name: position for position, name in enumerate(results.model_names)}
+    measures, lines = key_measures(results), lines_of(results, styles)
+    return {
+        "name": results.name,
+        "base_model": results.base_model,
+        "original_context": results.original_context,
+        "target_context": results.target_context,
+        "headline": headline(results),
+        "notes": missing_parts(results),
+        "measures": [_measure(measure) for measure in measures],
+        "models": [_model(line) for line in lines],
+        "comparisons": [_comparison(one) for one in compare(lines, measures)],
+        "stages": [_stage(stage, results) for stage in results.stages],
+        "positions": [_rope(rope) for rope in ropes(results, styles)],
+        "data": _data(results),
+        "recipe": results.recipe_text,
+        "versions": results.versions,
+        "seconds": results.seconds,
+        "artefacts": [_artefact(one) for one in results.artefacts],
+    }
+
+
+def _together(runs: Sequence[RunResults]) -> dict[str, Any]:
+    lines = lines_together(runs)
+    measures = measures_for({line.label: line.scores for line in lines}, shared_context(runs))
+    return {
+        "models": [line.label for line in lines],
+        "measures": [_measure(measure) for measure in measures],
+        "comparisons": [_comparison(one) for one in compare(lines, measures)],
+    }
+
+
+def _model(line: Line) -> dict[str, Any]:
+    return {
+        "model": line.scores.name,
+        "context": line.context,
+        "cells": [plain_cell(cell) for cell in line.scores.cells],
+        "short": [plain_cell(cell) for cell in line.scores.short],
+        "holds_until": line.scores.holds_until,
+        "samples": [_sample(sample) for sample in line.scores.samples],
+    }
+
+
+def plain_cell(cell: Cell) -> dict[str, Any]:
+    """A cell under the names it has in summary.json; a task's suite reads `ruler: vt`."""
+    plain = {name: getattr(cell, name) for name in ("suite", "metric", "length", "value", "n", "low", "high")}
+    if cell.start is not None:
+        return {**plain, "from": cell.start, "to": cell.stop}
+    more: dict[str, Any] = {"depth": cell.depth}
+    if cell.of_tasks is not None:
+        more |= {"tasks": cell.tasks, "of_tasks": cell.of_tasks}
+    return {**plain, **more, **({"unscored": cell.unscored} if cell.unscored else {})}
+
+
+def _sample(sample: Sample) -> dict[str, Any]:
+    return asdict(sample)
+
+
+def _measure(measure: Measure) -> dict[str, Any]:
+    return {
+        "title": measure.title,
+        "suite": measure.suite,
+        "lengths": list(measure.lengths),
+        "positions": [list(span) for span in measure.spans],
+        "higher_is_better": measure.higher_is_better,
+        "cells": {name: None if cell is None else plain_cell(cell) for name, cell in measure.cells.items()},
+    }
+
+
+def _comparison(one: Comparison) -> dict[str, Any]:
+    return {
+        "first": one.first,
+        "second": one.second,
+        "measure": one.measure.title,
+        "unit": "nats" if one.measure.suite == LOSS else "share",
+        "difference": one.found.value,
+        "low": one.found.low,
+        "high": one.found.high,
+        "n": one.found.n,
+        "better": one.better,
+        "told_apart_without_pairing": one.apart if one.measure.cells else None,
+    }
+
+
+def _stage(stage: Stage, results: RunResults) -> dict[str, Any]:
+    return {
+        "name": stage.name,
+        "starts_from": stage.parent,
+        "context": stage.context,
+        "planned_tokens": stage.planned_tokens,
+        "tokens": stage.tokens if stage.steps else None,
+        "finished": stage.finished,
+        "position": stage.position,
+        "mix_asked": stage.mix,
+        "mix_came": realised(stage, {one.path.removeprefix("rows/"): one for one in results.artefacts}),
+        "rows_trained_on": stage.drawn,
+        "seconds": results.seconds.get(f"stages/{stage.name}"),
+        "steps": [asdict(step) for step in stage.steps],
+        "validation": [asdict(one) for one in stage.validation],
+    }
+
+
+def _rope(rope: Rope) -> dict[str, Any]:
+    return {
+        "models": list(rope.names),
+        "summary": rope.summary,
+        "context": rope.context,
+        "frequencies": rope.inv_freq.tolist(),
+        "first_negative_distance": rope.reach,
+        "lowest": rope.lowest,
+        "curve": [list(point) for point in rope.curve],
+    }
+
+
+def _data(results: RunResults) -> dict[str, Any]:
+    counted = [one for one in results.artefacts if one.path.startswith(("corpus/", "rows/"))]
+    return {
+        "counts": {one.path: one.counts for one in counted},
+        "lengths": {
+            one.path: [dict(zip(("at_least", "documents", "tokens"), found, strict=True)) for found in bins]
+            for one in counted
+            if (bins := length_bins(one.counts.get("lengths")))
+        },
+        "problems": [asdict(problem) for problem in results.problems],
+    }
+
+
+def _artefact(one: Any) -> dict[str, Any]:
+    plain = asdict(one)
+    plain.pop("counts")
+    return plain

@@ -1,0 +1,1 @@
+"""Studies: one recipe in several arms and seeds, compared with tests."""

@@ -1,0 +1,254 @@
+"""The measures of a study: what its recipes' evals will give, by name, before anything is run.
+
+In: recipes; the `compare` of a study file. Out: `Measure`s, each a weighted mean of `Part`s.
+Names: `niah/32K`, `ruler/32K` (the mean of its tasks), `ruler/vt/32K`, `loss/16K-32K`.
+Elsewhere: reading what was measured (study_scores.py), comparing arms (study_results.py).
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from unspool.core.artifacts import read_manifest
+from unspool.core.config import nearest
+from unspool.core.errors import DataError
+from unspool.core.sizes import format_size
+from unspool.evals.config import LossEval, TaskEval
+from unspool.evals.questions import chosen_tasks
+from unspool.evals.run import PROMPTS, SAMPLES
+from unspool.models.loss import bucket_edges
+from unspool.recipe.schema import Recipe
+from unspool.recipe.yaml_lines import Problem
+from unspool.studies.stats import Contributions
+
+LOSS = "loss"
+
+
+class Part(NamedTuple):
+    """What samples are put together by: one task at one length, or one range of positions."""
+
+    suite: str
+    task: str | None
+    length: int
+    start: int | None = None
+    stop: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    name: str
+    suite: str
+    task: str | None
+    parts: tuple[tuple[float, Part], ...]
+    """Weights sum to 1."""
+
+    @property
+    def is_loss(self) -> bool:
+        return self.suite == LOSS
+
+    @property
+    def kind(self) -> Literal["score", "loss"]:
+        return "loss" if self.is_loss else "score"
+
+    @property
+    def length(self) -> int:
+        return max(part.length for _, part in self.parts)
+
+    @property
+    def lookups(self) -> set[str]:
+        """What `compare` may call it: in full, by suite and task, or, as a whole, by suite."""
+        return {self.name, f"{self.suite}/{self.task}"} if self.task else {self.name, self.suite}
+
+    def is_beyond(self, context: int) -> bool:
+        """Whether it asks for more than a model of this context had seen."""
+        if self.is_loss:
+            return all((part.start or 0) >= context for _, part in self.parts)
+        return self.length > context
+
+
+def measures_of(recipes: Sequence[Recipe]) -> list[Measure]:
+    """Everything that the evals of these recipes measure, each once."""
+    found: dict[str, Measure] = {}
+    for recipe in recipes:
+        for entry in recipe.evals:
+            for measure in _of_eval(entry):
+                found.setdefault(measure.name, measure)
+    return list(found.values())
+
+
+def _of_eval(entry: Any) -> Iterator[Measure]:
+    if isinstance(entry, LossEval):
+        for start, stop in pairwise(bucket_edges(entry.length)):
+            part = Part(LOSS, None, entry.length, start, stop)
+            yield _measure(f"{LOSS}/{format_size(start)}-{format_size(stop)}", part)
+        return
+    for length in sorted(entry.lengths):
+        if not isinstance(entry, TaskEval):
+            yield _measure(f"{entry.suite}/{format_size(length)}", Part(entry.suite, None, length))
+            continue
+        tasks = [_measure(f"{entry.suite}/{task.name}/{format_size(length)}", Part(entry.suite, task.name, length))
+                 for task in chosen_tasks(entry)]  # fmt: skip
+        yield mean_of(f"{entry.suite}/{format_size(length)}", tasks)
+        yield from tasks
+
+
+def _measure(name: str, part: Part) -> Measure:
+    return Measure(name=name, suite=part.suite, task=part.task, parts=((1.0, part),))
+
+
+def mean_of(name: str, measures: Sequence[Measure]) -> Measure:
+    """The plain mean of several measures of one kind."""
+    share = 1 / len(measures)
+    parts = tuple((weight * share, part) for measure in measures for weight, part in measure.parts)
+    return Measure(name=name, suite=measures[0].suite, task=None, parts=parts)
+
+
+def compare_problems(data: Mapping[str, Any], measures: Sequence[Measure]) -> Iterator[Problem]:
+    if not measures:
+        yield Problem(place=("recipe",), text="it has no evals, so there is nothing to compare its arms by.")
+    known = sorted(set().union(*(measure.lookups for measure in measures)))
+    for at, name in enumerate(data.get("compare") or []):
+        if name not in known:
+            guess = nearest(name, known)
+            hint = f"; did you mean {guess!r}?" if guess else "."
+            text = f"{name!r} is not measured by the recipe's evals{hint} Measured: {', '.join(known)}."
+            yield Problem(place=("compare", at), text=text)
+
+
+def chosen_names(data: Mapping[str, Any], measures: Sequence[Measure]) -> list[str] | None:
+    wanted = data.get("compare")
+    if not wanted:
+        return None
+    return [measure.name for measure in measures if measure.lookups & set(wanted)]
+
+
+def ranking(measures: Sequence[Measure], names: Sequence[str] | None, context: int | None) -> list[Measure]:
+    """The measures that rank arms: those asked for, else those beyond the context, else the longest of each suite."""
+    if names is not None:
+        return [measure for measure in measures if measure.name in names]
+    whole = [measure for measure in measures if measure.task is None]
+    beyond = [measure for measure in whole if context is not None and measure.is_beyond(context)]
+    if beyond:
+        return beyond
+    last = {measure.suite: measure for measure in whole}
+    return list(last.values())
+
+
+# What each run of a study was found to do, question by question.
+
+
+class Answer(NamedTuple):
+    prompt: str
+    """Questions on one context are one prompt: they fail together."""
+    score: float
+
+
+Answers = dict[Part, dict[str, Answer]]
+"""Part: hash of a question: its answer."""
+
+
+def read_answers(folder: Path) -> Answers | None:
+    """None if nothing was published there."""
+    manifest = read_manifest(folder)
+    if manifest is None or not (folder / SAMPLES).is_file():
+        return None
+    together = _per_context(manifest.get("settings", {}).get("evals", []))
+    contexts = {line["hash"]: line["context"] for line in _lines(folder / PROMPTS)}
+    samples = list(_lines(folder / SAMPLES))
+    firsts: dict[tuple[Any, ...], str] = {}
+    for sample in samples:
+        group = _group(sample, together)
+        firsts[group] = min(firsts.get(group, sample["hash"]), sample["hash"])
+    answers: Answers = {}
+    for sample in samples:
+        prompt = contexts.get(sample["hash"]) or firsts[_group(sample, together)]
+        for part, score in _scores(sample):
+            answers.setdefault(part, {})[sample["hash"]] = Answer(f"{sample['suite']} {prompt}", score)
+    return answers
+
+
+def _scores(sample: dict[str, Any]) -> Iterator[tuple[Part, float]]:
+    suite, task, length = sample["suite"], sample.get("task"), sample["length"]
+    if suite == LOSS:
+        for bucket in sample["losses"]:
+            if bucket["value"] is not None:
+                yield Part(LOSS, None, length, bucket["from"], bucket["to"]), bucket["value"]
+    elif sample["score"] is not None:
+        yield Part(suite, task, length), sample["score"]
+
+
+def _per_context(evals: Sequence[dict[str, Any]]) -> dict[tuple[str, int], int]:
+    """Suite and length: how many questions in a row are about one context."""
+    return {
+        (entry["suite"], length): int(entry.get("questions") or entry.get("needles") or 1)
+        for entry in evals
+        for length in entry.get("lengths") or [entry.get("length")]
+    }
+
+
+def _group(sample: dict[str, Any], together: dict[tuple[str, int], int]) -> tuple[Any, ...]:
+    size = together.get((sample["suite"], sample["length"]), 1)
+    return sample["suite"], sample.get("task"), sample["length"], sample["index"] // size
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        return
+    # Not splitlines(): outputs may hold separators that it takes for the ends of lines.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line:
+            continue
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}: line {number} is not JSON ({error}); score this model again.") from None
+
+
+def value_of(answers: Answers, measure: Measure) -> float | None:
+    """The measure's value; None where one of its parts was not measured."""
+    total = 0.0
+    for weight, part in measure.parts:
+        found = answers.get(part)
+        if not found:
+            return None
+        total += weight * sum(answer.score for answer in found.values()) / len(found)
+    return total
+
+
+def count_of(answers: Answers, measure: Measure) -> int:
+    """Questions, or windows of text."""
+    return len({key for _, part in measure.parts for key in answers.get(part, {})})
+
+
+def contributions_of(first: dict[int, Answers], second: dict[int, Answers], measure: Measure) -> Contributions:
+    """By how much the first arm is above the second: seed by seed, on the questions that both answered.
+
+    A seed in which a part has no question in common says nothing, and is left out.
+    """
+    found: dict[int, dict[str, float]] = {}
+    for seed in sorted(first.keys() & second.keys()):
+        prompts: dict[str, float] = {}
+        for weight, part in measure.parts:
+            ours, theirs = first[seed].get(part, {}), second[seed].get(part, {})
+            both = sorted(ours.keys() & theirs.keys())
+            if not both:
+                prompts = {}
+                break
+            for key in both:
+                gain = weight * (ours[key].score - theirs[key].score) / len(both)
+                prompts[ours[key].prompt] = prompts.get(ours[key].prompt, 0.0) + gain
+        if prompts:
+            found[seed] = prompts
+    return found
+
+
+def common_questions(
+    first: dict[int, Answers], second: dict[int, Answers], measure: Measure, seeds: Sequence[int]
+) -> int:
+    return sum(
+        len({key for _, part in measure.parts for key in first[seed].get(part, {}).keys() & second[seed].get(part, {})})
+        for seed in seeds
+    )

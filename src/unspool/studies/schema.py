@@ -1,0 +1,158 @@
+"""What a study file may say, and the sentences for what it may not.
+
+In: plain data of a study file. Out: problems, each at its place.
+Elsewhere: what an arm makes of the recipe is the recipe's checker's to judge (study.py).
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import Field
+
+from unspool.core.config import Config, nearest
+from unspool.recipe.json_schema import unknown_key
+from unspool.recipe.schema import FOLDER_NAME, WORK_ENDINGS
+from unspool.recipe.yaml_lines import Place, Problem
+
+DEFAULT_SEEDS = [0, 1]
+KEYS = ("name", "recipe", "out", "set", "arms", "grid", "seeds", "baseline", "compare", "margin")
+ARM_KEYS = ("set", "seeds", "stage", "against")
+# The study gives these to each run.
+OWN = {"name": "the study names each run", "seed": "use seeds", "out": "use the study's out"}
+# Folders of a study that no run may take for its own.
+MOST_RUNS = 1000
+
+
+class Margin(Config):
+    """Differences that would not matter: arms that surely differ by less count as equal."""
+
+    score: float = Field(0.05, gt=0, le=1)
+    loss: float = Field(0.02, gt=0)
+
+
+def study_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
+    yield from _unknown_keys(data, KEYS, ())
+    for key, what in (
+        ("name", "a name, which is also the study's folder in runs/"),
+        ("recipe", "a recipe's name or file"),
+    ):
+        if not isinstance(data.get(key), str) or not data[key].strip():
+            yield Problem(place=(key,), text=f"missing; write {what}.")
+    if isinstance(data.get("name"), str):
+        yield from folder_name_problems(data["name"], ("name",))
+    if data.get("out") is not None and not isinstance(data["out"], str):
+        yield Problem(place=("out",), text="must be a folder.", show_value=True)
+    yield from _set_problems(data.get("set"), ("set",))
+    yield from _seed_problems(data.get("seeds"), ("seeds",))
+    yield from _arm_problems(data)
+    yield from _grid_problems(data.get("grid"))
+    if data.get("baseline") is not None and not isinstance(data["baseline"], str):
+        yield Problem(place=("baseline",), text="must be the name of an arm.", show_value=True)
+    compare = data.get("compare")
+    if compare is not None and not (isinstance(compare, list) and all(isinstance(one, str) for one in compare)):
+        yield Problem(place=("compare",), text="must be a list of measures, such as [niah/32K, loss].", show_value=True)
+    yield from _margin_problems(data.get("margin"))
+
+
+def folder_name_problems(name: str, place: Place) -> Iterator[Problem]:
+    if not FOLDER_NAME.fullmatch(name) or name.endswith(WORK_ENDINGS):
+        allowed = "begin with a letter or digit, use only those, '-', '_' and '.'"
+        text = f"{name!r} cannot name a folder; {allowed}, and do not end in {', '.join(WORK_ENDINGS)}."
+        yield Problem(place=place, text=text)
+
+
+def _unknown_keys(data: Mapping[str, Any], allowed: tuple[str, ...], place: Place) -> Iterator[Problem]:
+    for key in data:
+        if key not in allowed:
+            yield Problem(place=(*place, key), text=unknown_key(key, allowed))
+
+
+def _arm_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
+    arms = data.get("arms")
+    if arms is None and data.get("grid"):
+        return
+    if not isinstance(arms, dict) or not arms:
+        text = "missing; write the arms by name, such as {plain: {}, faster: {set: {stages.0.lr: 1e-4}}}, or a grid."
+        yield Problem(place=("arms",), text=text)
+        return
+    for name, arm in arms.items():
+        place = ("arms", name)
+        yield from folder_name_problems(name, place)
+        if arm is None:  # an arm that changes nothing
+            continue
+        if not isinstance(arm, dict):
+            yield Problem(place=place, text=f"must be a mapping with the keys {', '.join(ARM_KEYS)}.", show_value=True)
+            continue
+        yield from _unknown_keys(arm, ARM_KEYS, place)
+        yield from _set_problems(arm.get("set"), (*place, "set"))
+        yield from _seed_problems(arm.get("seeds"), (*place, "seeds"))
+        if arm.get("stage") is not None and not isinstance(arm["stage"], str):
+            yield Problem(place=(*place, "stage"), text="must be the name of a stage.", show_value=True)
+        against = arm.get("against")
+        names = [against] if isinstance(against, str) else against
+        if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
+            yield Problem(place=(*place, "against"), text="must be an arm or a list of arms.", show_value=True)
+
+
+def _set_problems(sets: Any, place: Place) -> Iterator[Problem]:
+    if sets is None:
+        return
+    if not isinstance(sets, dict):
+        text = "must be a mapping from keys of the recipe to values, such as {stages.0.lr: 1e-4}."
+        yield Problem(place=place, text=text, show_value=True)
+        return
+    for key in sets:
+        if key in OWN:
+            yield Problem(place=(*place, key), text=f"cannot be set by an arm; {OWN[key]}.")
+
+
+def _grid_problems(grid: Any) -> Iterator[Problem]:
+    if grid is None:
+        return
+    if not isinstance(grid, dict) or not grid:
+        text = "must be a mapping from keys of the recipe to their values, such as {stages.0.lr: [1e-4, 3e-4]}."
+        yield Problem(place=("grid",), text=text, show_value=True)
+        return
+    yield from _set_problems(grid, ("grid",))
+    for key, values in grid.items():
+        place = ("grid", key)
+        if isinstance(values, list) and values and not any(isinstance(value, dict | list) for value in values):
+            continue
+        if isinstance(values, dict) and values:
+            for name in values:
+                yield from folder_name_problems(name, (*place, name))
+            continue
+        text = "must be a list of plain values, or a mapping from names to values of any kind."
+        yield Problem(place=place, text=text, show_value=True)
+
+
+def _seed_problems(seeds: Any, place: Place) -> Iterator[Problem]:
+    if seeds is None:
+        return
+    whole = isinstance(seeds, list) and all(isinstance(seed, int) and not isinstance(seed, bool) for seed in seeds)
+    if not whole or not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        yield Problem(
+            place=place, text="must be a list of different whole numbers from 0, such as [0, 1].", show_value=True
+        )
+
+
+def _margin_problems(margin: Any) -> Iterator[Problem]:
+    if margin is None:
+        return
+    allowed = tuple(Margin.model_fields)
+    if not isinstance(margin, dict):
+        yield Problem(place=("margin",), text="must be a mapping such as {score: 0.05, loss: 0.02}.", show_value=True)
+        return
+    yield from _unknown_keys(margin, allowed, ("margin",))
+    for key in allowed:
+        value = margin.get(key, 0.05)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= (1 if key == "score" else 1e9):
+            most = " and of at most 1" if key == "score" else ""
+            yield Problem(place=("margin", key), text=f"must be a number above 0{most}.", show_value=True)
+
+
+def unknown_arm(name: str, known: list[str]) -> str:
+    guess = nearest(name, known)
+    hint = f"; did you mean {guess!r}?" if guess else "."
+    return f"no arm is called {name!r}{hint} Known: {', '.join(known)}."

@@ -1,0 +1,1 @@
+"""Save checkpoints and resume from them."""

@@ -1,0 +1,1 @@
+"""Attention distillation: fit queries and keys to the attention before a RoPE change."""

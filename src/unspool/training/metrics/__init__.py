@@ -1,0 +1,1 @@
+"""What a run logs: metrics, throughput, validation, samples, external trackers."""

@@ -1,0 +1,206 @@
+"""How many operations a step needs, and how many a device can do: what MFU is made of.
+
+In: a model, the lengths of the documents that attend to themselves. Out: floating-point operations, forward and
+backward.
+Convention: 6 for every weight that multiplies a token, the head among them and the embedding not (4 where a weight is
+not trained: its own gradient is not computed); of a mixture, the experts that a token meets; attention is halved for
+being causal, document by document; what is recomputed does not count, since it brings the model no further.
+Price: norms, RoPE and softmax are not counted, and neither is the optimizer.
+"""
+
+import re
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from unspool.core.sizes import format_count
+
+# Dense bf16 with fp32 sums, in TFLOP/s, from the makers' data sheets. The first name that fits counts.
+PEAKS = {
+    r"GB[23]00": 2500,
+    r"B[23]00": 2250,
+    r"B100": 1750,
+    r"H[12]00 NVL": 835,
+    r"H100 PCIe": 756,
+    r"H100|H200|H800|GH200": 989,
+    r"H20": 148,
+    r"A[18]00": 312,
+    r"A40": 150,
+    r"A30": 165,
+    r"A10": 125,
+    r"L40S": 362,
+    r"L40": 181,
+    r"L4": 121,
+    r"RTX A6000": 155,
+    r"RTX 6000 Ada.*": 364,
+    r"RTX 5090": 209,
+    r"RTX 4090": 165,
+    r"RTX 3090": 71,
+    r"MI3[02][05]X": 1307,
+}
+# A config's word for how many experts a token meets.
+_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAttention:
+    """What attention of one layer costs."""
+
+    width: int  # query heads · (dimension of queries + dimension of values)
+    window: int | None  # tokens that a token sees at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopCount:
+    """Operations of a training step, by its documents."""
+
+    per_token: float
+    layers: tuple[LayerAttention, ...]
+
+    def step(self, doc_lens: Sequence[int]) -> float:
+        lens = np.asarray(doc_lens, dtype=np.float64)
+        # Two operations a product, once forward and twice backward.
+        attention = sum(6.0 * layer.width * float(visible_pairs(lens, layer.window).sum()) for layer in self.layers)
+        return self.per_token * float(lens.sum()) + attention
+
+
+def visible_pairs(doc_lens: np.ndarray, window: int | None) -> np.ndarray:
+    """Half of a document's square, less what lies beyond the window."""
+    beyond = np.zeros_like(doc_lens) if window is None else np.maximum(0.0, doc_lens - window)
+    return np.asarray((doc_lens**2 - beyond**2) / 2)
+
+
+def count_flops(model: Any) -> FlopCount:
+    return FlopCount(per_token=_per_token(model), layers=_attention(model.config.get_text_config()))
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Operations a second that the device's maker claims; None where we do not know it."""
+    return known_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def known_peak(name: str) -> float | None:
+    # Whole words: an A10G is no A10, and a laptop's RTX 4090 is another chip.
+    found = (peak for pattern, peak in PEAKS.items() if re.search(rf"\b({pattern})\b", name))
+    return None if "Laptop" in name else next((peak * 1e12 for peak in found), None)
+
+
+def _per_token(model: Any) -> float:
+    """6 for each weight of a matrix product that a token meets, 4 for one that is not trained."""
+    head = model.get_output_embeddings().weight
+    embeddings = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)} - {id(head)}
+    active = _active_experts(model.config.get_text_config())
+    return sum(
+        (6.0 if weight.requires_grad else 4.0) * int(weight.numel()) * _share(name, weight, active)
+        # A tied head is told once, under the embedding's name.
+        for name, weight in model.named_parameters()
+        if weight.dim() > 1 and id(weight) not in embeddings and not name.endswith("bias")
+    )
+
+
+def _active_experts(config: Any) -> tuple[int, int] | None:
+    """(experts a token meets, experts there are), where there are any."""
+    active = next((count for name in _ACTIVE if (count := getattr(config, name, None))), None)
+    total = next((n for name in ("num_experts", "num_local_experts") if (n := getattr(config, name, None))), None)
+    return (int(active), int(total)) if active and total else None
+
+
+def _share(name: str, weight: torch.Tensor, experts: tuple[int, int] | None) -> float:
+    """Of a weight's numbers, those that one token meets."""
+    if ".experts." not in name or experts is None:
+        return 1.0
+    active, total = experts
+    return active / (len(weight) if weight.dim() == 3 else total)
+
+
+def _attention(config: Any) -> tuple[LayerAttention, ...]:
+    heads = int(config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    query_dim = getattr(config, "qk_head_dim", None) or head_dim
+    value_dim = getattr(config, "v_head_dim", None) or head_dim
+    window = getattr(config, "sliding_window", None)
+    # Without kinds of layers, a window is meant for all of them.
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(
+        LayerAttention(width=heads * (query_dim + value_dim), window=window if "sliding" in kind else None)
+        for kind in kinds
+    )
+
+
+# How fast a stage goes: tokens a second, MFU, memory, and the time that is left.
+
+
+LAST_STEPS = 20
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of the operations that all `devices` could do in a second (`peak` each), how many a step did."""
+
+    count: FlopCount | None = None
+    peak: float | None = None
+    devices: int = 1
+
+    def mfu(self, doc_lens: Sequence[int], seconds: float) -> float | None:
+        if self.count is None or self.peak is None:
+            return None
+        return self.count.step(doc_lens) / (seconds * self.peak * self.devices)
+
+
+@dataclass
+class Meter:
+    """The last steps of a stage."""
+
+    steps: int
+    batch: int  # tokens of a step
+    clock: Callable[[], float] = time.perf_counter
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=LAST_STEPS))
+    _mfus: deque[float] = field(default_factory=lambda: deque(maxlen=LAST_STEPS))
+    _ends: deque[float] = field(default_factory=lambda: deque(maxlen=LAST_STEPS + 1))
+
+    def add(self, seconds: float, mfu: float | None) -> None:
+        self._seconds.append(seconds)
+        self._ends.append(self.clock())
+        if mfu is not None:
+            self._mfus.append(mfu)
+
+    def note(self, step: int, loss: float, memory_gib: float) -> str:
+        """What matters most stands first: a narrow terminal cuts the rest."""
+        tokens_per_second = self.batch * len(self._seconds) / sum(self._seconds)
+        parts = [f"loss {loss:.3f}", f"eta {_clock_text(self.seconds_left(step))}"]
+        parts.append(f"{format_count(tokens_per_second)} tok/s")
+        if self._mfus:
+            parts.append(f"MFU {100 * sum(self._mfus) / len(self._mfus):.0f}%")
+        return "  ".join([*parts, f"{memory_gib:.1f} GiB"])
+
+    def seconds_left(self, step: int) -> float:
+        """By the clock on the wall, so that checkpoints and validation are in it."""
+        pace = self._seconds[-1]
+        if len(self._ends) > 1:
+            pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return pace * (self.steps - step)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most that this process has held so far: on the GPU, or in main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Kilobytes, except on a Mac.
+    return held / GIB if sys.platform == "darwin" else held * 1024 / GIB
+
+
+def _clock_text(seconds: float) -> str:
+    """1:02:33"""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

@@ -1,0 +1,147 @@
+"""TensorBoard and Weights & Biases: the numbers of a stage, also there.
+
+In: names from the recipe, a stage's work folder. Out: the same run again when a stage is resumed.
+Promise: a tracker that fails is told of once and left alone; it never ends a stage.
+Price: W&B keeps what it was sent, so steps that a resumed stage repeats are there twice, with equal numbers;
+TensorBoard drops them.
+"""
+
+import importlib
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from unspool.core.artifacts import write_atomic
+from unspool.core.config import lookup
+from unspool.core.errors import ConfigError
+from unspool.core.progress import say
+
+TENSORBOARD = "tensorboard"
+WANDB_ID = "wandb_id"
+# What must be importable. torch's own writer is not enough: it is a shell around the first.
+MODULES = {"tensorboard": ("tensorboard", "torch.utils.tensorboard"), "wandb": ("wandb",)}
+
+
+class Tracker(Protocol):
+    def numbers(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def text(self, step: int, name: str, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse, before any work, what is not installed here."""
+    for name in names:
+        try:
+            for module in MODULES[name]:
+                importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(
+                f"track: {name} cannot be imported here ({error}); pip install 'unspool[track]', or leave it out."
+            ) from error
+
+
+class Trackers:
+    """All trackers of a stage as one. What fails is dropped, with one sentence."""
+
+    def __init__(self, open_trackers: Mapping[str, Callable[[], Tracker]]) -> None:
+        self._open: dict[str, Tracker] = {}
+        for name, build in open_trackers.items():
+            try:
+                self._open[name] = build()
+            except Exception as error:
+                _warn(name, error)
+
+    def numbers(self, step: int, values: Mapping[str, float]) -> None:
+        self._tell(lambda tracker: tracker.numbers(step, values))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._tell(lambda tracker: tracker.text(step, name, text))
+
+    def close(self) -> None:
+        self._tell(lambda tracker: tracker.close())
+        self._open = {}
+
+    def _tell(self, tell: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._open.items()):
+            try:
+                tell(tracker)
+            # Networks, disks and other people's code: anything may go wrong there, and none of it is worth a run.
+            except Exception as error:
+                del self._open[name]
+                with suppress(Exception):
+                    tracker.close()
+                _warn(name, error)
+
+
+def build_trackers(names: Sequence[str], work: Path, *, run: str, settings: Mapping[str, Any], done: int) -> Trackers:
+    """`run` is what people will call it; `done` steps were tracked before."""
+
+    def build(name: str) -> Callable[[], Tracker]:
+        return lambda: lookup(_BUILDERS, name, kind="tracker")(work, run, settings, done)
+
+    return Trackers({name: build(name) for name in names})
+
+
+class _TensorBoard:
+    def __init__(self, work: Path, run: str, settings: Mapping[str, Any], done: int) -> None:
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        # Steps after the checkpoint will come again.
+        self._writer: Any = writer(str(work / TENSORBOARD), purge_step=done + 1 if done else None)
+        if not done:
+            self._writer.add_text("settings", "\n".join(f"    {key}: {value}" for key, value in settings.items()), 0)
+
+    def numbers(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        # Indented, so that it is shown as it is and not read as Markdown.
+        self._writer.add_text(name, "    " + text.replace("\n", "\n    "), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, work: Path, run: str, settings: Mapping[str, Any], done: int) -> None:
+        wandb = importlib.import_module("wandb")
+        id_path = work / WANDB_ID
+        if not id_path.is_file():
+            write_atomic(id_path, secrets.token_hex(4))
+        self._html = wandb.Html
+        self._run: Any = wandb.init(
+            project=None if os.environ.get("WANDB_PROJECT") else "unspool",
+            name=run,
+            id=id_path.read_text(),
+            resume="allow",
+            dir=str(work),
+            config=dict(settings),
+        )
+        # W&B's own counter only goes up, and would drop what a resumed stage does again.
+        self._run.define_metric("*", step_metric="step")
+
+    def numbers(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def text(self, step: int, name: str, text: str) -> None:
+        escaped = text.replace("&", "&amp;").replace("<", "&lt;")
+        self._run.log({"step": step, name: self._html(f"<pre>{escaped}</pre>")})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+_BUILDERS: dict[str, Callable[[Path, str, Mapping[str, Any], int], Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _Wandb,
+}
+
+
+def _warn(name: str, error: Exception) -> None:
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    say(f"track: {name} failed and is left out from here on ({reason}); metrics.jsonl has everything")

@@ -1,0 +1,1 @@
+"""Optimizers and the update of the weights."""

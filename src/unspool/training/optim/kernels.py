@@ -1,0 +1,140 @@
+# mypy: ignore-errors
+"""An AdamW step of one parameter as one Triton kernel. Imported on CUDA only.
+
+Promise: what `update_by_operators` in adamw.py computes, in the same order and with the same roundings; every tensor
+is read once and written once. Where the norm handed over is not finite, nothing is written.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from unspool.training.optim.adamw import EPS, Numbers, Trained
+from unspool.training.optim.adamw8bit import BLOCK, LEAST_SCALE, Quantized, tables
+
+# Blocks of 256 values that one program computes.
+BLOCKS = 8
+NUM_WARPS = 8
+
+
+def update_in_one_pass(one: Trained, grad: Tensor, numbers: Numbers, key: tuple[int, int], norm: Tensor | None) -> None:
+    grad = grad.contiguous()
+    assert one.weight.is_contiguous()
+    size = one.weight.numel()
+    quantized = isinstance(one.first, Quantized)
+    moments = (one.first.codes, one.second.codes) if quantized else (one.first, one.second)
+    scales = (one.first.scales, one.second.scales) if quantized else moments
+    device = one.weight.device
+    signed, unsigned = (tables(True, device), tables(False, device)) if quantized else (moments, moments)
+    _kernel[(triton.cdiv(size, BLOCK * BLOCKS),)](
+        one.weight,
+        one.weight if one.computed is None else one.computed,
+        grad,
+        *moments,
+        *scales,
+        *signed,
+        *unsigned,
+        one.weight if norm is None else norm,
+        size,
+        numbers.lr,
+        numbers.shrink,
+        numbers.pull_first,
+        numbers.pull_second,
+        numbers.bias_first,
+        numbers.root_second,
+        numbers.scale,
+        # As a signed number, or Triton would compile anew for keys of the upper half.
+        *(word - (1 << 32) if word >> 31 else word for word in key),
+        eps=EPS,
+        least_scale=LEAST_SCALE,
+        quantized=quantized,
+        stochastic=one.weight.dtype == torch.bfloat16,
+        has_copy=one.computed is not None,
+        has_norm=norm is not None,
+        block=BLOCK,
+        blocks=BLOCKS,
+        num_warps=NUM_WARPS,
+        # Products and sums are rounded apart, as operators in turn would.
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def _mixed(word):
+    word = word ^ (word >> 16)
+    word = word * 0x7FEB352D
+    word = word ^ (word >> 15)
+    word = word * 0x846CA68B
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def _code(value, bounds):
+    """How many of the 255 bounds a value has reached, by halving."""
+    code = tl.zeros(value.shape, dtype=tl.int32)
+    for power in tl.static_range(8):
+        code += tl.where(value >= tl.load(bounds + code + ((128 >> power) - 1)), 128 >> power, 0)
+    return code
+
+
+@triton.jit
+def _quantize(moment, codes, bounds, at, inside, least_scale: tl.constexpr):
+    """Write the codes; every block's scale."""
+    scale = tl.maximum(tl.max(tl.abs(moment), axis=1), least_scale)
+    code = _code(tl.div_rn(moment, scale[:, None]), bounds)
+    tl.store(codes + at, code.to(tl.uint8), mask=inside)
+    return scale
+
+
+# Keys are new numbers every time: nothing is to be compiled for those that divide by 16.
+@triton.jit(do_not_specialize=["key_low", "key_high"])
+def _kernel(
+    weight, computed, grad, first, second, first_scales, second_scales, signed, signed_bounds, unsigned,
+    unsigned_bounds, norm, size, lr, shrink, pull_first, pull_second, bias_first, root_second, scale, key_low, key_high,
+    eps: tl.constexpr, least_scale: tl.constexpr, quantized: tl.constexpr, stochastic: tl.constexpr,
+    has_copy: tl.constexpr, has_norm: tl.constexpr, block: tl.constexpr, blocks: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * blocks + tl.arange(0, blocks)
+    at = row[:, None] * block + tl.arange(0, block)[None, :]
+    if has_norm:
+        # Otherwise nothing is read or written: as if there were no values. Not a number is not below, either.
+        size = tl.where(tl.load(norm) < float("inf"), size, 0)
+    inside = at < size
+    whole = row * block < size
+
+    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * scale
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if quantized:
+        m_scale = tl.load(first_scales + row, mask=whole, other=0.0)
+        v_scale = tl.load(second_scales + row, mask=whole, other=0.0)
+        m = tl.load(signed + tl.load(first + at, mask=inside, other=0).to(tl.int32)) * m_scale[:, None]
+        v = tl.load(unsigned + tl.load(second + at, mask=inside, other=0).to(tl.int32)) * v_scale[:, None]
+    else:
+        m = tl.load(first + at, mask=inside, other=0.0)
+        v = tl.load(second + at, mask=inside, other=0.0)
+
+    w = w - shrink * w
+    # `lerp` is one fused operation in torch, too.
+    m = tl.fma(g - m, tl.zeros_like(m) + pull_first, m)
+    v = tl.fma(g * g - v, tl.zeros_like(v) + pull_second, v)
+    if quantized:
+        m_scale = _quantize(m, first, signed_bounds, at, inside, least_scale)
+        v_scale = _quantize(v, second, unsigned_bounds, at, inside, least_scale)
+        tl.store(first_scales + row, m_scale, mask=whole)
+        tl.store(second_scales + row, v_scale, mask=whole)
+    else:
+        tl.store(first + at, m, mask=inside)
+        tl.store(second + at, v, mask=inside)
+
+    root = tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + root_second) + eps
+    w = w - tl.div_rn(lr * tl.div_rn(m, tl.zeros_like(m) + bias_first), root)
+    if stochastic:
+        word = _mixed(at.to(tl.uint32) ^ key_low.to(tl.uint32))
+        noise = _mixed(word ^ key_high.to(tl.uint32)) >> 16
+        bits = w.to(tl.uint32, bitcast=True) + noise
+        tl.store(weight + at, (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
+    else:
+        tl.store(weight + at, w, mask=inside)
+    if has_copy:
+        tl.store(computed + at, w.to(tl.bfloat16), mask=inside)

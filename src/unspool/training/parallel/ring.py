@@ -1,0 +1,229 @@
+"""Attention over a row that lies on several ranks, by passing keys and values around (ring).
+
+In: queries, keys and values of a rank's own tokens: one piece from the front of the row and one from its back
+(split.py), so that every rank has equally much to do. Out: the attention output of these tokens.
+Promise: exact causal attention over the whole row, blocks merged by their log-sum-exp in fp32; the same order of
+messages in every pass. Nothing but full causal attention of one document: all else is refused.
+Price: keys and values of the row pass every rank, and their gradients with them; next to ulysses.py it has no limit
+by heads. torch's own context parallelism has no kernels for CPUs and patches attention for the whole process, so that
+its results could not be compared with one rank here; this is the same algorithm.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from unspool.core.errors import ConfigError
+from unspool.models.attention.reference import MAX_SCORES, Rules, same_heads, visible
+from unspool.models.memory import kept
+from unspool.training.parallel.mesh import over_gloo
+
+# Attention of some queries to some keys of a longer row, with what is needed to put such blocks together.
+
+
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+def block(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp), both fp32. Causal: query i sees keys 0 to i."""
+    key, value = same_heads(query, key, value)
+    if _has_flash(query):
+        flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
+        found = kept.call(flash, query, key, value, 0.0, causal, scale=scale)
+        return found[0].float(), found[1]
+    outs, sums = [], []
+    for _, scores in _scores(query, key, scale, causal=causal):
+        log_sum = scores.logsumexp(dim=-1)
+        outs.append((scores - log_sum[..., None]).exp() @ value.float())
+        sums.append(log_sum)
+    return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
+
+
+def block_backward(
+    grad: Tensor, heads: tuple[Tensor, Tensor, Tensor], out: Tensor, log_sum: Tensor, scale: float, *, causal: bool
+) -> Grads:
+    """Gradients of query, key and value by this block, fp32."""
+    query, num_kv = heads[0], heads[1].shape[1]
+    key, value = same_heads(*heads)
+    if _has_flash(query):
+        flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        empty, seed = None, torch.zeros(2, dtype=torch.uint64, device=query.device)
+        sizes = (query.shape[2], key.shape[2])
+        args = (
+            grad,
+            query,
+            key,
+            value,
+            out.to(query.dtype),
+            log_sum,
+            empty,
+            empty,
+            *sizes,
+            0.0,
+            causal,
+            seed,
+            seed[:0],
+        )
+        query_grad, key_grad, value_grad = (part.float() for part in flash(*args, scale=scale))
+    else:
+        query_grad = torch.zeros_like(query, dtype=torch.float32)
+        key_grad, value_grad = (torch.zeros_like(part, dtype=torch.float32) for part in (key, value))
+        delta = (grad.float() * out.float()).sum(dim=-1, keepdim=True)
+        for rows, scores in _scores(query, key, scale, causal=causal):
+            weights = (scores - log_sum[:, :, rows, None]).exp()
+            some = grad[:, :, rows].float()
+            value_grad += weights.transpose(-1, -2) @ some
+            weights *= (some @ value.float().transpose(-1, -2) - delta[:, :, rows]) * scale
+            query_grad[:, :, rows] = weights @ key.float()
+            key_grad += weights.transpose(-1, -2) @ query[:, :, rows].float()
+    return query_grad, _shared(key_grad, num_kv), _shared(value_grad, num_kv)
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, *, causal: bool) -> Iterator[tuple[slice, Tensor]]:
+    """Some queries at a time: which they are, and their scores in fp32, −∞ where they do not look."""
+    batch, num_heads, num_queries, _ = query.shape
+    size = max(1, MAX_SCORES // (batch * num_heads * key.shape[2]))
+    for start in range(0, num_queries, size):
+        rows = slice(start, min(start + size, num_queries))
+        scores = query[:, :, rows].float() @ key.float().transpose(-1, -2) * scale
+        if causal:
+            unseen = ~visible(scores.shape[2], key.shape[2], start, None, query.device)
+            scores = scores.masked_fill(unseen, -torch.inf)
+        yield rows, scores
+
+
+def _shared(grad: Tensor, num_kv: int) -> Tensor:
+    """Gradients of repeated KV heads, added up."""
+    return grad if grad.shape[1] == num_kv else grad.view(len(grad), num_kv, -1, *grad.shape[2:]).sum(dim=2)
+
+
+def _has_flash(query: Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] % 8 == 0
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rules: Rules,
+    sinks: Tensor | None,
+    doc_lens: tuple[int, ...],
+    group: Any,
+) -> Tensor:
+    """[1, own tokens, H, D] from [1, H, own tokens, D]."""
+    _refuse_what_is_not_exact(rules, sinks, doc_lens)
+    scale = query.shape[-1] ** -0.5 if rules.scaling is None else rules.scaling
+    out: Tensor = _Ring.apply(query, key, value, scale, group)  # type: ignore[no-untyped-call]
+    return out.transpose(1, 2)
+
+
+def _refuse_what_is_not_exact(rules: Rules, sinks: Tensor | None, doc_lens: tuple[int, ...]) -> None:
+    if len(doc_lens) > 1:
+        raise ConfigError(
+            f"parallel: ring needs rows of one document, and this batch holds {len(doc_lens)}; use ring 1 and ulysses, "
+            "or attention: full with one row per micro-batch."
+        )
+    asked = {"sliding windows": rules.window, "capped scores": rules.softcap, "sinks": sinks}
+    for name, setting in asked.items():
+        if setting is not None:
+            raise ConfigError(f"parallel: ring does not compute {name}, which this model has; use ulysses instead.")
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, group: Any) -> Tensor:
+        ctx.scale, ctx.group = scale, group
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=torch.float32)
+        log_sum = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
+        travelling = _flat(key, value)
+        for turn in range(ranks):
+            coming = _pass_on(travelling, group) if turn < ranks - 1 else None
+            rows, seen, causal = _visible(query.shape[2], rank, (rank - turn) % ranks)
+            keys, values = _unflat(travelling, key, value)
+            part = block(query[:, :, rows], keys[:, :, seen], values[:, :, seen], scale, causal=causal)
+            _merge(out[:, :, rows], log_sum[:, :, rows], *part)
+            travelling = _arrived(coming, travelling)
+        rounded = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, rounded, log_sum)
+        return rounded
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, log_sum = ctx.saved_tensors
+        rank, ranks = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
+        query_grad = torch.zeros_like(query, dtype=torch.float32)
+        travelling = _flat(key, value)
+        # The gradients of keys and values follow them around, one turn behind, and come home at the end.
+        sums = torch.zeros_like(travelling, dtype=torch.float32)
+        for turn in range(ranks):
+            coming = _pass_on(travelling, ctx.group) if turn < ranks - 1 else None
+            rows, seen, causal = _visible(query.shape[2], rank, (rank - turn) % ranks)
+            keys, values = _unflat(travelling, key, value)
+            heads = (query[:, :, rows], keys[:, :, seen], values[:, :, seen])
+            args = (grad[:, :, rows].contiguous(), heads, out[:, :, rows], log_sum[:, :, rows].contiguous())
+            grads = block_backward(*args, ctx.scale, causal=causal)
+            query_grad[:, :, rows] += grads[0]
+            key_sum, value_sum = _unflat(sums, key, value)
+            key_sum[:, :, seen] += grads[1]
+            value_sum[:, :, seen] += grads[2]
+            travelling = _arrived(coming, travelling)
+            sums = _arrived(_pass_on(sums, ctx.group), sums)
+        key_sum, value_sum = _unflat(sums, key, value)
+        return query_grad.to(query.dtype), key_sum.to(key.dtype), value_sum.to(value.dtype), None, None
+
+
+def _visible(num_tokens: int, rank: int, source: int) -> tuple[slice, slice, bool]:
+    """Which own queries look at which keys of rank `source`, and whether causally.
+
+    Rank r has pieces r and 2R − 1 − r, so of an earlier rank all queries see the first piece, and of a later rank the
+    second half of the queries sees both.
+    """
+    whole, half = slice(0, num_tokens), num_tokens // 2
+    if source == rank:
+        return whole, whole, True
+    return (whole, slice(0, half), False) if source < rank else (slice(half, num_tokens), whole, False)
+
+
+def _merge(out: Tensor, log_sum: Tensor, more: Tensor, more_sum: Tensor) -> None:
+    """In place: the softmax over both sets of keys."""
+    both = torch.logaddexp(log_sum, more_sum)
+    out.mul_((log_sum - both).exp()[..., None]).add_(more * (more_sum - both).exp()[..., None])
+    log_sum.copy_(both)
+
+
+def _flat(key: Tensor, value: Tensor) -> Tensor:
+    """As one tensor: one message instead of two."""
+    return torch.cat([key.reshape(-1), value.reshape(-1)])
+
+
+def _unflat(flat: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values = torch.split(flat, [key.numel(), value.numel()])
+    return keys.view(key.shape), values.view(value.shape)
+
+
+def _pass_on(tensor: Tensor, group: Any) -> tuple[Tensor, list[Any]]:
+    """Start sending to the next rank and receiving from the one before."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if over_gloo(tensor, group):
+        # It sends from host memory only.
+        tensor = tensor.cpu()
+    received = torch.empty_like(tensor)
+    messages = [
+        dist.P2POp(dist.isend, tensor, dist.get_global_rank(group, (rank + 1) % ranks), group),
+        dist.P2POp(dist.irecv, received, dist.get_global_rank(group, (rank - 1) % ranks), group),
+    ]
+    return received, dist.batch_isend_irecv(messages)
+
+
+def _arrived(coming: tuple[Tensor, list[Any]] | None, stays: Tensor) -> Tensor:
+    if coming is None:
+        return stays
+    for message in coming[1]:
+        message.wait()
+    return coming[0].to(stays.device)

@@ -1,0 +1,130 @@
+"""Promise 4: an exported folder gives the same logits in plain `transformers`, in a process that never saw us."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from unspool.models.export import PlainError, PlainProcess, build_request, save_model
+from unspool.models.rotary import head_bases, rotate_heads
+from unspool.models.tokenizer import load_tokenizer
+from unspool.verification.case import Case
+from unspool.verification.results import Measured, SkippedError
+from unspool.verification.tolerance import FP32, turned
+
+
+def exported(case: Case, plain: PlainProcess) -> list[Measured]:
+    """The model in memory against its export, in fp32 on every device."""
+    (row,) = case.steps["unequal"].rows
+    # One sequence as long as the row, so that positions reach further than in any single document.
+    tokens = [int(token) for token in row.tokens]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "model"
+        save_model(case.model, load_tokenizer(case.subject.ref), folder, dtype=torch.float32)
+        asked = {
+            "name": "row",
+            "ids": tokens,
+            "positions": list(range(len(tokens))),
+            "keep": len(tokens),
+            "dtype": "float32",
+            "cached": False,
+        }
+        try:
+            theirs = plain.answers(build_request(folder, [asked], text=None, device=case.device))["row"]
+        except PlainError as problem:
+            raise RuntimeError(f"plain transformers cannot load the export: {problem}") from problem
+    with torch.no_grad():
+        ids = torch.tensor([tokens], device=case.device)
+        ours = case.model_in_fp32()(input_ids=ids, use_cache=False).logits[0].float().cpu()
+    error = float((ours - theirs).norm() / theirs.norm())
+    agree = float((ours.argmax(dim=-1) == theirs.argmax(dim=-1)).float().mean())
+    return [
+        Measured(quantity="logits", error=error, tolerance=FP32, detail=f"same best token at {agree:.0%} of positions")
+    ]
+
+
+# Promise 4, the part that logits of short rows would not show: cosines and sines up to the last position.
+
+
+PLACES = 257  # positions looked at, spread evenly from the first to the last
+
+
+def tables(case: Case) -> list[Measured]:
+    """Cosines and sines against float64."""
+    config = case.model.config
+    last = int(config.max_position_embeddings) - 1
+    positions = torch.linspace(0, last, PLACES, dtype=torch.float64).round().long()
+    error = max(
+        float((used - wanted).abs().max())
+        for used, wanted in zip(_used(case, positions), _wanted(case.model, positions), strict=True)
+    )
+    return [Measured(quantity="cos, sin", error=error, tolerance=turned(last), detail=f"positions 0 to {last}")]
+
+
+def _used(case: Case, positions: Tensor) -> list[Tensor]:
+    """What the model turns by: [positions, 2, d/2] for every kind of layer, or for every head of every layer."""
+    model, ids = case.model, positions.to(case.device)[None]
+    if head_bases(model) is not None:
+        return [table for layer in model.base_model.layers for table in _used_by_heads(layer.self_attn, ids)]
+    hidden = torch.zeros(1, len(positions), 1, device=case.device)
+    found = [model.base_model.rotary_emb(hidden, ids, **kind) for kind in _kinds(model.config)]
+    return [torch.stack((cos[0], sin[0]), dim=1)[..., : cos.shape[-1] // 2].double().cpu() for cos, sin in found]
+
+
+def _used_by_heads(attention: Any, ids: Tensor) -> list[Tensor]:
+    """Cosines and sines of each KV head, as queries are turned and as keys are turned."""
+    inv_freq: Tensor = attention.head_inv_freq
+    num_heads, half = inv_freq.shape
+    # A vector along the first axis of every pair turns into its cosine and sine.
+    unit = torch.cat((inv_freq.new_ones(half), inv_freq.new_zeros(half))).float()
+    heads = unit.expand(1, num_heads, ids.shape[1], 2 * half)
+    turned_heads = rotate_heads(heads, heads, inv_freq, ids)
+    return [
+        torch.stack(each[0, head].chunk(2, dim=-1), dim=1).double().cpu()
+        for each in turned_heads
+        for head in range(num_heads)
+    ]
+
+
+def _wanted(model: Any, positions: Tensor) -> list[Tensor]:
+    bases = head_bases(model)
+    if bases is None:
+        return [_table(*_frequencies(model.config, kind), positions) for kind in _kinds(model.config)]
+    layers = model.base_model.layers
+    by_layer = bases if isinstance(bases[0], list) else [bases] * len(layers)
+    dim = 2 * layers[0].self_attn.head_inv_freq.shape[-1]
+    return [
+        table
+        for of_layer in by_layer
+        for table in [_table(_powers(base, dim), 1.0, positions) for base in of_layer] * 2  # queries, then keys
+    ]
+
+
+def _kinds(config: Any) -> list[dict[str, str]]:
+    """Arguments that name each kind of layer, where kinds have frequencies of their own."""
+    rope = config.rope_parameters
+    return [{}] if "rope_theta" in rope else [{"layer_type": name} for name, own in rope.items() if own]
+
+
+def _frequencies(config: Any, kind: dict[str, str]) -> tuple[Tensor, float]:
+    rope = config.rope_parameters[kind["layer_type"]] if kind else config.rope_parameters
+    name = rope.get("rope_type", "default")
+    if name in ("dynamic", "longrope"):
+        raise SkippedError(f"{name} frequencies change with the highest position")
+    if name != "default":
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"), **kind)
+        return inv_freq.double(), float(scaling)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return _powers(rope["rope_theta"], int(head_dim * rope.get("partial_rotary_factor", 1.0))), 1.0
+
+
+def _powers(base: float, dim: int) -> Tensor:
+    return torch.tensor(base, dtype=torch.float64) ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+
+def _table(frequencies: Tensor, scaling: float, positions: Tensor) -> Tensor:
+    angles = positions.double()[:, None] * frequencies
+    return torch.stack((angles.cos(), angles.sin()), dim=1) * scaling

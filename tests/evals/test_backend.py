@@ -1,0 +1,178 @@
+"""The road from a model folder to scores, with a small random model."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from unspool.core.artifacts import read_manifest
+from unspool.evals import questions
+from unspool.evals.backends import base
+from unspool.evals.backends.base import ModelBackend
+from unspool.evals.config import KvEval, LossEval, NiahEval, RulerEval
+from unspool.evals.contexts import Plan
+from unspool.evals.run import Scoring, score_model
+from unspool.evals.suites import niah
+from unspool.models.generation import batch_limits
+
+from .toy import TOY
+
+CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory, tokenizer) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=[tokenizer.eos_token_id, 7],
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def scoring(tmp_path: Path, documents: list[str]) -> Scoring:
+    (tmp_path / "held.txt").write_text(documents[0])
+    evals = [
+        NiahEval.model_validate({"suite": "niah", "lengths": [256], "samples": 4, "needles": 2, "text": "held.txt"}),
+        KvEval.model_validate({"suite": "kv", "lengths": [256], "samples": 4, "value": "words"}),
+        LossEval.model_validate({"suite": "loss", "length": 256, "samples": 2, "text": "held.txt"}),
+    ]
+    return Scoring(model="base", model_hash="m", evals=evals, seed=0, out_dir=tmp_path / "scores", root=tmp_path)
+
+
+def test_a_random_model_recalls_nothing_and_loses_about_the_logarithm_of_its_vocabulary(scoring, model_dir, tokenizer):
+    cells = score_model(str(model_dir), scoring, **CPU)["cells"]
+
+    assert {cell["value"] for cell in cells if cell["metric"] == "accuracy"} == {0.0, None}
+    losses = [cell["value"] for cell in cells if cell["metric"] == "loss"]
+    np.testing.assert_allclose(losses, np.log(len(tokenizer)), atol=0.2)
+
+
+def test_two_runs_give_the_same_bytes(scoring, model_dir):
+    again = replace(scoring, out_dir=scoring.root / "again")
+    score_model(str(model_dir), scoring, **CPU)
+    score_model(str(model_dir), again, **CPU)
+
+    assert (scoring.out_dir / "samples.jsonl").read_bytes() == (again.out_dir / "samples.jsonl").read_bytes()
+    outputs = [json.loads(line).get("output") for line in (again.out_dir / "samples.jsonl").read_text().splitlines()]
+    assert len({output for output in outputs if output}) > 1, "empty answers would hide a difference"
+
+
+def test_weights_are_not_loaded_for_scores_that_stand(scoring, model_dir, monkeypatch):
+    summary = score_model(str(model_dir), scoring, **CPU)
+    monkeypatch.setattr(base, "load_model", None)
+    monkeypatch.setattr(base, "load_tokenizer", None)
+
+    assert score_model(str(model_dir), scoring, **CPU) == summary
+
+
+def test_every_end_token_of_model_and_tokenizer_stops_an_answer(model_dir, tokenizer):
+    assert ModelBackend(str(model_dir), **CPU).stop_ids == {tokenizer.eos_token_id, 7}
+
+
+def test_questions_that_share_a_context_or_a_row_get_the_answers_they_get_alone(tmp_path, model_dir, monkeypatch):
+    monkeypatch.setitem(questions.SUITES, "ruler", TOY)
+    config = RulerEval.model_validate({"suite": "ruler", "lengths": [256], "samples": 8, "tasks": ["lone", "shared"]})
+    made = ModelBackend(str(model_dir), **CPU)
+    torch.manual_seed(0)
+    for weight in made.model.parameters():
+        # Large, so that answers depend on more than the last token.
+        if weight.dim() == 2:
+            torch.nn.init.normal_(weight, std=0.4)
+    together = Plan([config], made.tokenizer, seed=0, root=tmp_path)
+    together.arrange(list(together.listing()))
+    alone = Plan([config], made.tokenizer, seed=0, root=tmp_path)
+
+    def outputs(plan: Plan) -> dict[str, str]:
+        return {sample["hash"]: sample["output"] for unit in plan.units for sample in plan.score(unit, made)}
+
+    assert (len(together.units), len(alone.units)) == (3, 16)
+    [row] = [unit for unit in together.units if unit.wanted[0].task == "lone"]
+    prompt = together.prompt(row)
+    with monkeypatch.context() as small:
+        # Memory that takes three of these prompts at a time.
+        small.setattr(batch_limits, "CPU_BATCH_TOKENS", 3 * (len(prompt.questions[0].ids) + 16))
+        assert made.answers(prompt) == [made.answers(alone.prompt(unit))[0] for unit in alone.units[:8]]
+    assert outputs(together) == outputs(alone)
+    assert len(set(outputs(alone).values())) > 4, "equal answers would hide a mix-up"
+
+
+@pytest.mark.parametrize("needles", [1, 2])
+def test_needles_in_rows_give_the_samples_they_give_alone(needles, scoring, model_dir, monkeypatch):
+    """Those of a haystack with several needles stay with it."""
+    config = NiahEval.model_validate(
+        {"suite": "niah", "lengths": [256, 512], "samples": 10, "needles": needles, "text": "held.txt"}
+    )
+    made = ModelBackend(str(model_dir), **CPU)
+    torch.manual_seed(0)
+    for weight in made.model.parameters():
+        if weight.dim() == 2:
+            torch.nn.init.normal_(weight, std=0.4)
+    # Numbers of one to four tokens: a row has to leave each of them the room it has alone.
+    rooms = iter([5, 8, 6, 7] * 100)
+    monkeypatch.setattr(niah, "answer_room", lambda tokenizer, references: next(rooms))
+    alone = Plan([config], made.tokenizer, seed=0, root=scoring.root)
+    wanted = [plain for unit in alone.units for plain in alone.score(unit, made)]
+    together = Plan([config], made.tokenizer, seed=0, root=scoring.root)
+    rooms = iter([5, 8, 6, 7] * 100)
+    together.put_in_rows(8192)
+
+    assert [sample for unit in together.units for sample in together.score(unit, made)] == wanted
+    assert len({sample["output"] for sample in wanted}) > 4, "equal answers would hide a mix-up"
+    assert together.num_contexts == alone.num_contexts == len(alone.units) == 20 // needles
+    assert together.prompt_tokens == alone.prompt_tokens
+    assert len(together.units) == (2 if needles == 1 else 10)
+
+
+def test_a_run_asks_for_needles_in_rows_of_its_device(scoring, model_dir, monkeypatch):
+    needles = {"suite": "niah", "lengths": [256], "samples": 6, "text": "held.txt"}
+    scoring = replace(scoring, evals=[NiahEval.model_validate(needles), *scoring.evals[1:]])
+    asked = []
+    answers = ModelBackend.answers
+    monkeypatch.setattr(ModelBackend, "answers", lambda self, prompt: (asked.append(prompt), answers(self, prompt))[1])
+    score_model(str(model_dir), scoring, **CPU)
+
+    niah_rows = [len(prompt.questions) for prompt in asked if prompt.suite == "niah"]
+    assert sum(niah_rows) > len(niah_rows)
+    monkeypatch.setattr(ModelBackend, "row_tokens", 600)
+    asked.clear()
+    again = replace(scoring, out_dir=scoring.root / "again")
+    score_model(str(model_dir), again, **CPU)
+
+    assert len([prompt for prompt in asked if prompt.suite == "niah"]) == sum(niah_rows)
+    assert (scoring.out_dir / "samples.jsonl").read_bytes() == (again.out_dir / "samples.jsonl").read_bytes()
+    counts = [read_manifest(one.out_dir)["counts"] for one in (scoring, again)]
+    assert counts[0] == counts[1]
+
+
+def test_parts_are_fused_where_a_run_is_long_enough_on_a_gpu(model_dir, monkeypatch):
+    fused = []
+    monkeypatch.setattr(base, "fuse_for_reading", fused.append)
+    made = ModelBackend(str(model_dir), **CPU)
+    made.planned_tokens = 1 << 60
+    assert made.model is not None and not fused, "a CPU compiles nothing"
+
+    class Large:
+        device = torch.device("cuda")
+
+        def num_parameters(self):
+            return 8 * 10**9
+
+    monkeypatch.setattr(base, "load_model", lambda *args, **options: Large())
+    for tokens, wanted in ((0, 0), (128 << 10, 0), (32 * 128 << 10, 1)):
+        made = ModelBackend(str(model_dir), device=torch.device("cuda"), dtype=torch.bfloat16)
+        made.planned_tokens = tokens
+        assert made.model is not None and len(fused) == wanted

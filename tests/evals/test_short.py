@@ -1,0 +1,155 @@
+"""lm-eval is not needed to develop, so a stand-in with its names plays it here."""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from unspool.core.errors import ConfigError
+from unspool.evals import questions
+from unspool.evals.backends.base import Stretch
+from unspool.evals.config import RulerEval
+from unspool.evals.contexts import Plan
+from unspool.evals.suites import short
+from unspool.evals.suites.short import cells, process_results, run_short, write_tasks
+from unspool.rope.methods import Abf
+
+from .test_backend import model_dir  # noqa: F401
+from .toy import TOY
+
+CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
+RESULTS = {
+    "results": {
+        "hellaswag": {
+            "alias": "hellaswag",
+            "acc,none": 0.4,
+            "acc_stderr,none": 0.01,
+            "acc_norm,none": 0.5,
+            "acc_norm_stderr,none": 0.02,
+        },
+        "gsm8k": {"exact_match,strict-match": 0.1, "exact_match_stderr,strict-match": "N/A"},
+        "odd": {"alias": "odd"},
+    },
+    "n-samples": {"hellaswag": {"original": 10042, "effective": 100}},
+}
+
+
+@pytest.fixture
+def lm_eval(monkeypatch) -> dict:
+    seen: dict = {}
+
+    class TaskManager:
+        def __init__(self, include_path=None):
+            seen["include"] = include_path
+
+        def match_tasks(self, names):
+            return [name for name in names if name in RESULTS["results"]]
+
+    def simple_evaluate(**options):
+        seen.update(options)
+        if seen.get("offline"):
+            raise ConnectionError("no route\nto the Hub")
+        return RESULTS
+
+    class HFLM:
+        def __init__(self, **options):
+            seen["lm"] = options
+
+    parts = {
+        "lm_eval": {},
+        "lm_eval.evaluator": {"simple_evaluate": simple_evaluate},
+        "lm_eval.tasks": {"TaskManager": TaskManager},
+        "lm_eval.models": {},
+        "lm_eval.models.huggingface": {"HFLM": HFLM},
+    }
+    for name, content in parts.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    return seen
+
+
+def test_cells_hold_the_number_that_papers_print():
+    hellaswag, gsm8k, odd = cells(RESULTS)
+
+    assert (hellaswag["metric"], hellaswag["value"], hellaswag["n"]) == ("acc_norm", 0.5, 100)
+    assert hellaswag["low"] == pytest.approx(0.5 - 1.96 * 0.02)
+    assert (gsm8k["metric"], gsm8k["value"], gsm8k["low"]) == ("exact_match", 0.1, None)
+    assert odd["value"] is None and odd["n"] == 0
+
+
+def test_tasks_run_with_our_model(lm_eval, model_dir):  # noqa: F811
+    summary = run_short(str(model_dir), ["hellaswag", "gsm8k"], samples=100, include="mine", **CPU)
+
+    assert (lm_eval["include"], lm_eval["tasks"], lm_eval["limit"]) == ("mine", ["hellaswag", "gsm8k"], 100)
+    assert lm_eval["lm"]["pretrained"].config._attn_implementation == "sdpa", "lm-eval pads, which ours refuses"
+    assert summary["model"] == model_dir.name and summary["cells"] == cells(RESULTS)
+
+
+def test_tasks_run_with_positions_that_are_tried_without_training(lm_eval, model_dir):  # noqa: F811
+    stretch = Stretch(position=Abf(method="abf", base=5e5), context=2048)
+    summary = run_short(str(model_dir), ["hellaswag"], samples=1, include=None, **CPU, stretch=stretch)
+
+    assert lm_eval["lm"]["pretrained"].config.rope_parameters["rope_theta"] == 5e5
+    assert summary["model"] == f"{model_dir.name}+abf"
+
+
+def test_unknown_tasks_and_missing_data_are_explained(lm_eval, model_dir):  # noqa: F811
+    with pytest.raises(ConfigError, match="--tasks helaswag: lm-eval knows no task"):
+        run_short(str(model_dir), ["helaswag"], samples=None, include=None, **CPU)
+    lm_eval["offline"] = True
+    with pytest.raises(ConfigError, match=r"could not be read \(no route\)\. Without network"):
+        run_short(str(model_dir), ["hellaswag"], samples=None, include=None, **CPU)
+
+
+def test_without_lm_eval_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ConfigError, match=r"pip install 'unspool\[eval\]'"):
+        run_short("m", ["hellaswag"], samples=None, include=None, **CPU)
+    assert short.TASKS[0] == "hellaswag"
+
+
+@pytest.fixture
+def written(tmp_path: Path, tokenizer, monkeypatch) -> tuple[Path, list[str]]:
+    monkeypatch.setitem(questions.SUITES, "ruler", TOY)
+    config = RulerEval.model_validate(
+        {"suite": "ruler", "lengths": [256, 1024], "samples": 3, "tasks": ["lone", "judged"]}
+    )
+    return tmp_path, write_tasks(Plan([config], tokenizer, seed=0, root=Path()), tmp_path)
+
+
+class Loader(yaml.SafeLoader):
+    pass
+
+
+Loader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
+
+
+def test_our_tasks_are_files_that_lm_eval_reads(written):
+    folder, names = written
+
+    assert names == [
+        "unspool_ruler_lone_256",
+        "unspool_ruler_judged_256",
+        "unspool_ruler_lone_1k",
+        "unspool_ruler_judged_1k",
+    ]
+    task = yaml.load((folder / "unspool_ruler_lone_1k.yaml").read_text(), Loader)
+    assert task["generation_kwargs"]["max_gen_toks"] == 8
+    assert task["process_results"] == "scorer.process_results" and (folder / "scorer.py").is_file()
+    docs = Path(task["dataset_kwargs"]["data_files"]["test"]).read_text().splitlines()
+    assert len(docs) == 3 and json.loads(docs[1])["references"] == ["1001"]
+
+
+def test_answers_get_the_scores_of_the_suite(written):
+    folder, _ = written
+    doc = json.loads((folder / "unspool_ruler_lone_256.jsonl").read_text().splitlines()[0])
+    judged = json.loads((folder / "unspool_ruler_judged_256.jsonl").read_text().splitlines()[0])
+
+    assert process_results(doc, [" 1000."]) == {"score": 1.0}
+    assert process_results(doc, ["?"]) == {"score": 0.0}
+    assert process_results(judged, ["?"]) == {}

@@ -1,0 +1,104 @@
+"""The bundled recipes are complete, valid, and say what the papers say."""
+
+import pytest
+
+from unspool.core.errors import ConfigError
+from unspool.recipe.load import load_recipe
+from unspool.recipe.paths import bundled_recipes, find_bundled
+from unspool.recipe.schema import Recipe, dump_recipe
+
+NAMES = ["harpe-128k", "prolong-512k", "prolong-64k", "prolong-sft", "smollm2-32k", "tiny", "utk-128k"]
+K, M, B = 1 << 10, 1 << 20, 1 << 30
+
+
+def load(name: str) -> Recipe:
+    return load_recipe(name).recipe
+
+
+def test_exactly_these_are_bundled_each_with_a_summary():
+    assert list(bundled_recipes()) == NAMES
+    assert all(len(recipe.summary) > 20 for recipe in bundled_recipes().values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_bundled_recipe_is_valid_and_named_after_its_file(name):
+    assert load(name).name == name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_bundled_recipe_is_the_same_after_writing_and_reading(name, tmp_path):
+    recipe = load(name)
+    path = tmp_path / "copy.yaml"
+    path.write_text(dump_recipe(recipe))
+    assert load_recipe(path).recipe == recipe
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shares_of_a_mix_add_up_to_one(name):
+    for stage in load(name).stages:
+        assert sum(stage.mix.values()) == pytest.approx(1)
+
+
+def test_prolong_follows_table_9():
+    first, second, sft = (load(name).stages[0] for name in ("prolong-64k", "prolong-512k", "prolong-sft"))
+    assert (first.context, first.position.base, first.tokens, first.batch, first.lr) == (
+        64 * K,
+        8e6,
+        20 * B,
+        4 * M,
+        1e-5,
+    )
+    assert (second.context, second.position.base, second.tokens, second.batch) == (512 * K, 1.28e8, 20 * B, 8 * M)
+    assert (sft.tokens, sft.batch, sft.lr, sft.warmup, sft.lr_floor) == (B, 4 * M, 2e-5, 0.05, 0.1)
+    assert all(stage.attention == "documents" for stage in (first, second, sft))
+    assert first.mix == {"repos-64k": 0.3, "books-64k": 0.3, "textbooks-64k": 0.03, "short": 0.37}
+    assert sum(load("prolong-64k").rows["short"].shares.values()) == pytest.approx(0.37)
+    repos, books = (second.mix[f"{name}-512k"] + second.mix[f"{name}-64k"] for name in ("repos", "books"))
+    assert (repos, books) == (pytest.approx(0.3), pytest.approx(0.3))
+
+
+def test_both_stages_of_prolong_read_the_same_sources_as_what_they_are():
+    first, second = load("prolong-64k").sources, load("prolong-512k").sources
+    assert first == second
+    assert (first["repos"].kind, first["textbooks"].kind, first["fineweb"].kind) == ("repos", "textbooks", "hf")
+
+
+def test_utk_and_harpe_follow_their_papers():
+    utk, harpe = load("utk-128k"), load("harpe-128k").stages[0]
+    stage = utk.stages[0]
+    assert stage.warmup * stage.steps == 200
+    assert utk.rows["tangled"].tangle is not None and utk.rows["tangled"].tangle.probability == 0.8
+    assert (stage.position.base, stage.attention) == (5e6, "full")
+    assert (harpe.position.low, harpe.position.high, harpe.position.order) == (1e6, 5e6, "descending")
+    assert (harpe.tokens, harpe.lr) == (6 * B, 2e-5)
+
+
+@pytest.mark.parametrize("name", ["smollm2-32k", "tiny"])
+def test_the_two_arms_of_a_comparison_differ_in_their_rows_only(name):
+    recipe = load(name)
+    abf, utk = recipe.stages[:2]
+    assert abf.start == utk.start == "model"
+    same = {"name", "mix"}
+    assert abf.model_dump(exclude=same) == utk.model_dump(exclude=same)
+    assert any(recipe.rows[rows].tangle for rows in utk.mix)
+    assert not any(recipe.rows[rows].tangle for rows in abf.mix)
+
+
+def test_the_third_arm_of_the_demo_differs_in_its_positions_only():
+    _, utk, both = load("tiny").stages
+    same = {"name", "position"}
+    assert utk.model_dump(exclude=same) == both.model_dump(exclude=same)
+    assert (utk.position.method, both.position.method) == ("abf", "harpe")
+
+
+def test_smollm2_trains_on_whole_batches_of_held_apart_books():
+    recipe = load("smollm2-32k")
+    assert [stage.tokens % stage.batch for stage in recipe.stages] == [0, 0]
+    assert [stage.steps for stage in recipe.stages] == [120, 120]
+    trained_on = {source.path for source in recipe.sources.values()}
+    assert trained_on.isdisjoint({entry.text for entry in recipe.evals if hasattr(entry, "text")})
+
+
+def test_an_unknown_name_gives_the_nearest():
+    with pytest.raises(ConfigError, match="Did you mean 'prolong-64k'"):
+        find_bundled("prolong64k")

@@ -1,0 +1,58 @@
+"""Whether a recipe's stages fit the ranks of a job, told before it is started."""
+
+from pathlib import Path
+
+import pytest
+
+from factory import save_folder, save_mini
+from unspool.core.errors import ConfigError
+from unspool.recipe.launch import check_layouts, model_heads
+from unspool.recipe.load import load_recipe
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    return save_mini(tmp_path_factory.mktemp("mini"))
+
+
+def check(recipe: Path, world_size: int, **changes: str) -> list[str]:
+    texts = [f"{name.replace('__', '.')}={value}" for name, value in changes.items()]
+    return check_layouts(load_recipe(recipe, texts), world_size)
+
+
+def test_every_stage_is_told_as_it_will_be_spread(recipe):
+    assert check(recipe, 2) == [
+        f"stage {name}: shard 2; 2 rows at a time, each on 1 rank" for name in ("first", "abf", "utk")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "told"),
+    [
+        (4, {}, "stage first on 4 ranks: .*set batch to 512"),
+        (2, {"stages__1__parallel__ulysses": "3"}, "stage abf on 2 ranks: .*must be one of 1 or 2"),
+        (16, {"stages__0__parallel__ulysses": "16"}, "8 query and 4 KV heads.*use 1, 2, 4 or 8"),
+        (2, {"stages__0__parallel__ring": "2"}, "documents see only themselves"),
+        (2, {"stages__0__parallel__shard": "1"}, "use shard 2 or auto"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(recipe, world_size, changes, told):
+    with pytest.raises(ConfigError, match=told):
+        check(recipe, world_size, **changes)
+
+
+def test_a_ring_may_share_rows_that_see_all_of_themselves(recipe):
+    changes = {f"stages__{index}__parallel__ring": "2" for index in range(3)}
+    full = {f"stages__{index}__attention": "full" for index in range(3)}
+    assert "ring 2" in check(recipe, 2, **changes, **full)[0]
+
+
+def test_heads_come_from_a_folder_and_are_not_asked_of_the_hub(recipe, tmp_path, monkeypatch):
+    loaded = load_recipe(recipe, [f"model={save_folder(tmp_path / 'model')}"])
+    assert model_heads(loaded) == (4, 2)
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("asked the network"))
+    unknown = load_recipe(
+        recipe, ["model=nobody/has-this", "stages.0.parallel.ulysses=2", "stages.1.parallel.ulysses=2"]
+    )
+    assert model_heads(unknown) is None
+    assert "ulysses 2" in check_layouts(unknown, 2)[0], "ranks check it when they have the model"

@@ -1,0 +1,86 @@
+"""A recipe refuses what does not fit together also when it is built in Python."""
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from unspool.recipe.json_schema import child, form_of, recipe_schema
+from unspool.recipe.load import load_recipe
+from unspool.recipe.paths import bundled_recipes
+from unspool.recipe.schema import Recipe, dump_recipe
+from unspool.recipe.yaml_lines import CoreLoader, read_yaml
+
+from .conftest import VALID
+
+
+def test_a_recipe_built_in_python_is_checked_as_well():
+    data = yaml.load(VALID, CoreLoader)
+    assert Recipe.model_validate(data).stages[1].start == "first"
+    data["stages"][1]["mix"] = {"lng": 1}
+    with pytest.raises(ValidationError, match="did you mean 'long'"):
+        Recipe.model_validate(data)
+
+
+def test_text_that_looks_like_a_number_survives_writing_and_reading(valid, tmp_path):
+    recipe = load_recipe(
+        valid, ["sources.wiki.path='8e6'", "model='1e5'", "sources.books.path='null'", "rows.short.limit=1e6"]
+    )
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(dump_recipe(recipe.recipe))
+    assert load_recipe(copy).recipe == recipe.recipe
+
+
+def test_tangled_rows_are_welcome_in_a_stage_with_document_attention(valid):
+    recipe = load_recipe(valid, ["rows.short.tangle={min_split: 256}"]).recipe
+    assert recipe.stages[0].attention == "documents"
+
+
+def test_every_strategy_is_welcome_in_a_stage_with_document_attention(valid):
+    for strategy in ("interleave={}", "negatives={chunk: 256}"):
+        assert load_recipe(valid, [f"rows.short.{strategy}"]).recipe.stages[0].attention == "documents"
+
+
+def test_positions_beyond_the_context_of_a_stage_are_refused(valid, problems):
+    assert load_recipe(valid, ["rows.short.skips={target: 4K}"])
+    (sentence,) = problems(sets=["rows.short.skips={target: 8K}"])
+    assert "stages.0.mix.short" in sentence
+    assert "positions up to 8K, beyond the stage's context of 4K; lower rows.short.skips.target or raise" in sentence
+
+
+def test_positions_of_documents_are_refused_where_the_row_is_one(valid, problems):
+    skips, full = "rows.short.skips={target: 4K}", "stages.0.attention=full"
+    (sentence,) = problems(sets=[skips, full])
+    assert "positions begin anew in every document" in sentence
+    assert "rows.short.attention: full" in sentence
+    assert load_recipe(valid, [skips, full, "rows.short.attention=full"])
+    assert load_recipe(valid, [skips, full, "rows.short.interleave={}"])
+
+
+def test_the_default_output_folder_is_named_after_the_recipe(valid):
+    assert str(load_recipe(valid).recipe.out) == "runs/small"
+    assert str(load_recipe(valid, ["out=elsewhere"]).recipe.out) == "elsewhere"
+
+
+def unknown_to_the_schema(shape: dict[str, Any], value: Any, path: str = "") -> list[str]:
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    missing = []
+    for key, item in pairs:
+        below = child(form_of(shape, value), key)
+        missing += [f"{path}.{key}"] if below is None else unknown_to_the_schema(below, item, f"{path}.{key}")
+    return missing
+
+
+@pytest.mark.parametrize("name", list(bundled_recipes()))
+def test_the_json_schema_for_editors_knows_every_key_of_the_bundled_recipes(name):
+    data, _, _ = read_yaml(bundled_recipes()[name].path.read_text(), name)
+    assert data["stages"], "no stages, so the next line would check little"
+    assert unknown_to_the_schema(recipe_schema(), data) == []
+    data["stages"][0]["lrr"] = 1
+    assert unknown_to_the_schema(recipe_schema(), data) == [".stages.0.lrr"]
+
+
+def test_the_json_schema_is_plain_json():
+    assert json.loads(json.dumps(recipe_schema()))["$schema"].startswith("https://json-schema.org/")

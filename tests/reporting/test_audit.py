@@ -1,0 +1,155 @@
+"""What became of the data, and the positions of models, as the page tells them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from unspool.reporting.data_section import audit
+from unspool.reporting.figures import Table
+from unspool.reporting.gather import gather
+from unspool.reporting.rope_section import position_tables, ropes
+from unspool.reporting.run_results import RunResults
+
+from .fake_run import CONFIG, NUM_STEPS
+
+
+def column(table: Table, name: str) -> dict[str, str]:
+    at = list(table.columns).index(name)
+    return {row[0].text: row[at].text for row in table.rows}
+
+
+def tables_of(results: RunResults) -> dict[str, Table]:
+    return {table.caption: table for table in audit(results).tables}
+
+
+def change(run: Path, artefact: str, **counts: object) -> None:
+    """Rewrite counts of a manifest; None takes one away, as older runs lack it."""
+    path = run / artefact / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["counts"] |= counts
+    manifest["counts"] = {name: value for name, value in manifest["counts"].items() if value is not None}
+    path.write_text(json.dumps(manifest))
+
+
+def test_records_and_tokens_add_up(fake_run: Path):
+    found = tables_of(gather(fake_run))
+
+    assert column(found["Documents"], "adds up") == {"books": "yes", "recall": "yes"}
+    assert set(column(found["Rows"], "adds up").values()) == {"yes"}
+    assert column(found["Documents"], "not read")["books"] == "not JSON 2"
+    assert column(found["Rows"], "− dropped")["short"] == "short 31, tail 1,200"
+    assert audit(gather(fake_run)).warnings == []
+
+
+def test_a_lost_token_and_a_lost_record_are_pointed_out(fake_run: Path):
+    change(fake_run, "rows/short", tokens=320 * 2048 - 1)
+    change(fake_run, "corpus/books", records=213)
+    results = gather(fake_run)
+
+    assert column(tables_of(results)["Rows"], "adds up")["short"] == "off by +1"
+    assert audit(results).warnings == [
+        "corpus books: the counts do not add up, by -2.",
+        "rows short: the counts do not add up, by +1.",
+    ]
+
+
+def test_what_an_older_run_did_not_count_is_a_dash(fake_run: Path):
+    change(fake_run, "corpus/books", records=None, quarantined=None, filtered=None, lengths=None)
+    change(fake_run, "rows/short", tokens_added=None, dropped=None)
+    results = gather(fake_run)
+
+    assert column(tables_of(results)["Documents"], "adds up") == {"books": "–", "recall": "yes"}
+    assert column(tables_of(results)["Rows"], "− dropped")["short"] == "–"
+    assert [figure.title for figure in audit(results).lengths] == ["corpus recall"]
+
+
+def test_the_mix_that_came_is_counted_in_tokens(fake_run: Path):
+    # Short rows of half the length: 3 · 2048 of 4 · 2048 tokens are long, 75%.
+    change(fake_run, "rows/short", rows=640)
+    mix = tables_of(gather(fake_run))["Mix"]
+
+    assert (column(mix, "asked")["abf · books-2k"], column(mix, "came")["abf · books-2k"]) == ("60%", "75%")
+    assert column(mix, "rows trained on")["utk · short"] == f"{2 * NUM_STEPS}"
+    assert column(mix, "epochs")["utk · books-utk"] == f"{3 * NUM_STEPS / 480:.3g}"
+
+
+def test_without_a_ledger_nothing_is_said_to_have_come(fake_run: Path):
+    (fake_run / "stages" / "abf" / "ledger.jsonl").unlink()
+    found = audit(gather(fake_run))
+
+    mix = next(table for table in found.tables if table.caption == "Mix")
+    assert (column(mix, "asked")["abf · short"], column(mix, "came")["abf · short"]) == ("40%", "–")
+    assert [figure.title for figure in found.mixes] == ["Mix of utk"]
+
+
+def test_steps_repeated_in_a_ledger_count_once(fake_run: Path):
+    path = fake_run / "stages" / "abf" / "ledger.jsonl"
+    path.write_text(path.read_text() + json.dumps({"step": 1, "rows": {"short": [0, 1], "books-2k": [0, 1, 2]}}))
+
+    assert gather(fake_run).stages[0].drawn == {"books-2k": 3 * NUM_STEPS, "short": 2 * NUM_STEPS}
+
+
+def test_the_first_problems_are_shown_as_text(fake_run: Path):
+    table = audit(gather(fake_run)).problems
+
+    assert table is not None
+    assert [entry.text for entry in table.rows[0]] == [
+        "books",
+        "not read",
+        "books.jsonl, line 7",
+        "not JSON",
+        "Expecting value: '<b>'",
+    ]
+
+
+# Positions
+
+
+def write_config(run: Path, stage: str, **values: object) -> None:
+    (run / "stages" / stage / "model" / "config.json").write_text(json.dumps({**CONFIG, **values}))
+
+
+def styles_of(results: RunResults) -> dict[str, int]:
+    return {name: at for at, name in enumerate(results.model_names)}
+
+
+def test_models_that_turn_alike_share_a_line(fake_run: Path):
+    results = gather(fake_run)
+    base, extended = ropes(results, styles_of(results))
+
+    assert (base.names, extended.names) == (("base",), ("abf", "utk"))
+    assert (base.summary, extended.summary) == ("base 300", "base 2e5")
+
+
+def test_periods_and_the_curve_are_those_of_the_formula(fake_run: Path):
+    results = gather(fake_run)
+    rope = ropes(results, styles_of(results))[1]
+    theta = 200000.0 ** (-np.arange(0, 32, 2) / 32)
+
+    assert rope.periods == pytest.approx(2 * np.pi / theta, rel=1e-6)
+    values = np.cos(np.arange(2048)[:, None] * theta).sum(axis=1) / 16
+    assert rope.lowest == pytest.approx(values.min(), abs=1e-4)
+    below = np.flatnonzero(values < 0)
+    assert rope.reach == (int(below[0]) if len(below) else None)
+
+
+def test_bases_per_head_are_told_by_the_worst(fake_run: Path):
+    write_config(fake_run, "utk", head_bases=[1e4, 2e5, 1e6, 5e6])
+    results = gather(fake_run)
+    harpe = ropes(results, styles_of(results))[2]
+
+    assert (harpe.names, harpe.summary) == (("utk",), "a base per head, 10000 to 5e6")
+    theta = 1e4 ** (-np.arange(0, 32, 2) / 32)
+    worst = np.flatnonzero(np.cos(np.arange(2048)[:, None] * theta).sum(axis=1) < 0)
+    assert harpe.reach == int(worst[0])
+    assert position_tables(ropes(results, styles_of(results)), results)[1].note == "Of the head that turns slowest."
+
+
+@pytest.mark.parametrize("values", [{"rope_parameters": {"rope_type": "nonsense"}}, {"max_position_embeddings": None}])
+def test_a_config_that_is_not_understood_is_passed_over(fake_run: Path, values: dict[str, object]):
+    write_config(fake_run, "utk", **values)
+    results = gather(fake_run)
+
+    assert [rope.names for rope in ropes(results, styles_of(results))] == [("base",), ("abf",)]

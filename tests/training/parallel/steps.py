@@ -1,0 +1,220 @@
+"""Steps of training as a stage takes them (rows, train_step, updater), on several ranks and on one."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from factory import build_model, build_stage, random_row
+from unspool.core.errors import ConfigError
+from unspool.training import loader as loader_module
+from unspool.training import step as step_module
+from unspool.training.batch import Batch
+from unspool.training.loader import build_step
+from unspool.training.optim import adamw as adamw_module
+from unspool.training.optim import base as optimizer_module
+from unspool.training.optim.base import build_updater
+from unspool.training.parallel.apply import parallelize
+from unspool.training.parallel.config import ParallelConfig
+from unspool.training.parallel.fsdp import whole
+from unspool.training.parallel.mesh import ALONE, build_mesh, place_of
+from unspool.training.parallel.requirements import model_shape
+from unspool.training.parallel.split import split_batch
+from unspool.training.step import train_step
+
+STEPS = 2
+# Rows differ much in cost and in how many labels count, so that a mean of ranks' means would be another number.
+PACKED: dict[str, Any] = {
+    "long": [random_row((20, 12), seed, mask=0.9 if seed % 2 else 0.0) for seed in range(4)]
+    + [random_row((5, 5, 7, 15), 4, mask=0.5), random_row((32,), 5)],
+    "short": [random_row((16,), seed, mask=0.2) for seed in range(10, 14)],
+}
+FULL: dict[str, Any] = {"long": [random_row((20, 12), seed, mask=0.6, attention="full") for seed in range(8)]}
+SLOTS = {
+    "packed": [*([("long", index)] for index in range(6)), *([("short", 2 * n), ("short", 2 * n + 1)] for n in (0, 1))],
+    "full": [[("long", index)] for index in range(8)],
+}
+
+
+@dataclass(frozen=True)
+class Steps:
+    world: int
+    parallel: dict[str, Any] = field(default_factory=dict)
+    family: str = "llama"
+    rows: str = "packed"
+    micro_batch: int = 32
+    vocab: int = 300
+
+
+STEP_CASES = {
+    "fsdp 2": Steps(2),
+    "fsdp 2, uneven, tied": Steps(2, family="llama-tied", vocab=301, micro_batch=64),
+    "fsdp 2, host memory": Steps(2, {"offload": True}),
+    "replicate 2": Steps(2, {"replicate": 2}),
+    "ulysses 2": Steps(2, {"ulysses": 2}, micro_batch=64),
+    "ring 2": Steps(2, {"ring": 2}, rows="full"),
+    "fsdp 4": Steps(4),
+    "ulysses 4": Steps(4, {"ulysses": 4}, family="llama-mha"),
+    "ulysses 2, shard 2": Steps(4, {"ulysses": 2}),
+    "replicate 2, shard 2": Steps(4, {"replicate": 2}),
+}
+
+
+@dataclass(frozen=True)
+class Taken:
+    losses: list[float]  # by step
+    by_set: list[dict[str, float]]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]  # of the first step, as the first moment keeps them
+    weights: dict[str, torch.Tensor]  # after the last
+
+
+def take_steps(case: Steps, *, alone: bool, steps: int = STEPS) -> Taken:
+    stage = build_stage(
+        batch=256, tokens=256 * STEPS, micro_batch=case.micro_batch, mix={"long": 1.0}, parallel=case.parallel
+    )
+    model = build_model(case.family, vocab_size=case.vocab).train()
+    mesh, place = None, ALONE
+    shape = model_shape(model)
+    if not alone:
+        mesh = build_mesh(stage.parallel, case.world, "cpu")
+        place = place_of(mesh)
+        model = parallelize(model, mesh, stage.parallel)
+    updater = build_updater(stage, model)
+    rows = PACKED if case.rows == "packed" else FULL
+    results, gradients = [], {}
+    # Above rounding: where a gradient is next to 0, Adam would otherwise make much of its sign.
+    with _patched(adamw_module, "EPS", 1e-4):
+        for step in range(steps):
+            work = build_step(stage, rows, SLOTS[case.rows], place=place, shape=shape)
+            results.append(train_step(model, updater, work, lr=stage.lr, mesh=mesh))
+            if step == 0:
+                moments = updater.moment_tensors().items()
+                gradients = {name: whole(value).clone() for name, value in moments if name.endswith("/exp_avg")}
+    return Taken(
+        losses=[result.loss for result in results],
+        by_set=[result.losses for result in results],
+        norms=[result.grad_norm for result in results],
+        gradients=gradients,
+        weights={name: whole(weight).clone() for name, weight in updater.named_masters()},
+    )
+
+
+def off_by(found: Taken, wanted: Taken) -> dict[str, float]:
+    """The largest differences: of losses and norms by their size, of gradients by the largest of a parameter, of
+    weights by the learning rate, which is the size of an update."""
+    assert found.weights.keys() == wanted.weights.keys()
+    pairs = [
+        (left[name], right[name]) for left, right in zip(found.by_set, wanted.by_set, strict=True) for name in right
+    ]
+    return {
+        "loss": max(abs(left / right - 1) for left, right in zip(found.losses, wanted.losses, strict=True)),
+        "loss of a set": max(abs(left / right - 1) for left, right in pairs),
+        "norm": max(abs(left / right - 1) for left, right in zip(found.norms, wanted.norms, strict=True)),
+        "gradient": max(
+            float((found.gradients[name] - grad).abs().max() / grad.abs().max())
+            for name, grad in wanted.gradients.items()
+        ),
+        "weight": max(
+            float((found.weights[name] - weight).abs().max()) / 1e-3 for name, weight in wanted.weights.items()
+        ),
+    }
+
+
+def same_bits(left: Taken, right: Taken) -> bool:
+    """In the first step."""
+    return (left.losses[0], left.by_set[0], left.norms[0]) == (
+        right.losses[0],
+        right.by_set[0],
+        right.norms[0],
+    ) and all(torch.equal(left.gradients[name], gradient) for name, gradient in right.gradients.items())
+
+
+# Broken on purpose: what is left out, and what shows it
+
+
+def _patched(module: Any, name: str, value: Any) -> AbstractContextManager[Any]:
+    patch = pytest.MonkeyPatch()
+
+    class Patch:
+        def __enter__(self) -> None:
+            patch.setattr(module, name, value)
+
+        def __exit__(self, *error: object) -> None:
+            patch.undo()
+
+    return Patch()
+
+
+def _same_rows(costs: list[float], num_ranks: int) -> torch.Tensor:
+    return torch.arange(len(costs)).view(num_ranks, -1)[[0] * num_ranks]
+
+
+def _first_part(batch: Batch, rank: int, degree: int, *, ring: int) -> Batch:
+    return split_batch(batch, 0, degree, ring=ring)
+
+
+BROKEN_STEPS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], str]] = {
+    "every rank divides by its own count": (
+        "fsdp 2",
+        lambda: _patched(step_module, "_total", lambda values, mesh: values),
+        "gradient",
+    ),
+    "the norm is that of one rank's parts": (
+        "fsdp 4",
+        lambda: _patched(optimizer_module.Updater, "_of_all_parts", lambda self, norm: norm),
+        "norm",
+    ),
+    "all ranks train on the same rows": (
+        "fsdp 2",
+        lambda: _patched(
+            loader_module, "arrange", lambda costs, ranks: torch.arange(len(costs)).view(ranks, -1)[[0, 0]]
+        ),
+        "loss",
+    ),
+    "ranks that share a row compute the same part of it": (
+        "ulysses 2",
+        lambda: _patched(loader_module, "split_batch", _first_part),
+        "gradient",
+    ),
+}
+
+
+def run_broken(name: str) -> Taken:
+    case, breaking, _ = BROKEN_STEPS[name]
+    with breaking():
+        return take_steps(STEP_CASES[case], alone=False, steps=1)
+
+
+def refusals(world: int) -> dict[str, str]:
+    """What `build_updater` says to a divided model."""
+    found = {}
+    for key, value in {"weights": "bf16", "states": "8bit", "step": "in-backward"}.items():
+        config = ParallelConfig()
+        model = parallelize(build_model(), build_mesh(config, world, "cpu"), config)
+        try:
+            build_updater(build_stage(optimizer={key: value}, batch=32), model)
+        except ConfigError as error:
+            found[key] = str(error)
+    return found
+
+
+def step_jobs(world: int) -> dict[str, Callable[[], Any]]:
+    def twice(case: Steps) -> Any:
+        first = take_steps(case, alone=False)
+        return first, same_bits(first, take_steps(case, alone=False, steps=1))
+
+    found: dict[str, Callable[[], Any]] = {
+        f"steps: {name}": partial(twice, case) for name, case in STEP_CASES.items() if case.world == world
+    }
+    found |= {
+        f"steps: {name}": partial(run_broken, name)
+        for name, (case, _, _) in BROKEN_STEPS.items()
+        if STEP_CASES[case].world == world
+    }
+    found["refusals"] = partial(refusals, world)
+    return found

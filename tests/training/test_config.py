@@ -1,0 +1,57 @@
+import pytest
+from pydantic import ValidationError
+
+from factory import build_stage
+from unspool.rope.methods import Unchanged
+
+
+def test_sizes_and_defaults_are_read():
+    stage = build_stage(context="1K", batch="4K", tokens="1M")
+
+    assert (stage.context, stage.batch, stage.steps) == (1024, 4096, 256)
+    assert stage.position == Unchanged()
+    assert stage.start == "previous"
+
+
+def test_a_last_step_that_would_not_be_full_is_left_out():
+    assert build_stage(tokens=64 * 3 + 63).steps == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"batch": 48}, r"batch must be a multiple of context \(32 tokens\)"),
+        ({"micro_batch": 48}, "micro_batch must be a multiple of context and divide batch"),
+        ({"batch": 96, "micro_batch": 64}, "micro_batch must be a multiple of context and divide batch"),
+        ({"tokens": 32}, "tokens must be at least one batch"),
+        ({"mix": {}}, "every share must be above 0"),
+        ({"mix": {"long": 0}}, "every share must be above 0"),
+        ({"lr": 0}, "greater than 0"),
+        ({"lr_for": {"mlp": -1e-3}}, "every lr must be 0 or more"),
+        ({"claim": 64}, "claim must not exceed context"),
+        ({"claim": 16, "position": {"method": "yarn"}}, "claim cannot be below context with method yarn"),
+        ({"refit": {"rows": "short", "before": 8, "lr": 1e-3}}, r"refit\.before has nothing to do while position is"),
+        ({"refit": {"rows": "short", "lr": 1e-3}}, "give before or after, numbers of steps, or during, a weight"),
+        ({"refit": {"rows": {"short": 0}, "after": 8, "lr": 1e-3}}, "name rows, or rows with shares above 0"),
+        ({"refit": {"rows": "", "after": 8, "lr": 1e-3}}, "name rows, or rows with shares above 0"),
+        ({"refit": {"rows": "short", "after": 8}}, "give lr, the highest rate of its own steps"),
+        (
+            {"refit": {"rows": "held", "after": 8, "lr": 1e-3}, "validation": {"rows": "held"}},
+            r"validation\.rows held are in refit\.rows",
+        ),
+        ({"warmup": 1}, "less than 1"),
+        ({"name": "../out"}, "pattern"),
+        ({"attention": "window"}, "'documents' or 'full'"),
+        ({"learning_rate": 1}, "Extra inputs"),
+    ],
+)
+def test_impossible_stages_are_refused(changes, wanted):
+    with pytest.raises(ValidationError, match=wanted):
+        build_stage(**changes)
+
+
+def test_a_refit_has_shares_and_a_smaller_rate_after_training():
+    refit = build_stage(refit={"rows": "short", "after": 8, "lr": 4e-3}).refit
+
+    assert (refit.shares, refit.lr_after, refit.before) == ({"short": 1.0}, 1e-3, 0)
+    assert build_stage(refit={"rows": {"a": 3, "b": 1}, "after": 8, "lr": 1, "after_lr": 2}).refit.lr_after == 2
