@@ -285,7 +285,7 @@ def _stretch(position: str | None, context: str | None, lengths: str | None) -> 
         reach = max(_lengths(lengths), default=0)
     else:
         raise ConfigError(f"--suite {SHORT} has no lengths, so --position needs the tokens to reach: --context 32K.")
-    return Stretch(position=read_position(position), context=reach)
+    return Stretch(rope=read_position(position), context_length=reach)
 
 
 def _paths(given: list[str]) -> dict[str, str]:

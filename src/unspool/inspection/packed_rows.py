@@ -132,8 +132,8 @@ class Rows:
         padding = self._padding(row)
         count = len(row.doc_lens) - bool(padding)
         held = f"{count:,} {self._part if count == 1 else self._part + 's'}"
-        if row.piece_docs is not None:
-            num_docs = len(np.unique(row.piece_docs[:count]))
+        if row.chunk_ids is not None:
+            num_docs = len(np.unique(row.chunk_ids[:count]))
             held += f" of {num_docs:,} {'document' if num_docs == 1 else 'documents'}"
         facts = [
             f"{len(row.tokens):,} tokens",
@@ -187,8 +187,8 @@ class Rows:
 
     def _documents(self, row: Row, index: int, marks: list[Piece] | None) -> tuple[list[int], list[list[str]]]:
         """The document of each part of a row, numbered from 0, and what is known of the part."""
-        if row.piece_docs is not None:
-            groups = documents_of(row.piece_docs)
+        if row.chunk_ids is not None:
+            groups = documents_of(row.chunk_ids)
             return groups, known_facts(groups, marks, ordered=self._keeps_order)
         if marks is not None:
             return [mark.group for mark in marks], read_facts(marks)

@@ -46,7 +46,7 @@ class Recipe(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     engine: EngineConfig = EngineConfig.model_validate({})
     sources: dict[str, Source] = Field(description="name: where documents come from")
-    rows: dict[str, RowsConfig] = Field(description="name: how documents become training rows")
+    datasets: dict[str, RowsConfig] = Field(description="name: how documents become training rows")
     stages: list[StageConfig] = Field(description="training stages, in order")
     evals: list[Eval] = Field([], description="suites to score before and after")
     synth: dict[str, SynthConfig] = Field({}, description="name: conversations that `unspool synth` generates")

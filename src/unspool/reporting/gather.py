@@ -54,14 +54,14 @@ def _stage(entry: dict[str, Any], stages_dir: Path, previous: str | None) -> Sta
     return Stage(
         name=name,
         parent={"previous": previous, "model": None}.get(start, start),
-        context=size(entry.get("context")),
+        context_length=size(entry.get("context")),
         planned_tokens=size(entry.get("tokens")),
         finished=finished,
         steps=_steps(folder / "metrics.jsonl", finished=finished),
         validation=_validation(folder / "validation.jsonl", finished=finished),
         mix=_shares(mix) if isinstance(mix, dict) else {},
         drawn=_drawn(folder / "ledger.jsonl", finished=finished),
-        position=position if isinstance(position, dict) else {},
+        rope=position if isinstance(position, dict) else {},
         config=json_object(config_file) if config_file.is_file() else None,
     )
 

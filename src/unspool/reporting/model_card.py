@@ -174,7 +174,7 @@ def _stages(facts: CardFacts, recipe: dict[str, Any]) -> str:
         entry = entries.get(stage.name, {})
         mix = entry.get("mix") or {}
         used |= dict.fromkeys(mix)
-        context = format_size(stage.context) if stage.context else MISSING
+        context = format_size(stage.context_length) if stage.context_length else MISSING
         tokens = format_count(stage.tokens) if stage.steps else MISSING
         shares = ", ".join(f"{name} {share:g}" for name, share in mix.items()) or MISSING
         lines.append(_line(stage.name, context, tokens, _position_entry(entry.get("position")), shares))

@@ -140,14 +140,14 @@ class Validation:
 class Stage:
     name: str
     parent: str | None  # the stage it starts from; None: the base model
-    context: int | None
+    context_length: int | None
     planned_tokens: int | None
     finished: bool
     steps: tuple[Step, ...]
     validation: tuple[Validation, ...] = ()
     mix: dict[str, float] = field(default_factory=dict)  # rows set: share of tokens asked for
     drawn: dict[str, int] = field(default_factory=dict)  # rows set: rows trained on
-    position: dict[str, Any] = field(default_factory=dict)  # as the recipe has it
+    rope: dict[str, Any] = field(default_factory=dict)  # as the recipe has it
     config: dict[str, Any] | None = None  # config.json of its model
 
     @property
@@ -212,7 +212,7 @@ class RunResults:
 
     @property
     def target_context(self) -> int | None:
-        return max((stage.context for stage in self.stages if stage.context), default=None)
+        return max((stage.context_length for stage in self.stages if stage.context_length), default=None)
 
     @property
     def model_names(self) -> list[str]:
@@ -228,7 +228,7 @@ class RunResults:
         """The context that a model was trained for."""
         if name == BASE:
             return self.original_context
-        return next((stage.context for stage in self.stages if stage.name == name), None)
+        return next((stage.context_length for stage in self.stages if stage.name == name), None)
 
     @property
     def main_suites(self) -> list[str]:

@@ -248,11 +248,11 @@ def _stage(stage: Stage, results: RunResults) -> dict[str, Any]:
     return {
         "name": stage.name,
         "starts_from": stage.parent,
-        "context": stage.context,
+        "context": stage.context_length,
         "planned_tokens": stage.planned_tokens,
         "tokens": stage.tokens if stage.steps else None,
         "finished": stage.finished,
-        "position": stage.position,
+        "position": stage.rope,
         "mix_asked": stage.mix,
         "mix_came": realised(stage, {one.path.removeprefix("rows/"): one for one in results.artefacts}),
         "rows_trained_on": stage.drawn,

@@ -44,10 +44,10 @@ KILLS = 3
 KILL_CONTEXT, KILL_SLOTS, KILL_STEPS = 32, 2, 10
 KILL_STAGE = StageConfig(
     name="kill",
-    context=KILL_CONTEXT,
+    context_length=KILL_CONTEXT,
     mix={"long": 0.6, "short": 0.4},
     tokens=KILL_STEPS * KILL_SLOTS * KILL_CONTEXT,
-    batch=KILL_SLOTS * KILL_CONTEXT,
+    batch_tokens=KILL_SLOTS * KILL_CONTEXT,
     lr=1e-3,
     checkpoint_every=1,
 )
@@ -149,7 +149,7 @@ def _inputs(folder: Path, *, seed: int) -> StageInputs:
                 for row in rows:
                     writer.append(row)
             draft.counts = {"rows": len(rows)}
-    return StageInputs(model=subject.ref, rows=places)
+    return StageInputs(model=subject.ref, datasets=places)
 
 
 def _ended(work: Callable[[], None]) -> None:
@@ -237,10 +237,10 @@ class _CutMix(Mix):
 SLOTS = 2
 STAGE = StageConfig(
     name="verify",
-    context=CONTEXT,
+    context_length=CONTEXT,
     mix={"long": 0.6, "short": 0.4},
     tokens=STEPS * SLOTS * CONTEXT,
-    batch=SLOTS * CONTEXT,
+    batch_tokens=SLOTS * CONTEXT,
     lr=1e-3,
     checkpoint_every=2,
 )

@@ -21,15 +21,15 @@ from unspool.verification.tolerance import allowed
 # Tiles are to be cut: none of the rows is a multiple of this.
 TILE = 37
 POLICIES: dict[str, MemoryPolicy] = {
-    "recompute": MemoryPolicy(recompute="full"),
-    "keep-attention": MemoryPolicy(recompute="keep-attention"),
-    "keep-products": MemoryPolicy(recompute="keep-attention", keep_products=2, keep_on_host=1),
-    "recompute-every": MemoryPolicy(recompute="full", recompute_every=2),
-    "offload": MemoryPolicy(recompute="full", offload=True),
+    "recompute": MemoryPolicy(activation_checkpointing="full"),
+    "keep-attention": MemoryPolicy(activation_checkpointing="keep-attention"),
+    "keep-products": MemoryPolicy(activation_checkpointing="keep-attention", keep_products=2, keep_on_host=1),
+    "recompute-every": MemoryPolicy(activation_checkpointing="full", layers_per_checkpoint=2),
+    "offload": MemoryPolicy(activation_checkpointing="full", offload=True),
     "mlp-tiles": MemoryPolicy(mlp_tiles=TILE),
     "heads-at-once": MemoryPolicy(attention_heads_at_once=1),
     "all-memory": MemoryPolicy(
-        recompute="keep-attention", recompute_every=2, offload=True, mlp_tiles=TILE, attention_heads_at_once=1
+        activation_checkpointing="keep-attention", layers_per_checkpoint=2, offload=True, mlp_tiles=TILE, attention_heads_at_once=1
     ),
 }
 WHAT = {

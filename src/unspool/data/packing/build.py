@@ -67,12 +67,12 @@ def build_rows(
     inputs = {f"corpus {source}": _corpus_digest(corpora[source]) for source in config.shares}
     if embed is not None:
         inputs["embeddings"] = embed.digest
-    if config.tangle:
+    if config.utk:
         inputs["tokenizer"] = build_encoder(tokenizer).digest
     settings: dict[str, Any] = {"rows": config.model_dump(mode="json", by_alias=True), "name": name, "seed": seed}
     # No label asks for it and no document sees it, so without EOS any token will do.
     pad = tokenizer.eos_token_id or 0
-    if config.pack == "fit":
+    if config.packing == "fit":
         settings["padding"] = pad
     reason = stale_reason(out_dir, kind=KIND, inputs=inputs, settings=settings)
     if reason is None:
@@ -81,7 +81,7 @@ def build_rows(
         assert manifest is not None
         counts: dict[str, Any] = manifest["counts"]
         return counts
-    say(f"rows {name}: packing {format_size(config.length)} rows ({reason})")
+    say(f"rows {name}: packing {format_size(config.seq_len)} rows ({reason})")
 
     template = common_template({source: corpora[source] for source in config.shares}, f"rows {name}")
     readers = {source: open_corpus(corpora[source]) for source in config.shares}
@@ -89,7 +89,7 @@ def build_rows(
     with publish(out_dir, kind=KIND, inputs=inputs, settings=settings) as draft:
         strategy = build_strategy(config, means)
         # Without an end `fit` has more to choose from, and the shares hold over documents that the limit leaves out.
-        most_tokens = _most_rows(config) * config.length if config.limit and config.pack == "fit" else None
+        most_tokens = _most_rows(config) * config.seq_len if config.limit and config.packing == "fit" else None
         order = Order(config, readers, seed=seed, name=name, arrays=strategy.arrays, most_tokens=most_tokens)
         draft.counts = _write_rows(config, order, strategy, draft.folder, rng_for(seed, "skips", name))
         if template is not None:
@@ -112,14 +112,14 @@ def _write_rows(
     pieces = Lengths()
     is_masked = any(reader.is_masked for reader in order.readers.values())
     trained: list[int] = []  # tokens of each row
-    writer_options = {"masked": strategy.masked, "pieced": strategy.pieced, "placed": config.skips is not None}
+    writer_options = {"masked": strategy.masked, "pieced": strategy.pieced, "placed": config.pose is not None}
     # The packer is closed before the counts are taken: stopped by the limit, it then counts what it still holds.
     with (
-        RowWriter(folder, row_len=config.length, **writer_options) as writer,
+        RowWriter(folder, row_len=config.seq_len, **writer_options) as writer,
         closing(_pack(config, order, strategy.pack, tally)) as rows,
         progress_bar("rows", most) as advance,
     ):
-        for batch in _batches(islice(rows, most), max(1, BATCH_TOKENS // config.length)):
+        for batch in _batches(islice(rows, most), max(1, BATCH_TOKENS // config.seq_len)):
             for row in finish_rows(batch, config, rng):
                 writer.append(row)
                 if is_masked and row.loss_mask is not None:
@@ -135,17 +135,17 @@ def _write_rows(
 
 
 def _pack(config: RowsConfig, order: Order, pack: Packer, tally: Tally) -> RowStream:
-    if config.upsample and config.pack == "fit":
+    if config.upsample and config.packing == "fit":
         # Best fit looks far ahead and puts equal lengths together, so copies of a document would meet in a row.
         for stretch in order.stretches():
-            yield from pack(stretch, config.length, tally)
+            yield from pack(stretch, config.seq_len, tally)
     else:
-        yield from pack(order, config.length, tally)
+        yield from pack(order, config.seq_len, tally)
 
 
 def _most_rows(config: RowsConfig) -> int:
     assert config.limit is not None
-    return -(-config.limit // config.length)
+    return -(-config.limit // config.seq_len)
 
 
 def _batches(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
@@ -156,9 +156,9 @@ def _batches(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
 def _counts(
     config: RowsConfig, order: Order, strategy: Strategy, tally: Tally, num_rows: int, pieces: Lengths
 ) -> dict[str, Any]:
-    row_tokens = num_rows * config.length
+    row_tokens = num_rows * config.seq_len
     # Under `fit` those given back are not the last; there the stream ends with the limit, so they are few.
-    drawn = order.drawn(0 if config.pack == "fit" else tally.given_back)
+    drawn = order.drawn(0 if config.packing == "fit" else tally.given_back)
     for name, entry in drawn.items():
         tally.drop("downsampled", name, entry.dropped)
         # What was given back is among the unread already.
@@ -236,13 +236,13 @@ def _corpus_digest(folder: Path) -> str:
 
 
 def _too_little(config: RowsConfig, readers: Mapping[str, CorpusReader], dropped: Mapping[str, int]) -> str:
-    length = format_size(config.length)
+    length = format_size(config.seq_len)
     if "untrained" in dropped:
         return (
             f"no row of {length} holds a token that is trained on, because the assistant's words come later in its "
             "conversations; use a greater length or pack: fit."
         )
-    if config.pack == "whole":
+    if config.packing == "whole":
         longest = {source: int(reader.lens.max(initial=0)) for source, reader in readers.items()}
         source = min(longest, key=lambda source: longest[source])
         return (

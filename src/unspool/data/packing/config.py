@@ -76,13 +76,13 @@ class RowsConfig(Config):
     """Fixed-length training rows made from documents."""
 
     from_: str | dict[str, float] = Field(alias="from", description="a source, or sources with shares of tokens")
-    length: Size
-    pack: Literal["concat", "whole", "intact", "fit"] = "concat"
-    tangle: TangleConfig | None = None
-    interleave: InterleaveConfig | None = None
-    negatives: NegativesConfig | None = None
+    seq_len: Size
+    packing: Literal["concat", "whole", "intact", "fit"] = "concat"
+    utk: TangleConfig | None = None
+    cip: InterleaveConfig | None = None
+    nextlong: NegativesConfig | None = None
     upsample: UpsampleConfig | None = None
-    skips: SkipsConfig | None = None
+    pose: SkipsConfig | None = None
     replace: ReplaceConfig | None = None
     attention: Literal["documents", "full"] | None = Field(
         None, description="documents: each sees only itself; full: the row is one; by default what the strategy needs"
@@ -105,7 +105,7 @@ class RowsConfig(Config):
     @property
     def longest(self) -> int | None:
         """Documents above this are cut into several before anything else."""
-        chosen = self.tangle or self.interleave or self.negatives
+        chosen = self.utk or self.cip or self.nextlong
         return chosen.longest if chosen else None
 
     @field_validator("from_")
@@ -120,28 +120,28 @@ class RowsConfig(Config):
         chosen = [name for name in STRATEGIES if getattr(self, name)]
         if len(chosen) > 1:
             raise ValueError(f"{' and '.join(chosen)} both decide where pieces go; keep one, and use two sets of rows")
-        if chosen and self.pack == "whole":
+        if chosen and self.packing == "whole":
             raise ValueError(
                 f"pack: whole puts one document in a row, so {chosen[0]} has nothing to mix; use concat or intact"
             )
-        if chosen and self.pack == "fit":
+        if chosen and self.packing == "fit":
             raise ValueError(f"pack: fit leaves padding that {chosen[0]} has no place for; use concat or intact")
         if chosen and self.attention == "documents":
             raise ValueError(
                 f"attention: documents hides the earlier pieces of a document, and {chosen[0]} is there to make the "
                 "model look at them; leave attention out, or make the rows without it"
             )
-        if self.tangle and self.length < 4 * self.tangle.min_split:
-            raise ValueError(f"tangle.min_split needs at most a quarter of length, here {self.length // 4}")
-        if self.negatives and self.length < 2 * self.negatives.chunk:
-            raise ValueError(f"negatives.chunk needs at most half of length, here {self.length // 2}")
-        if self.negatives and self.negatives.longest and self.length < 2 * self.negatives.longest:
-            raise ValueError(f"negatives.longest needs at most half of length, here {self.length // 2}, to leave room")
-        if self.negatives and (self.negatives.retriever == "embeddings") != (self.negatives.model is not None):
+        if self.utk and self.seq_len < 4 * self.utk.min_split:
+            raise ValueError(f"tangle.min_split needs at most a quarter of length, here {self.seq_len // 4}")
+        if self.nextlong and self.seq_len < 2 * self.nextlong.chunk:
+            raise ValueError(f"negatives.chunk needs at most half of length, here {self.seq_len // 2}")
+        if self.nextlong and self.nextlong.longest and self.seq_len < 2 * self.nextlong.longest:
+            raise ValueError(f"negatives.longest needs at most half of length, here {self.seq_len // 2}, to leave room")
+        if self.nextlong and (self.nextlong.retriever == "embeddings") != (self.nextlong.model is not None):
             raise ValueError("negatives.model is needed with retriever: embeddings, and only there")
-        if self.skips and self.skips.target <= self.length:
+        if self.pose and self.pose.target <= self.seq_len:
             raise ValueError(
-                f"skips.target must be above length ({format_size(self.length)}), or there is nothing to skip"
+                f"skips.target must be above length ({format_size(self.seq_len)}), or there is nothing to skip"
             )
         if self.replace and self.replace.with_ in ([self.from_] if isinstance(self.from_, str) else self.from_):
             raise ValueError(f"replace.with is {self.replace.with_!r}, which from names already; name another source")

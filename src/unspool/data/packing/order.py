@@ -78,7 +78,7 @@ class Order:
             dropped = [reader.lens[use == 0] for reader, use in zip(self._readers, uses, strict=True)]
             self._dropped = [int(lens.sum()) for lens in dropped]
         # Under `whole` a document counts towards its source's share only with the rows it gives.
-        unit = config.length if config.pack == "whole" else 1
+        unit = config.seq_len if config.packing == "whole" else 1
         self._useful = [(each[:, 2] - each[:, 1]) // unit * unit for each in self._spans]
 
     def __iter__(self) -> Iterator[Doc]:

@@ -33,7 +33,7 @@ class Row:
     loss_mask: np.ndarray | None  # bool[L]
     source: str  # the sources it holds, joined by "+"
     attention: str  # "documents" | "full"
-    piece_docs: np.ndarray | None = None  # int32[k]: pieces of one document share its number; None: all are different
+    chunk_ids: np.ndarray | None = None  # int32[k]: pieces of one document share its number; None: all are different
     positions: np.ndarray | None = None  # int32[L]; None: 0, 1, 2 … in what attends to itself
 
 
@@ -115,7 +115,7 @@ class RowWriter:
             masks = np.concatenate([row.loss_mask for row in rows if row.loss_mask is not None])
             mask = pa.FixedSizeListArray.from_arrays(pa.array(masks.view(np.uint8)), self._row_len)
         if self._has("piece_docs"):
-            docs = np.concatenate([row.piece_docs for row in rows if row.piece_docs is not None], dtype=np.int32)
+            docs = np.concatenate([row.chunk_ids for row in rows if row.chunk_ids is not None], dtype=np.int32)
             piece_docs = pa.ListArray.from_arrays(pa.array(offsets), pa.array(docs))
         if self._has("positions"):
             places = np.concatenate([row.positions for row in rows if row.positions is not None], dtype=np.int32)
@@ -202,7 +202,7 @@ class _RowBatch:
             loss_mask=None if self._mask is None else self._mask[inner],
             source=self._source[inner],
             attention=self._attention[inner],
-            piece_docs=None if self._piece_docs is None else self._piece_docs[pieces],
+            chunk_ids=None if self._piece_docs is None else self._piece_docs[pieces],
             positions=None if self._positions is None else self._positions[inner],
         )
 

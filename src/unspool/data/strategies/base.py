@@ -65,24 +65,24 @@ def finish_rows(rows: Sequence[Row], config: RowsConfig, rng: np.random.Generato
 
     `rng` serves all rows of a set in turn; how many come at a time makes no difference.
     """
-    if config.interleave is not None:
-        rows = interleave_rows(rows, config.interleave.pieces)
-    if config.attention is None and config.skips is None:
+    if config.cip is not None:
+        rows = interleave_rows(rows, config.cip.pieces)
+    if config.attention is None and config.pose is None:
         return rows
     attentions = [config.attention or row.attention for row in rows]
     positions: list[np.ndarray | None] = [None] * len(rows)
-    if config.skips is not None:
+    if config.pose is not None:
         lens = [attended_lens(row.doc_lens, attention) for row, attention in zip(rows, attentions, strict=True)]
-        places = skip_positions(np.concatenate(lens), config.skips, rng)
+        places = skip_positions(np.concatenate(lens), config.pose, rng)
         positions = list(places.reshape(len(rows), -1))
     return [
-        Row(row.tokens, row.doc_lens, row.loss_mask, row.source, attention, row.piece_docs, place)
+        Row(row.tokens, row.doc_lens, row.loss_mask, row.source, attention, row.chunk_ids, place)
         for row, attention, place in zip(rows, attentions, positions, strict=True)
     ]
 
 
 def _plain(config: RowsConfig, means: Means) -> Strategy:
-    return Strategy(pack=partial(PACKERS[config.pack], pad=means.pad), masked=means.is_masked or config.pack == "fit")
+    return Strategy(pack=partial(PACKERS[config.packing], pad=means.pad), masked=means.is_masked or config.packing == "fit")
 
 
 def _tangle(config: RowsConfig, means: Means) -> Strategy:
@@ -95,13 +95,13 @@ def _tangle(config: RowsConfig, means: Means) -> Strategy:
 
 def _interleave(config: RowsConfig, means: Means) -> Strategy:
     # Documents fill rows as ever, and only the order within a row changes (`finish_rows`).
-    return Strategy(pack=PACKERS[config.pack], masked=means.is_masked, pieced=True)
+    return Strategy(pack=PACKERS[config.packing], masked=means.is_masked, pieced=True)
 
 
 def _negatives(config: RowsConfig, means: Means) -> Strategy:
-    assert config.negatives is not None
+    assert config.nextlong is not None
     began = time.perf_counter()
-    negatives = build_negatives(config.negatives, means.readers, keep_rest=config.pack == "concat", embed=means.embed)
+    negatives = build_negatives(config.nextlong, means.readers, keep_rest=config.packing == "concat", embed=means.embed)
     # Not in the manifest, which is the same for every run.
     say(f"rows {means.name}: index built in {time.perf_counter() - began:.1f} s")
     return Strategy(

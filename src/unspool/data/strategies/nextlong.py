@@ -181,7 +181,7 @@ class Negatives:
             loss_mask=None if mask is None else np.concatenate(masks),
             source="+".join(sources),
             attention="full",
-            piece_docs=np.array(piece_docs, dtype=np.int32),
+            chunk_ids=np.array(piece_docs, dtype=np.int32),
         )
 
     def _ranked(self, pieces: Sequence[np.ndarray], hidden: slice, k: int) -> list[Iterator[int]]:

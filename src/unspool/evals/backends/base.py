@@ -23,18 +23,18 @@ from unspool.rope.methods import Position
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    position: Position
-    context: int  # tokens that the method is to reach
+    rope: Position
+    context_length: int  # tokens that the method is to reach
 
     def apply(self, model: Any) -> None:
-        apply_position(model, self.position, self.context)
+        apply_position(model, self.rope, self.context_length)
 
     def of(self, model_hash: str) -> str:
         """What scores depend on, where a model is stretched so."""
-        return digest([model_hash, self.position.model_dump(mode="json"), self.context])
+        return digest([model_hash, self.rope.model_dump(mode="json"), self.context_length])
 
     def name_of(self, model: str) -> str:
-        return f"{model}+{self.position.method}"
+        return f"{model}+{self.rope.method}"
 
 
 # Writing takes a step for every token of an answer; prompts that are answered together share these steps. With so many

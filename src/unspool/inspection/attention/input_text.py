@@ -132,7 +132,7 @@ def read_row(rows: Rows, index: int, notes: Sequence[str]) -> Text:
             f"--row {rows.path}:{index}: its positions skip some, so that distances in it are pretended; "
             "use a row without skips."
         )
-    docs = range(len(row.doc_lens)) if row.piece_docs is None else documents_of(row.piece_docs)
+    docs = range(len(row.doc_lens)) if row.chunk_ids is None else documents_of(row.chunk_ids)
     return Text(
         tokens=np.array(row.tokens),
         piece_lens=tuple(row.doc_lens.tolist()),

@@ -60,14 +60,14 @@ def check_refit(
     stage: StageConfig, model: str | NewModel | None, row_lens: Mapping[str, int], *, world_size: int
 ) -> None:
     """Refuse what cannot be, before any work; `model` is what the stage starts from, None while that is not there."""
-    if stage.refit is None:
+    if stage.attention_distillation is None:
         return
     if world_size > 1:
         raise ConfigError(
             f"stage {stage.name}: refit is not supported on several ranks (here {world_size}) yet; run the stage on "
             "one, or leave refit out."
         )
-    if stage.refit.during and stage.optimizer.step == "in-backward":
+    if stage.attention_distillation.during and stage.optimizer.step == "in-backward":
         raise ConfigError(
             f"stage {stage.name}: refit.during adds to gradients that optimizer.step in-backward has used already; set "
             "that to after, or leave during out."
@@ -141,11 +141,11 @@ class Refit:
 
     @property
     def _batch(self) -> int:
-        return self.config.batch or ROWS_PER_STEP * self.slot
+        return self.config.batch_tokens or ROWS_PER_STEP * self.slot
 
     @property
     def _during_batch(self) -> int:
-        return self.config.during_batch or self._batch
+        return self.config.during_batch_tokens or self._batch
 
     def _run(self, phase: str, steps: int, *, lr: float, first: int) -> dict[str, Tensor]:
         """The fitted weights in fp32, which the model already computes with; `first` is the first slot of rows."""
@@ -264,11 +264,11 @@ def build_refit(
     load_teacher: Callable[[], Any],
 ) -> Refit | None:
     """`order` names the stage where its rows are to come in another order than those of other stages."""
-    if stage.refit is None:
+    if stage.attention_distillation is None:
         return None
-    row_lens = {name: rows[name].row_len for name in stage.refit.shares}
+    row_lens = {name: rows[name].row_len for name in stage.attention_distillation.shares}
     slot = max(row_lens.values())
-    for key, batch in (("batch", stage.refit.batch), ("during_batch", stage.refit.during_batch)):
+    for key, batch in (("batch", stage.attention_distillation.batch_tokens), ("during_batch", stage.attention_distillation.during_batch_tokens)):
         if batch and batch % slot:
             raise ConfigError(
                 f"stage {stage.name}: refit.{key} {format_size(batch)} is not a multiple of its rows' length of "
@@ -276,18 +276,18 @@ def build_refit(
             )
     sizes = {name: len(rows[name]) for name in row_lens}
     # No stage's name holds a space, so this is the order of no mix.
-    mix = Mix(stage.refit.shares, sizes, row_lens, slot, seed, f"{order} refit")
+    mix = Mix(stage.attention_distillation.shares, sizes, row_lens, slot, seed, f"{order} refit")
     with looking_at(model):
         layers = fitted_parameters(model)
     trained = {name for name, _ in updater.named_masters()}
-    if stage.refit.during and not any(name in trained for layer in layers for name in layer):
+    if stage.attention_distillation.during and not any(name in trained for layer in layers for name in layer):
         raise ConfigError(
             f"stage {stage.name}: refit.during works through training's own steps, and lr_for sets queries and keys to "
             "0; give them a rate, or leave during out."
         )
     return Refit(
         stage=stage,
-        config=stage.refit,
+        config=stage.attention_distillation,
         model=model,
         updater=updater,
         rows=rows,

@@ -232,14 +232,14 @@ def build_updater(stage: StageConfig, model: Any, *, seed: int = 0) -> Updater:
         model,
         trained,
         betas=stage.betas,
-        clip=stage.clip,
+        clip=stage.max_grad_norm,
         seed=seed,
         in_backward=stage.optimizer.step == "in-backward",
     )
 
 
 def _check(stage: StageConfig, names: list[str], *, is_divided: bool) -> None:
-    for part in stage.lr_for:
+    for part in stage.lr_overrides:
         if not any(part in name for name in names):
             raise ConfigError(
                 f"stage {stage.name}: lr_for has {part!r}, which is in no parameter's name; they read {names[1]} …"
@@ -259,7 +259,7 @@ def _check(stage: StageConfig, names: list[str], *, is_divided: bool) -> None:
 
 
 def _lr(stage: StageConfig, name: str) -> float:
-    return next((lr for part, lr in stage.lr_for.items() if part in name), stage.lr)
+    return next((lr for part, lr in stage.lr_overrides.items() if part in name), stage.lr)
 
 
 def _taken(parameter: Tensor) -> Tensor:

@@ -135,10 +135,10 @@ class Tangler:
 
 def build_tangler(config: RowsConfig, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator) -> Tangler:
     """`tokenizer` gets the knots that it lacks."""
-    assert config.tangle is not None
-    knots = knot_ids(tokenizer, max(config.tangle.hops))
+    assert config.utk is not None
+    knots = knot_ids(tokenizer, max(config.utk.hops))
     draw_labels = label_drawer(build_encoder(tokenizer))
-    return Tangler(config.tangle, knots, draw_labels, rng, keep_rest=config.pack == "concat")
+    return Tangler(config.utk, knots, draw_labels, rng, keep_rest=config.packing == "concat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ def _rows(window: _Window, units: Units, pieces: Pieces, written: Written, row_l
             loss_mask=written.loss_mask[span],
             source="+".join(dict.fromkeys(sources[doc] for doc in numbers[first_unit:unit_end])),
             attention="full",
-            piece_docs=(pieces.units[held] - first_unit).astype(np.int32),
+            chunk_ids=(pieces.units[held] - first_unit).astype(np.int32),
         )
         first_unit, first_piece = unit_end, piece_end
 
