@@ -19,12 +19,12 @@ from unspool.cli.main import build_app
 from unspool.core.config import Config
 from unspool.data.corpus.config import EngineConfig
 from unspool.data.packing.config import (
-    InterleaveConfig,
-    NegativesConfig,
+    CipConfig,
+    NextLongConfig,
     ReplaceConfig,
-    RowsConfig,
-    SkipsConfig,
-    TangleConfig,
+    DatasetConfig,
+    PoseConfig,
+    UtkConfig,
     UpsampleConfig,
 )
 from unspool.data.sources.config import (
@@ -39,7 +39,7 @@ from unspool.data.sources.config import (
     TextbooksSource,
     TextSource,
 )
-from unspool.evals.config import HelmetEval, InfbenchEval, KvEval, LossEval, LvEval, NiahEval, NochaEval, RulerEval
+from unspool.evals.config import HelmetEval, InfbenchEval, KeyValueEval, PerplexityEval, LvEval, NiahEval, NochaEval, RulerEval
 from unspool.models.presets import NewModel
 from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_recipes
@@ -54,7 +54,7 @@ from unspool.synthesis.config import (
     ServerGenerator,
     SynthConfig,
 )
-from unspool.training.config import RefitConfig, SamplesConfig, StageConfig, ValidationConfig
+from unspool.training.config import AttentionDistillationConfig, SamplesConfig, StageConfig, ValidationConfig
 from unspool.training.optim.config import OptimizerConfig
 from unspool.training.parallel.config import ParallelConfig
 from unspool.training.spike_guard import GuardConfig
@@ -188,15 +188,15 @@ TABLES: dict[str, type[Config]] = {
     "kind: textbooks": TextbooksSource,
     "kind: mds": MdsSource,
     "kind: chat": ChatSource,
-    "rows": RowsConfig,
-    "rows: tangle": TangleConfig,
-    "rows: interleave": InterleaveConfig,
-    "rows: negatives": NegativesConfig,
+    "rows": DatasetConfig,
+    "rows: tangle": UtkConfig,
+    "rows: interleave": CipConfig,
+    "rows: negatives": NextLongConfig,
     "rows: upsample": UpsampleConfig,
-    "rows: skips": SkipsConfig,
+    "rows: skips": PoseConfig,
     "rows: replace": ReplaceConfig,
     "stages": StageConfig,
-    "stages: refit": RefitConfig,
+    "stages: refit": AttentionDistillationConfig,
     "stages: optimizer": OptimizerConfig,
     "stages: parallel": ParallelConfig,
     "stages: guard": GuardConfig,
@@ -213,8 +213,8 @@ TABLES: dict[str, type[Config]] = {
     "method: llama3": Llama3,
     "method: harpe": Harpe,
     "suite: niah": NiahEval,
-    "suite: kv": KvEval,
-    "suite: loss": LossEval,
+    "suite: kv": KeyValueEval,
+    "suite: loss": PerplexityEval,
     "suite: ruler": RulerEval,
     "suite: helmet": HelmetEval,
     "suite: lveval": LvEval,

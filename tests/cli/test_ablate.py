@@ -1,4 +1,4 @@
-"""`unspool ablate`: a whole study through the command; shared work, kills, failures, and the same bytes as `run`."""
+"""`unspool study`: a whole study through the command; shared work, kills, failures, and the same bytes as `run`."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""`unspool look` from the command line: what it prints, what it writes, and one sentence for every mistake."""
+"""`unspool inspect` from the command line: what it prints, what it writes, and one sentence for every mistake."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def refused(*args: object) -> str:
 def test_a_run_lists_what_it_holds_and_the_commands_work(run_dir):
     shown = look(run_dir)
     assert "3 documents" in shown
-    commands = [line.split()[2] for line in shown.splitlines() if line.startswith("  unspool look ")]
+    commands = [line.split()[2] for line in shown.splitlines() if line.startswith("  unspool inspect ")]
     assert [Path(path).name for path in commands] == ["books", "short", "tangled"]
     for path in commands:
         assert look(path, "--count", 1)
@@ -228,4 +228,4 @@ def test_help_of_each_command_teaches():
 def test_help_teaches_with_examples():
     done = CliRunner().invoke(build_app(), ["look", "--help"])
     assert done.exit_code == 0
-    assert "unspool look runs/tiny/rows/utk-2k --index 7 --full" in done.stdout
+    assert "unspool inspect runs/tiny/rows/utk-2k --index 7 --full" in done.stdout

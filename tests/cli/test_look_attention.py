@@ -1,4 +1,4 @@
-"""`unspool look attention` from the command line: the shipped model and another, pages, and mistakes."""
+"""`unspool inspect attention` from the command line: the shipped model and another, pages, and mistakes."""
 
 import base64
 import json

@@ -16,7 +16,7 @@ from unspool.data.corpus.config import EngineConfig
 from unspool.data.corpus.store import CorpusReader, CorpusWriter, open_corpus
 from unspool.data.packing import order, pack
 from unspool.data.packing.build import build_rows
-from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.store import IGNORE, labels, open_rows
 from unspool.data.sources.base import Message
 from unspool.data.sources.config import ChatSource, JsonlSource
@@ -74,7 +74,7 @@ def talks(tmp_path_factory) -> Path:
 
 
 def rows(talks: Path, out: Path, **config: Any) -> tuple[dict[str, Any], list[Any]]:
-    settings = RowsConfig.model_validate({"from": "talks", "length": 256} | config)
+    settings = DatasetConfig.model_validate({"from": "talks", "length": 256} | config)
     corpora = {name: talks / name for name in ("talks", "books")}
     counts = build_rows(settings, corpora, out / "rows", tokenizer=chat_tokenizer(NAME), seed=0)
     built = open_rows(out / "rows")

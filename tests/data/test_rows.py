@@ -11,7 +11,7 @@ from unspool.core.errors import DataError
 from unspool.data.corpus.store import CorpusWriter, open_corpus
 from unspool.data.lengths import add_up, histogram, imbalance_of
 from unspool.data.packing.build import build_rows
-from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.store import RowWriter, open_rows
 from unspool.data.strategies.utk.special_tokens import KNOTS
 
@@ -36,7 +36,7 @@ def corpora(tmp_path):
 
 
 def build(corpora, tokenizer, out: Path, seed: int = 0, **config) -> dict:
-    rows = RowsConfig.model_validate({"from": "a", "length": 32, **config})
+    rows = DatasetConfig.model_validate({"from": "a", "length": 32, **config})
     return build_rows(rows, corpora, out, tokenizer=tokenizer, seed=seed)
 
 
@@ -163,7 +163,7 @@ def test_rows_with_negatives_say_what_they_cost(corpora, tokenizer, tmp_path, ca
     assert counts["strategy"]["name"] == "negatives"
     assert counts["strategy"]["tokens_added"] == counts["tokens_added"] > counts["tokens"] / 4
     assert row.attention == "full"
-    assert (row.piece_docs == 0).sum() >= 2, "the document is in several pieces"
+    assert (row.chunk_ids == 0).sum() >= 2, "the document is in several pieces"
     assert "index built in" in capfd.readouterr().err
     assert "seconds" not in json.dumps(counts), "the manifest must be the same for every run"
 
@@ -174,9 +174,9 @@ def test_interleaved_rows_attend_fully_and_cost_nothing(corpora, tokenizer, tmp_
 
     assert counts["strategy"] == {"name": "interleave", "tokens_added": 0}
     assert (row.attention, row.loss_mask, row.positions) == ("full", None, None)
-    assert len(row.piece_docs) == len(row.doc_lens) > row.piece_docs.max() + 1
-    owners = np.repeat(row.piece_docs, row.doc_lens)
-    for doc in range(row.piece_docs.max() + 1):
+    assert len(row.chunk_ids) == len(row.doc_lens) > row.chunk_ids.max() + 1
+    owners = np.repeat(row.chunk_ids, row.doc_lens)
+    for doc in range(row.chunk_ids.max() + 1):
         assert (np.diff(row.tokens[owners == doc].astype(np.int64)) == 1).all()
 
 
@@ -321,7 +321,7 @@ def test_an_error_while_writing_reaches_the_caller(corpora, tokenizer, tmp_path,
 @pytest.mark.parametrize("pack", ["whole", "fit"])
 def test_what_cannot_be_tangled_is_refused(pack):
     with pytest.raises(ValidationError, match=f"pack: {pack} .* use concat or intact"):
-        RowsConfig.model_validate({"from": "a", "length": 128, "pack": pack, "tangle": TANGLE})
+        DatasetConfig.model_validate({"from": "a", "length": 128, "pack": pack, "tangle": TANGLE})
 
 
 def test_tangled_rows_attend_fully_and_name_the_tokens_they_add(corpora, tokenizer, tmp_path):

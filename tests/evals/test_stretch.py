@@ -12,7 +12,7 @@ from unspool.cli.main import build_app
 from unspool.evals.backends.base import Stretch
 from unspool.evals.backends.pick import Choice
 from unspool.models.load import load_model
-from unspool.models.rotary import apply_position
+from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import load_tokenizer
 from unspool.recipe.paths import resolve_path
 from unspool.rope.methods import Abf, Yarn
@@ -36,7 +36,7 @@ def refused(*args: str) -> str:
 def test_scores_are_those_of_a_folder_that_has_the_positions_in_its_config(tmp_path):
     ref = resolve_path(SHIPPED, tmp_path)
     model = load_model(ref, device=torch.device("cpu"), dtype=torch.float32)
-    apply_position(model, Yarn(method="yarn"), 1024)
+    apply_rope(model, Yarn(method="yarn"), 1024)
     model.save_pretrained(tmp_path / "yarn")
     load_tokenizer(ref).save_pretrained(tmp_path / "yarn")
 
@@ -53,7 +53,7 @@ def test_scores_of_one_method_and_context_are_not_taken_for_those_of_another():
     ways = [
         {},
         *(
-            {"stretch": Stretch(position=position, context=context)}
+            {"stretch": Stretch(rope=position, context_length=context)}
             for position in (Yarn(method="yarn"), Abf(method="abf", base=2e4), Abf(method="abf", base=3e4))
             for context in (1024, 2048)
         ),

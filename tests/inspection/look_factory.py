@@ -41,7 +41,7 @@ def save_rows(folder: Path, rows: list[Row], **settings: Any) -> Path:
     masked = any(row.loss_mask is not None for row in rows)
     about = {"rows": {"length": len(rows[0].tokens), **settings}}
     with publish(folder, kind="rows", inputs={}, settings=about) as draft:
-        pieced, placed = rows[0].piece_docs is not None, rows[0].positions is not None
+        pieced, placed = rows[0].chunk_ids is not None, rows[0].positions is not None
         with RowWriter(
             draft.folder, row_len=len(rows[0].tokens), masked=masked, pieced=pieced, placed=placed
         ) as writer:
@@ -112,4 +112,4 @@ def tangled_row(tokenizer: PreTrainedTokenizerFast) -> Row:
 def pieced_row(lens: list[int], docs: list[int], **more: Any) -> Row:
     """A row of pieces whose documents are recorded; its tokens count from 0."""
     row = Row(np.arange(sum(lens), dtype=np.uint32), np.array(lens, dtype=np.int32), None, "books", "full")
-    return replace(row, **{"piece_docs": np.array(docs, dtype=np.int32), **more})
+    return replace(row, **{"chunk_ids": np.array(docs, dtype=np.int32), **more})

@@ -63,7 +63,7 @@ def test_documents_are_numbered_as_they_appear():
 
 def test_skipped_positions_are_told_per_document(tmp_path):
     positions = np.array([0, 1, 2, 90, 91, 0, 1, 40], dtype=np.int32)
-    row = pieced_row([5, 3], [0, 1], positions=positions, attention="documents", piece_docs=None)
+    row = pieced_row([5, 3], [0, 1], positions=positions, attention="documents", chunk_ids=None)
     item = shown(save_rows(tmp_path / "rows", [row], skips={"target": 128}, pack="concat"))
     assert [part.facts for part in item.parts] == [["positions 0–2, then 90–91"], ["positions 0–1, then 40"]]
     assert "positions up to 91" in item.facts

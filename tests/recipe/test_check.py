@@ -106,9 +106,9 @@ MISTAKES = {
     ),
     "a refit batch beside training that is no multiple of its rows": (
         "    mix: {long: 1}",
-        "    mix: {long: 1}\n    refit: {rows: short, during: 1, during_batch: 1500}",
+        "    mix: {long: 1}\n    refit: {rows: short, during: 1, during_batch_tokens: 1500}",
         23,
-        ["stages.1.refit.during_batch = 1500", "multiple", "1K"],
+        ["stages.1.refit.during_batch_tokens = 1500", "multiple", "1K"],
     ),
     "a refit before training without other positions": (
         "    mix: {long: 1}",
@@ -253,13 +253,13 @@ def test_numbers_of_yaml_1_2_are_numbers_and_words_of_yaml_1_1_are_words(valid):
     recipe = load_recipe(valid).recipe
     assert recipe.stages[0].lr == 1e-5
     assert recipe.stages[0].tokens == 1_000_000
-    assert recipe.stages[0].position.base == 8e6
+    assert recipe.stages[0].rope.base == 8e6
     assert set(recipe.sources) == {"books", "no"}
 
 
 def test_a_name_of_digits_works_as_a_key(valid):
     valid.write_text(VALID.replace("wiki: {", "2024: {").replace("wiki: 0.7", "2024: 0.7"))
-    assert load_recipe(valid).recipe.rows["short"].shares == {"books": 0.3, "2024": 0.7}
+    assert load_recipe(valid).recipe.datasets["short"].shares == {"books": 0.3, "2024": 0.7}
 
 
 def test_the_loaded_recipe_knows_its_text_and_its_folder(valid):

@@ -22,14 +22,14 @@ def test_what_the_file_leaves_out_can_be_set(valid):
     ]
     recipe = load_recipe(valid, sets).recipe
     assert (recipe.seed, recipe.engine.workers) == (7, 4)
-    assert recipe.rows["short"].tangle is not None and recipe.rows["short"].tangle.min_split == 256
-    assert recipe.stages[1].position.base == 5e5
+    assert recipe.datasets["short"].utk is not None and recipe.datasets["short"].utk.min_split == 256
+    assert recipe.stages[1].rope.base == 5e5
 
 
 def test_whole_entries_can_be_added(valid):
     sets = ["rows.more={from: wiki, length: 2K}", "stages.1.mix.more=0.5", "evals.1={suite: kv, lengths: [1K]}"]
     recipe = load_recipe(valid, sets).recipe
-    assert recipe.rows["more"].length == 2048
+    assert recipe.datasets["more"].seq_len == 2048
     assert recipe.stages[1].mix == {"long": 1, "more": 0.5}
     assert [entry.suite for entry in recipe.evals] == ["niah", "kv"]
 

@@ -70,10 +70,10 @@ def test_sources_get_all_tokens_of_all_stages():
     for name in bundled_recipes():
         loaded = load_recipe(name)
         found = plan_data(loaded)
-        wanted = sum(stage.steps * stage.batch for stage in loaded.recipe.stages)
+        wanted = sum(stage.steps * stage.batch_tokens for stage in loaded.recipe.stages)
         assert sum(source.tokens for source in found.sources) == pytest.approx(wanted), name
         for stage in loaded.recipe.stages:
-            assert sum(use.tokens for use in found.stages[stage.name]) == pytest.approx(stage.steps * stage.batch)
+            assert sum(use.tokens for use in found.stages[stage.name]) == pytest.approx(stage.steps * stage.batch_tokens)
 
 
 def test_rows_that_are_built_are_counted_as_attention_sees_them(mini, tmp_path):
@@ -213,7 +213,7 @@ def test_faster_settings_keep_the_optimizer_and_are_faster():
 
 def test_settings_are_spelled_as_a_recipe_reads_them():
     stage = load_recipe("prolong-64k").recipe.stages[0]
-    policy = MemoryPolicy(recompute="full", offload=True, mlp_tiles=16384)
+    policy = MemoryPolicy(activation_checkpointing="full", offload=True, mlp_tiles=16384)
     parallel = stage.parallel.model_copy(update={"ulysses": 8})
     words = set_words(0, stage, stage.model_copy(update={**vars(policy), "parallel": parallel}))
     assert words == [

@@ -18,7 +18,7 @@ from .conftest import VALID
 
 def test_a_recipe_built_in_python_is_checked_as_well():
     data = yaml.load(VALID, CoreLoader)
-    assert Recipe.model_validate(data).stages[1].start == "first"
+    assert Recipe.model_validate(data).stages[1].init == "first"
     data["stages"][1]["mix"] = {"lng": 1}
     with pytest.raises(ValidationError, match="did you mean 'long'"):
         Recipe.model_validate(data)

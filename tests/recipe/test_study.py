@@ -60,7 +60,7 @@ def test_arms_are_the_recipe_with_changes_under_every_seed(study):
     assert recipes["plain-s1"].seed == 1
     assert recipes["plain-s1"].out == Path("runs/rates/plain-s1")
     assert [recipes[name].stages[0].lr for name in ("plain-s0", "faster-s0")] == [1e-5, 1e-4]
-    assert recipes["longer-s3"].rows["long"].pack == "concat"
+    assert recipes["longer-s3"].datasets["long"].packing == "concat"
     assert [run.stage for run in found.runs] == ["second.run"] * 4 + ["first"]
     assert found.against == {"plain": [], "faster": ["plain"], "longer": ["plain"]}
 
@@ -92,7 +92,7 @@ def test_a_grid_can_sweep_a_share_that_begins_at_none(study):
     )
     found = load_study(study)
     assert found.arms == ["none", "some"]
-    assert [run.loaded.recipe.rows["long"].shares for run in found.runs] == [
+    assert [run.loaded.recipe.datasets["long"].shares for run in found.runs] == [
         {"books": 1.0},
         pytest.approx({"books": 0.9, "wiki": 0.1}),
     ]
@@ -271,8 +271,8 @@ def test_the_smollm2_study_has_the_arms_and_controls_of_the_papers():
     assert seeds == {arm: [0, 1] if arm in ("abf", "utk") else [0] for arm in found.arms}
     recipes = {run.arm: run.loaded.recipe for run in found.runs}
     assert len({recipe.stages[0].tokens for recipe in recipes.values()}) == 1, "equal tokens"
-    assert recipes["ct"].stages[0].position.method == "unchanged"
-    assert recipes["harpe-shared"].stages[0].position.shared
+    assert recipes["ct"].stages[0].rope.method == "unchanged"
+    assert recipes["harpe-shared"].stages[0].rope.shared
     assert "harpe-shared" in found.against["harpe"]
 
 

@@ -24,9 +24,9 @@ def tables_of(results: RunResults) -> dict[str, Table]:
     return {table.caption: table for table in audit(results).tables}
 
 
-def change(run: Path, artefact: str, **counts: object) -> None:
+def change(run: Path, artifact: str, **counts: object) -> None:
     """Rewrite counts of a manifest; None takes one away, as older runs lack it."""
-    path = run / artefact / "manifest.json"
+    path = run / artifact / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["counts"] |= counts
     manifest["counts"] = {name: value for name, value in manifest["counts"].items() if value is not None}

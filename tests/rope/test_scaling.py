@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from unspool.core.errors import ConfigError
-from unspool.rope.methods import Position, Unchanged
+from unspool.rope.methods import RopeMethod, Unchanged
 from unspool.rope.tables import RopeShape
 
 K = 1024
@@ -16,7 +16,7 @@ SHAPE = RopeShape(rotary_dim=128, num_kv_heads=4, base=500_000.0, original_len=8
 
 
 def position(**plain):
-    return TypeAdapter(Position).validate_python(plain)
+    return TypeAdapter(RopeMethod).validate_python(plain)
 
 
 def settled(context_len=64 * K, rope=SHAPE, **plain):

@@ -23,7 +23,7 @@ from .stage_runs import LONG, SHORT, run
 def materials(tmp_path_factory) -> StageInputs:
     folder = tmp_path_factory.mktemp("materials")
     rows = {"long": save_rows(folder / "rows" / "long", LONG), "short": save_rows(folder / "rows" / "short", SHORT)}
-    return StageInputs(model=str(save_folder(folder / "model")), rows=rows)
+    return StageInputs(model=str(save_folder(folder / "model")), datasets=rows)
 
 
 @pytest.fixture(scope="session")

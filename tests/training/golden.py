@@ -29,7 +29,7 @@ def train_golden(folder: Path) -> list[float]:
         build_tokenizer().save_pretrained(folder / "tokenizer")
         new = NewModel.model_validate({"size": "4M", "tokenizer": str(folder / "tokenizer"), "context": 64})
         rows = {"words": save_rows(folder / "words", _words()), "counts": save_rows(folder / "counts", _counts())}
-        run_stage(STAGE, StageInputs(model=new, rows=rows), folder / "one", seed=0, device=CPU)
+        run_stage(STAGE, StageInputs(model=new, datasets=rows), folder / "one", seed=0, device=CPU)
     finally:
         SIZES["4M"] = true_size
         torch.set_num_threads(threads)

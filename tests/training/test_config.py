@@ -8,9 +8,9 @@ from unspool.rope.methods import Unchanged
 def test_sizes_and_defaults_are_read():
     stage = build_stage(context="1K", batch="4K", tokens="1M")
 
-    assert (stage.context, stage.batch, stage.steps) == (1024, 4096, 256)
-    assert stage.position == Unchanged()
-    assert stage.start == "previous"
+    assert (stage.context_length, stage.batch_tokens, stage.steps) == (1024, 4096, 256)
+    assert stage.rope == Unchanged()
+    assert stage.init == "previous"
 
 
 def test_a_last_step_that_would_not_be_full_is_left_out():
@@ -27,7 +27,7 @@ def test_a_last_step_that_would_not_be_full_is_left_out():
         ({"mix": {}}, "every share must be above 0"),
         ({"mix": {"long": 0}}, "every share must be above 0"),
         ({"lr": 0}, "greater than 0"),
-        ({"lr_for": {"mlp": -1e-3}}, "every lr must be 0 or more"),
+        ({"lr_overrides": {"mlp": -1e-3}}, "every lr must be 0 or more"),
         ({"claim": 64}, "claim must not exceed context"),
         ({"claim": 16, "position": {"method": "yarn"}}, "claim cannot be below context with method yarn"),
         ({"refit": {"rows": "short", "before": 8, "lr": 1e-3}}, r"refit\.before has nothing to do while position is"),
@@ -51,7 +51,7 @@ def test_impossible_stages_are_refused(changes, wanted):
 
 
 def test_a_refit_has_shares_and_a_smaller_rate_after_training():
-    refit = build_stage(refit={"rows": "short", "after": 8, "lr": 4e-3}).refit
+    refit = build_stage(refit={"rows": "short", "after": 8, "lr": 4e-3}).attention_distillation
 
     assert (refit.shares, refit.lr_after, refit.before) == ({"short": 1.0}, 1e-3, 0)
-    assert build_stage(refit={"rows": {"a": 3, "b": 1}, "after": 8, "lr": 1, "after_lr": 2}).refit.lr_after == 2
+    assert build_stage(refit={"rows": {"a": 3, "b": 1}, "after": 8, "lr": 1, "after_lr": 2}).attention_distillation.lr_after == 2

@@ -47,7 +47,7 @@ def held_of(changes: dict[str, Any], tokens: int, rows: int = 1) -> Held:
         ({}, 512, 1, {}),
         ({"recompute": "full"}, 512, 1, {}),
         (KEEP | {"keep_products": 2}, 512, 1, {}),
-        ({"recompute": "full", "recompute_every": 2}, 512, 1, {}),
+        ({"recompute": "full", "layers_per_checkpoint": 2}, 512, 1, {}),
         ({"recompute": "full", "mlp_tiles": 64}, 512, 1, {}),
         ({"recompute": "full", "attention_heads_at_once": 2}, 512, 1, {}),
         ({"recompute": "full"}, 512, 2, {}),
@@ -83,10 +83,10 @@ def test_a_forgotten_part_would_be_noticed(monkeypatch):
 
 POLICIES = [
     MemoryPolicy(),
-    MemoryPolicy(recompute="full"),
-    MemoryPolicy(recompute="keep-attention", keep_products=20, keep_on_host=9, offload=True),
-    MemoryPolicy(recompute="full", offload=True, mlp_tiles=16 * K, attention_heads_at_once=2),
-    MemoryPolicy(recompute="full", recompute_every=2, offload=True),
+    MemoryPolicy(activation_checkpointing="full"),
+    MemoryPolicy(activation_checkpointing="keep-attention", keep_products=20, keep_on_host=9, offload=True),
+    MemoryPolicy(activation_checkpointing="full", offload=True, mlp_tiles=16 * K, attention_heads_at_once=2),
+    MemoryPolicy(activation_checkpointing="full", layers_per_checkpoint=2, offload=True),
 ]
 
 
@@ -107,12 +107,12 @@ def test_each_setting_takes_less_than_the_one_before():
         footprint(LLAMA_8B, Held(tokens=64 * K, policy=policy)).device
         for policy in (
             MemoryPolicy(),
-            MemoryPolicy(recompute="keep-attention", keep_products=16),
-            MemoryPolicy(recompute="keep-attention", keep_products=16, keep_on_host=8),
-            MemoryPolicy(recompute="keep-attention"),
-            MemoryPolicy(recompute="full"),
-            MemoryPolicy(recompute="full", offload=True),
-            MemoryPolicy(recompute="full", offload=True, mlp_tiles=16 * K),
+            MemoryPolicy(activation_checkpointing="keep-attention", keep_products=16),
+            MemoryPolicy(activation_checkpointing="keep-attention", keep_products=16, keep_on_host=8),
+            MemoryPolicy(activation_checkpointing="keep-attention"),
+            MemoryPolicy(activation_checkpointing="full"),
+            MemoryPolicy(activation_checkpointing="full", offload=True),
+            MemoryPolicy(activation_checkpointing="full", offload=True, mlp_tiles=16 * K),
         )
     ]
     assert found == sorted(found, reverse=True)
@@ -121,14 +121,14 @@ def test_each_setting_takes_less_than_the_one_before():
 def test_numbers_that_other_files_set_are_theirs():
     assert cost_memory.MOST_LEAVING == offload.MOST_LEAVING
     count = cost_memory._Count(
-        LLAMA_8B, Held(tokens=1, policy=MemoryPolicy(recompute="keep-attention", keep_products=20, keep_on_host=9))
+        LLAMA_8B, Held(tokens=1, policy=MemoryPolicy(activation_checkpointing="keep-attention", keep_products=20, keep_on_host=9))
     )
     assert count.hosts == checkpointing.host_layers(32, keep=20, on_host=9)
 
 
 def test_a_sequence_of_256k_took_what_is_computed():
     """Measured on one H200, 8B shape, forward and backward without an optimizer: 53 GiB there, 67 on the host."""
-    policy = MemoryPolicy(recompute="full", offload=True, mlp_tiles=16 * K, attention_heads_at_once=2)
+    policy = MemoryPolicy(activation_checkpointing="full", offload=True, mlp_tiles=16 * K, attention_heads_at_once=2)
     held = Held(tokens=256 * K, policy=policy, weights="bf16", states="8bit", compiled=False)
     found = footprint(LLAMA_8B, held)
     assert (found.device - found.optimizer) / GIB == pytest.approx(53, rel=0.05)
@@ -137,7 +137,7 @@ def test_a_sequence_of_256k_took_what_is_computed():
 
 def test_several_ranks_hold_about_what_the_tables_of_scaling_say():
     layout = Layout(replicate=1, shard=1, ring=1, ulysses=8)
-    policy = MemoryPolicy(recompute="full", offload=True, mlp_tiles=16 * K)
+    policy = MemoryPolicy(activation_checkpointing="full", offload=True, mlp_tiles=16 * K)
     found = footprint(LLAMA_8B, Held(tokens=64 * K, layout=layout, policy=policy))
     table = cost.memory(LLAMA_8B, layout, 512 * K)
     assert found.device == pytest.approx(table.device, rel=0.15)

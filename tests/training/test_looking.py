@@ -86,7 +86,7 @@ def test_compiled_code_is_neither_used_nor_changed():
     "memory",
     [
         {"recompute": "full", "offload": True},
-        {"recompute": "keep-attention", "recompute_every": 2},
+        {"recompute": "keep-attention", "layers_per_checkpoint": 2},
         {"mlp_tiles": 8, "attention_heads_at_once": 1},
     ],
     ids=str,

@@ -133,7 +133,7 @@ def test_in_backward_is_the_same_where_nothing_is_clipped(weights, states, famil
 
 @pytest.mark.parametrize(
     "memory",
-    [{"recompute": "full", "recompute_every": 2}, {"recompute": "full", "offload": True, "mlp_tiles": 8}],
+    [{"recompute": "full", "layers_per_checkpoint": 2}, {"recompute": "full", "offload": True, "mlp_tiles": 8}],
     ids=["shared", "tiled"],
 )
 def test_in_backward_steps_no_weight_that_is_still_needed_where_layers_are_computed_again(memory):

@@ -19,7 +19,7 @@ from unspool.data.packing.store import IGNORE, open_rows
 from unspool.models.load import load_model
 from unspool.models.loss import read_head, summed_loss
 from unspool.models.presets import NewModel
-from unspool.models.rotary import apply_position
+from unspool.models.rotary import apply_rope
 from unspool.recipe.load import load_recipe
 from unspool.recipe.run import Run
 from unspool.training.checkpoint.resume import OPTIMIZER
@@ -35,7 +35,7 @@ TINY = str(files("unspool") / "assets" / "tiny-base")
 REFIT = {"rows": "short", "before": 3, "after": 2, "batch": 32, "lr": 1e-2}
 WITH = build_stage(**STAGE.model_dump(mode="json", exclude={"refit"}) | {"refit": REFIT})
 # Queries and keys are not trained, so no checkpoint holds them.
-FROZEN = build_stage(**WITH.model_dump(mode="json") | {"lr_for": {"q_proj": 0, "k_proj": 0}})
+FROZEN = build_stage(**WITH.model_dump(mode="json") | {"lr_overrides": {"q_proj": 0, "k_proj": 0}})
 
 
 def changed(stage, **changes):
@@ -90,7 +90,7 @@ def test_the_shipped_model_gets_back_most_of_what_new_positions_cost_it(text_row
     )
     model = load_model(TINY, device=CPU, dtype=torch.float32)
     untouched = loss_inside(model, rows)
-    apply_position(model, stage.position, stage.context)
+    apply_rope(model, stage.rope, stage.context_length)
     disturbed = loss_inside(model, rows)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     refit = build_refit(
@@ -159,7 +159,7 @@ def test_passes_of_fewer_tokens_change_nothing_but_rounding(inputs, refitted, tm
 def test_the_teacher_is_what_the_stage_starts_from(inputs, refitted, tmp_path):
     """With the very positions of the stage before, there is nothing to fit, and nothing moves."""
     first = refitted["trained"]
-    second = build_stage(**WITH.model_dump(mode="json") | {"name": "two", "lr_for": {"q_proj": 0, "k_proj": 0}})
+    second = build_stage(**WITH.model_dump(mode="json") | {"name": "two", "lr_overrides": {"q_proj": 0, "k_proj": 0}})
 
     run(replace(inputs, model=str(first / "model"), moments=first / OPTIMIZER), tmp_path / "two", second)
 
@@ -337,7 +337,7 @@ def test_a_run_refuses_rows_beyond_the_old_context_before_any_work(tmp_path):
         "batch: 2K, lr: 1e-3, refit: {rows: short, before: 8, lr: 1e-3}}\n"
     )
 
-    assert Run(load_recipe(recipe))._inputs(load_recipe(recipe).recipe.stages[0]).refit == {
+    assert Run(load_recipe(recipe))._inputs(load_recipe(recipe).recipe.stages[0]).attention_distillation == {
         "short": tmp_path / "out" / "rows" / "short"
     }
     with pytest.raises(ConfigError, match=r"refit\.rows long have 2K tokens, .* context of 256"):
@@ -345,7 +345,7 @@ def test_a_run_refuses_rows_beyond_the_old_context_before_any_work(tmp_path):
 
 
 def test_several_ranks_and_new_models_are_refused():
-    new = NewModel(size="4M", tokenizer=TINY, context=64)
+    new = NewModel(size="4M", tokenizer=TINY, context_length=64)
 
     with pytest.raises(ConfigError, match=r"stage one: refit is not supported on several ranks \(here 2\)"):
         check_refit(WITH, TINY, {}, world_size=2)

@@ -27,7 +27,7 @@ def wide(tmp_path_factory) -> StageInputs:
         "long": save_rows(folder / "long", [random_row((20, 12), seed, mask=0.3) for seed in range(7)]),
         "short": save_rows(folder / "short", [random_row((16,), seed) for seed in range(10, 15)]),
     }
-    return StageInputs(model=str(model), rows=rows)
+    return StageInputs(model=str(model), datasets=rows)
 
 
 def losses_of(out: Path) -> list[float]:

@@ -15,8 +15,8 @@ from unspool.evals.config import (
     Eval,
     HelmetEval,
     InfbenchEval,
-    KvEval,
-    LossEval,
+    KeyValueEval,
+    PerplexityEval,
     LvEval,
     NiahEval,
     NochaEval,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from unspool.evals.backends.base import Backend, Stretch
 
 # Which suites know which kind of value.
-VALUES = {"numbers": {"niah"}, "uuid": {"kv"}, "words": {"niah", "kv"}}
+VALUES = {"numbers": {"niah"}, "uuid": {"key_value"}, "words": {"niah", "key_value"}}
 DEVICES = ("auto", "cpu", "cuda")
 TASK_SUITES: dict[str, type[TaskEval]] = {
     "ruler": RulerEval,
@@ -41,7 +41,7 @@ TASK_SUITES: dict[str, type[TaskEval]] = {
     "infbench": InfbenchEval,
     "nocha": NochaEval,
 }
-SUITES: dict[str, Any] = {"niah": NiahEval, "kv": KvEval, "loss": LossEval, **TASK_SUITES}
+SUITES: dict[str, Any] = {"niah": NiahEval, "key_value": KeyValueEval, "perplexity": PerplexityEval, **TASK_SUITES}
 WORDED = tuple(name for name, entry in TASK_SUITES.items() if issubclass(entry, WordedEval))
 SHORT = "short"
 BACKENDS = ("transformers", "vllm", "openai", "oracle", "empty", "adversarial")
@@ -252,12 +252,12 @@ def _eval(
         return chosen  # type: ignore[no-any-return]
     if value:
         given["value"] = value
-    if name == "kv":
-        return KvEval(**given, lengths=lengths)
+    if name == "key_value":
+        return KeyValueEval(**given, lengths=lengths)
     if name == "niah":
         return NiahEval(**given, lengths=lengths, text=text)
     # Its ranges of positions cover the shorter lengths.
-    return LossEval(**given, length=lengths[-1], text=text)
+    return PerplexityEval(**given, length=lengths[-1], text=text)
 
 
 def _lengths(text: str) -> list[int]:

@@ -36,7 +36,7 @@ def stretches_of(row: Row, is_text: np.ndarray | None = None) -> Stretches:
     lens = row.doc_lens.astype(np.int64)
     starts = np.cumsum(lens) - lens
     docs = np.arange(len(lens))
-    if row.chunk_ids is not None and row.attention != "documents":
+    if row.chunk_ids is not None and row.attention != "intra_document":
         docs = row.chunk_ids.astype(np.int64)
     if is_text is None and row.positions is None:
         return Stretches(starts, lens, docs)

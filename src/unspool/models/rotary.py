@@ -21,7 +21,7 @@ from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
 from unspool.models.checks import DOC_LEN, alike, last_states
 from unspool.models.tokenizer import first_line
-from unspool.rope.methods import Position, Unchanged
+from unspool.rope.methods import RopeMethod, Unchanged
 from unspool.rope.tables import (
     GLOBAL_LAYERS,
     RopeShape,
@@ -44,12 +44,12 @@ def rope_shape(config: Any) -> RopeShape:
     return shape_of(config.to_dict())
 
 
-def apply_position(model: Any, position: Position, context_len: int) -> None:
+def apply_rope(model: Any, position: RopeMethod, context_len: int) -> None:
     """Change `model` in place to the positions of a stage, and its config to match."""
     if isinstance(position, Unchanged):
         _keep(model.config, context_len)
         return
-    settled = position.settle(rope_shape(model.config), context_len)
+    settled = position.resolve(rope_shape(model.config), context_len)
     if settled.head_bases is None:
         assert settled.parameters is not None
         _refuse_head_bases(model, position.method)

@@ -171,9 +171,9 @@ def fixed(trial: Trial) -> float:
 
 def _small(stage: StageConfig, tokens: int, of: int, layers: int) -> StageConfig:
     """The stage for one micro-batch and few layers."""
-    sizes = {"context": tokens, "micro_batch": None, "batch": tokens, "tokens": tokens}
+    sizes = {"context_length": tokens, "micro_batch_tokens": None, "batch_tokens": tokens, "tokens": tokens}
     policy = few_layers(stage.memory, of, layers)
-    return stage.model_copy(update={**sizes, "mix": {"rows": 1.0}, "lr_for": {}, **vars(policy)})
+    return stage.model_copy(update={**sizes, "mix": {"rows": 1.0}, "lr_overrides": {}, **vars(policy)})
 
 
 def _trial(shape: Shape, small: StageConfig, lens: list[int], gpu: Gpu, device: torch.device) -> Trial:
@@ -220,7 +220,7 @@ def _step(shape: Shape, stage: StageConfig, lens: list[int], device: torch.devic
     apply_memory(model, stage.memory)
     rng = np.random.default_rng(0)
     tokens = rng.integers(shape.vocabulary, size=stage.context_length, dtype=np.uint32)
-    row = Row(tokens, np.array(lens, dtype=np.int32), None, "random", "documents")
+    row = Row(tokens, np.array(lens, dtype=np.int32), None, "random", "intra_document")
     rows: Any = {"rows": [row]}
     work = build_step(stage, rows, [[("rows", 0)]])
     return lambda: train_step(model, updater, work, lr=stage.lr)

@@ -171,7 +171,7 @@ def _same_results(case: Case, stage: StageConfig) -> Iterator[Estimate]:
     micro_batches = dict.fromkeys((stage.micro_batch_tokens, None))
     for micro_batch in micro_batches:
         for parallel in _parallels(case, stage):
-            spread = stage.model_copy(update={"parallel": parallel, "micro_batch": micro_batch})
+            spread = stage.model_copy(update={"parallel": parallel, "micro_batch_tokens": micro_batch})
             try:
                 leanest = estimate(case, _with(spread, _leanest(case, spread)))
             except ConfigError:
@@ -282,7 +282,7 @@ def _divisors(number: int) -> list[int]:
 
 
 MOST_GPUS = 1024
-SIZES = {"context", "batch", "micro_batch", "mlp_tiles"}
+SIZES = {"context_length", "batch_tokens", "micro_batch_tokens", "mlp_tiles"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,7 +370,7 @@ def _shorter(case: Case, stage: StageConfig) -> Iterator[Way]:
     context = stage.context_length // 2
     while context >= 1024:
         if stage.batch_tokens % context == 0:
-            shorter = stage.model_copy(update={"context": context, "micro_batch": None})
+            shorter = stage.model_copy(update={"context_length": context, "micro_batch_tokens": None})
             found = _found(replace(case, docs=replace(case.docs, squares=min(case.docs.mean, context))), shorter)
             if found is not None:
                 text = f"a context of {format_size(context)}, with rows no longer than that"

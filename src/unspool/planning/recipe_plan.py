@@ -160,7 +160,7 @@ def _too_much(found: Estimate) -> str:
 
 
 def position_lines(values: dict[str, Any], stage: StageConfig) -> list[str]:
-    """One or two lines on the stage's RoPE; `unspool position` says more."""
+    """One or two lines on the stage's RoPE; `unspool rope` says more."""
     try:
         rope, parameters = rope_of(values), global_parameters(values)
     except ConfigError:
@@ -171,7 +171,7 @@ def position_lines(values: dict[str, Any], stage: StageConfig) -> list[str]:
         what = f"the model's own base {short(rope.base)}"
     else:
         try:
-            settled = stage.rope.settle(rope, context)
+            settled = stage.rope.resolve(rope, context)
         except ConfigError as error:
             return [str(error)]
         frequencies = list(np.atleast_2d(settled.tables(rope, context).inv_freq))
@@ -191,7 +191,7 @@ def _smallest(rope: RopeShape, context: int) -> str:
     smallest = bound(context, rope.rotary_dim)
     hint = f"the smallest single base that passes is {short(smallest)}" if smallest else "no single base passes"
     hint += " (larger ones may fail)" if smallest else ""
-    return f"{hint}; see `unspool position --context {format_size(context)}`"
+    return f"{hint}; see `unspool rope --context {format_size(context)}`"
 
 
 # Plain data for --json
@@ -226,7 +226,7 @@ def _plain_stage(plan: Plan, planned: StagePlan, price: float | None) -> dict[st
     stage = planned.stage
     return {
         "name": stage.name,
-        "context": stage.context_length,
+        "context_length": stage.context_length,
         "tokens": stage.steps * stage.batch_tokens,
         "steps": stage.steps,
         "rows": [asdict(use) for use in plan.data.stages[stage.name]],
@@ -244,7 +244,7 @@ def _plain_stage(plan: Plan, planned: StagePlan, price: float | None) -> dict[st
             {"kind": way.kind, "text": way.text, "arguments": list(way.arguments), "hours": way.estimate.hours}
             for way in planned.ways
         ],
-        "position": list(planned.rope),
+        "rope": list(planned.rope),
     }
 
 

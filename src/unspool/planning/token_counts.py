@@ -19,7 +19,7 @@ import numpy as np
 from unspool.core.artifacts import read_manifest
 from unspool.core.sizes import format_count, format_size
 from unspool.data.mixture import Mix, epoch_warnings
-from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.store import RowSet, attended_lens, open_rows
 from unspool.data.sources.config import RecallSource, Source, SyntheticSource
 from unspool.planning.step_time import Documents, documents
@@ -82,7 +82,7 @@ class DataPlan:
 def plan_data(loaded: LoadedRecipe) -> DataPlan:
     recipe = loaded.recipe
     amounts = {name: source_amount(loaded, name, source) for name, source in recipe.sources.items()}
-    built = {name: _open(recipe.out / "rows" / name, config) for name, config in recipe.datasets.items()}
+    built = {name: _open(recipe.out / "datasets" / name, config) for name, config in recipe.datasets.items()}
     stages = {stage.name: tuple(_uses(loaded, stage, built, amounts)) for stage in recipe.stages}
     drawn = dict.fromkeys(recipe.sources, 0.0)
     for uses in stages.values():
@@ -145,7 +145,7 @@ def _exact_epochs(loaded: LoadedRecipe, stage: StageConfig, built: dict[str, Row
     return mix.epochs(stage.steps * stage.batch_tokens // stage.context_length)
 
 
-def _open(folder: Path, config: RowsConfig) -> RowSet | None:
+def _open(folder: Path, config: DatasetConfig) -> RowSet | None:
     """Rows that are built, of the length that the recipe asks for now."""
     if read_manifest(folder) is None or not any(folder.glob("rows-*.arrow")):
         return None
@@ -153,7 +153,7 @@ def _open(folder: Path, config: RowsConfig) -> RowSet | None:
     return rows if rows.row_len == config.seq_len else None
 
 
-def _rows_amount(config: RowsConfig, rows: RowSet | None, amounts: dict[str, Amount]) -> Amount:
+def _rows_amount(config: DatasetConfig, rows: RowSet | None, amounts: dict[str, Amount]) -> Amount:
     if rows is not None:
         return Amount(tokens=len(rows) * rows.row_len, how=COUNTED, why=f"{format_count(len(rows))} rows are built")
     shares = config.shares
@@ -174,7 +174,7 @@ def _rows_amount(config: RowsConfig, rows: RowSet | None, amounts: dict[str, Amo
 
 
 def _document_len(
-    config: RowsConfig, rows: RowSet | None, stage: StageConfig, loaded: LoadedRecipe
+    config: DatasetConfig, rows: RowSet | None, stage: StageConfig, loaded: LoadedRecipe
 ) -> tuple[float, str]:
     """Σ length² ÷ Σ length of what attends to itself, and where that is from."""
     if rows is not None:
@@ -185,7 +185,7 @@ def _document_len(
         return documents(np.concatenate(lens)).mean, f"{COUNTED} in {len(picked)} rows"
     if stage.attention == "full" or config.attention == "full" or config.strategy:
         return float(config.seq_len), "rows see all of themselves"
-    if config.packing == "whole":
+    if config.packing == "single_doc":
         return float(config.seq_len), "one document fills a row"
     found = [_source_len(loaded, name, config.seq_len) for name in config.shares]
     shares = list(config.shares.values())

@@ -282,7 +282,7 @@ def _tracker_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
         for name in stage.loggers:
             if find_spec(name) is None:
                 text = f"{name} is not installed here; pip install 'unspool[track]', or leave it out."
-                yield Problem(place=("stages", index, "track"), text=text)
+                yield Problem(place=("stages", index, "loggers"), text=text)
 
 
 def _eval_problems(loaded: LoadedRecipe) -> Iterator[Problem]:

@@ -23,7 +23,7 @@ from unspool.core.progress import console, say
 from unspool.data.corpus.build import build_corpus
 from unspool.data.corpus.executors import check_engine
 from unspool.data.packing.build import build_rows
-from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.config import DatasetConfig
 from unspool.data.sources.config import RecallSource, Source, SyntheticSource
 from unspool.evals.contexts import Plan, runnable
 from unspool.evals.run import Scoring, score_model
@@ -106,7 +106,7 @@ class Preparation:
         counts = {}
         for name in self.recipe.datasets:
             with self._timed(f"rows/{name}"):
-                counts[name] = self._rows(name, self.out / "rows" / name)
+                counts[name] = self._rows(name, self.out / "datasets" / name)
         return counts
 
     def _rows(self, name: str, folder: Path) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Preparation:
             embed=self._embed(config),
         )
 
-    def _embed(self, config: RowsConfig) -> Any:
+    def _embed(self, config: DatasetConfig) -> Any:
         """What makes vectors of texts, for rows that are filled with what is near by them."""
         if config.nextlong is None or config.nextlong.model is None:
             return None
@@ -291,12 +291,12 @@ class Run(Preparation):
         index = names.index(stage.name)
         start = stage.init
         if start == "previous":
-            start = names[index - 1] if index else "model"
-        return None if start == "model" else self.recipe.stages[names.index(start)]
+            start = names[index - 1] if index else "base"
+        return None if start == "base" else self.recipe.stages[names.index(start)]
 
     def _inputs(self, stage: StageConfig) -> StageInputs:
         earlier = self._earlier(stage)
-        rows = self.out / "rows"
+        rows = self.out / "datasets"
         folder = None if earlier is None else self._stage_dir(earlier.name)
         return StageInputs(
             model=self.model if folder is None else str(folder / "model"),

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from unspool.core.config import Config
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import Size
-from unspool.rope.tables import RopeShape, Settled, one_base
+from unspool.rope.tables import RopeShape, RopeSettings, one_base
 
 # Table 2 of the paper, in units of 10,000: head 1 to head 32.
 PRINTED = (
@@ -55,12 +55,12 @@ class Harpe(Config):
             raise ValueError("rotate_by_layer has no meaning with shared, where all heads have one base")
         return self
 
-    def settle(self, rope: RopeShape, context_len: int) -> Settled:
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         bases = self.head_bases(rope, context_len)
         max_positions = max(context_len, rope.max_positions)
         if self.shared:
-            return Settled(parameters=one_base(bases.mean()), max_positions=max_positions)
-        return Settled(head_bases=bases, rotate_by_layer=self.rotate_by_layer, max_positions=max_positions)
+            return RopeSettings(parameters=one_base(bases.mean()), max_positions=max_positions)
+        return RopeSettings(head_bases=bases, rotate_by_layer=self.rotate_by_layer, max_positions=max_positions)
 
     def head_bases(self, rope: RopeShape, context_len: int) -> np.ndarray:
         """The base of each KV head."""

@@ -33,7 +33,7 @@ from unspool.studies.shared_work import SharingRun, load_written, recipe_digest,
 
 DONE, FAILURES = "done", "failures"
 State = Literal["finished", "begun", "not begun", "failed", "running elsewhere"]
-BOXES = ("corpus", "rows", "stages", "scores")
+BOXES = ("corpus", "datasets", "stages", "scores")
 
 
 @dataclass(frozen=True, kw_only=True)

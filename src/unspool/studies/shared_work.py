@@ -84,7 +84,7 @@ def path_places(recipe: Recipe) -> Iterator[Place]:
         yield from (("sources", name, key) for key in SOURCE_PATHS if getattr(source, key, None))
     for name, rows in recipe.datasets.items():
         if rows.nextlong and rows.nextlong.model:
-            yield ("rows", name, "negatives", "model")
+            yield ("datasets", name, "nextlong", "model")
     for at, entry in enumerate(recipe.evals):
         yield from (("evals", at, key) for key in EVAL_PATHS if getattr(entry, key, None))
         yield from (("evals", at, "paths", name) for name in getattr(entry, "paths", {}))
@@ -124,7 +124,7 @@ def rows_key(loaded: LoadedRecipe, name: str) -> str:
     config = loaded.recipe.datasets[name]
     corpora = {source: corpus_key(loaded, source) for source in config.shares}
     embedder = located(loaded, config.nextlong.model) if config.nextlong else None
-    plain = config.model_dump(mode="json", by_alias=True, exclude={"negatives": {"model"}})
+    plain = config.model_dump(mode="json", by_alias=True, exclude={"nextlong": {"model"}})
     return digest([plain, name, corpora, _tokenizer(loaded), embedder, loaded.recipe.seed])[:16]
 
 
@@ -171,7 +171,7 @@ class SharingRun(Run):
         return counts
 
     def _rows(self, name: str, folder: Path) -> dict[str, Any]:
-        shared = self._shared / "rows" / rows_key(self.loaded, name) / name
+        shared = self._shared / "datasets" / rows_key(self.loaded, name) / name
         with locked(shared.parent):
             counts = super()._rows(name, shared)
             lend(shared, folder)

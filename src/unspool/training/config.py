@@ -8,7 +8,7 @@ from unspool.core.config import Config
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import Size
 from unspool.models.memory.policy import MemoryPolicy, Recompute
-from unspool.rope.methods import Position, Unchanged
+from unspool.rope.methods import RopeMethod, Unchanged
 from unspool.training.optim.config import OptimizerConfig
 from unspool.training.parallel.config import ParallelConfig
 from unspool.training.spike_guard import GuardConfig
@@ -40,14 +40,14 @@ def is_due(every: int | None, step: int, steps: int) -> bool:
     return step % (every or max(1, steps // 10)) == 0 or step == steps
 
 
-# What a stage may say about refitting queries and keys. Apart from refit.py: needs no torch.
+# What a stage may say about attention distillation. Apart from distill.py: needs no torch.
 
 
 # Rows per step where a recipe does not say.
 ROWS_PER_STEP = 8
 
 
-class RefitConfig(Config):
+class AttentionDistillationConfig(Config):
     """Queries and keys are fitted so that each layer attends as it did in the model that the stage starts from."""
 
     datasets: str | dict[str, float] = Field(description="rows, or rows with shares of tokens, within the old context")
@@ -55,21 +55,21 @@ class RefitConfig(Config):
     during: float = Field(0.0, ge=0, description="weight of this distance beside training's loss, in each of its steps")
     after: int = Field(0, ge=0, description="steps after the last step of training")
     batch_tokens: Size | None = Field(None, description="tokens per step; 8 rows when not given")
-    during_batch_tokens: Size | None = Field(None, description="the same beside a step of training; as batch when not given")
+    during_batch_tokens: Size | None = Field(None, description="the same beside a step of training; as batch_tokens when not given")
     lr: float | None = Field(None, gt=0, description="Adam's highest rate, for before and after")
     after_lr: float | None = Field(None, gt=0, description="the same after training; a quarter of lr when not given")
 
-    @field_validator("rows")
+    @field_validator("datasets")
     @classmethod
-    def _positive(cls, rows: str | dict[str, float]) -> str | dict[str, float]:
-        if not rows or (isinstance(rows, dict) and min(rows.values()) <= 0):
+    def _positive(cls, datasets: str | dict[str, float]) -> str | dict[str, float]:
+        if not datasets or (isinstance(datasets, dict) and min(datasets.values()) <= 0):
             raise ValueError("name rows, or rows with shares above 0, such as {short: 0.75, recall: 0.25}")
-        return rows
+        return datasets
 
     @model_validator(mode="after")
-    def _does_something(self) -> "RefitConfig":
+    def _does_something(self) -> "AttentionDistillationConfig":
         if not self.before and not self.during and not self.after:
-            raise ValueError("give before or after, numbers of steps, or during, a weight; or leave refit out")
+            raise ValueError("give before or after, numbers of steps, or during, a weight; or leave attention_distillation out")
         if (self.before and self.lr is None) or (self.after and self.lr is None and self.after_lr is None):
             raise ValueError("give lr, the highest rate of its own steps, such as 4e-3")
         return self
@@ -96,16 +96,16 @@ class StageConfig(Config):
     """One training stage: a mix of rows at one context length under one schedule."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    init: str = Field("previous", description="previous | model | the name of an earlier stage")
+    init: str = Field("previous", description="previous | base | the name of an earlier stage")
     context_length: Size
     export_context_length: Size | None = Field(None, description="the context that the trained model claims; this one when not given")
-    rope: Position = Unchanged()
-    attention_distillation: RefitConfig | None = Field(
+    rope: RopeMethod = Unchanged()
+    attention_distillation: AttentionDistillationConfig | None = Field(
         None, description="queries and keys fitted to what the model attended to before its positions were changed"
     )
-    attention: Literal["documents", "full"] = Field(
-        "documents",
-        description="documents: each sees only itself, but in tangled or interleaved rows; full: rows see everything",
+    attention: Literal["intra_document", "full"] = Field(
+        "intra_document",
+        description="intra_document: each sees only itself, but in tangled or interleaved rows; full: rows see everything",
     )
     mix: dict[str, float] = Field(description="rows: share of tokens")
     tokens: Size
@@ -127,7 +127,7 @@ class StageConfig(Config):
     layers_per_checkpoint: int = Field(1, ge=1, description="layers that share a checkpoint")
     offload: bool = Field(False, description="checkpoints of recomputed layers wait in host memory")
     keep_products: int = Field(
-        0, ge=0, description="layers, from the last, that keep their matrix products too; with recompute keep-attention"
+        0, ge=0, description="layers, from the last, that keep their matrix products too; with activation_checkpointing keep-attention"
     )
     keep_on_host: int = Field(0, ge=0, description="of those layers, how many have what they keep in host memory")
     mlp_tiles: Size | None = Field(None, description="tokens that norms and MLPs compute at a time")
@@ -151,51 +151,52 @@ class StageConfig(Config):
     def _held_out(self) -> "StageConfig":
         if self.validation and self.validation.dataset in self.mix:
             raise ValueError(
-                f"validation.rows {self.validation.dataset} are in the mix, so their loss would say nothing about new "
-                "text; give rows that are made from another source"
+                f"validation.dataset {self.validation.dataset} is in the mix, so its loss would say nothing about new "
+                "text; give one that is made from another source"
             )
         return self
 
     @model_validator(mode="after")
-    def _refit_has_something_to_fit(self) -> "StageConfig":
+    def _distillation_has_something_to_fit(self) -> "StageConfig":
         if self.attention_distillation and self.attention_distillation.before and isinstance(self.rope, Unchanged):
             raise ValueError(
-                "refit.before has nothing to do while position is unchanged; give a position method, or leave "
-                "refit.before out"
+                "attention_distillation.before has nothing to do while rope is unchanged; give a rope method, or leave "
+                "attention_distillation.before out"
             )
         if self.attention_distillation and self.validation and self.validation.dataset in self.attention_distillation.shares:
             raise ValueError(
-                f"validation.rows {self.validation.dataset} are in refit.rows, so their loss would say little about new "
-                "text; give rows that are made from another source"
+                f"validation.dataset {self.validation.dataset} is in attention_distillation.datasets, so its loss would say "
+                "little about new "
+                "text; give one that is made from another source"
             )
         return self
 
-    @field_validator("lr_for")
+    @field_validator("lr_overrides")
     @classmethod
-    def _not_negative(cls, lr_for: dict[str, float]) -> dict[str, float]:
-        if any(lr < 0 or not name for name, lr in lr_for.items()):
+    def _not_negative(cls, lr_overrides: dict[str, float]) -> dict[str, float]:
+        if any(lr < 0 or not name for name, lr in lr_overrides.items()):
             raise ValueError("every lr must be 0 or more and stand after a part of a name, such as {q_proj: 1e-4}")
-        return lr_for
+        return lr_overrides
 
     @model_validator(mode="after")
     def _whole_contexts(self) -> "StageConfig":
         if self.batch_tokens % self.context_length:
-            raise ValueError(f"batch must be a multiple of context ({self.context_length} tokens)")
+            raise ValueError(f"batch_tokens must be a multiple of context_length ({self.context_length} tokens)")
         if self.micro_batch_tokens and (self.micro_batch_tokens % self.context_length or self.batch_tokens % self.micro_batch_tokens):
-            raise ValueError("micro_batch must be a multiple of context and divide batch")
+            raise ValueError("micro_batch_tokens must be a multiple of context_length and divide batch_tokens")
         if self.optimizer.step == "in-backward" and (self.micro_batch_tokens or self.context_length) != self.batch_tokens:
             raise ValueError(
-                "optimizer.step in-backward has no gradient left to add a second one to, so batch must equal "
-                f"micro_batch ({self.micro_batch_tokens or self.context_length} tokens); or set optimizer.step to after"
+                "optimizer.step in-backward has no gradient left to add a second one to, so batch_tokens must equal "
+                f"micro_batch_tokens ({self.micro_batch_tokens or self.context_length} tokens); or set optimizer.step to after"
             )
         if self.tokens < self.batch_tokens:
             raise ValueError("tokens must be at least one batch")
         if self.export_context_length and self.export_context_length > self.context_length:
-            raise ValueError("claim must not exceed context: the model would claim what it never saw")
+            raise ValueError("export_context_length must not exceed context_length: the model would claim what it never saw")
         if self.export_context_length and self.export_context_length < self.context_length and self.rope.method in BY_CONTEXT:
             raise ValueError(
-                f"claim cannot be below context with method {self.rope.method}, whose positions depend on what the "
-                "model claims; use abf, ntk or harpe"
+                f"export_context_length cannot be below context_length with method {self.rope.method}, whose positions "
+                "depend on what the model claims; use abf, ntk or harpe"
             )
         return self
 

@@ -36,13 +36,13 @@ from unspool.models.load import build_new, fit_vocabulary, load_model, model_dig
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.presets import NewModel
-from unspool.models.rotary import apply_position
+from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import load_tokenizer
 from unspool.training.checkpoint.resume import CHECKPOINTS, OPTIMIZER, load_trained_weights, resume, save_handover
 from unspool.training.checkpoint.save import checkpoints
 from unspool.training.config import StageConfig
 from unspool.training.distill.distill import FILE as REFIT
-from unspool.training.distill.distill import build_refit, check_refit
+from unspool.training.distill.distill import build_distillation, check_refit
 from unspool.training.loader import LEDGER
 from unspool.training.loop import Training, run_steps
 from unspool.training.metrics.logger import METRICS, build_watch, keep_watched
@@ -63,9 +63,9 @@ KIND = "stage"
 # be done about a wrong step (so that a stage which stopped at one can be told to skip it, and goes on).
 UNCHANGING = {
     "checkpoint_every",
-    "start",
+    "init",
     "guard",
-    "track",
+    "loggers",
     "validation",
     "samples",
     "parallel",
@@ -111,7 +111,7 @@ def run_stage(
     model, tokenizer = _build(stage, inputs, handed_on, seed=seed, device=device, team=team)
     updater, guard = build_updater(stage, model, seed=seed), Guard(stage.guard)
     updater.load_moments(handed_on)
-    refit = build_refit(
+    refit = build_distillation(
         stage,
         model,
         updater,
@@ -141,10 +141,10 @@ def run_stage(
             validation=inputs.validation,
             team=team,
         ) as watch:
-            beside = refit.during() if refit is not None else None
-            training = Training(model, updater, guard, mix, rows, device, team, model_shape(model), beside)
+            aux_loss = refit.during() if refit is not None else None
+            training = Training(model, updater, guard, mix, rows, device, team, model_shape(model), aux_loss)
             run_steps(stage, training, work, done=done, watch=watch)
-            del training, beside  # and its teacher: `after` loads one of its own
+            del training, aux_loss  # and its teacher: `after` loads one of its own
         if refit is not None:
             refit.after()
         team.ranks.outside("exporting", stage.steps)
@@ -226,11 +226,11 @@ def _identity(stage: StageConfig, inputs: StageInputs, *, seed: int, device: tor
     hashes = {f"rows {name}": _rows_digest(folder) for name, folder in (inputs.datasets | inputs.attention_distillation).items()}
     if isinstance(model, NewModel):
         hashes["tokenizer"] = model_digest(model.tokenizer)
-    # Stages of before these were left out say `recompute`, so it is always said to be none; and those of before there
-    # was an `optimizer` or a `refit` do not name it.
+    # Stages of before these were left out say `activation_checkpointing`, so it is always said to be none; and those of before there
+    # was an `optimizer` or an `attention_distillation` do not name it.
     own = UNCHANGING | ({"optimizer"} if stage.optimizer == OptimizerConfig() else set())
-    own |= {"refit"} if stage.attention_distillation is None else set()
-    settings = stage.model_dump(mode="json", exclude=own) | {"recompute": "none"}
+    own |= {"attention_distillation"} if stage.attention_distillation is None else set()
+    settings = stage.model_dump(mode="json", exclude=own) | {"activation_checkpointing": "none"}
     return {
         "kind": KIND,
         "inputs": {"model": start} | hashes,
@@ -281,7 +281,7 @@ def _build(
     else:
         model, tokenizer = _load_start(inputs, inputs.model, place)
     _take_template(tokenizer, stage, inputs)
-    apply_position(model, stage.rope, stage.context_length)
+    apply_rope(model, stage.rope, stage.context_length)
     load_trained_weights(model, handed_on)
     if team.mesh is not None:
         return parallelize(model, team.mesh, stage.parallel, memory=stage.memory, fuse=stage.compile), tokenizer

@@ -143,8 +143,8 @@ def _inputs(folder: Path, *, seed: int) -> StageInputs:
     (subject,) = small_subjects(folder / "models", seed=seed, wide=False, names=["llama"])
     places = {}
     for name, rows in _kill_rows(seed).items():
-        places[name] = folder / "rows" / name
-        with publish(places[name], kind="rows", inputs={}, settings={}) as draft:
+        places[name] = folder / "datasets" / name
+        with publish(places[name], kind="dataset", inputs={}, settings={}) as draft:
             with RowWriter(draft.folder, row_len=len(rows[0].tokens), masked=True) as writer:
                 for row in rows:
                     writer.append(row)

@@ -21,7 +21,7 @@ from unspool.verification.tolerance import allowed
 # Tiles are to be cut: none of the rows is a multiple of this.
 TILE = 37
 POLICIES: dict[str, MemoryPolicy] = {
-    "recompute": MemoryPolicy(activation_checkpointing="full"),
+    "activation-checkpointing": MemoryPolicy(activation_checkpointing="full"),
     "keep-attention": MemoryPolicy(activation_checkpointing="keep-attention"),
     "keep-products": MemoryPolicy(activation_checkpointing="keep-attention", keep_products=2, keep_on_host=1),
     "recompute-every": MemoryPolicy(activation_checkpointing="full", layers_per_checkpoint=2),
@@ -33,7 +33,7 @@ POLICIES: dict[str, MemoryPolicy] = {
     ),
 }
 WHAT = {
-    "recompute": "every layer computed again in the backward pass",
+    "activation-checkpointing": "every layer computed again in the backward pass",
     "keep-attention": "the same, but attention's results are kept",
     "keep-products": "matrix products of two layers are kept as well, one of them in host memory",
     "recompute-every": "two layers share a checkpoint",

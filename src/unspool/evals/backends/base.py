@@ -14,20 +14,20 @@ from unspool.evals.suites.perplexity import window_losses
 from unspool.models.fuse import fuse_for_reading, pays_to_fuse
 from unspool.models.generation.generate import answer
 from unspool.models.load import load_model
-from unspool.models.rotary import apply_position
+from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import load_tokenizer
-from unspool.rope.methods import Position
+from unspool.rope.methods import RopeMethod
 
 # A model with other positions than it was trained with, to see what they do without training.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    rope: Position
+    rope: RopeMethod
     context_length: int  # tokens that the method is to reach
 
     def apply(self, model: Any) -> None:
-        apply_position(model, self.rope, self.context_length)
+        apply_rope(model, self.rope, self.context_length)
 
     def of(self, model_hash: str) -> str:
         """What scores depend on, where a model is stretched so."""

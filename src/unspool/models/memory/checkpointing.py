@@ -23,7 +23,7 @@ from unspool.models.memory.tiling import apply_tiles
 
 
 def apply_recompute(layers: list[nn.Module], policy: MemoryPolicy, device: torch.device) -> None:
-    """One checkpoint for `recompute_every` layers; that of the last group stays on the device, where it is needed."""
+    """One checkpoint for `layers_per_checkpoint` layers; that of the last group stays on the device, where it is needed."""
     every = policy.layers_per_checkpoint
     for layer in layers[len(layers) - policy.keep_products :]:
         keep_products(layer)
@@ -87,8 +87,8 @@ class _Group:
         elif hidden is not self._hidden:
             self._hidden = None
             raise ConfigError(
-                f"recompute_every: something happens to the hidden states between the layers of this model "
-                f"({self._name}), so that layers cannot share a checkpoint; set recompute_every to 1."
+                f"layers_per_checkpoint: something happens to the hidden states between the layers of this model "
+                f"({self._name}), so that layers cannot share a checkpoint; set layers_per_checkpoint to 1."
             )
         self._calls.append((args, kwargs))
         if number < len(self._forwards) - 1:

@@ -1,7 +1,7 @@
 """Queries and keys, fitted so that each layer attends as it did before its positions were changed.
 
 In: the model of a stage, the model that the stage starts from, rows within that one's context. Out: the same model
-with other queries and keys; `refit.jsonl`. Beside training (`during`) it only adds to the gradients of training's own
+with other queries and keys; `attention_distillation.jsonl`. AuxLoss training (`during`) it only adds to the gradients of training's own
 steps, so that queries and keys learn what is new and keep what was at once.
 Per step: one pass of the untouched model (the teacher); each layer of the student gets the teacher's own input of that
 layer and is moved towards the teacher's attention (KL, mean over heads and queries, summed over layers). So there is no
@@ -37,7 +37,7 @@ from unspool.models.fuse import compute_in_bf16
 from unspool.models.load import original_context
 from unspool.models.presets import NewModel
 from unspool.training.batch import Batch, build_batch
-from unspool.training.config import ROWS_PER_STEP, RefitConfig, StageConfig
+from unspool.training.config import ROWS_PER_STEP, AttentionDistillationConfig, StageConfig
 from unspool.training.distill.layers import Attended, compare_layers, divergence, fitted_parameters
 from unspool.training.interrupt import StoppedError, listen
 from unspool.training.metrics.logger import GrowingFile
@@ -45,9 +45,9 @@ from unspool.training.metrics.validation import looking_at
 from unspool.training.optim.base import Updater
 
 # Called with the number of a step of training.
-Beside = Callable[[int], float]
+AuxLoss = Callable[[int], float]
 
-FILE = "refit.jsonl"
+FILE = "attention_distillation.jsonl"
 # What the steps before training made, in the work folder: a stage that goes on need not make it again.
 WEIGHTS = "refit.safetensors"
 BETAS = (0.9, 0.95)
@@ -83,17 +83,17 @@ def check_refit(
     for name, length in row_lens.items():
         if length > own:
             raise ConfigError(
-                f"stage {stage.name}: refit.rows {name} have {format_size(length)} tokens, and the model that the "
+                f"stage {stage.name}: attention_distillation.datasets {name} have {format_size(length)} tokens, and the model that the "
                 f"stage starts from has a context of {format_size(own)}; use rows of at most {format_size(own)}."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refit:
+class AttentionDistillation:
     """Before, during and after the training of one stage."""
 
     stage: StageConfig
-    config: RefitConfig
+    config: AttentionDistillationConfig
     model: Any
     updater: Updater
     rows: Mapping[str, RowSet]
@@ -115,7 +115,7 @@ class Refit:
             aside.replace(self.work / WEIGHTS)
         self._set(kept)
 
-    def during(self) -> Beside | None:
+    def during(self) -> AuxLoss | None:
         """What adds this distance's gradient to a step of training, and returns the distance; None if nothing does."""
         if not self.config.during:
             return None
@@ -252,7 +252,7 @@ class Refit:
                 master.copy_(weights[name])
 
 
-def build_refit(
+def build_distillation(
     stage: StageConfig,
     model: Any,
     updater: Updater,
@@ -262,30 +262,30 @@ def build_refit(
     seed: int,
     order: str,
     load_teacher: Callable[[], Any],
-) -> Refit | None:
+) -> AttentionDistillation | None:
     """`order` names the stage where its rows are to come in another order than those of other stages."""
     if stage.attention_distillation is None:
         return None
     row_lens = {name: rows[name].row_len for name in stage.attention_distillation.shares}
     slot = max(row_lens.values())
-    for key, batch in (("batch", stage.attention_distillation.batch_tokens), ("during_batch", stage.attention_distillation.during_batch_tokens)):
+    for key, batch in (("batch_tokens", stage.attention_distillation.batch_tokens), ("during_batch_tokens", stage.attention_distillation.during_batch_tokens)):
         if batch and batch % slot:
             raise ConfigError(
-                f"stage {stage.name}: refit.{key} {format_size(batch)} is not a multiple of its rows' length of "
+                f"stage {stage.name}: attention_distillation.{key} {format_size(batch)} is not a multiple of its rows' length of "
                 f"{format_size(slot)}; change one of them."
             )
     sizes = {name: len(rows[name]) for name in row_lens}
-    # No stage's name holds a space, so this is the order of no mix.
+    # No stage's name holds a space, so this is the order of no mix. The word seeds the order: it stays as it is.
     mix = Mix(stage.attention_distillation.shares, sizes, row_lens, slot, seed, f"{order} refit")
     with looking_at(model):
         layers = fitted_parameters(model)
     trained = {name for name, _ in updater.named_masters()}
     if stage.attention_distillation.during and not any(name in trained for layer in layers for name in layer):
         raise ConfigError(
-            f"stage {stage.name}: refit.during works through training's own steps, and lr_for sets queries and keys to "
+            f"stage {stage.name}: attention_distillation.during works through training's own steps, and lr_overrides sets queries and keys to "
             "0; give them a rate, or leave during out."
         )
-    return Refit(
+    return AttentionDistillation(
         stage=stage,
         config=stage.attention_distillation,
         model=model,

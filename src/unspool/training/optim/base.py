@@ -28,7 +28,7 @@ from unspool.models.fuse import keep_tables
 from unspool.training.config import StageConfig
 from unspool.training.optim.adamw import (
     Rates,
-    Trained,
+    ParamState,
     build_trained,
     collect,
     load_moment,
@@ -50,7 +50,7 @@ class Updater:
     def __init__(
         self,
         model: Any,
-        trained: list[Trained],
+        trained: list[ParamState],
         *,
         betas: tuple[float, float],
         clip: float,
@@ -129,10 +129,10 @@ class Updater:
         dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
         return square.sqrt()
 
-    def _collect(self, one: Trained, parameter: Tensor) -> None:
+    def _collect(self, one: ParamState, parameter: Tensor) -> None:
         collect(one, _taken(parameter))
 
-    def _step_now(self, one: Trained, parameter: Tensor) -> None:
+    def _step_now(self, one: ParamState, parameter: Tensor) -> None:
         assert one.norm is None, f"{one.name} got a second gradient in one step, of which the first is used already"
         collect(one, _taken(parameter))
         assert one.grad is not None
@@ -197,7 +197,7 @@ class Updater:
 
 
 def build_updater(stage: StageConfig, model: Any, *, seed: int = 0) -> Updater:
-    """AdamW; norms and biases are not decayed, and what `lr_for` sets to 0 is not trained at all.
+    """AdamW; norms and biases are not decayed, and what `lr_overrides` sets to 0 is not trained at all.
 
     The model's parameters (not its buffers: tables of positions stay fp32) become what the stage computes in.
     """
@@ -242,10 +242,10 @@ def _check(stage: StageConfig, names: list[str], *, is_divided: bool) -> None:
     for part in stage.lr_overrides:
         if not any(part in name for name in names):
             raise ConfigError(
-                f"stage {stage.name}: lr_for has {part!r}, which is in no parameter's name; they read {names[1]} …"
+                f"stage {stage.name}: lr_overrides has {part!r}, which is in no parameter's name; they read {names[1]} …"
             )
     if not any(_lr(stage, name) for name in names):
-        raise ConfigError(f"stage {stage.name}: lr_for sets every parameter to 0, so nothing is trained.")
+        raise ConfigError(f"stage {stage.name}: lr_overrides sets every parameter to 0, so nothing is trained.")
     if is_divided and (stage.optimizer.weights, stage.optimizer.states) != ("fp32", "fp32"):
         raise ConfigError(
             f"stage {stage.name}: optimizer.weights {stage.optimizer.weights} and states {stage.optimizer.states} are "

@@ -25,7 +25,7 @@ from unspool.models.fuse import fuse_parts
 from unspool.models.load import load_model
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
-from unspool.models.rotary import apply_position
+from unspool.models.rotary import apply_rope
 from unspool.rope.harpe import Harpe
 from unspool.training.config import StageConfig
 from unspool.training.parallel.config import ParallelConfig
@@ -151,7 +151,7 @@ def _read(stage: StageConfig, folder: Path, mesh: DeviceMesh, device: torch.devi
     load_shards(model, folder, device)
     if (folder / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    apply_position(model, stage.rope, stage.context_length)
+    apply_rope(model, stage.rope, stage.context_length)
     return model
 
 

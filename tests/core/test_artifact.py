@@ -1,4 +1,4 @@
-"""Artefacts: whole or absent whatever happens, and known to be stale when they are."""
+"""Artifacts: whole or absent whatever happens, and known to be stale when they are."""
 
 import json
 import signal
