@@ -252,7 +252,8 @@ def build(shape: dict[str, Any], length: int, device: torch.device) -> Any:
 
 def describe(policy: MemoryPolicy) -> str:
     return (
-        f"recompute {policy.activation_checkpointing}, a checkpoint per {policy.layers_per_checkpoint}, offload, tiles of "
+        f"recompute {policy.activation_checkpointing}, a checkpoint per {policy.layers_per_checkpoint}, offload, "
+        "tiles of "
         f"{format_size(policy.mlp_tiles or 0)}, {policy.attention_heads_at_once} KV heads at once"
     )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from unspool.training.optim.adamw import Rates, ParamState, build_trained, collect, update_all
+from unspool.training.optim.adamw import ParamState, Rates, build_trained, collect, update_all
 from unspool.training.optim.adamw8bit import Quantized
 
 RESULTS = Path(__file__).parent / "results" / "optimizers.json"

@@ -20,12 +20,12 @@ from unspool.core.config import Config
 from unspool.data.corpus.config import EngineConfig
 from unspool.data.packing.config import (
     CipConfig,
-    NextLongConfig,
-    ReplaceConfig,
     DatasetConfig,
+    NextLongConfig,
     PoseConfig,
-    UtkConfig,
+    ReplaceConfig,
     UpsampleConfig,
+    UtkConfig,
 )
 from unspool.data.sources.config import (
     ChatSource,
@@ -39,7 +39,16 @@ from unspool.data.sources.config import (
     TextbooksSource,
     TextSource,
 )
-from unspool.evals.config import HelmetEval, InfbenchEval, KeyValueEval, PerplexityEval, LvEval, NiahEval, NochaEval, RulerEval
+from unspool.evals.config import (
+    HelmetEval,
+    InfbenchEval,
+    KeyValueEval,
+    LvEval,
+    NiahEval,
+    NochaEval,
+    PerplexityEval,
+    RulerEval,
+)
 from unspool.models.presets import NewModel
 from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_recipes

@@ -13,7 +13,7 @@ from unspool.core.artifacts import read_manifest
 from unspool.evals import questions
 from unspool.evals.backends import base
 from unspool.evals.backends.base import ModelBackend
-from unspool.evals.config import KeyValueEval, PerplexityEval, NiahEval, RulerEval
+from unspool.evals.config import KeyValueEval, NiahEval, PerplexityEval, RulerEval
 from unspool.evals.contexts import Plan
 from unspool.evals.run import Scoring, score_model
 from unspool.evals.suites import niah

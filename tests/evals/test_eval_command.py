@@ -12,7 +12,7 @@ from unspool.cli.eval_options import table_row
 from unspool.core.errors import ConfigError
 from unspool.evals import questions
 from unspool.evals.backends import pick
-from unspool.evals.config import KeyValueEval, PerplexityEval, NiahEval, RulerEval
+from unspool.evals.config import KeyValueEval, NiahEval, PerplexityEval, RulerEval
 
 from .oracles import Oracle
 from .toy import TOY

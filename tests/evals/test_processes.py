@@ -18,7 +18,7 @@ from unspool.cli.main import build_app
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.evals.backends.base import ModelBackend
 from unspool.evals.backends.processes import ProcessesBackend
-from unspool.evals.config import KeyValueEval, PerplexityEval, NiahEval
+from unspool.evals.config import KeyValueEval, NiahEval, PerplexityEval
 from unspool.evals.contexts import Plan
 from unspool.evals.run import Scoring, score
 

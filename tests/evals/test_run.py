@@ -8,7 +8,7 @@ import pytest
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError, DataError
 from unspool.evals import run
-from unspool.evals.config import KeyValueEval, PerplexityEval, NiahEval
+from unspool.evals.config import KeyValueEval, NiahEval, PerplexityEval
 from unspool.evals.run import Scoring, score
 
 from .oracles import Killed, Oracle, Rambler, Silent

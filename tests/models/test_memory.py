@@ -28,10 +28,20 @@ EXACT = {
     "offload groups": MemoryPolicy(activation_checkpointing="keep-attention", layers_per_checkpoint=2, offload=True),
     "heads": MemoryPolicy(attention_heads_at_once=1),
     "products": MemoryPolicy(activation_checkpointing="keep-attention", keep_products=LAYERS),
-    "some products": MemoryPolicy(activation_checkpointing="keep-attention", keep_products=3, attention_heads_at_once=1),
-    "products on the host": MemoryPolicy(activation_checkpointing="keep-attention", keep_products=4, keep_on_host=2, offload=True),
+    "some products": MemoryPolicy(
+        activation_checkpointing="keep-attention", keep_products=3, attention_heads_at_once=1
+    ),
+    "products on the host": MemoryPolicy(
+        activation_checkpointing="keep-attention", keep_products=4, keep_on_host=2, offload=True
+    ),
 }
-ALL = MemoryPolicy(activation_checkpointing="keep-attention", layers_per_checkpoint=2, offload=True, mlp_tiles=10, attention_heads_at_once=1)
+ALL = MemoryPolicy(
+    activation_checkpointing="keep-attention",
+    layers_per_checkpoint=2,
+    offload=True,
+    mlp_tiles=10,
+    attention_heads_at_once=1,
+)
 # Sums over tiles are made in another order.
 ROUNDED = {
     "tiles": MemoryPolicy(mlp_tiles=10),
@@ -210,7 +220,11 @@ def backward_of_states(model):
 def test_tiles_lower_the_peak_of_a_whole_pass():
     peaks = {}
     for tile in (None, 16):
-        model = build(policy=MemoryPolicy(activation_checkpointing="full", mlp_tiles=tile), intermediate_size=640, num_hidden_layers=2)
+        model = build(
+            policy=MemoryPolicy(activation_checkpointing="full", mlp_tiles=tile),
+            intermediate_size=640,
+            num_hidden_layers=2,
+        )
         with Watch(with_peak=True) as watch:
             backward_of_states(model)
         peaks[tile] = watch.peak

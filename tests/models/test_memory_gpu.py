@@ -26,7 +26,11 @@ POLICIES = {
     "heads": MemoryPolicy(attention_heads_at_once=1),
     "tiles": MemoryPolicy(mlp_tiles=500),
     "all": MemoryPolicy(
-        activation_checkpointing="keep-attention", layers_per_checkpoint=2, offload=True, mlp_tiles=500, attention_heads_at_once=1
+        activation_checkpointing="keep-attention",
+        layers_per_checkpoint=2,
+        offload=True,
+        mlp_tiles=500,
+        attention_heads_at_once=1,
     ),
 }
 # bf16 has 8 bits; kernels that add up gradients in any order differ by about one of them.

@@ -48,7 +48,12 @@ def test_prolong_follows_table_9():
         4 * M,
         1e-5,
     )
-    assert (second.context_length, second.rope.base, second.tokens, second.batch_tokens) == (512 * K, 1.28e8, 20 * B, 8 * M)
+    assert (second.context_length, second.rope.base, second.tokens, second.batch_tokens) == (
+        512 * K,
+        1.28e8,
+        20 * B,
+        8 * M,
+    )
     assert (sft.tokens, sft.batch_tokens, sft.lr, sft.warmup_ratio, sft.min_lr_ratio) == (B, 4 * M, 2e-5, 0.05, 0.1)
     assert all(stage.attention == "documents" for stage in (first, second, sft))
     assert first.mix == {"repos-64k": 0.3, "books-64k": 0.3, "textbooks-64k": 0.03, "short": 0.37}

@@ -73,7 +73,9 @@ def test_sources_get_all_tokens_of_all_stages():
         wanted = sum(stage.steps * stage.batch_tokens for stage in loaded.recipe.stages)
         assert sum(source.tokens for source in found.sources) == pytest.approx(wanted), name
         for stage in loaded.recipe.stages:
-            assert sum(use.tokens for use in found.stages[stage.name]) == pytest.approx(stage.steps * stage.batch_tokens)
+            assert sum(use.tokens for use in found.stages[stage.name]) == pytest.approx(
+                stage.steps * stage.batch_tokens
+            )
 
 
 def test_rows_that_are_built_are_counted_as_attention_sees_them(mini, tmp_path):

@@ -54,4 +54,9 @@ def test_a_refit_has_shares_and_a_smaller_rate_after_training():
     refit = build_stage(refit={"rows": "short", "after": 8, "lr": 4e-3}).attention_distillation
 
     assert (refit.shares, refit.lr_after, refit.before) == ({"short": 1.0}, 1e-3, 0)
-    assert build_stage(refit={"rows": {"a": 3, "b": 1}, "after": 8, "lr": 1, "after_lr": 2}).attention_distillation.lr_after == 2
+    assert (
+        build_stage(
+            refit={"rows": {"a": 3, "b": 1}, "after": 8, "lr": 1, "after_lr": 2}
+        ).attention_distillation.lr_after
+        == 2
+    )

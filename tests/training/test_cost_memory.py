@@ -121,7 +121,10 @@ def test_each_setting_takes_less_than_the_one_before():
 def test_numbers_that_other_files_set_are_theirs():
     assert cost_memory.MOST_LEAVING == offload.MOST_LEAVING
     count = cost_memory._Count(
-        LLAMA_8B, Held(tokens=1, policy=MemoryPolicy(activation_checkpointing="keep-attention", keep_products=20, keep_on_host=9))
+        LLAMA_8B,
+        Held(
+            tokens=1, policy=MemoryPolicy(activation_checkpointing="keep-attention", keep_products=20, keep_on_host=9)
+        ),
     )
     assert count.hosts == checkpointing.host_layers(32, keep=20, on_host=9)
 

@@ -37,7 +37,11 @@ H200 = pace_of(REFERENCE)
         # LOG.md: forward and backward of 8B, and whole steps of 135M.
         (LLAMA_8B, Held(tokens=64 * K, policy=MemoryPolicy(activation_checkpointing="keep-attention"), **BF16), 13.3),
         (LLAMA_8B, Held(tokens=64 * K, policy=MemoryPolicy(activation_checkpointing="full"), **BF16), 15.4),
-        (LLAMA_8B, Held(tokens=64 * K, policy=MemoryPolicy(activation_checkpointing="keep-attention"), compiled=False, **BF16), 14.2),
+        (
+            LLAMA_8B,
+            Held(tokens=64 * K, policy=MemoryPolicy(activation_checkpointing="keep-attention"), compiled=False, **BF16),
+            14.2,
+        ),
         (LLAMA_8B, Held(tokens=128 * K, policy=MemoryPolicy(activation_checkpointing="keep-attention"), **BF16), 41.6),
         (SMOLLM2, Held(tokens=32 * K, micro_batches=4), 4 * 32 * K / 83_269),
     ],

@@ -40,7 +40,11 @@ def weights(out):
 def test_what_a_recipe_says_reaches_the_model():
     assert build_stage().memory == MemoryPolicy()
     assert build_stage(**SETTINGS).memory == MemoryPolicy(
-        activation_checkpointing="keep-attention", layers_per_checkpoint=2, offload=True, mlp_tiles=10, attention_heads_at_once=1
+        activation_checkpointing="keep-attention",
+        layers_per_checkpoint=2,
+        offload=True,
+        mlp_tiles=10,
+        attention_heads_at_once=1,
     )
 
 

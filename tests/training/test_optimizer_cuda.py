@@ -8,8 +8,8 @@ import torch
 
 from unspool.training.optim import adamw as adamw_module
 from unspool.training.optim.adamw import (
-    Rates,
     ParamState,
+    Rates,
     build_trained,
     numbers_of,
     rounding_key,

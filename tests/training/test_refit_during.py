@@ -155,7 +155,9 @@ def test_metrics_tell_the_distance_of_every_step_and_only_where_there_is_one(inp
 
 
 def test_a_distance_that_is_not_a_number_changes_nothing_and_stays_valid_json(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr(AttentionDistillation, "during", lambda refit: lambda step: refit.updater.add(NAN) or float("nan"))
+    monkeypatch.setattr(
+        AttentionDistillation, "during", lambda refit: lambda step: refit.updater.add(NAN) or float("nan")
+    )
     stage = build_stage(**PLAIN | {"refit": REFIT | {"before": 0, "after": 0}, "guard": {"nan": "skip"}})
 
     run(inputs, tmp_path / "one", stage)
@@ -267,7 +269,15 @@ def test_on_cuda_it_follows_the_cpu_to_bfloat16(position, text_rows, tmp_path):
         batch=1024,
         tokens=4 * 1024,
         lr=1e-3,
-        refit={"rows": "short", "before": 2, "during": 4.0, "after": 2, "batch": 1024, "during_batch_tokens": 512, "lr": 1e-3},
+        refit={
+            "rows": "short",
+            "before": 2,
+            "during": 4.0,
+            "after": 2,
+            "batch": 1024,
+            "during_batch_tokens": 512,
+            "lr": 1e-3,
+        },
     )
     for device in ("cpu", "cuda"):
         run_stage(stage, inputs, tmp_path / device / "one", seed=0, device=torch.device(device))

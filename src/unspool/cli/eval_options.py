@@ -1,4 +1,4 @@
-"""`--position` of `unspool eval`: a method of a recipe's stages, tried without training."""
+"""`--rope` of `unspool eval`: a method of a recipe's stages, tried without training."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,7 @@ def _told(value: dict[str, Any]) -> str:
             if problem.place[:3] == PLACE:
                 own = replace(problem, place=problem.place[3:], where=OPTION)
                 return sentence(own, Marks(OPTION), value)
-    raise AssertionError("a position was refused without a sentence")
+    raise AssertionError("a RoPE method was refused without a sentence")
 
 
 # The cells of a summary as a table in the terminal, and below it what suites come to as a whole.

@@ -244,7 +244,9 @@ def _policy(chosen: "Estimate") -> str:
     from unspool.models.memory.policy import MemoryPolicy
 
     own, plain = asdict(chosen.stage.memory), asdict(MemoryPolicy())
-    words = [f"{name} {value}" for name, value in own.items() if name == "activation_checkpointing" or value != plain[name]]
+    words = [
+        f"{name} {value}" for name, value in own.items() if name == "activation_checkpointing" or value != plain[name]
+    ]
     optimizer = chosen.stage.optimizer
     words.append(f"optimizer {optimizer.weights} weights, {optimizer.states} states, step {optimizer.step}")
     if chosen.stage.compile:

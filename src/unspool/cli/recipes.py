@@ -31,7 +31,9 @@ def list_recipes(
                 "name": bundled.name,
                 "summary": bundled.summary,
                 "model": recipe.model if isinstance(recipe.model, str) else recipe.model.size,
-                "stages": [{"name": s.name, "context_length": s.context_length, "tokens": s.tokens} for s in recipe.stages],
+                "stages": [
+                    {"name": s.name, "context_length": s.context_length, "tokens": s.tokens} for s in recipe.stages
+                ],
                 "path": str(bundled.path),
             }
         )

@@ -18,7 +18,7 @@ from unspool.core.errors import ConfigError, DataError
 from unspool.core.sizes import format_size
 from unspool.data.facts import single_token_words, word_list
 from unspool.evals.backends.base import Backend
-from unspool.evals.config import Eval, KeyValueEval, PerplexityEval, NiahEval, TaskEval
+from unspool.evals.config import Eval, KeyValueEval, NiahEval, PerplexityEval, TaskEval
 from unspool.evals.heldout import excerpt, heldout_documents
 from unspool.evals.prompts import Materials, Prompt, Spool, joined, prompt_hash
 from unspool.evals.questions import ROW_TOKENS, Line, Questions, Wanted, chosen_tasks, groups, suite_of

@@ -235,7 +235,7 @@ Made = tuple[Question, np.ndarray]
 
 class Spool:
     def __init__(self, folder: Path, *, most_bytes: int = MOST_BYTES) -> None:
-        # AuxLoss the results and not in /tmp, which is memory on some machines.
+        # Beside the results and not in /tmp, which is memory on some machines.
         self._file: Any = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._most_bytes = most_bytes
         self._end = 0

@@ -1,6 +1,6 @@
 """What a task and a suite are: pure generators of questions, and pure scorers of answers.
 
-In: a suite's sources (texts, data sets, a tokenizer), a length, a seed, an index. Out: `Question`, one question as text.
+In: a suite's sources (texts, data sets, a tokenizer), a length, a seed, an index. Out: `Question`, as text.
 Promise: the same question for the same arguments on any machine, in any process, in any order; context, question,
 prefix and room for the answer together never exceed the length, and stay within 1% of it where the task can fill it.
 Two modes: `fixed`, the default, and `reference`, which follows the suite's own code, defects included where they

@@ -221,7 +221,7 @@ def _bands(parts: list[Part], anchor: str) -> Markup:
                 one_line(about),
             )
         )
-    # AuxLoss the drawing, because it is stretched and they must not be.
+    # Beside the drawing, because it is stretched and they must not be.
     numbers = [
         Markup('<b style="left:{:.2f}%">{}</b>').format(100 * (part.start + part.length / 2) / length, _number(part))
         for part in parts

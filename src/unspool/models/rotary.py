@@ -111,7 +111,7 @@ def apply_parameters(model: Any, parameters: dict[str, Any], max_positions: int)
     if others:
         raise ConfigError(
             f"{type(model).__name__} computes rotations in several places ({', '.join(others[:2])}), which is not "
-            "supported; use position unchanged."
+            "supported; use rope method unchanged."
         )
     backbone.rotary_emb = type(backbone.rotary_emb)(config).to(next(model.parameters()).device)
     _check_tables(model)
@@ -153,9 +153,9 @@ def apply_head_bases(model: Any, bases: np.ndarray | Sequence[Any]) -> None:
     shape = rope_shape(config)
     rows = np.atleast_2d(np.asarray(bases, dtype=np.float64))
     if rows.shape[-1] != shape.num_kv_heads:
-        raise ConfigError(f"position harpe: {rows.shape[-1]} bases for {shape.num_kv_heads} KV heads; give one each.")
+        raise ConfigError(f"rope harpe: {rows.shape[-1]} bases for {shape.num_kv_heads} KV heads; give one each.")
     if len(rows) not in (1, len(backbone.layers)):
-        raise ConfigError(f"position harpe: bases for {len(rows)} layers, and there are {len(backbone.layers)}.")
+        raise ConfigError(f"rope harpe: bases for {len(rows)} layers, and there are {len(backbone.layers)}.")
     device = next(model.parameters()).device
     backbone.rotary_emb = NoRotation(shape.rotary_dim)
     same = bool((rows == rows[0]).all())
@@ -170,7 +170,7 @@ def _try_head_bases(model: Any) -> None:
     """Refuse a model that rotates otherwise than we do: pairs of neighbours, or some layers only."""
     shape, layers = rope_shape(model.config), getattr(model.base_model, "layers", ())
     refusal = ConfigError(
-        f"position harpe: {type(model).__name__} rotates its heads in another way than Llama, "
+        f"rope harpe: {type(model).__name__} rotates its heads in another way than Llama, "
         "which is not supported yet; use method abf."
     )
     if not layers or not all(hasattr(layer, "self_attn") for layer in layers):

@@ -259,7 +259,10 @@ def _keeping(case: Case, stage: StageConfig, *, offload: bool) -> Iterator[Estim
         while low < high:
             middle = (low + high + 1) // 2
             policy = MemoryPolicy(
-                activation_checkpointing="keep-attention", offload=offload, keep_products=middle, keep_on_host=int(share * middle)
+                activation_checkpointing="keep-attention",
+                offload=offload,
+                keep_products=middle,
+                keep_on_host=int(share * middle),
             )
             tried = estimate(case, _with(stage, policy))
             if tried.fits:

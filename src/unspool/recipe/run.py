@@ -273,7 +273,11 @@ class Run(Preparation):
         """Find a stage that does not fit the ranks of this job before anything is made for it."""
         for stage in self.recipe.stages:
             check_fit(stage, self.model, {}, world_size=self.ranks.world_size)
-            row_lens = {name: self.recipe.datasets[name].seq_len for name in stage.attention_distillation.shares} if stage.attention_distillation else {}
+            row_lens = (
+                {name: self.recipe.datasets[name].seq_len for name in stage.attention_distillation.shares}
+                if stage.attention_distillation
+                else {}
+            )
             start = self.model if self._earlier(stage) is None else None
             check_refit(stage, start, row_lens, world_size=self.ranks.world_size)
 
@@ -303,7 +307,9 @@ class Run(Preparation):
             datasets={name: rows / name for name in stage.mix},
             moments=folder and folder / OPTIMIZER,
             validation=rows / stage.validation.dataset if stage.validation else None,
-            attention_distillation={name: rows / name for name in stage.attention_distillation.shares} if stage.attention_distillation else {},
+            attention_distillation={name: rows / name for name in stage.attention_distillation.shares}
+            if stage.attention_distillation
+            else {},
         )
 
     def _check_fresh(self, stage: StageConfig, *, needed_by: StageConfig) -> None:

@@ -37,7 +37,7 @@ class Recipe(Config):
     name: str = Field(min_length=1, description="letters, digits, '-', '_' and '.'; names the run")
     seed: int = Field(0, ge=0)
     model: Annotated[str, Field(min_length=1)] | NewModel = Field(
-        description="Hub id, folder, .gguf file or asset:NAME; or {size, tokenizer, context_length} to start from scratch"
+        description="Hub id, folder, .gguf file or asset:NAME; or {size, tokenizer, context_length} for a new model"
     )
     out: Path = Field(
         default_factory=lambda fields: Path("runs", fields.get("name", "")),
@@ -79,7 +79,9 @@ def reference_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
                 yield Problem(place=place, text=_unknown("source", source, list(sources)))
         replacing = _entries(_entries(entry).get("replace")).get("with")
         if isinstance(replacing, str) and replacing not in sources:
-            yield Problem(place=("datasets", name, "replace", "with"), text=_unknown("source", replacing, list(sources)))
+            yield Problem(
+                place=("datasets", name, "replace", "with"), text=_unknown("source", replacing, list(sources))
+            )
     for index, stage in enumerate(stages):
         yield from _mix_problems(index, stage, rows)
         yield from _validation_problems(index, stage, rows)
@@ -126,7 +128,7 @@ def _mix_problems(index: int, stage: Mapping[str, Any], rows: Mapping[str, Any])
         place = ("stages", index, "mix", name)
         length = _size(_entries(rows.get(name)).get("seq_len"))
         if name not in rows:
-            yield Problem(place=place, text=_unknown("datasets", name, list(rows)))
+            yield Problem(place=place, text=_unknown("dataset", name, list(rows)))
         elif context and length and context % length:
             text = f"rows of length {format_size(length)} do not divide the stage's context of {format_size(context)}"
             yield Problem(place=place, text=f"{text}; change datasets.{name}.seq_len or stages.{index}.context_length.")
@@ -141,7 +143,7 @@ def _validation_problems(index: int, stage: Mapping[str, Any], rows: Mapping[str
         return
     context, length = _size(stage.get("context_length")), _size(_entries(rows.get(name)).get("seq_len"))
     if name not in rows:
-        yield Problem(place=place, text=_unknown("datasets", name, list(rows)))
+        yield Problem(place=place, text=_unknown("dataset", name, list(rows)))
     elif context and length and length > context:
         text = f"rows of length {format_size(length)} exceed the stage's context of {format_size(context)}"
         yield Problem(place=place, text=f"{text}; change datasets.{name}.seq_len or stages.{index}.context_length.")
@@ -155,7 +157,7 @@ def _distillation_problems(
         return
     begins = stage.get("init", "previous") == "base" or (index == 0 and stage.get("init", "previous") == "previous")
     if is_new and begins:
-        text = "a new model attends to nothing yet that could be kept; leave attention_distillation out of the stage it begins with."
+        text = "a new model attends to nothing yet to keep; leave attention_distillation out of its first stage."
         yield Problem(place=("stages", index, "attention_distillation"), text=text)
     wanted = refit.get("datasets")
     names = [wanted] if isinstance(wanted, str) and wanted else list(_entries(wanted))
@@ -165,7 +167,7 @@ def _distillation_problems(
     for name, length in lengths.items():
         at = place if isinstance(wanted, str) else (*place, name)
         if name not in rows:
-            yield Problem(place=at, text=_unknown("datasets", name, list(rows)))
+            yield Problem(place=at, text=_unknown("dataset", name, list(rows)))
         elif _entries(rows[name]).get("pose"):
             text = "its positions skip beyond the old context (pose), where there is nothing to keep; use other rows."
             yield Problem(place=at, text=text)
@@ -175,7 +177,9 @@ def _distillation_problems(
     for key in ("batch_tokens", "during_batch_tokens"):
         batch = _size(refit.get(key))
         if longest and batch and batch % longest:
-            text = f"must be a multiple of the seq_len of attention_distillation.datasets, {format_size(longest)} tokens."
+            text = (
+                f"must be a multiple of the seq_len of attention_distillation.datasets, {format_size(longest)} tokens."
+            )
             yield Problem(place=("stages", index, "attention_distillation", key), text=text, show_value=True)
 
 

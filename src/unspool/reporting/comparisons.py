@@ -213,7 +213,7 @@ def compare(lines: Sequence[Line], measures: Sequence[Measure]) -> list[Comparis
 
 
 def _with_averages(measures: Sequence[Measure]) -> list[Measure]:
-    """AuxLoss the longest length, all lengths together: more prompts decide more."""
+    """Beside the longest length, all lengths together: more prompts decide more."""
     shown: list[Measure] = []
     for measure in measures:
         shown.append(measure)

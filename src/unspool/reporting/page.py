@@ -134,7 +134,7 @@ def check_file(out_file: Path, name: str) -> None:
 
 def render(runs: Sequence[RunResults]) -> str:
     environment = templates_in(Path(__file__).parent)
-    # AuxLoss escaping: no text may hide or turn around what stands next to it.
+    # Beside escaping: no text may hide or turn around what stands next to it.
     environment.finalize = lambda value: (
         plain_text(value) if isinstance(value, str) and not isinstance(value, Markup) else value
     )

@@ -7,7 +7,7 @@ Promise: what is missing is said in a sentence, not left out.
 from collections.abc import Sequence
 
 from unspool.core.sizes import format_size
-from unspool.reporting.blocks import Answer, Questions, Block, Code, Group, Heat, Legend, Question, Section, Text
+from unspool.reporting.blocks import Answer, Block, Code, Group, Heat, Legend, Question, Questions, Section, Text
 from unspool.reporting.comparisons import compare, comparison_table
 from unspool.reporting.data_section import audit
 from unspool.reporting.figures import (

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from unspool import __version__
 from unspool.core.artifacts import write_atomic
-from unspool.reporting.blocks import Questions, Block, Code, Group, PageView, RunView, Section, Text
+from unspool.reporting.blocks import Block, Code, Group, PageView, Questions, RunView, Section, Text
 from unspool.reporting.comparisons import Comparison, compare, headline, missing_parts
 from unspool.reporting.data_section import length_bins, realised
 from unspool.reporting.figures import Entry, Line, Table

@@ -17,8 +17,8 @@ from unspool.rope.bound import bound, curve, first_negative
 from unspool.rope.harpe import Harpe
 from unspool.rope.methods import Abf, Dynamic, Llama3, Ntk, NtkByParts, Pi, Yarn
 from unspool.rope.tables import (
-    RopeShape,
     RopeSettings,
+    RopeShape,
     frequencies,
     global_parameters,
     is_nested,
@@ -81,7 +81,7 @@ def advise(
         methods.append(
             MethodAdvice(
                 method=position.method,
-                line=f"position: {{{_spell(position)}}}",
+                line=f"rope: {{{_spell(position)}}}",
                 summary=_summary(settled, rope, context_len),
                 parameters=settled.parameters,
                 max_positions=settled.max_positions,
@@ -160,7 +160,7 @@ def _unchanged(
         summary = f"base {short(rope.base)}" + (f", {parameters['rope_type']} scaling" if scaled else "")
     return MethodAdvice(
         method="unchanged",
-        line="position: {method: unchanged}",
+        line="rope: {method: unchanged}",
         summary=summary,
         parameters=parameters,
         max_positions=rope.max_positions,

@@ -17,7 +17,7 @@ from unspool.core.config import Config
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import Size, format_size
 from unspool.rope.harpe import Harpe
-from unspool.rope.tables import RopeShape, RopeSettings, ntk_base, one_base
+from unspool.rope.tables import RopeSettings, RopeShape, ntk_base, one_base
 
 
 class Unchanged(Config):
@@ -50,7 +50,7 @@ class Factor(Config):
         original = self.original_len(rope)
         if self.factor is None and context_len < original:
             raise ConfigError(
-                f"position {self.name}: context {format_size(context_len)} is shorter than the model's original "
+                f"rope {self.name}: context {format_size(context_len)} is shorter than the model's original "
                 f"{format_size(original)}, so there is nothing to extend; use method unchanged, or give factor."
             )
         return self.factor or context_len / original
@@ -60,7 +60,7 @@ class Factor(Config):
         factor, original = self.stretch(rope, context_len), self.original_len(rope)
         if round(factor * original) < context_len:
             raise ConfigError(
-                f"position {self.name}: factor {factor:g} × original {format_size(original)} is only "
+                f"rope {self.name}: factor {factor:g} × original {format_size(original)} is only "
                 f"{format_size(round(factor * original))}, and the context is {format_size(context_len)}; "
                 f"give factor {context_len / original:g} or leave it out."
             )
@@ -199,7 +199,7 @@ class LongRope(Factor):
         for name, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
             if len(factors) != rope.rotary_dim // 2:
                 raise ConfigError(
-                    f"position longrope: {name} holds {len(factors)} numbers, and this model turns "
+                    f"rope longrope: {name} holds {len(factors)} numbers, and this model turns "
                     f"{rope.rotary_dim // 2} pairs of dimensions; give one for each."
                 )
         parameters: dict[str, Any] = {

@@ -146,7 +146,7 @@ def shared_boxes(loaded: LoadedRecipe) -> dict[str, str]:
     recipe = loaded.recipe
     used = {source for config in recipe.datasets.values() for source in config.shares}
     boxes = {f"corpus/{name}": corpus_key(loaded, name) for name in recipe.sources if name in used}
-    boxes |= {f"rows/{name}": rows_key(loaded, name) for name in recipe.datasets}
+    boxes |= {f"datasets/{name}": rows_key(loaded, name) for name in recipe.datasets}
     scores = base_scores_key(loaded)
     return boxes | ({f"scores/{BASE}": scores} if scores else {})
 

@@ -55,7 +55,9 @@ class AttentionDistillationConfig(Config):
     during: float = Field(0.0, ge=0, description="weight of this distance beside training's loss, in each of its steps")
     after: int = Field(0, ge=0, description="steps after the last step of training")
     batch_tokens: Size | None = Field(None, description="tokens per step; 8 rows when not given")
-    during_batch_tokens: Size | None = Field(None, description="the same beside a step of training; as batch_tokens when not given")
+    during_batch_tokens: Size | None = Field(
+        None, description="the same beside a step of training; as batch_tokens when not given"
+    )
     lr: float | None = Field(None, gt=0, description="Adam's highest rate, for before and after")
     after_lr: float | None = Field(None, gt=0, description="the same after training; a quarter of lr when not given")
 
@@ -69,7 +71,9 @@ class AttentionDistillationConfig(Config):
     @model_validator(mode="after")
     def _does_something(self) -> "AttentionDistillationConfig":
         if not self.before and not self.during and not self.after:
-            raise ValueError("give before or after, numbers of steps, or during, a weight; or leave attention_distillation out")
+            raise ValueError(
+                "give before or after, numbers of steps, or during, a weight; or leave attention_distillation out"
+            )
         if (self.before and self.lr is None) or (self.after and self.lr is None and self.after_lr is None):
             raise ValueError("give lr, the highest rate of its own steps, such as 4e-3")
         return self
@@ -98,14 +102,16 @@ class StageConfig(Config):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     init: str = Field("previous", description="previous | base | the name of an earlier stage")
     context_length: Size
-    export_context_length: Size | None = Field(None, description="the context that the trained model claims; this one when not given")
+    export_context_length: Size | None = Field(
+        None, description="the context that the trained model claims; this one when not given"
+    )
     rope: RopeMethod = Unchanged()
     attention_distillation: AttentionDistillationConfig | None = Field(
         None, description="queries and keys fitted to what the model attended to before its positions were changed"
     )
     attention: Literal["intra_document", "full"] = Field(
         "intra_document",
-        description="intra_document: each sees only itself, but in tangled or interleaved rows; full: rows see everything",
+        description="intra_document: each sees only itself, but in rows of utk, cip or nextlong; full: rows see all",
     )
     mix: dict[str, float] = Field(description="rows: share of tokens")
     tokens: Size
@@ -127,7 +133,9 @@ class StageConfig(Config):
     layers_per_checkpoint: int = Field(1, ge=1, description="layers that share a checkpoint")
     offload: bool = Field(False, description="checkpoints of recomputed layers wait in host memory")
     keep_products: int = Field(
-        0, ge=0, description="layers, from the last, that keep their matrix products too; with activation_checkpointing keep-attention"
+        0,
+        ge=0,
+        description="layers, from the last, that keep matrix products; with activation_checkpointing keep-attention",
     )
     keep_on_host: int = Field(0, ge=0, description="of those layers, how many have what they keep in host memory")
     mlp_tiles: Size | None = Field(None, description="tokens that norms and MLPs compute at a time")
@@ -163,9 +171,14 @@ class StageConfig(Config):
                 "attention_distillation.before has nothing to do while rope is unchanged; give a rope method, or leave "
                 "attention_distillation.before out"
             )
-        if self.attention_distillation and self.validation and self.validation.dataset in self.attention_distillation.shares:
+        if (
+            self.attention_distillation
+            and self.validation
+            and self.validation.dataset in self.attention_distillation.shares
+        ):
             raise ValueError(
-                f"validation.dataset {self.validation.dataset} is in attention_distillation.datasets, so its loss would say "
+                f"validation.dataset {self.validation.dataset} is in attention_distillation.datasets, so its loss "
+                "would say "
                 "little about new "
                 "text; give one that is made from another source"
             )
@@ -182,18 +195,30 @@ class StageConfig(Config):
     def _whole_contexts(self) -> "StageConfig":
         if self.batch_tokens % self.context_length:
             raise ValueError(f"batch_tokens must be a multiple of context_length ({self.context_length} tokens)")
-        if self.micro_batch_tokens and (self.micro_batch_tokens % self.context_length or self.batch_tokens % self.micro_batch_tokens):
+        if self.micro_batch_tokens and (
+            self.micro_batch_tokens % self.context_length or self.batch_tokens % self.micro_batch_tokens
+        ):
             raise ValueError("micro_batch_tokens must be a multiple of context_length and divide batch_tokens")
-        if self.optimizer.step == "in-backward" and (self.micro_batch_tokens or self.context_length) != self.batch_tokens:
+        if (
+            self.optimizer.step == "in-backward"
+            and (self.micro_batch_tokens or self.context_length) != self.batch_tokens
+        ):
             raise ValueError(
                 "optimizer.step in-backward has no gradient left to add a second one to, so batch_tokens must equal "
-                f"micro_batch_tokens ({self.micro_batch_tokens or self.context_length} tokens); or set optimizer.step to after"
+                f"micro_batch_tokens ({self.micro_batch_tokens or self.context_length} tokens); or set "
+                "optimizer.step to after"
             )
         if self.tokens < self.batch_tokens:
             raise ValueError("tokens must be at least one batch")
         if self.export_context_length and self.export_context_length > self.context_length:
-            raise ValueError("export_context_length must not exceed context_length: the model would claim what it never saw")
-        if self.export_context_length and self.export_context_length < self.context_length and self.rope.method in BY_CONTEXT:
+            raise ValueError(
+                "export_context_length must not exceed context_length: the model would claim what it never saw"
+            )
+        if (
+            self.export_context_length
+            and self.export_context_length < self.context_length
+            and self.rope.method in BY_CONTEXT
+        ):
             raise ValueError(
                 f"export_context_length cannot be below context_length with method {self.rope.method}, whose positions "
                 "depend on what the model claims; use abf, ntk or harpe"

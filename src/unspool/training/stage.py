@@ -223,11 +223,14 @@ def _disk_is_needed(stage: StageConfig, work: Path) -> Iterator[None]:
 def _identity(stage: StageConfig, inputs: StageInputs, *, seed: int, device: torch.device) -> dict[str, Any]:
     model = inputs.model
     start = model_digest(model) if isinstance(model, str) else digest(model.model_dump() | {"seed": seed})
-    hashes = {f"rows {name}": _rows_digest(folder) for name, folder in (inputs.datasets | inputs.attention_distillation).items()}
+    hashes = {
+        f"rows {name}": _rows_digest(folder)
+        for name, folder in (inputs.datasets | inputs.attention_distillation).items()
+    }
     if isinstance(model, NewModel):
         hashes["tokenizer"] = model_digest(model.tokenizer)
-    # Stages of before these were left out say `activation_checkpointing`, so it is always said to be none; and those of before there
-    # was an `optimizer` or an `attention_distillation` do not name it.
+    # Memory settings change no result, so `activation_checkpointing` always counts as none; an `optimizer` or
+    # `attention_distillation` that is not given is left out.
     own = UNCHANGING | ({"optimizer"} if stage.optimizer == OptimizerConfig() else set())
     own |= {"attention_distillation"} if stage.attention_distillation is None else set()
     settings = stage.model_dump(mode="json", exclude=own) | {"activation_checkpointing": "none"}

@@ -24,19 +24,23 @@ POLICIES: dict[str, MemoryPolicy] = {
     "activation-checkpointing": MemoryPolicy(activation_checkpointing="full"),
     "keep-attention": MemoryPolicy(activation_checkpointing="keep-attention"),
     "keep-products": MemoryPolicy(activation_checkpointing="keep-attention", keep_products=2, keep_on_host=1),
-    "recompute-every": MemoryPolicy(activation_checkpointing="full", layers_per_checkpoint=2),
+    "layers-per-checkpoint": MemoryPolicy(activation_checkpointing="full", layers_per_checkpoint=2),
     "offload": MemoryPolicy(activation_checkpointing="full", offload=True),
     "mlp-tiles": MemoryPolicy(mlp_tiles=TILE),
     "heads-at-once": MemoryPolicy(attention_heads_at_once=1),
     "all-memory": MemoryPolicy(
-        activation_checkpointing="keep-attention", layers_per_checkpoint=2, offload=True, mlp_tiles=TILE, attention_heads_at_once=1
+        activation_checkpointing="keep-attention",
+        layers_per_checkpoint=2,
+        offload=True,
+        mlp_tiles=TILE,
+        attention_heads_at_once=1,
     ),
 }
 WHAT = {
     "activation-checkpointing": "every layer computed again in the backward pass",
     "keep-attention": "the same, but attention's results are kept",
     "keep-products": "matrix products of two layers are kept as well, one of them in host memory",
-    "recompute-every": "two layers share a checkpoint",
+    "layers-per-checkpoint": "two layers share a checkpoint",
     "offload": "checkpoints wait in host memory",
     "mlp-tiles": f"norms and MLPs over {TILE} tokens at a time",
     "heads-at-once": "attention for one KV head at a time",

@@ -166,7 +166,12 @@ def rank_outcome(model: Any, step: Step, way: Way, *, world_size: int) -> tuple[
     model = parallelize(model, mesh, config).train()
     length = step.row_len
     stage = StageConfig(
-        name="verify", context_length=length, mix={"rows": 1.0}, tokens=length * NUM_ROWS, batch_tokens=length * NUM_ROWS, lr=1.0
+        name="verify",
+        context_length=length,
+        mix={"rows": 1.0},
+        tokens=length * NUM_ROWS,
+        batch_tokens=length * NUM_ROWS,
+        lr=1.0,
     )
     rows: Any = {"rows": step.rows}
     picks = [[("rows", index)] for index in range(NUM_ROWS)]

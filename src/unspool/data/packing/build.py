@@ -254,6 +254,6 @@ def _too_little(config: DatasetConfig, readers: Mapping[str, CorpusReader], drop
         above = format_size(config.upsample.above)
         return (
             f"of {tokens} tokens, those that upsample keeps do not fill one row of {length}; "
-            f"keep more of the documents below {above}, or use a shorter length."
+            f"keep more of the documents below {above}, or use a shorter seq_len."
         )
-    return f"{tokens} tokens do not fill one row of {length}; add text or use a shorter length."
+    return f"{tokens} tokens do not fill one row of {length}; add text or use a shorter seq_len."

@@ -9,7 +9,7 @@ from unspool.core.sizes import Size, format_size
 
 
 class UtkConfig(Config):
-    """Untie the Knots: split documents, scatter the pieces, ask for the way back (tangle.py)."""
+    """Untie the Knots: split documents, scatter the pieces, ask for the way back (strategies/utk)."""
 
     probability: float = Field(0.8, ge=0, le=1, description="share of documents, or of rows, that are split")
     per: Literal["document", "row"] = Field("document", description="what probability is a share of")
@@ -29,14 +29,14 @@ class UtkConfig(Config):
 
 
 class CipConfig(Config):
-    """CIP: documents in equal pieces, all first pieces of a row, then all second ones, … (interleave.py)."""
+    """CIP: documents in equal pieces, all first pieces of a row, then all second ones, … (strategies/cip.py)."""
 
     pieces: int = Field(2, ge=2, le=64, description="pieces per document")
     longest: Size | None = Field(None, description="longer documents are first cut into several of this length")
 
 
 class NextLongConfig(Config):
-    """NExtLong: after each chunk of a document, chunks of others that look most like it (negatives.py)."""
+    """NExtLong: after each chunk of a document, chunks of others that look most like it (strategies/nextlong.py)."""
 
     chunk: Size = Field(512, description="tokens of a chunk, at most")
     retriever: Literal["bm25", "embeddings"] = "bm25"
@@ -55,7 +55,7 @@ class UpsampleConfig(Config):
 
 
 class PoseConfig(Config):
-    """PoSE: jumps in the positions of short rows, so that they show distances of long ones (skips.py)."""
+    """PoSE: jumps in the positions of short rows, so that they show distances of long ones (strategies/pose.py)."""
 
     target: Size = Field(description="the context whose positions are shown")
     chunks: int = Field(2, ge=2, le=64, description="stretches without a jump")
@@ -85,7 +85,8 @@ class DatasetConfig(Config):
     pose: PoseConfig | None = None
     replace: ReplaceConfig | None = None
     attention: Literal["intra_document", "full"] | None = Field(
-        None, description="intra_document: each sees only itself; full: the row is one; by default what the strategy needs"
+        None,
+        description="intra_document: each sees only itself; full: the row is one; by default what the strategy needs",
     )
     limit: Size | None = Field(None, description="stop after about this many tokens of rows")
 
@@ -122,13 +123,17 @@ class DatasetConfig(Config):
             raise ValueError(f"{' and '.join(chosen)} both decide where pieces go; keep one, and use two datasets")
         if chosen and self.packing == "single_doc":
             raise ValueError(
-                f"packing: single_doc puts one document in a row, so {chosen[0]} has nothing to mix; use concat or truncate"
+                f"packing: single_doc puts one document in a row, so {chosen[0]} has nothing to mix; use concat or "
+                "truncate"
             )
         if chosen and self.packing == "best_fit":
-            raise ValueError(f"packing: best_fit leaves padding that {chosen[0]} has no place for; use concat or truncate")
+            raise ValueError(
+                f"packing: best_fit leaves padding that {chosen[0]} has no place for; use concat or truncate"
+            )
         if chosen and self.attention == "intra_document":
             raise ValueError(
-                f"attention: intra_document hides the earlier pieces of a document, and {chosen[0]} is there to make the "
+                f"attention: intra_document hides the earlier pieces of a document, and {chosen[0]} is there to make "
+                "the "
                 "model look at them; leave attention out, or make the rows without it"
             )
         if self.utk and self.seq_len < 4 * self.utk.min_split:

@@ -110,7 +110,12 @@ def lay_best_fit(lens: np.ndarray, row_len: int, is_last: bool) -> Layout:
 
 
 Planner = Callable[[np.ndarray, int, bool], Layout]
-PLANNERS: dict[str, Planner] = {"concat": lay_concat, "best_fit": lay_best_fit, "truncate": lay_truncate, "single_doc": lay_single_doc}
+PLANNERS: dict[str, Planner] = {
+    "concat": lay_concat,
+    "best_fit": lay_best_fit,
+    "truncate": lay_truncate,
+    "single_doc": lay_single_doc,
+}
 
 
 def best_fit(lens: np.ndarray, row_len: int) -> tuple[np.ndarray, int]:

@@ -134,7 +134,7 @@ class Order:
         stored: Any = reader.stored(doc)
         mask: Any = None
         if self._is_masked:
-            # AuxLoss masked documents every other one has a mask too, which takes no memory.
+            # Beside masked documents every other one has a mask too, which takes no memory.
             mask = reader.stored_mask(doc) if reader.is_masked else np.broadcast_to(np.True_, len(stored))
         if self._slices:
             stored, mask = stored[start:stop], None if mask is None else mask[start:stop]

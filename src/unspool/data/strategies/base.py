@@ -82,7 +82,9 @@ def finish_rows(rows: Sequence[Row], config: DatasetConfig, rng: np.random.Gener
 
 
 def _plain(config: DatasetConfig, means: PackingInputs) -> Strategy:
-    return Strategy(pack=partial(PACKERS[config.packing], pad=means.pad), masked=means.is_masked or config.packing == "best_fit")
+    return Strategy(
+        pack=partial(PACKERS[config.packing], pad=means.pad), masked=means.is_masked or config.packing == "best_fit"
+    )
 
 
 def _utk(config: DatasetConfig, means: PackingInputs) -> Strategy:

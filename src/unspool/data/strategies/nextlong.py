@@ -65,13 +65,13 @@ def build_negatives(
     longest = max((int(reader.lens.max(initial=0)) for reader in readers.values()), default=0)
     if longest <= config.chunk:
         raise DataError(
-            f"negatives.chunk is {config.chunk} and the longest document has {longest} tokens, so none can be taken "
+            f"nextlong.chunk is {config.chunk} and the longest document has {longest} tokens, so none can be taken "
             "apart; use a smaller chunk or longer documents."
         )
     if sum(int((reader.lens > 0).sum()) for reader in readers.values()) < 2:
-        raise DataError("negatives are chunks of other documents, and there is only one document; add text.")
+        raise DataError("nextlong takes chunks of other documents, and there is only one document; add text.")
     chunks = cut_corpora(readers, config.chunk)
-    say(f"negatives: indexing {format_count(len(chunks.texts))} chunks ({config.retriever})")
+    say(f"nextlong: indexing {format_count(len(chunks.texts))} chunks ({config.retriever})")
     assert (embed is not None) == (config.retriever == "embeddings")
     retriever: Retriever = BM25(chunks.texts) if embed is None else Embeddings(chunks.texts, embed)
     return Negatives(config, chunks, retriever, keep_rest)
@@ -87,7 +87,7 @@ def cut_corpora(readers: Mapping[str, CorpusReader], chunk: int) -> Chunks:
     if total > most:
         chosen = np.arange(most) * total // most
         say(
-            f"negatives: {format_count(total)} chunks are more than the index may hold; every "
+            f"nextlong: {format_count(total)} chunks are more than the index may hold; every "
             f"{total / most:.1f}th can be a negative"
         )
     owners = np.repeat(np.arange(len(lens)), counts)[chosen]

@@ -99,7 +99,9 @@ def _filled(build: Callable[[Pairs], Prompt], pairs: Pairs, asked: list[int], le
     return prompt
 
 
-def _prompt(config: KeyValueEval, materials: Materials, pairs: Pairs, asked: list[int], *, length: int, index: int) -> Prompt:
+def _prompt(
+    config: KeyValueEval, materials: Materials, pairs: Pairs, asked: list[int], *, length: int, index: int
+) -> Prompt:
     tokenizer = materials.tokenizer
     context = encode(tokenizer, pairs_text(pairs) + "\n")
     questions = [

@@ -130,7 +130,7 @@ def read_row(rows: Rows, index: int, notes: Sequence[str]) -> Text:
     if row.positions is not None:
         raise ConfigError(
             f"--row {rows.path}:{index}: its positions skip some, so that distances in it are pretended; "
-            "use a row without skips."
+            "use a row without pose."
         )
     docs = range(len(row.doc_lens)) if row.chunk_ids is None else documents_of(row.chunk_ids)
     return Text(

@@ -27,9 +27,12 @@ class MemoryPolicy:
         if self.activation_checkpointing == "none" and self.layers_per_checkpoint != 1:
             raise ConfigError(
                 f"layers_per_checkpoint={self.layers_per_checkpoint} says how many layers share a checkpoint, and "
-                "activation_checkpointing is none: set activation_checkpointing to full or keep-attention, or leave layers_per_checkpoint out."
+                "activation_checkpointing is none: set activation_checkpointing to full or keep-attention, or leave "
+                "layers_per_checkpoint out."
             )
-        if self.keep_products and (self.activation_checkpointing != "keep-attention" or self.layers_per_checkpoint > 1 or self.mlp_tiles):
+        if self.keep_products and (
+            self.activation_checkpointing != "keep-attention" or self.layers_per_checkpoint > 1 or self.mlp_tiles
+        ):
             raise ConfigError(
                 f"keep_products={self.keep_products} keeps more than attention's results, layer by layer: it needs "
                 "activation_checkpointing keep-attention, layers_per_checkpoint 1 and no mlp_tiles."

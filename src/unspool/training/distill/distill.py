@@ -1,15 +1,15 @@
 """Queries and keys, fitted so that each layer attends as it did before its positions were changed.
 
 In: the model of a stage, the model that the stage starts from, rows within that one's context. Out: the same model
-with other queries and keys; `attention_distillation.jsonl`. AuxLoss training (`during`) it only adds to the gradients of training's own
-steps, so that queries and keys learn what is new and keep what was at once.
+with other queries and keys; `attention_distillation.jsonl`. Beside training (`during`) it only adds to the
+gradients of training's own steps, so that queries and keys learn what is new and keep what was at once.
 Per step: one pass of the untouched model (the teacher); each layer of the student gets the teacher's own input of that
 layer and is moved towards the teacher's attention (KL, mean over heads and queries, summed over layers). So there is no
 backward pass through depth, and neither MLPs nor the head take part.
 Promise: a function of weights, rows and seed alone: done again after a kill, it ends with the same bits. Moments of
 training and random generators are left as they are.
 Price: the teacher beside the model while it lasts; of the parameters that are fitted, an fp32 copy and two moments.
-Elsewhere: the distance (refit_attention.py), the layers (refit_layers.py), what a recipe may say (refit_config.py).
+Elsewhere: the distance and the layers (layers.py), what a recipe may say (training/config.py).
 """
 
 import json
@@ -49,7 +49,7 @@ AuxLoss = Callable[[int], float]
 
 FILE = "attention_distillation.jsonl"
 # What the steps before training made, in the work folder: a stage that goes on need not make it again.
-WEIGHTS = "refit.safetensors"
+WEIGHTS = "attention_distillation.safetensors"
 BETAS = (0.9, 0.95)
 WARMUP_STEPS = 4
 # Tokens that the teacher reads in one pass; one row, if that is longer.
@@ -64,18 +64,21 @@ def check_refit(
         return
     if world_size > 1:
         raise ConfigError(
-            f"stage {stage.name}: refit is not supported on several ranks (here {world_size}) yet; run the stage on "
-            "one, or leave refit out."
+            f"stage {stage.name}: attention_distillation is not supported on several ranks (here {world_size}) yet; "
+            "run the stage on "
+            "one, or leave attention_distillation out."
         )
     if stage.attention_distillation.during and stage.optimizer.step == "in-backward":
         raise ConfigError(
-            f"stage {stage.name}: refit.during adds to gradients that optimizer.step in-backward has used already; set "
+            f"stage {stage.name}: attention_distillation.during adds to gradients that optimizer.step in-backward "
+            "has used already; set "
             "that to after, or leave during out."
         )
     if isinstance(model, NewModel):
         raise ConfigError(
-            f"stage {stage.name}: refit keeps what a model attends to, and a new model attends to nothing yet; leave "
-            "refit out of its first stage."
+            f"stage {stage.name}: attention_distillation keeps what a model attends to, and a new model attends to "
+            "nothing yet; leave "
+            "attention_distillation out of its first stage."
         )
     if model is None:
         return
@@ -83,7 +86,8 @@ def check_refit(
     for name, length in row_lens.items():
         if length > own:
             raise ConfigError(
-                f"stage {stage.name}: attention_distillation.datasets {name} have {format_size(length)} tokens, and the model that the "
+                f"stage {stage.name}: attention_distillation.datasets {name} have {format_size(length)} tokens, and "
+                "the model that the "
                 f"stage starts from has a context of {format_size(own)}; use rows of at most {format_size(own)}."
             )
 
@@ -150,7 +154,7 @@ class AttentionDistillation:
     def _run(self, phase: str, steps: int, *, lr: float, first: int) -> dict[str, Tensor]:
         """The fitted weights in fp32, which the model already computes with; `first` is the first slot of rows."""
         name = f"stage {self.stage.name}"
-        say(f"{name}: refit {phase} training, {steps} steps, {format_count(steps * self._batch)} tokens")
+        say(f"{name}: distillation {phase} training, {steps} steps, {format_count(steps * self._batch)} tokens")
         _drop_lines(self.work / FILE, phase)
         weights = self._masters()
         adam = torch.optim.Adam(list(weights.values()), lr=lr, betas=BETAS)
@@ -158,7 +162,7 @@ class AttentionDistillation:
         with ExitStack() as stack:
             stop = stack.enter_context(listen(name))
             lines = stack.enter_context(GrowingFile(self.work / FILE))
-            advance = stack.enter_context(long_bar(f"{name} refit", steps))
+            advance = stack.enter_context(long_bar(f"{name} attention distillation", steps))
             stack.enter_context(looking_at(self.model))
             for step in range(1, steps + 1):
                 began = time.perf_counter()
@@ -166,8 +170,9 @@ class AttentionDistillation:
                 slots = range(first + (step - 1) * count, first + step * count)
                 loss, grads = self._gradient(teacher, self._batches(slots), self._batch)
                 if not math.isfinite(loss):
-                    rate = f"stages.{self.stage.name}.refit.{'lr' if phase == 'before' else 'after_lr'}"
-                    raise UnspoolError(f"{name}: refit step {step}: the loss is not a number; lower {rate}.")
+                    key = "lr" if phase == "before" else "after_lr"
+                    rate = f"stages.{self.stage.name}.attention_distillation.{key}"
+                    raise UnspoolError(f"{name}: distillation step {step}: the loss is not a number; lower {rate}.")
                 for key, weight in weights.items():
                     weight.grad = grads[key]
                 adam.param_groups[0]["lr"] = now
@@ -177,7 +182,7 @@ class AttentionDistillation:
                 lines.append(json.dumps(line | {"seconds": round(time.perf_counter() - began, 4)}) + "\n")
                 advance(1, f"attention KL {loss:.4f}")
                 if stop.signal is not None:
-                    say(f"{name}: stopped by {stop.signal.name}; the same command begins this refit anew")
+                    say(f"{name}: stopped by {stop.signal.name}; the same command begins this distillation anew")
                     raise StoppedError(stop.signal)
         return {key: weight.detach() for key, weight in weights.items()}
 
@@ -268,10 +273,14 @@ def build_distillation(
         return None
     row_lens = {name: rows[name].row_len for name in stage.attention_distillation.shares}
     slot = max(row_lens.values())
-    for key, batch in (("batch_tokens", stage.attention_distillation.batch_tokens), ("during_batch_tokens", stage.attention_distillation.during_batch_tokens)):
+    for key, batch in (
+        ("batch_tokens", stage.attention_distillation.batch_tokens),
+        ("during_batch_tokens", stage.attention_distillation.during_batch_tokens),
+    ):
         if batch and batch % slot:
             raise ConfigError(
-                f"stage {stage.name}: attention_distillation.{key} {format_size(batch)} is not a multiple of its rows' length of "
+                f"stage {stage.name}: attention_distillation.{key} {format_size(batch)} is not a multiple of its "
+                "rows' length of "
                 f"{format_size(slot)}; change one of them."
             )
     sizes = {name: len(rows[name]) for name in row_lens}
@@ -282,7 +291,8 @@ def build_distillation(
     trained = {name for name, _ in updater.named_masters()}
     if stage.attention_distillation.during and not any(name in trained for layer in layers for name in layer):
         raise ConfigError(
-            f"stage {stage.name}: attention_distillation.during works through training's own steps, and lr_overrides sets queries and keys to "
+            f"stage {stage.name}: attention_distillation.during works through training's own steps, and lr_overrides "
+            "sets queries and keys to "
             "0; give them a rate, or leave during out."
         )
     return AttentionDistillation(

@@ -138,7 +138,7 @@ def build_validation(
     if any(int(row.tokens.max()) >= vocabulary for row in chosen):
         raise ConfigError(
             f"stage {stage.name}: validation rows {name} hold tokens that the model does not know (its vocabulary has "
-            f"{vocabulary}), such as knots; make them without tangle."
+            f"{vocabulary}), such as knots; make them without utk."
         )
     at_once = max(1, stage.context_length // rows.row_len)
     groups = [chosen[start : start + at_once] for start in range(0, len(chosen), at_once)]
@@ -152,7 +152,8 @@ def warn_if_trained_on(stage: StageConfig, folder: Path, trained: Mapping[str, P
     shared = sorted(source for source, digest in _corpora(folder).items() if digest in known)
     if shared and stage.validation:
         say(
-            f"stage {stage.name}: validation rows {stage.validation.dataset} are made from {', '.join(shared)}, which is "
+            f"stage {stage.name}: validation rows {stage.validation.dataset} are made from {', '.join(shared)}, "
+            "which is "
             "trained on too; their loss may be that of text the model has seen"
         )
 
@@ -201,7 +202,8 @@ def build_samples(stage: StageConfig, model: Any, tokenizer: Any) -> Samples:
         if not len(ids) or len(ids) + stage.samples.tokens > stage.context_length:
             raise ConfigError(
                 f"stage {stage.name}: the prompt {shown(prompt, 40)} of samples has {len(ids)} tokens, which with "
-                f"{stage.samples.tokens} written after it do not fit 1 to {stage.context_length}; change it or samples.tokens."
+                f"{stage.samples.tokens} written after it do not fit 1 to {stage.context_length}; change it or "
+                "samples.tokens."
             )
     ends = model.generation_config.eos_token_id
     stops = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}

@@ -27,8 +27,8 @@ from unspool.core.errors import ConfigError
 from unspool.models.fuse import keep_tables
 from unspool.training.config import StageConfig
 from unspool.training.optim.adamw import (
-    Rates,
     ParamState,
+    Rates,
     build_trained,
     collect,
     load_moment,
@@ -242,7 +242,8 @@ def _check(stage: StageConfig, names: list[str], *, is_divided: bool) -> None:
     for part in stage.lr_overrides:
         if not any(part in name for name in names):
             raise ConfigError(
-                f"stage {stage.name}: lr_overrides has {part!r}, which is in no parameter's name; they read {names[1]} …"
+                f"stage {stage.name}: lr_overrides has {part!r}, which is in no parameter's name; they read "
+                f"{names[1]} …"
             )
     if not any(_lr(stage, name) for name in names):
         raise ConfigError(f"stage {stage.name}: lr_overrides sets every parameter to 0, so nothing is trained.")

@@ -18,7 +18,9 @@ BLOCKS = 8
 NUM_WARPS = 8
 
 
-def update_in_one_pass(one: ParamState, grad: Tensor, numbers: Numbers, key: tuple[int, int], norm: Tensor | None) -> None:
+def update_in_one_pass(
+    one: ParamState, grad: Tensor, numbers: Numbers, key: tuple[int, int], norm: Tensor | None
+) -> None:
     grad = grad.contiguous()
     assert one.weight.is_contiguous()
     size = one.weight.numel()

@@ -94,9 +94,10 @@ def check_layout(layout: Layout, work: Work) -> None:
     micro_batches = work.batch_tokens // work.micro_batch_tokens
     if micro_batches % layout.data_ranks:
         unit = work.micro_batch_tokens * layout.data_ranks
-        fitting = f"batch to {format_size(unit * -(-work.batch_tokens // unit))}"
+        fitting = f"batch_tokens to {format_size(unit * -(-work.batch_tokens // unit))}"
         raise ConfigError(
-            f"parallel: a step of {micro_batches} micro-batches ({format_size(work.micro_batch_tokens)} tokens each) does not "
+            f"parallel: a step of {micro_batches} micro-batches ({format_size(work.micro_batch_tokens)} tokens each) "
+            "does not "
             f"divide among replicate × shard = {layout.data_ranks} groups of ranks; set {fitting}, or let more ranks "
             "share a row by ulysses or ring."
         )
@@ -145,8 +146,10 @@ def _check_ring(layout: Layout, work: Work) -> None:
         )
     if work.micro_batch_tokens != work.context_length:
         raise ConfigError(
-            f"parallel: ring={layout.ring} computes one row at a time, and micro_batch={format_size(work.micro_batch_tokens)} "
-            f"holds {work.micro_batch_tokens // work.context_length}; set micro_batch to {format_size(work.context_length)} or leave it out."
+            f"parallel: ring={layout.ring} computes one row at a time, and "
+            f"micro_batch_tokens={format_size(work.micro_batch_tokens)} "
+            f"holds {work.micro_batch_tokens // work.context_length}; set micro_batch_tokens to "
+            f"{format_size(work.context_length)} or leave it out."
         )
 
 
