@@ -98,7 +98,7 @@ def measure_build(texts: list[str], tokenizer: str, size: int) -> dict[str, floa
             "out": str(folder / "run"),
             "engine": {"workers": 2},
             "sources": {"books": {"kind": "jsonl", "path": str(folder / "*.jsonl.zst")}},
-            "rows": {"r": {"from": "books", "length": "8K", "pack": "concat"}},
+            "rows": {"r": {"from": "books", "length": "8K", "packing": "concat"}},
             "stages": [{"name": "s", "context": "8K", "mix": {"r": 1.0}, "tokens": "8K", "batch": "8K", "lr": 1e-4}],
         }
         (folder / "recipe.yaml").write_text(json.dumps(recipe))

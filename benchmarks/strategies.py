@@ -41,13 +41,13 @@ ASSETS = Path(unspool.__file__).parent / "assets"
 PLAIN = "plain"
 STRATEGIES: dict[str, dict[str, Any]] = {
     PLAIN: {},
-    "tangle": {"tangle": {}},
-    "tangle, per row": {"tangle": {"per": "row", "split": "equal"}},
-    "interleave 2": {"interleave": {"pieces": 2}},
-    "interleave 8": {"interleave": {"pieces": 8}},
+    "utk": {"utk": {}},
+    "tangle, per row": {"utk": {"per": "row", "split": "equal"}},
+    "interleave 2": {"cip": {"pieces": 2}},
+    "interleave 8": {"cip": {"pieces": 8}},
     "upsample ×5": {"upsample": {"above": "32K", "times": 5}},
     "upsample, Fu": {"upsample": {"above": "4K", "times": 1, "keep": 0.1}},
-    "skips": {"skips": {"target": "256K"}},
+    "pose": {"pose": {"target": "256K"}},
     "attention full": {"attention": "full"},
 }
 REPEATS = 3
@@ -64,7 +64,7 @@ def main() -> None:
         results: dict[str, Any] = {
             "machine": platform.machine(),
             "strategies": list(measure_strategies(Path(folder), args.tokens, tokenizer)),
-            "negatives": list(measure_negatives(Path(folder), args.retrieval_tokens, tokenizer)),
+            "nextlong": list(measure_negatives(Path(folder), args.retrieval_tokens, tokenizer)),
         }
     if args.save:
         RESULTS.parent.mkdir(exist_ok=True)
@@ -147,7 +147,7 @@ def measure_negatives(folder: Path, tokens: int, tokenizer: PreTrainedTokenizerF
         name = f"negatives-{row_len}"
         write_corpus(folder / name, draw_lens(row_len, tokens, rng_for(0, "strategies", name)))
         readers = {name: open_corpus(folder / name)}
-        config = DatasetConfig.model_validate({"from": name, "length": row_len, "negatives": {}})
+        config = DatasetConfig.model_validate({"from": name, "length": row_len, "nextlong": {}})
         assert config.nextlong is not None
         began = time.process_time()
         negatives = build_negatives(config.nextlong, readers, keep_rest=True, embed=None)

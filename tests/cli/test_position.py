@@ -48,7 +48,7 @@ def test_each_method_is_advised_with_a_line_that_comes_to_what_is_said(advice):
     )
     for each in advice["methods"][1:]:
         pasted = TypeAdapter(RopeMethod).validate_python(yaml.safe_load(each["line"])["position"])
-        settled = pasted.settle(rope, 2048)
+        settled = pasted.resolve(rope, 2048)
         assert settled.parameters == each["parameters"]
         assert settled.max_positions == each["max_positions"]
         tables = settled.tables(rope, 2048).inv_freq.astype(float)

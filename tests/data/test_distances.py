@@ -23,7 +23,7 @@ def by_hand(row: Row, is_text: np.ndarray | None, edges: list[int]) -> list[int]
     for one, other in combinations(range(len(row.tokens)), 2):
         if is_text is not None and not (is_text[one] and is_text[other]):
             continue
-        if doc[one] != doc[other] or (row.attention == "documents" and piece[one] != piece[other]):
+        if doc[one] != doc[other] or (row.attention == "intra_document" and piece[one] != piece[other]):
             continue
         distance = abs(int(position[other]) - int(position[one]))
         for place, (low, high) in enumerate(pairwise([*edges, 1 << 60])):

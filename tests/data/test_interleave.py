@@ -13,7 +13,7 @@ from unspool.data.strategies.cip import interleave_rows
 def plain_row(doc_lens: list[int]) -> Row:
     """Token 100·d + i is the i-th of document d."""
     tokens = np.concatenate([100 * doc + np.arange(size, dtype=np.uint32) for doc, size in enumerate(doc_lens)])
-    return Row(tokens.astype(np.uint32), np.array(doc_lens, dtype=np.int32), None, "a", "documents")
+    return Row(tokens.astype(np.uint32), np.array(doc_lens, dtype=np.int32), None, "a", "intra_document")
 
 
 def interleave_row(row: Row, pieces: int) -> Row:

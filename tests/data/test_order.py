@@ -73,7 +73,7 @@ def test_documents_that_are_not_kept_never_come_and_are_counted(readers):
 
 
 def test_long_is_a_matter_of_whole_documents_not_of_the_parts_that_longest_makes(readers):
-    config = {"upsample": FIVE_TIMES, "interleave": {"longest": 40}}
+    config = {"upsample": FIVE_TIMES, "cip": {"longest": 40}}
     order = order_of(readers, **config)
     starts = Counter(firsts(order))
     lens = readers["a"].lens

@@ -27,7 +27,7 @@ SHAPE = {
 
 
 def loss_eval(**options) -> PerplexityEval:
-    return PerplexityEval.model_validate({"suite": "loss", **options})
+    return PerplexityEval.model_validate({"suite": "perplexity", **options})
 
 
 @pytest.fixture(scope="module")

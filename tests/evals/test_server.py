@@ -172,7 +172,7 @@ def test_what_others_wrote_is_one_printable_line():
 
 
 def test_losses_cannot_be_asked_of_a_server(url, scoring, tokenizer):
-    config = PerplexityEval.model_validate({"suite": "loss", "length": 256, "samples": 1})
+    config = PerplexityEval.model_validate({"suite": "perplexity", "length": 256, "samples": 1})
 
     with pytest.raises(ConfigError, match="suite loss needs a model in this process"):
         score(replace(scoring, evals=[config]), backend_of(url, tokenizer))

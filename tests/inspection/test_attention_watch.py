@@ -117,7 +117,7 @@ def test_watching_leaves_the_model_and_its_output_as_they_were():
 def test_each_document_alone_gives_its_part_of_a_masked_map():
     lens = (48, 64, 39)
     model, text = build("Llama"), text_of(lens)
-    masked = watch(model, text, all_heads(attention="documents", cell=1, beyond=20))
+    masked = watch(model, text, all_heads(attention="intra_document", cell=1, beyond=20))
     stock = build("Llama", attention="eager")
     start = 0
     for size in lens:

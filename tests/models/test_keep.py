@@ -70,7 +70,7 @@ def on_gpu(policy):
     apply_memory(model, policy)
     return trained(model, (8192, 100, 1, 900, 1047), (64,) * 4, (2048,) * 2)
 
-kept = on_gpu(MemoryPolicy(recompute="keep-attention", keep_products=5))
+kept = on_gpu(MemoryPolicy(activation_checkpointing="keep-attention", keep_products=5))
 print(apart(kept, on_gpu(MemoryPolicy())))
 """
 
@@ -232,6 +232,8 @@ def test_a_function_without_a_kernel_that_can_be_kept_is_refused():
 
     AttentionInterface.register("plain", plain)
 
-    with pytest.raises(ConfigError, match=r"recompute: attention 'plain' runs no kernel .*set recompute to full"):
+    with pytest.raises(
+        ConfigError, match=r"activation_checkpointing: attention 'plain' runs no kernel .*set recompute to full"
+    ):
         forward(model_with("plain", KEEP["attention"]))
     forward(model_with("plain", MemoryPolicy(activation_checkpointing="full", attention_heads_at_once=1))).backward()

@@ -371,12 +371,15 @@ def test_compiled_parts_work_under_tiles_recompute_and_offload(plain, monkeypatc
     [
         ({"offload": True}, "offload moves the checkpoints of recomputed layers.*set recompute to full"),
         ({"layers_per_checkpoint": 2}, "layers_per_checkpoint=2 .*set recompute to full"),
-        ({"recompute": "full", "layers_per_checkpoint": 0}, "layers_per_checkpoint=0 must be at least 1"),
+        (
+            {"activation_checkpointing": "full", "layers_per_checkpoint": 0},
+            "layers_per_checkpoint=0 must be at least 1",
+        ),
         ({"mlp_tiles": 0}, "mlp_tiles=0"),
         ({"attention_heads_at_once": -1}, "attention_heads_at_once=-1"),
         ({"keep_products": 1}, "keep_products=1 .*needs recompute keep-attention"),
-        ({"recompute": "keep-attention", "keep_products": 1, "mlp_tiles": 8}, "no mlp_tiles"),
-        ({"recompute": "keep-attention", "keep_products": 1, "keep_on_host": 2}, "between 0 and 1"),
+        ({"activation_checkpointing": "keep-attention", "keep_products": 1, "mlp_tiles": 8}, "no mlp_tiles"),
+        ({"activation_checkpointing": "keep-attention", "keep_products": 1, "keep_on_host": 2}, "between 0 and 1"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings, sentence):

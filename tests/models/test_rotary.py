@@ -131,7 +131,7 @@ def scaled(method: str, **more):
 def test_a_scaled_model_is_what_plain_transformers_loads_from_its_folder(method, tmp_path):
     model = build_model()
     shape, before = rope_shape(model.config), logits(model, random_tokens(200))
-    settled = scaled(method).settle(shape, 256)
+    settled = scaled(method).resolve(shape, 256)
 
     apply_rope(model, scaled(method), 256)
 
@@ -191,7 +191,7 @@ def test_global_layers_of_gemma_are_extended_and_sliding_ones_keep_their_positio
         found, again = (getattr(each.base_model.rotary_emb, f"{name}_inv_freq") for each in (model, plain))
         assert torch.equal(found, again)
     shape = rope_shape(build_gemma().config)
-    wanted = scaled("yarn").settle(shape, 256).tables(shape).inv_freq
+    wanted = scaled("yarn").resolve(shape, 256).tables(shape).inv_freq
     np.testing.assert_allclose(model.base_model.rotary_emb.full_attention_inv_freq.numpy(), wanted, rtol=1e-6)
 
 
@@ -218,7 +218,7 @@ def test_other_families_are_scaled_by_their_configs_alone(family, method, tmp_pa
     save_model(model, build_tokenizer(), tmp_path, dtype=torch.float32)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).base_model.rotary_emb
     assert torch.equal(model.base_model.rotary_emb.inv_freq, again.inv_freq)
-    wanted = scaled(method).settle(shape, 256).tables(shape).inv_freq
+    wanted = scaled(method).resolve(shape, 256).tables(shape).inv_freq
     np.testing.assert_allclose(again.inv_freq.numpy(), wanted, rtol=1e-6, atol=1e-9)
 
 

@@ -55,7 +55,7 @@ def test_prolong_follows_table_9():
         8 * M,
     )
     assert (sft.tokens, sft.batch_tokens, sft.lr, sft.warmup_ratio, sft.min_lr_ratio) == (B, 4 * M, 2e-5, 0.05, 0.1)
-    assert all(stage.attention == "documents" for stage in (first, second, sft))
+    assert all(stage.attention == "intra_document" for stage in (first, second, sft))
     assert first.mix == {"repos-64k": 0.3, "books-64k": 0.3, "textbooks-64k": 0.03, "short": 0.37}
     assert sum(load("prolong-64k").datasets["short"].shares.values()) == pytest.approx(0.37)
     repos, books = (second.mix[f"{name}-512k"] + second.mix[f"{name}-64k"] for name in ("repos", "books"))

@@ -80,8 +80,8 @@ def test_sources_get_all_tokens_of_all_stages():
 
 def test_rows_that_are_built_are_counted_as_attention_sees_them(mini, tmp_path):
     rows = [random_row((100, 28), 0), random_row((64, 64), 1), random_row((128,), 2, attention="full")]
-    save_rows(tmp_path / "run" / "rows" / "long", rows)
-    save_rows(tmp_path / "run" / "rows" / "tangled", [random_row((50, 78), 3, attention="full")])
+    save_rows(tmp_path / "run" / "datasets" / "long", rows)
+    save_rows(tmp_path / "run" / "datasets" / "tangled", [random_row((50, 78), 3, attention="full")])
     found = plan_data(load_recipe(mini))
     (use,) = found.stages["first"]
     squares = 100**2 + 28**2 + 2 * 64**2 + 128**2
@@ -94,7 +94,7 @@ def test_rows_that_are_built_are_counted_as_attention_sees_them(mini, tmp_path):
 
     whole = plan_data(load_recipe(mini, ["stages.0.attention=full"]))
     assert whole.stages["first"][0].document_len == 128
-    longer = plan_data(load_recipe(mini, ["rows.long.length=64"]))
+    longer = plan_data(load_recipe(mini, ["datasets.long.seq_len=64"]))
     assert not longer.lengths_are_counted("first"), "these rows are of another length than the recipe now wants"
 
 

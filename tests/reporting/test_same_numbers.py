@@ -79,7 +79,7 @@ def test_json_has_every_step_and_the_recipe_and_is_strict(fake_run: Path):
     json.dumps(run, allow_nan=False)
     assert [len(stage["steps"]) for stage in run["stages"]] == [60, 60]
     assert run["recipe"] == (fake_run / "recipe.yaml").read_text()
-    assert {one["path"] for one in run["artifacts"]} >= {"corpus/books", "rows/short", "stages/abf", "scores/utk"}
+    assert {one["path"] for one in run["artifacts"]} >= {"corpus/books", "datasets/short", "stages/abf", "scores/utk"}
     assert run["stages"][0]["mix_came"] == pytest.approx({"books-2k": 0.6, "short": 0.4})
 
 

@@ -23,7 +23,7 @@ LLAMA_8B = Shape(
     num_layers=32, hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8, head_dim=128, vocabulary=128256
 )
 BF16 = {"optimizer": {"weights": "bf16", "states": "8bit"}}
-KEEP = {"recompute": "keep-attention"}
+KEEP = {"activation_checkpointing": "keep-attention"}
 
 
 def held_of(changes: dict[str, Any], tokens: int, rows: int = 1) -> Held:
@@ -45,18 +45,21 @@ def held_of(changes: dict[str, Any], tokens: int, rows: int = 1) -> Held:
     ("changes", "tokens", "rows", "shape"),
     [
         ({}, 512, 1, {}),
-        ({"recompute": "full"}, 512, 1, {}),
+        ({"activation_checkpointing": "full"}, 512, 1, {}),
         (KEEP | {"keep_products": 2}, 512, 1, {}),
-        ({"recompute": "full", "layers_per_checkpoint": 2}, 512, 1, {}),
-        ({"recompute": "full", "mlp_tiles": 64}, 512, 1, {}),
-        ({"recompute": "full", "attention_heads_at_once": 2}, 512, 1, {}),
-        ({"recompute": "full"}, 512, 2, {}),
-        ({"recompute": "full"}, 128, 3, {"hidden_size": 128, "intermediate_size": 448}),
+        ({"activation_checkpointing": "full", "layers_per_checkpoint": 2}, 512, 1, {}),
+        ({"activation_checkpointing": "full", "mlp_tiles": 64}, 512, 1, {}),
+        ({"activation_checkpointing": "full", "attention_heads_at_once": 2}, 512, 1, {}),
+        ({"activation_checkpointing": "full"}, 512, 2, {}),
+        ({"activation_checkpointing": "full"}, 128, 3, {"hidden_size": 128, "intermediate_size": 448}),
         ({"compile": True}, 512, 1, {}),
-        pytest.param({"compile": True, "recompute": "full"}, 512, 1, {}, marks=pytest.mark.slow),
+        pytest.param({"compile": True, "activation_checkpointing": "full"}, 512, 1, {}, marks=pytest.mark.slow),
         ({"compile": True} | KEEP | {"keep_products": 2}, 512, 1, {}),
         (
-            {"optimizer": {"weights": "bf16", "states": "8bit", "step": "in-backward"}, "recompute": "full"},
+            {
+                "optimizer": {"weights": "bf16", "states": "8bit", "step": "in-backward"},
+                "activation_checkpointing": "full",
+            },
             128,
             1,
             {"hidden_size": 128, "intermediate_size": 448},
@@ -163,7 +166,7 @@ def test_some_room_is_left_on_every_device():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("policy", [{}, {"recompute": "full"}, KEEP | {"keep_products": 2}])
+@pytest.mark.parametrize("policy", [{}, {"activation_checkpointing": "full"}, KEEP | {"keep_products": 2}])
 def test_a_gpu_holds_what_is_computed(policy):
     shape = Shape(
         num_layers=4, hidden=1024, intermediate=3584, num_heads=16, num_kv_heads=4, head_dim=64, vocabulary=32000

@@ -11,7 +11,7 @@ from unspool.models.memory.policy import MemoryPolicy
 from unspool.training.stage import StageInputs, run_stage
 
 SETTINGS = {
-    "recompute": "keep-attention",
+    "activation_checkpointing": "keep-attention",
     "layers_per_checkpoint": 2,
     "offload": True,
     "mlp_tiles": "10",
@@ -77,7 +77,7 @@ def test_a_stage_finished_before_there_were_more_settings_than_recompute_is_stil
     [
         ({"offload": True}, "offload moves the checkpoints.*set recompute to full or keep-attention"),
         ({"layers_per_checkpoint": 4}, "layers_per_checkpoint=4.*set recompute to full or keep-attention"),
-        ({"recompute": "some"}, "'none', 'keep-attention' or 'full'"),
+        ({"activation_checkpointing": "some"}, "'none', 'keep-attention' or 'full'"),
         ({"attention_heads_at_once": 0}, "greater than or equal to 1"),
         ({"mlp_tiles": 0}, "a size must be between 1"),
     ],

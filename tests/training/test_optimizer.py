@@ -54,12 +54,12 @@ def steps_of_torch(num_steps: int) -> dict[str, torch.Tensor]:
             return float(norm)
 
     plain: Any = Plain()
-    take(model, plain, build_stage(batch=64, micro_batch=32), range(num_steps))
+    take(model, plain, build_stage(batch=64, micro_batch_tokens=32), range(num_steps))
     return weights_of(model)
 
 
 def test_fp32_is_torchs_own_adamw_bit_for_bit():
-    model, updater, stage = start(PLAIN, batch=64, micro_batch=32, tokens=64)
+    model, updater, stage = start(PLAIN, batch=64, micro_batch_tokens=32, tokens=64)
 
     results = take(model, updater, stage, range(4))
 

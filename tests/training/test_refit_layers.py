@@ -261,7 +261,9 @@ def test_memory_settings_of_the_student_change_nothing_and_stay_as_they_were(pol
 
 
 def test_a_model_whose_attention_is_not_ours_is_refused():
-    with pytest.raises(ConfigError, match=r"refit: LlamaForCausalLM makes queries and keys in a way .* leave"):
+    with pytest.raises(
+        ConfigError, match=r"attention_distillation: LlamaForCausalLM makes queries and keys in a way .* leave"
+    ):
         fitted_parameters(build(attention="eager"))
 
 

@@ -164,7 +164,7 @@ def test_a_model_that_training_would_get_wrong_is_refused_before_any_step(materi
 
 
 def test_a_stage_may_claim_less_than_it_trains_on(materials, tmp_path):
-    run(materials, tmp_path / "one", STAGE.model_copy(update={"claim": 16}))
+    run(materials, tmp_path / "one", STAGE.model_copy(update={"export_context_length": 16}))
 
     config = json.loads((tmp_path / "one" / "model" / "config.json").read_text())
     assert config["max_position_embeddings"] == 16 < STAGE.context_length

@@ -150,7 +150,7 @@ def test_a_model_of_random_weights_is_trained_and_depends_on_the_seed(materials,
 
 
 def test_recompute_changes_memory_not_results(materials, never_killed, tmp_path):
-    run(materials, tmp_path / "one", STAGE.model_copy(update={"recompute": "full"}))
+    run(materials, tmp_path / "one", STAGE.model_copy(update={"activation_checkpointing": "full"}))
 
     found, wanted = (load_file(out / "model" / "model.safetensors") for out in (tmp_path / "one", never_killed))
     for name, tensor in wanted.items():

@@ -66,7 +66,7 @@ def look() -> None:
 def look_at(
     path: Annotated[
         Path,
-        typer.Argument(metavar="PATH", help="A run, a folder of its corpus/ or rows/, or an input file."),
+        typer.Argument(metavar="PATH", help="A run, a folder of its corpus/ or datasets/, or an input file."),
     ],
     index: Index = None,
     count: Count = None,

@@ -21,7 +21,7 @@ Paths = Annotated[
     list[Path] | None,
     typer.Argument(
         metavar="RUN|ROWS…",
-        help="Runs, or folders of their rows/; the current folder if none is given.",
+        help="Runs, or folders of their datasets/; the current folder if none is given.",
         show_default=False,
     ),
 ]
@@ -41,7 +41,7 @@ def find_rows(paths: list[Path] | None, names: list[str] | None) -> "list[Place]
         elif place.kind == "dataset":
             found.append(place)
         else:
-            raise ConfigError(f"{path} holds no rows; give a run or a folder of its rows/.")
+            raise ConfigError(f"{path} holds no rows; give a run or a folder of its datasets/.")
     there = [place.path.name for place in found]
     for name in names or []:
         if name not in there:
@@ -238,7 +238,9 @@ def _row(given: str, model: "ModelRef", cut: "Cut") -> "Text":
         raise ConfigError("--docs, --length and --pieces are for --text; a row is taken as it is.")
     folder, colon, index = given.rpartition(":")
     if not colon or not index.isdigit():
-        raise ConfigError(f"--row {given}: write the folder of a rows set and the number of a row, such as rows/utk:0.")
+        raise ConfigError(
+            f"--row {given}: write the folder of a rows set and the number of a row, such as datasets/utk:0."
+        )
 
     places = find_rows([Path(folder)], None)
     if len(places) > 1:

@@ -24,7 +24,7 @@ PREFIXES: dict[str, Kind] = {"rows-": "dataset", "docs-": "corpus"}
 # What `unspool synth` writes.
 TALKS = "conversations-*.jsonl.zst"
 WHAT_CAN_BE_SEEN = (
-    "a run's folder, a folder of its corpus/, rows/ or synth/, a rows-*.arrow or docs-*.arrow file, "
+    "a run's folder, a folder of its corpus/, datasets/ or synth/, a rows-*.arrow or docs-*.arrow file, "
     "or an input file such as books.jsonl"
 )
 
@@ -90,7 +90,7 @@ def find_place(path: Path) -> Place:
 def boxes(folder: Path) -> list[Box]:
     """The finished corpora and rows in a run's folder, or directly in `folder`."""
     found = []
-    for pattern in ("corpus/*", "rows/*", "*"):
+    for pattern in ("corpus/*", "datasets/*", "*"):
         for inner in sorted(folder.glob(pattern)):
             # Work in progress and what is being replaced are never results.
             if inner.suffix in (".partial", ".work", ".old") or not inner.is_dir():

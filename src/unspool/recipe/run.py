@@ -105,7 +105,7 @@ class Preparation:
         """Training rows; returns their counts."""
         counts = {}
         for name in self.recipe.datasets:
-            with self._timed(f"rows/{name}"):
+            with self._timed(f"datasets/{name}"):
                 counts[name] = self._rows(name, self.out / "datasets" / name)
         return counts
 

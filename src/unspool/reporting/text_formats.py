@@ -254,7 +254,7 @@ def _stage(stage: Stage, results: RunResults) -> dict[str, Any]:
         "finished": stage.finished,
         "rope": stage.rope,
         "mix_asked": stage.mix,
-        "mix_came": realised(stage, {one.path.removeprefix("rows/"): one for one in results.artifacts}),
+        "mix_came": realised(stage, {one.path.removeprefix("datasets/"): one for one in results.artifacts}),
         "rows_trained_on": stage.drawn,
         "seconds": results.seconds.get(f"stages/{stage.name}"),
         "steps": [asdict(step) for step in stage.steps],
@@ -275,7 +275,7 @@ def _rope(rope: Rope) -> dict[str, Any]:
 
 
 def _data(results: RunResults) -> dict[str, Any]:
-    counted = [one for one in results.artifacts if one.path.startswith(("corpus/", "rows/"))]
+    counted = [one for one in results.artifacts if one.path.startswith(("corpus/", "datasets/"))]
     return {
         "counts": {one.path: one.counts for one in counted},
         "lengths": {
