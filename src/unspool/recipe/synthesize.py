@@ -22,8 +22,9 @@ from unspool.evals.backends.base import Backend, ModelBackend
 from unspool.evals.config import Eval
 from unspool.evals.heldout import heldout_digest
 from unspool.models.load import model_digest
+from unspool.recipe.context import RunContext
 from unspool.recipe.load import LoadedRecipe
-from unspool.recipe.run import Preparation
+from unspool.recipe.prepare import build_source, check_data_inputs
 from unspool.recipe.schema import dump_recipe
 from unspool.synthesis.config import SynthConfig
 from unspool.synthesis.conversation import Measure, Tools
@@ -51,34 +52,31 @@ _PASSING = {
 }
 
 
-class Synthesis(Preparation):
+class Synthesis:
     """The sets of one recipe. Building one checks everything that can be checked without work."""
 
     def __init__(self, loaded: LoadedRecipe, names: Sequence[str] = ()) -> None:
-        self._whole = loaded.recipe
         sets = loaded.recipe.synth
         self.sets = {name: lookup(sets, name, kind="synth set") for name in names} if names else sets
         used = {source for config in self.sets.values() for source in config.sources}
         sources = {name: source for name, source in loaded.recipe.sources.items() if name in used}
         # Rows and stages may name what is only made here, so they are not looked at.
         narrowed = loaded.recipe.model_copy(update={"sources": sources, "datasets": {}, "stages": []})
-        super().__init__(replace(loaded, recipe=narrowed))
+        self.loaded = replace(loaded, recipe=narrowed)
+        self.recipe, self.out = narrowed, narrowed.out
+        self.context = RunContext(loaded=self.loaded)
+        check_data_inputs(self.context)
+        self.tokenizer = self.context.tokenizer
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.out / "recipe.yaml", dump_recipe(loaded.recipe))
+        self.context.note()
         self.templates = {name: self._templates(config) for name, config in self.sets.items()}
         self.measures = {name: self._measure(name, config) for name, config in self.sets.items()}
         for name, config in self.sets.items():
             self._files(name, config)
 
-    def _begin(self, facts: dict[str, Any]) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.out / "recipe.yaml", dump_recipe(self._whole))
-        self._note(**facts)
-
     def corpora(self) -> dict[str, dict[str, Any]]:
-        counts = {}
-        for name in self.recipe.sources:
-            with self._timed(f"corpus/{name}"):
-                counts[name] = self._corpus(name, self.out / "corpus" / name)
-        return counts
+        return {name: build_source(self.context, name) for name in self.recipe.sources}
 
     def estimates(self) -> dict[str, Estimate]:
         """What every set will ask for; the corpora must be there."""
@@ -90,7 +88,7 @@ class Synthesis(Preparation):
         results = {}
         with self._replies() as replies:
             for name, config in self.sets.items():
-                with self._timed(f"synth/{name}"):
+                with self.context.timed(f"synth/{name}"):
                     results[name] = self._make(name, config, replies)
         return results
 
