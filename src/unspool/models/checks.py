@@ -131,7 +131,7 @@ def attention_of(layer: nn.Module) -> Any:
 
 
 @contextmanager
-def stand_between(model: Any, exchange_of: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:
+def intercept_attention(model: Any, exchange_of: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:
     """Within this, `exchange_of(layer)` stands between a layer's attention and its kernel (attention.py)."""
     attentions = [attention_of(layer) for layer in layers_of(model)]
     assert all(getattr(one, "exchange", None) is None for one in attentions), "rows lie on several devices"

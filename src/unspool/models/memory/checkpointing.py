@@ -14,7 +14,7 @@ from torch import Tensor, is_grad_enabled, nn
 from torch.utils.checkpoint import checkpoint
 
 from unspool.core.errors import ConfigError
-from unspool.models.attention.interface import apply_attention_parts
+from unspool.models.attention.interface import apply_head_chunks
 from unspool.models.checks import attention_of, check_token_part, layers_of, token_parts
 from unspool.models.memory.kept import Kept, keep_result_of
 from unspool.models.memory.offload import Offloader, Stored
@@ -138,7 +138,7 @@ def apply_memory(model: Any, policy: MemoryPolicy) -> None:
             apply_tiles(part, policy.mlp_tiles)
     keep_attention = policy.recompute == "keep-attention"
     if keep_attention or policy.attention_heads_at_once is not None:
-        apply_attention_parts(layers, heads_at_once=policy.attention_heads_at_once)
+        apply_head_chunks(layers, heads_at_once=policy.attention_heads_at_once)
     if policy.recompute != "none":
         policy.check_layers(len(layers))
         apply_recompute(layers, policy, next(model.parameters()).device)
