@@ -21,9 +21,9 @@ from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
 from unspool.models.checks import DOC_LEN, alike, last_states
 from unspool.models.tokenizer import first_line
-from unspool.rope.methods import Position, Unchanged
 from unspool.rope.tables import (
     GLOBAL_LAYERS,
+    Position,
     RopeShape,
     frequencies,
     global_parameters,
@@ -46,7 +46,7 @@ def rope_shape(config: Any) -> RopeShape:
 
 def apply_position(model: Any, position: Position, context_len: int) -> None:
     """Change `model` in place to the positions of a stage, and its config to match."""
-    if isinstance(position, Unchanged):
+    if position.keeps_frequencies:
         _keep(model.config, context_len)
         return
     settled = position.settle(rope_shape(model.config), context_len)

@@ -8,7 +8,7 @@ from unspool.core.config import Config
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import Size
 from unspool.models.memory.policy import MemoryPolicy, Recompute
-from unspool.rope.methods import Position, Unchanged
+from unspool.rope.methods import AnyPosition, Unchanged
 from unspool.training.optim.config import OptimizerConfig
 from unspool.training.parallel.config import ParallelConfig
 from unspool.training.spike_guard import GuardConfig
@@ -88,10 +88,6 @@ class RefitConfig(Config):
         return self.lr_before / 4 if self.after_lr is None else self.after_lr
 
 
-# Position methods whose frequencies engines compute from the context that a config claims.
-BY_CONTEXT = ("dynamic", "longrope", "ntk-by-parts", "pi", "yarn")
-
-
 class StageConfig(Config):
     """One training stage: a mix of rows at one context length under one schedule."""
 
@@ -99,7 +95,7 @@ class StageConfig(Config):
     start: str = Field("previous", description="previous | model | the name of an earlier stage")
     context: Size
     claim: Size | None = Field(None, description="the context that the trained model claims; this one when not given")
-    position: Position = Unchanged()
+    position: AnyPosition = Unchanged()
     refit: RefitConfig | None = Field(
         None, description="queries and keys fitted to what the model attended to before its positions were changed"
     )
@@ -158,7 +154,7 @@ class StageConfig(Config):
 
     @model_validator(mode="after")
     def _refit_has_something_to_fit(self) -> "StageConfig":
-        if self.refit and self.refit.before and isinstance(self.position, Unchanged):
+        if self.refit and self.refit.before and self.position.keeps_frequencies:
             raise ValueError(
                 "refit.before has nothing to do while position is unchanged; give a position method, or leave "
                 "refit.before out"
@@ -192,7 +188,7 @@ class StageConfig(Config):
             raise ValueError("tokens must be at least one batch")
         if self.claim and self.claim > self.context:
             raise ValueError("claim must not exceed context: the model would claim what it never saw")
-        if self.claim and self.claim < self.context and self.position.method in BY_CONTEXT:
+        if self.claim and self.claim < self.context and self.position.uses_max_positions:
             raise ValueError(
                 f"claim cannot be below context with method {self.position.method}, whose positions depend on what the "
                 "model claims; use abf, ntk or harpe"

@@ -24,7 +24,8 @@ from unspool.models.load import load_model
 from unspool.models.rotary import apply_position
 from unspool.models.tokenizer import first_line, location, quiet
 from unspool.rope.harpe import Harpe
-from unspool.rope.methods import Abf, Position, Yarn
+from unspool.rope.methods import Abf, Yarn
+from unspool.rope.tables import Position
 
 CONTEXT = 512
 WINDOW = 16

@@ -16,7 +16,7 @@ from unspool.models.generation.generate import answer
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_position
 from unspool.models.tokenizer import load_tokenizer
-from unspool.rope.methods import Position
+from unspool.rope.tables import Position
 
 # A model with other positions than it was trained with, to see what they do without training.
 

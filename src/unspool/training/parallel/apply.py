@@ -26,7 +26,6 @@ from unspool.models.load import load_model
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.rotary import apply_position
-from unspool.rope.harpe import Harpe
 from unspool.training.config import StageConfig
 from unspool.training.parallel.config import ParallelConfig
 from unspool.training.parallel.fsdp import apply_fsdp
@@ -119,7 +118,7 @@ def _needs_whole(stage: StageConfig, rows: dict[str, Path]) -> bool:
     memory = stage.memory
     tried = memory.mlp_tiles or memory.offload or memory.keep_on_host or stage.compile
     knots = any((read_manifest(folder) or {}).get("counts", {}).get("added_tokens") for folder in rows.values())
-    return bool(tried or knots or stage.parallel.offload or isinstance(stage.position, Harpe))
+    return bool(tried or knots or stage.parallel.offload or stage.position.needs_weights)
 
 
 def _can_be_read(folder: Path) -> bool:
