@@ -40,7 +40,7 @@ from unspool.data.sources.config import (
     TextSource,
 )
 from unspool.evals.config import HelmetEval, InfbenchEval, KvEval, LossEval, LvEval, NiahEval, NochaEval, RulerEval
-from unspool.models.presets import NewModel
+from unspool.models.config import NewModel
 from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_recipes
 from unspool.recipe.schema import Recipe

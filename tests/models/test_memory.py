@@ -416,5 +416,5 @@ def test_layers_that_are_not_found_are_refused():
     model = build_model()
     model.base_model.layers = nn.Sequential(*model.base_model.layers)
 
-    with pytest.raises(ConfigError, match="LlamaForCausalLM keeps its layers elsewhere"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM does not keep its layers"):
         apply_memory(model, MemoryPolicy(recompute="full"))

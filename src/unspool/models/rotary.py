@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
-from unspool.models.checks import DOC_LEN, alike, last_states
+from unspool.models.checks import DOC_LEN, is_close, last_states
 from unspool.models.tokenizer import first_line
 from unspool.rope.tables import (
     GLOBAL_LAYERS,
@@ -182,7 +182,7 @@ def _try_head_bases(model: Any) -> None:
         found = last_states(model, (DOC_LEN,))
     except RuntimeError:  # tables of another shape than this model's code expects
         raise refusal from None
-    if not alike(found, own):
+    if not is_close(found, own):
         raise refusal
 
 

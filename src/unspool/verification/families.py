@@ -22,7 +22,7 @@ from unspool.core.errors import ConfigError
 from unspool.models.fuse import compute_in_bf16
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_position
-from unspool.models.tokenizer import first_line, location, quiet
+from unspool.models.tokenizer import first_line, location, silence_transformers
 from unspool.rope.harpe import Harpe
 from unspool.rope.methods import Abf, Yarn
 from unspool.rope.tables import Position
@@ -134,7 +134,7 @@ class Subject:
 
     def plain(self, device: torch.device) -> Any:
         """As anybody loads it, with the attention that `transformers` writes out; positions are not applied."""
-        quiet()
+        silence_transformers()
         try:
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 **location(self.ref), dtype=torch.float32, attn_implementation="eager", use_safetensors=True
@@ -150,7 +150,7 @@ def given_subject(ref: str) -> Subject:
 
 def small_subjects(folder: Path, *, seed: int, wide: bool, names: Sequence[str]) -> list[Subject]:
     """Write the small models to `folder`, as plain `transformers` saves them; `wide` for a GPU."""
-    quiet()
+    silence_transformers()
     subjects = []
     for name in names:
         family = lookup(FAMILIES, name, kind="model")

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unspool.core.errors import ConfigError
 from unspool.models.attention.interface import apply_head_chunks
-from unspool.models.checks import attention_of, check_token_part, layers_of, token_parts
+from unspool.models.checks import attention_of, check_tokenwise, layers_of, tokenwise_modules
 from unspool.models.memory.kept import Kept, keep_result_of
 from unspool.models.memory.offload import Offloader, Stored
 from unspool.models.memory.policy import MemoryPolicy
@@ -133,8 +133,8 @@ def apply_memory(model: Any, policy: MemoryPolicy) -> None:
         return
     layers = layers_of(model)
     if policy.mlp_tiles is not None:
-        for part in token_parts(model):
-            check_token_part(part, model.config.hidden_size)
+        for part in tokenwise_modules(model):
+            check_tokenwise(part, model.config.hidden_size)
             apply_tiles(part, policy.mlp_tiles)
     keep_attention = policy.recompute == "keep-attention"
     if keep_attention or policy.attention_heads_at_once is not None:

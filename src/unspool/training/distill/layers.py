@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from unspool.core.errors import ConfigError
 from unspool.models.attention.reference import AttentionInputs, Kernel, causal_mask
-from unspool.models.checks import DOC_LEN, alike, attention_of, intercept_attention, layers_of
+from unspool.models.checks import DOC_LEN, attention_of, intercept_attention, is_close, layers_of
 
 # How far one layer's attention is from another's, and which way its queries and keys have to go.
 
@@ -190,7 +190,7 @@ def fitted_parameters(model: Any) -> list[dict[str, nn.Parameter]]:
             with torch.enable_grad():
                 again = _attended_by(layer, calls[number].on(hidden))
             query, key = again.attended.query.detach(), again.attended.key.detach()
-            if not (alike(query, own.query) and alike(key, own.key)):
+            if not (is_close(query, own.query) and is_close(key, own.key)):
                 raise _refusal(model)
             found.append({names[one]: one for one in _of_queries_and_keys(attention_of(layer), again)})
     if not all(found):
