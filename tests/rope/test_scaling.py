@@ -9,19 +9,19 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from unspool.core.errors import ConfigError
-from unspool.rope.methods import ROPE_METHODS, AnyPosition, Unchanged, method_name, register_rope_method
-from unspool.rope.tables import Position, RopeShape, Settled
+from unspool.rope.methods import ROPE_METHODS, AnyRopeMethod, Unchanged, method_name, register_rope_method
+from unspool.rope.tables import RopeMethod, RopeSettings, RopeShape
 
 K = 1024
 SHAPE = RopeShape(rotary_dim=128, num_kv_heads=4, base=500_000.0, original_len=8 * K, max_positions=8 * K)
 
 
 def position(**plain):
-    return TypeAdapter(AnyPosition).validate_python(plain)
+    return TypeAdapter(AnyRopeMethod).validate_python(plain)
 
 
 def settled(context_len=64 * K, rope=SHAPE, **plain):
-    return position(**plain).settle(rope, context_len)
+    return position(**plain).resolve(rope, context_len)
 
 
 def test_unchanged_is_the_default_method():
@@ -125,9 +125,9 @@ def test_longrope_takes_its_factors_from_the_recipe_or_from_a_file(tmp_path):
 
     for file in (plain, nested):
         read = position(method="longrope", file=str(file))
-        assert read.settle(SHAPE, 64 * K) == given.settle(SHAPE, 64 * K)
+        assert read.resolve(SHAPE, 64 * K) == given.resolve(SHAPE, 64 * K)
         assert position(**read.model_dump()) == read, "a recipe that was written down must be read again"
-    found = given.settle(SHAPE, 64 * K)
+    found = given.resolve(SHAPE, 64 * K)
     short, long = (found.tables(SHAPE, length) for length in (8 * K, 8 * K + 1))
     assert short.inv_freq / long.inv_freq == pytest.approx(np.full(64, 4.0))
     assert short.attention_factor == pytest.approx(math.sqrt(1 + math.log(8) / math.log(8 * K)))
@@ -158,7 +158,7 @@ def test_impossible_settings_are_refused(plain, wanted):
 
 @pytest.mark.parametrize("method", ["ntk", "pi", "dynamic", "ntk-by-parts", "yarn", "llama3"])
 def test_a_context_that_needs_no_extension_is_refused(method):
-    with pytest.raises(ConfigError, match=f"position {method}: context 4K is shorter .* 8K.*use method unchanged"):
+    with pytest.raises(ConfigError, match=f"rope {method}: context 4K is shorter .* 8K.*use method unchanged"):
         settled(4 * K, method=method)
 
 
@@ -176,13 +176,13 @@ def test_longrope_refuses_factors_for_another_head_size():
 # The registry
 
 
-class Halved(Position):
+class Halved(RopeMethod):
     method: Literal["halved"]
     times: int = 1
 
-    def settle(self, rope, context_len):
+    def resolve(self, rope, context_len):
         parameters = {"rope_type": "linear", "factor": 2.0**self.times, "rope_theta": rope.base}
-        return Settled(parameters=parameters, max_positions=context_len)
+        return RopeSettings(parameters=parameters, max_positions=context_len)
 
 
 @pytest.fixture
@@ -197,14 +197,14 @@ def test_names_are_those_of_the_methods():
 
 
 def test_a_registered_method_is_read_listed_and_written(halved):
-    adapter = TypeAdapter(AnyPosition)
+    adapter = TypeAdapter(AnyRopeMethod)
 
     found = position(method="halved", times=3)
 
     assert found == Halved(method="halved", times=3)
     assert adapter.dump_python(found) == {"method": "halved", "times": 3}
     assert adapter.json_schema()["discriminator"]["mapping"]["halved"] == "#/$defs/Halved"
-    assert found.settle(SHAPE, 64 * K).tables(SHAPE).inv_freq[0] == 1 / 8
+    assert found.resolve(SHAPE, 64 * K).tables(SHAPE).inv_freq[0] == 1 / 8
     with pytest.raises(ValidationError, match="'harpe', 'halved'"):
         position(method="alibi")
     with pytest.raises(ValidationError, match=r"halved\.time\n.*Extra inputs"):
@@ -217,7 +217,7 @@ def test_a_method_that_is_not_registered_is_refused():
 
 
 def test_two_methods_cannot_have_one_name():
-    class Yarn(Position):
+    class Yarn(RopeMethod):
         method: Literal["yarn"]
 
     with pytest.raises(ValueError, match="'yarn' is already registered"):

@@ -12,7 +12,7 @@ from unspool.core.sizes import Size
 from unspool.models.tokenizer import first_line, location, silence_transformers
 
 # Llama-architecture shapes; the vocabulary comes from the tokenizer. Eight small heads: the only one of ten trials
-# that learned to recall a stated fact had them, though three others with eight did not.
+# that learned to recall a stated fact had them, though three others with eight did not (benchmarks/README.md).
 SIZES: dict[str, dict[str, Any]] = {
     "4M": {
         "hidden_size": 256,
@@ -26,11 +26,11 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 class NewModel(Config):
-    """`model: {size: 4M, tokenizer: folder, context: 256}` starts from random weights."""
+    """`model: {size: 4M, tokenizer: folder, context_length: 256}` starts from random weights."""
 
     size: str = Field(description=f"one of {', '.join(SIZES)}")
     tokenizer: str = Field(description="folder with a tokenizer")
-    context: Size
+    context_length: Size
     base: float = Field(10_000.0, gt=1, description="RoPE base")
 
     @field_validator("size")

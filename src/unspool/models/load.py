@@ -124,7 +124,7 @@ def build_new(new: NewModel, tokenizer: Any, *, seed: int) -> Any:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        max_position_embeddings=new.context,
+        max_position_embeddings=new.context_length,
         rope_parameters={"rope_type": "default", "rope_theta": new.base},
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
@@ -240,7 +240,7 @@ class Embedder:
 
     @cached_property
     def _model(self) -> Any:
-        what = "negatives.model"
+        what = "nextlong.model"
         with _explain_errors(self._ref, what):
             model, loading = AutoModel.from_pretrained(**location(self._ref), **_SAFE, dtype=torch.float32)
         _check_complete(loading, self._ref, what)

@@ -14,7 +14,7 @@ from unspool.core.sizes import format_size
 from unspool.rope.bound import bound, curve, first_negative
 from unspool.rope.methods import ROPE_METHODS, Unchanged
 from unspool.rope.tables import (
-    Position,
+    RopeMethod,
     RopeShape,
     config_frequencies,
     format_base,
@@ -85,7 +85,7 @@ def advise(
         position = cls.suggest(rope, context_len, smallest or float(format_base(ntk)))
         if position is None:
             continue
-        settled = position.settle(rope, context_len)
+        settled = position.resolve(rope, context_len)
         inv_freq = np.atleast_2d(settled.tables(rope, context_len).inv_freq).astype(np.float64)
         methods.append(
             MethodAdvice(
@@ -112,10 +112,10 @@ def advise(
     )
 
 
-def _recipe_line(position: Position) -> str:
+def _recipe_line(position: RopeMethod) -> str:
     given = position.model_dump(exclude_defaults=True) | {"method": position.method}
     words = (f"{key}: {format_base(value) if isinstance(value, float) else value}" for key, value in given.items())
-    return f"position: {{{', '.join(sorted(words, key=lambda word: not word.startswith('method')))}}}"
+    return f"rope: {{{', '.join(sorted(words, key=lambda word: not word.startswith('method')))}}}"
 
 
 def _measure(inv_freq: np.ndarray, looked_until: int, edges: np.ndarray) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from unspool.core.config import FromRegistry
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import Size, format_size
 from unspool.rope.harpe import Harpe
-from unspool.rope.tables import Position, RopeShape, Settled, format_base, ntk_base, one_base
+from unspool.rope.tables import RopeMethod, RopeSettings, RopeShape, format_base, ntk_base, one_base
 
 
-class Unchanged(Position):
+class Unchanged(RopeMethod):
     """The model's own positions: continued training (CT), or training from scratch."""
 
     method: Literal["unchanged"] = "unchanged"
@@ -23,14 +23,14 @@ class Unchanged(Position):
         return f"the model's own base {format_base(rope.base)}"
 
 
-class Abf(Position):
+class Abf(RopeMethod):
     """Adjusted base frequency: one larger base for every head (Xiong et al.; ProLong)."""
 
     method: Literal["abf"]
     base: float = Field(gt=1)
 
-    def settle(self, rope: RopeShape, context_len: int) -> Settled:
-        return Settled(parameters=one_base(self.base), max_positions=max(context_len, rope.max_positions))
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
+        return RopeSettings(parameters=one_base(self.base), max_positions=max(context_len, rope.max_positions))
 
     def describe(self, rope: RopeShape) -> str:
         return f"{self.method} with base {format_base(self.base)}"
@@ -40,7 +40,7 @@ class Abf(Position):
         return cls(method="abf", base=base)
 
 
-class Factor(Position):
+class Factor(RopeMethod):
     """A method that stretches the original length by a factor."""
 
     factor: float | None = Field(None, ge=1, description="context ÷ original when not given")
@@ -54,7 +54,7 @@ class Factor(Position):
         original = self.original_len(rope)
         if self.factor is None and context_len < original:
             raise ConfigError(
-                f"position {self.method}: context {format_size(context_len)} is shorter than the model's original "
+                f"rope {self.method}: context {format_size(context_len)} is shorter than the model's original "
                 f"{format_size(original)}, so there is nothing to extend; use method unchanged, or give factor."
             )
         return self.factor or context_len / original
@@ -64,7 +64,7 @@ class Factor(Position):
         factor, original = self.stretch(rope, context_len), self.original_len(rope)
         if round(factor * original) < context_len:
             raise ConfigError(
-                f"position {self.method}: factor {factor:g} × original {format_size(original)} is only "
+                f"rope {self.method}: factor {factor:g} × original {format_size(original)} is only "
                 f"{format_size(round(factor * original))}, and the context is {format_size(context_len)}; "
                 f"give factor {context_len / original:g} or leave it out."
             )
@@ -80,23 +80,23 @@ class Ntk(Factor):
 
     method: Literal["ntk"]
 
-    def settle(self, rope: RopeShape, context_len: int) -> Settled:
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         factor = self.reaching(rope, context_len)
-        return Settled(
+        return RopeSettings(
             parameters=one_base(ntk_base(rope.base, factor, rope.rotary_dim)),
             max_positions=max(context_len, round(factor * self.original_len(rope))),
         )
 
 
 class Pi(Factor):
-    """Position interpolation: all dimensions slowed by the factor (Chen et al.)."""
+    """RopeMethod interpolation: all dimensions slowed by the factor (Chen et al.)."""
 
     method: Literal["pi"]
     uses_max_positions: ClassVar[bool] = True
 
-    def settle(self, rope: RopeShape, context_len: int) -> Settled:
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         factor = self.reaching(rope, context_len)
-        return Settled(
+        return RopeSettings(
             parameters={"rope_type": "linear", "factor": factor, "rope_theta": rope.base},
             # Exact, because the original length is read back from the two together.
             max_positions=round(factor * self.original_len(rope)),
@@ -109,8 +109,8 @@ class Dynamic(Factor):
     method: Literal["dynamic"]
     uses_max_positions: ClassVar[bool] = True
 
-    def settle(self, rope: RopeShape, context_len: int) -> Settled:
-        return Settled(
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
+        return RopeSettings(
             parameters={
                 "rope_type": "dynamic",
                 "factor": self.stretch(rope, context_len),
@@ -136,10 +136,10 @@ class NtkByParts(Factor):
             raise ValueError(f"beta_slow must be below beta_fast, here {self.beta_slow:g} and {self.beta_fast:g}")
         return self
 
-    def settle(self, rope: RopeShape, context_len: int) -> Settled:
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         return self.by_parts(rope, context_len, attention_factor=1.0)
 
-    def by_parts(self, rope: RopeShape, context_len: int, *, attention_factor: float | None) -> Settled:
+    def by_parts(self, rope: RopeShape, context_len: int, *, attention_factor: float | None) -> RopeSettings:
         factor, original = self.reaching(rope, context_len), self.original_len(rope)
         parameters: dict[str, Any] = {
             "rope_type": "yarn",
@@ -154,7 +154,7 @@ class NtkByParts(Factor):
         if not self.truncate:
             parameters["truncate"] = False
         # Exact, because some versions of `transformers` compute the factor from the two lengths, and vLLM the context.
-        return Settled(parameters=parameters, max_positions=round(factor * original))
+        return RopeSettings(parameters=parameters, max_positions=round(factor * original))
 
 
 class Yarn(NtkByParts):
@@ -163,7 +163,7 @@ class Yarn(NtkByParts):
     method: Literal["yarn"]  # type: ignore[assignment]
     attention_factor: float | None = Field(None, gt=0, description="multiplies cos and sin; 0.1·ln(factor) + 1 if none")
 
-    def settle(self, rope: RopeShape, context_len: int) -> Settled:
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         return self.by_parts(rope, context_len, attention_factor=self.attention_factor)
 
 
@@ -206,13 +206,13 @@ class LongRope(Factor):
             raise ValueError("longrope needs short_factor and long_factor, numbers above 0, or a file that holds both")
         return self
 
-    def settle(self, rope: RopeShape, context_len: int) -> Settled:
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         factor, original = self.stretch(rope, context_len), self.original_len(rope)
         assert self.short_factor and self.long_factor
         for name, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
             if len(factors) != rope.rotary_dim // 2:
                 raise ConfigError(
-                    f"position longrope: {name} holds {len(factors)} numbers, and this model rotates "
+                    f"rope longrope: {name} holds {len(factors)} numbers, and this model rotates "
                     f"{rope.rotary_dim // 2} pairs of dimensions; give one for each."
                 )
         parameters: dict[str, Any] = {
@@ -225,7 +225,7 @@ class LongRope(Factor):
         }
         if self.attention_factor is not None:
             parameters["attention_factor"] = self.attention_factor
-        return Settled(parameters=parameters, max_positions=max(context_len, round(factor * original)))
+        return RopeSettings(parameters=parameters, max_positions=max(context_len, round(factor * original)))
 
 
 class Llama3(Factor):
@@ -241,9 +241,9 @@ class Llama3(Factor):
             raise ValueError("low_freq_factor must be below high_freq_factor")
         return self
 
-    def settle(self, rope: RopeShape, context_len: int) -> Settled:
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         factor, original = self.stretch(rope, context_len), self.original_len(rope)
-        return Settled(
+        return RopeSettings(
             parameters={
                 "rope_type": "llama3",
                 "factor": factor,
@@ -257,7 +257,7 @@ class Llama3(Factor):
         )
 
 
-ROPE_METHODS: dict[str, type[Position]] = {
+ROPE_METHODS: dict[str, type[RopeMethod]] = {
     "unchanged": Unchanged,
     "abf": Abf,
     "ntk": Ntk,
@@ -271,12 +271,12 @@ ROPE_METHODS: dict[str, type[Position]] = {
 }
 
 # The type of a config field that takes any registered method.
-AnyPosition = Annotated[Position, FromRegistry(ROPE_METHODS, "method")]
+AnyRopeMethod = Annotated[RopeMethod, FromRegistry(ROPE_METHODS, "method")]
 
-Method = TypeVar("Method", bound=type[Position])
+Method = TypeVar("Method", bound=type[RopeMethod])
 
 
-def method_name(cls: type[Position]) -> str:
+def method_name(cls: type[RopeMethod]) -> str:
     """Return the name of a method in recipes: the only value that its field `method` takes."""
     (name,) = get_args(cls.model_fields["method"].annotation)
     return str(name)

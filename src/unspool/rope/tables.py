@@ -239,7 +239,7 @@ SCALINGS: dict[str, Scaling] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settled:
+class RopeSettings:
     """The RoPE settings of one model at one context length: either `parameters` or `head_bases` is given."""
 
     max_positions: int  # value for max_position_embeddings
@@ -270,7 +270,7 @@ def one_base(base: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": float(base)}
 
 
-class Position(Config):
+class RopeMethod(Config):
     """A RoPE method. Factors count from the length that the model's unscaled base was trained for.
 
     So a later stage replaces an earlier scaling instead of adding to it. To add a method, write a subclass whose
@@ -279,7 +279,7 @@ class Position(Config):
 
     method: str
 
-    # Whether the model keeps its own frequencies; such a method has no `settle`.
+    # Whether the model keeps its own frequencies; such a method has no `resolve`.
     keeps_frequencies: ClassVar[bool] = False
     # Whether inference engines compute the frequencies from max_position_embeddings.
     uses_max_positions: ClassVar[bool] = False
@@ -288,7 +288,7 @@ class Position(Config):
     # What a recipe must give, if `suggest` cannot.
     requirement: ClassVar[str | None] = None
 
-    def settle(self, rope: RopeShape, context_len: int) -> Settled:
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         """Return the settings for a model at a context length; ConfigError if they would contradict each other."""
         raise NotImplementedError
 
