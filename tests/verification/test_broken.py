@@ -254,7 +254,7 @@ def forgetting_recompute(layers, *_):
         layer.forward = torch.no_grad()(layer.forward)
 
 
-@pytest.mark.parametrize("check", ["checkpointing", "keep-attention", "two-layer-checkpoints", "offload"])
+@pytest.mark.parametrize("check", ["activation-checkpointing", "keep-attention", "layers-per-checkpoint", "offload"])
 def test_layers_whose_gradient_is_never_computed(check, monkeypatch, case, results):
     monkeypatch.setattr(unspool.models.memory.checkpointing, "apply_recompute", forgetting_recompute)
     assert caught(results(check, case("llama")))

@@ -49,7 +49,7 @@ class Synthesis(Preparation):
         used = {source for config in self.sets.values() for source in config.sources}
         sources = {name: source for name, source in loaded.recipe.sources.items() if name in used}
         # Datasets and stages may use what is only generated here, so they are not checked.
-        narrowed = loaded.recipe.model_copy(update={"sources": sources, "rows": {}, "stages": []})
+        narrowed = loaded.recipe.model_copy(update={"sources": sources, "datasets": {}, "stages": []})
         super().__init__(replace(loaded, recipe=narrowed))
         self.templates = {
             name: load_templates(None if config.templates is None else Path(loaded.path(config.templates)))

@@ -186,7 +186,7 @@ def _train(
     model: Any, rows: Sequence[Row], *, rows_at_once: int = 1, order: Sequence[int] | None = None
 ) -> tuple[float, dict[str, Tensor]]:
     length = len(rows[0].tokens)
-    stage = step_stage(length, len(rows), micro_batch=length * rows_at_once)
+    stage = step_stage(length, len(rows), micro_batch_tokens=length * rows_at_once)
     row_sets: Any = {"rows": rows}
     picks = [[("rows", index)] for index in order or range(len(rows))]
     with summed_gradients(model) as sums:
@@ -199,7 +199,7 @@ def step_stage(length: int, num_rows: int, **settings: Any) -> StageConfig:
     """A stage of one step on rows of one length."""
     tokens = length * num_rows
     return StageConfig(
-        name="verify", context=length, mix={"rows": 1.0}, tokens=tokens, batch=tokens, lr=1.0, **settings
+        name="verify", context_length=length, mix={"rows": 1.0}, tokens=tokens, batch_tokens=tokens, lr=1.0, **settings
     )
 
 

@@ -18,10 +18,10 @@ from unspool.core.rng import rng_for
 from unspool.data.packing.store import Row
 from unspool.models.fuse import compute_in_bf16
 from unspool.models.load import load_model
-from unspool.models.rotary import apply_position
+from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import first_line, location, quiet
 from unspool.rope.harpe import Harpe
-from unspool.rope.methods import Abf, Position, Yarn
+from unspool.rope.methods import Abf, RopeMethod, Yarn
 
 CONTEXT = 512
 WINDOW = 16
@@ -55,7 +55,7 @@ MIXED_LAYERS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "
 class RopeCase:
     """A RoPE method, and its expected result written by hand."""
 
-    position: Position
+    method: RopeMethod
     parameters: dict[str, Any] | None = None  # `rope_parameters` for plain `transformers`
     bases: tuple[tuple[float, ...], ...] | None = None  # of the KV heads of each layer
 
@@ -68,11 +68,11 @@ class Family:
     rope: RopeCase | None = None
 
 
-ABF = RopeCase(position=Abf(method="abf", base=5e5), parameters={"rope_type": "default", "rope_theta": 5e5})
+ABF = RopeCase(method=Abf(method="abf", base=5e5), parameters={"rope_type": "default", "rope_theta": 5e5})
 # For the longest context of these models, which is the one on a GPU.
 YARN_FACTOR = 32.0
 YARN = RopeCase(
-    position=Yarn(method="yarn", factor=YARN_FACTOR, original=CONTEXT),
+    method=Yarn(method="yarn", factor=YARN_FACTOR, original=CONTEXT),
     parameters={
         "rope_type": "yarn",
         "rope_theta": 1e4,
@@ -83,9 +83,9 @@ YARN = RopeCase(
         "beta_slow": 1.0,
     },
 )
-HARPE = RopeCase(position=Harpe(method="harpe", low=1e3, high=1e6), bases=((1e6, 1e3), (1e6, 1e3)))
+HARPE = RopeCase(method=Harpe(method="harpe", low=1e3, high=1e6), bases=((1e6, 1e3), (1e6, 1e3)))
 HARPE_BY_LAYER = RopeCase(
-    position=Harpe(method="harpe", low=1e3, high=1e6, rotate_by_layer=True),
+    method=Harpe(method="harpe", low=1e3, high=1e6, rotate_by_layer=True),
     bases=((1e6, 667e3, 334e3, 1e3), (1e3, 1e6, 667e3, 334e3)),
 )
 FAMILIES: dict[str, Family] = {
@@ -122,7 +122,7 @@ class ModelSpec:
         """The model as training uses it."""
         model = load_model(self.ref, device=device, dtype=torch.float32)
         if self.rope is not None:
-            apply_position(model, self.rope.position, model.config.max_position_embeddings)
+            apply_rope(model, self.rope.method, model.config.max_position_embeddings)
         if bf16:
             compute_in_bf16(model)
         # Some memory policies apply only in training mode. None of these models has dropout.
@@ -266,5 +266,5 @@ def _row(doc_lens: Sequence[int], vocabulary: int, seed: int, number: int, *, ke
         doc_lens=np.array(doc_lens, dtype=np.int32),
         loss_mask=None if kept >= 1 else rng.random(length) < kept,
         source="random",
-        attention="documents",
+        attention="intra_document",
     )

@@ -48,10 +48,10 @@ NOT_REPEATABLE = "on this device two uninterrupted runs already differ, because 
 def _stage(name: str, *, steps: int, checkpoint_every: int) -> StageConfig:
     return StageConfig(
         name=name,
-        context=CONTEXT,
+        context_length=CONTEXT,
         mix={"long": 0.6, "short": 0.4},
         tokens=steps * ROWS_PER_STEP * CONTEXT,
-        batch=ROWS_PER_STEP * CONTEXT,
+        batch_tokens=ROWS_PER_STEP * CONTEXT,
         lr=1e-3,
         checkpoint_every=checkpoint_every,
     )
@@ -220,13 +220,13 @@ def _inputs(folder: Path, *, seed: int) -> StageInputs:
     (spec,) = build_small_models(folder / "models", seed=seed, wide=False, names=["llama"])
     places = {}
     for name, rows in _kill_rows(seed).items():
-        places[name] = folder / "rows" / name
-        with publish(places[name], kind="rows", inputs={}, settings={}) as draft:
+        places[name] = folder / "datasets" / name
+        with publish(places[name], kind="dataset", inputs={}, settings={}) as draft:
             with RowWriter(draft.folder, row_len=len(rows[0].tokens), masked=True) as writer:
                 for row in rows:
                     writer.append(row)
             draft.counts = {"rows": len(rows)}
-    return StageInputs(model=spec.ref, rows=places)
+    return StageInputs(model=spec.ref, datasets=places)
 
 
 @dataclass(frozen=True)

@@ -20,26 +20,33 @@ from unspool.verification.tolerance import tolerance_for
 TILE = 37
 # By the name of the check: what it does, for --list, and the policy.
 POLICIES: dict[str, tuple[str, MemoryPolicy]] = {
-    "checkpointing": ("activation checkpointing of every layer", MemoryPolicy(recompute="full")),
+    "activation-checkpointing": (
+        "activation checkpointing of every layer",
+        MemoryPolicy(activation_checkpointing="full"),
+    ),
     "keep-attention": (
         "activation checkpointing that keeps the results of attention",
-        MemoryPolicy(recompute="keep-attention"),
+        MemoryPolicy(activation_checkpointing="keep-attention"),
     ),
     "keep-products": (
         "also keeps the matrix products of two layers, one of them in host memory",
-        MemoryPolicy(recompute="keep-attention", keep_products=2, keep_on_host=1),
+        MemoryPolicy(activation_checkpointing="keep-attention", keep_products=2, keep_on_host=1),
     ),
-    "two-layer-checkpoints": (
+    "layers-per-checkpoint": (
         "activation checkpointing of two layers at a time",
-        MemoryPolicy(recompute="full", recompute_every=2),
+        MemoryPolicy(activation_checkpointing="full", layers_per_checkpoint=2),
     ),
-    "offload": ("activation checkpoints in host memory", MemoryPolicy(recompute="full", offload=True)),
+    "offload": ("activation checkpoints in host memory", MemoryPolicy(activation_checkpointing="full", offload=True)),
     "mlp-tiles": (f"norms and MLPs over {TILE} tokens at a time", MemoryPolicy(mlp_tiles=TILE)),
     "heads-at-once": ("attention over one KV head at a time", MemoryPolicy(attention_heads_at_once=1)),
     "all-memory": (
         "all of these together",
         MemoryPolicy(
-            recompute="keep-attention", recompute_every=2, offload=True, mlp_tiles=TILE, attention_heads_at_once=1
+            activation_checkpointing="keep-attention",
+            layers_per_checkpoint=2,
+            offload=True,
+            mlp_tiles=TILE,
+            attention_heads_at_once=1,
         ),
     ),
 }

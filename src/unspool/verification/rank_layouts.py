@@ -115,9 +115,9 @@ def possible_layouts(world_size: int, num_heads: int, num_kv_heads: int, length:
         work = Work(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            context=length,
-            batch=length * NUM_ROWS,
-            micro_batch=length,
+            context_length=length,
+            batch_tokens=length * NUM_ROWS,
+            micro_batch_tokens=length,
             document_masks=step == PACKED,
         )
         try:

@@ -30,7 +30,7 @@ def check_packing(case: Case) -> list[Measured]:
                 found.append((name, compare(outcome, truth)))
     # RoPE depends only on distances, so losses would hardly show positions that do not restart.
     (row,) = case.steps["unequal"].rows
-    positions = build_batch([row], attention="documents").position_ids.numpy()
+    positions = build_batch([row], attention="intra_document").position_ids.numpy()
     wanted = np.concatenate([np.arange(doc_len) for doc_len in row.doc_lens.tolist()])
     error = float(np.abs(positions - wanted).max())
     return [*case.measure(found), Measured(quantity="positions", error=error, tolerance=EXACT)]
@@ -106,7 +106,7 @@ def _compare_splits(case: Case, splits: list[tuple[int, Sequence[int]]]) -> list
 
 def _hidden_states(case: Case, row: Row, *, with_grad: bool = False) -> tuple[Tensor, Tensor]:
     """The last hidden states [T, D] of a packed row in the precision of training, and its input embeddings."""
-    inputs = build_batch([row], attention="documents").to(case.device).model_inputs
+    inputs = build_batch([row], attention="intra_document").to(case.device).model_inputs
     embedded = case.model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_(with_grad)
     with torch.set_grad_enabled(with_grad):
         states = case.model.base_model(inputs_embeds=embedded, use_cache=False, **inputs).last_hidden_state[0]
