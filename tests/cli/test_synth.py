@@ -134,16 +134,16 @@ def test_a_stage_reads_it_and_is_trained_on_answers_only(made):
         json.dumps(
             {
                 "name": "sft",
-                "model": {"size": "4M", "tokenizer": "asset:tiny-base", "context": 512},
+                "model": {"size": "4M", "tokenizer": "asset:tiny-base", "context_length": 512},
                 "out": str(folder / "sft"),
                 "engine": {"workers": 1},
                 "sources": {"made": {"kind": "chat", "path": str(synth_dir), "template": "plain.jinja"}},
-                "rows": {"made": {"from": "made", "length": 512, "packing": "truncate"}},
+                "datasets": {"made": {"from": "made", "seq_len": 512, "packing": "truncate"}},
                 "stages": [],
             }
         )
     )
-    done = invoke("rows", str(recipe), "--json")
+    done = invoke("pack", str(recipe), "--json")
     assert done.exit_code == 0, done.output
     records = read_conversations(synth_dir)
     corpus = open_corpus(folder / "sft/corpus/made")
@@ -156,7 +156,7 @@ def test_a_stage_reads_it_and_is_trained_on_answers_only(made):
         trained = tokenizer.decode(tokens[mask])
         assert trained == record["messages"][1]["content"] + tokenizer.eos_token
         assert np.flatnonzero(mask)[0] > len(tokens) / 2, "the document is only read"
-    manifest = read_manifest(folder / "sft/rows/made")
+    manifest = read_manifest(folder / "sft/datasets/made")
     assert manifest is not None
     assert manifest["counts"]["documents"] > 0
 
