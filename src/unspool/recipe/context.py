@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from unspool.core.artifacts import MANIFEST, write_atomic
-from unspool.models.presets import NewModel
+from unspool.models.config import NewModel
 from unspool.recipe.load import LoadedRecipe
 from unspool.recipe.schema import Recipe, dump_recipe
 

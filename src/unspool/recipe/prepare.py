@@ -96,7 +96,7 @@ def _embedder(context: RunContext, config: DatasetConfig) -> Any:
         return None
     import torch  # import late: every other dataset is packed without torch
 
-    from unspool.models.embed import Embedder
+    from unspool.models.load import Embedder
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return Embedder(context.loaded.path(config.nextlong.model), tokenizer=context.tokenizer, device=device)

@@ -16,8 +16,8 @@ from unspool.core.errors import ConfigError
 from unspool.core.progress import console, say
 from unspool.evals.contexts import Plan, runnable
 from unspool.evals.run import Scoring, score_model
-from unspool.models.load import model_digest, original_context
-from unspool.models.presets import NewModel
+from unspool.models.config import NewModel, original_context
+from unspool.models.load import model_digest
 from unspool.recipe.context import RunContext, Share, build_in_place
 from unspool.recipe.load import LoadedRecipe
 from unspool.recipe.prepare import check_data_inputs, pack, tokenize
