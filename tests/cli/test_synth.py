@@ -138,12 +138,12 @@ def test_a_stage_reads_it_and_is_trained_on_answers_only(made):
                 "out": str(folder / "sft"),
                 "engine": {"workers": 1},
                 "sources": {"made": {"kind": "chat", "path": str(synth_dir), "template": "plain.jinja"}},
-                "rows": {"made": {"from": "made", "length": 512, "packing": "truncate"}},
+                "datasets": {"made": {"from": "made", "seq_len": 512, "packing": "truncate"}},
                 "stages": [],
             }
         )
     )
-    done = invoke("rows", str(recipe), "--json")
+    done = invoke("pack", str(recipe), "--json")
     assert done.exit_code == 0, done.output
     records = read_conversations(synth_dir)
     corpus = open_corpus(folder / "sft/corpus/made")

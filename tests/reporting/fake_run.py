@@ -97,7 +97,7 @@ def _write_data(run_dir: Path) -> None:
             draft.counts |= {"left_out": {}, "lengths": lengths}
             (draft.folder / "quarantine.jsonl").write_text(json.dumps(BAD_RECORD) + "\n")
     for name, rows in {"books-2k": 480, "books-utk": 480, "short": 320}.items():
-        with publish(run_dir / "rows" / name, kind="rows", inputs={"corpus": "b" * 64}, settings={}) as draft:
+        with publish(run_dir / "datasets" / name, kind="dataset", inputs={"corpus": "b" * 64}, settings={}) as draft:
             (draft.folder / "rows-00000.arrow").write_bytes(name.encode() * 2000)
             counts = {"rows": rows, "tokens": rows * 2048, "documents": 3 * rows, "tokens_in": rows * 2048 + 1231}
             draft.counts |= {**counts, "tokens_added": 0, "dropped": {"short": 31, "tail": 1200}}

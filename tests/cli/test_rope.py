@@ -21,7 +21,7 @@ METHODS = ["unchanged", "abf", "ntk", "pi", "dynamic", "ntk-by-parts", "yarn", "
 
 
 def run(*options: object):
-    return CliRunner().invoke(build_app(), ["position", *map(str, options)])
+    return CliRunner().invoke(build_app(), ["rope", *map(str, options)])
 
 
 def shown(*options: object) -> str:
@@ -47,7 +47,7 @@ def test_each_method_is_advised_with_a_line_that_comes_to_what_is_said(advice):
         }
     )
     for each in advice["methods"][1:]:
-        pasted = TypeAdapter(RopeMethod).validate_python(yaml.safe_load(each["line"])["position"])
+        pasted = TypeAdapter(RopeMethod).validate_python(yaml.safe_load(each["line"])["rope"])
         settled = pasted.resolve(rope, 2048)
         assert settled.parameters == each["parameters"]
         assert settled.max_positions == each["max_positions"]

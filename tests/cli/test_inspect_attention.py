@@ -26,13 +26,13 @@ NASTY = "<script>alert(1)</script>&.txt".replace("/", "∕")
 
 
 def look(*args: object) -> str:
-    done = CliRunner().invoke(build_app(), ["look", "attention", *map(str, args)])
+    done = CliRunner().invoke(build_app(), ["inspect", "attention", *map(str, args)])
     assert done.exit_code == 0, done.output
     return done.stdout
 
 
 def refused(*args: object) -> str:
-    done = CliRunner().invoke(build_app(), ["look", "attention", *map(str, args)])
+    done = CliRunner().invoke(build_app(), ["inspect", "attention", *map(str, args)])
     assert (done.exit_code, done.stdout) == (2, ""), done.output
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1, done.stderr
