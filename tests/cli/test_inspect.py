@@ -14,7 +14,7 @@ from unspool.cli.main import build_app
 # tests/inspect has no __init__.py, because a package of that name would hide Python's own `inspect`.
 sys.path.insert(0, str(Path(__file__).parents[1] / "inspect"))
 
-from look_factory import save_run
+from inspection_factory import save_run
 
 
 @pytest.fixture(scope="module")

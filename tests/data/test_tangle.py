@@ -262,7 +262,9 @@ def test_tangling_brings_the_knots_that_its_hops_need(tokenizer):
     size = len(tokenizer)
     docs = [Doc(np.append(np.arange(70, dtype=np.uint32) + 3, np.uint32(tokenizer.eos_token_id)), "a")] * 40
     for hops, num_knots in ((2, 9), (3, 9), (8, 19)):
-        config = DatasetConfig.model_validate({"from": "a", "seq_len": 512, "utk": {"min_split": 16, "hops": {hops: 1}}})
+        config = DatasetConfig.model_validate(
+            {"from": "a", "seq_len": 512, "utk": {"min_split": 16, "hops": {hops: 1}}}
+        )
         made = build_tangler(config, copy.deepcopy(tokenizer), np.random.default_rng(0))
         assert list(made.knots.values()) == list(range(size, size + num_knots))
         used = {token for row in made.pack(docs, 512, Tally()) for token in row.tokens.tolist() if token >= size}

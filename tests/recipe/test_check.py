@@ -129,7 +129,10 @@ MISTAKES = {
         "    mix: {long: 1}",
         "    mix: {long: 1}\n    attention_distillation: {datasets: short, before: 8, lr: 1e-3}",
         23,
-        ["stages.1.attention_distillation.before = 8", "attention_distillation.before has nothing to do while rope is unchanged"],
+        [
+            "stages.1.attention_distillation.before = 8",
+            "attention_distillation.before has nothing to do while rope is unchanged",
+        ],
     ),
     "unknown tracker": (
         "    mix: {long: 1}",

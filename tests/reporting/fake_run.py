@@ -76,7 +76,7 @@ def write_fake_run(run_dir: Path) -> Path:
 
 
 def write_facts(run_dir: Path) -> None:
-    parts = ("corpus", "rows", "stages/abf", "stages/utk", "scores/base", "scores/abf", "scores/utk")
+    parts = ("corpus", "datasets", "stages/abf", "stages/utk", "scores/base", "scores/abf", "scores/utk")
     facts = {
         "original_context": 256,
         "base_model": "asset:tiny-base",
@@ -168,8 +168,8 @@ def fake_scores(name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             samples += [fake_sample("niah", length, depth, i, right=i < found) for i in range(PER_DEPTH)]
         cells.append(recall_cell("niah", length, None, sum(hits.values()), PER_DEPTH * len(DEPTHS)))
         found = int(rng.binomial(40, recall * 0.75))
-        cells.append(recall_cell("kv", length, None, found, 40))
-        samples += [fake_sample("kv", length, None, i, right=i < found) for i in range(40)]
+        cells.append(recall_cell("key_value", length, None, found, 40))
+        samples += [fake_sample("key_value", length, None, i, right=i < found) for i in range(40)]
     for (start, stop), loss in zip(BUCKETS, LOSSES[name], strict=True):
         half = 0.35 / math.sqrt(stop / 64)
         cell = {"suite": "perplexity", "metric": "loss", "length": 2048, "from": start, "to": stop}

@@ -48,7 +48,7 @@ def save_rows(folder: Path, rows: list[Row], **settings: Any) -> Path:
             for row in rows:
                 writer.append(row)
         draft.counts = {"rows": len(rows), "tokens": sum(len(row.tokens) for row in rows)}
-        if settings.get("tangle"):
+        if settings.get("utk"):
             draft.counts["added_tokens"] = knot_ids(byte_tokenizer())
     return folder
 
