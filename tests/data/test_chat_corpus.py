@@ -74,7 +74,7 @@ def talks(tmp_path_factory) -> Path:
 
 
 def rows(talks: Path, out: Path, **config: Any) -> tuple[dict[str, Any], list[Any]]:
-    settings = DatasetConfig.model_validate({"from": "talks", "length": 256} | config)
+    settings = DatasetConfig.model_validate({"from": "talks", "seq_len": 256} | config)
     corpora = {name: talks / name for name in ("talks", "books")}
     counts = build_rows(settings, corpora, out / "rows", tokenizer=chat_tokenizer(NAME), seed=0)
     built = open_rows(out / "rows")

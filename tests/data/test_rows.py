@@ -36,7 +36,7 @@ def corpora(tmp_path):
 
 
 def build(corpora, tokenizer, out: Path, seed: int = 0, **config) -> dict:
-    rows = DatasetConfig.model_validate({"from": "a", "length": 32, **config})
+    rows = DatasetConfig.model_validate({"from": "a", "seq_len": 32, **config})
     return build_rows(rows, corpora, out, tokenizer=tokenizer, seed=seed)
 
 
@@ -284,7 +284,7 @@ def test_the_counts_say_what_is_in_the_rows(corpora, tokenizer, tmp_path, pack):
 
 
 def test_fit_drops_nothing_and_pads_with_eos(corpora, tokenizer, tmp_path):
-    counts = build(corpora, tokenizer, tmp_path / "out", **{"from": "b", "packing": "best_fit", "length": 64})
+    counts = build(corpora, tokenizer, tmp_path / "out", **{"from": "b", "packing": "best_fit", "seq_len": 64})
     rows = [open_rows(tmp_path / "out")[index] for index in range(counts["rows"])]
     assert counts["dropped"] == {}
     assert counts["truncated"] == 0
@@ -321,7 +321,7 @@ def test_an_error_while_writing_reaches_the_caller(corpora, tokenizer, tmp_path,
 @pytest.mark.parametrize("pack", ["whole", "fit"])
 def test_what_cannot_be_tangled_is_refused(pack):
     with pytest.raises(ValidationError, match=f"packing: {pack} .* use concat or intact"):
-        DatasetConfig.model_validate({"from": "a", "length": 128, "pack": pack, "utk": TANGLE})
+        DatasetConfig.model_validate({"from": "a", "seq_len": 128, "pack": pack, "utk": TANGLE})
 
 
 def test_tangled_rows_attend_fully_and_name_the_tokens_they_add(corpora, tokenizer, tmp_path):
@@ -341,7 +341,7 @@ def test_tangled_rows_attend_fully_and_name_the_tokens_they_add(corpora, tokeniz
 def test_longest_lets_pieces_of_long_documents_share_a_row_with_others(corpora, tokenizer, tmp_path):
     write_corpus(corpora["b"], [5000, 5000], start=200_000)
     tangle = {"probability": 0.0, "longest": 16}
-    build(corpora, tokenizer, tmp_path / "out", **{"from": "b", "utk": tangle, "length": 4096})
+    build(corpora, tokenizer, tmp_path / "out", **{"from": "b", "utk": tangle, "seq_len": 4096})
     row = open_rows(tmp_path / "out")[0]
     starts = row.tokens[np.cumsum(row.doc_lens) - row.doc_lens]
     assert row.doc_lens.max() == 16
