@@ -17,7 +17,8 @@ from unspool.data.corpus.store import CorpusReader, CorpusWriter, open_corpus
 from unspool.data.packing import order, pack
 from unspool.data.packing.build import build_rows
 from unspool.data.packing.config import DatasetConfig
-from unspool.data.packing.store import IGNORE, labels, open_rows
+from unspool.data.packing.row import IGNORE, labels
+from unspool.data.packing.store import open_rows
 from unspool.data.sources.base import Message
 from unspool.data.sources.config import ChatSource, JsonlSource
 from unspool.data.strategies import cip, nextlong

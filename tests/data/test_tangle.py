@@ -9,10 +9,10 @@ from itertools import count, islice
 import numpy as np
 import pytest
 
-from unspool.data.packing.config import DatasetConfig, UtkConfig
+from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.pack import Doc, Tally
-from unspool.data.packing.store import IGNORE, Row, labels
-from unspool.data.strategies.utk import tangle
+from unspool.data.packing.row import IGNORE, Row, labels
+from unspool.data.strategies.utk import UtkConfig, tangle
 from unspool.data.strategies.utk.special_tokens import ALL_KNOTS, LABEL_CHARS, LabelPool, label_drawer
 from unspool.data.strategies.utk.tangle import Tangler, build_tangler, untangle
 from unspool.data.tokenize.encoder import build_encoder
