@@ -33,8 +33,8 @@ SOURCES: dict[str, FileSource] = {
     "code": ReposSource(kind="repos", path="repos", max_bad=1),
 }
 ROWS: dict[str, dict[str, Any]] = {
-    "long": {"from": {"books": 0.8, "code": 0.2}, "length": 512},
-    "tangled": {"from": "books", "length": 512, "utk": {"min_split": 32}},
+    "long": {"from": {"books": 0.8, "code": 0.2}, "seq_len": 512},
+    "tangled": {"from": "books", "seq_len": 512, "utk": {"min_split": 32}},
 }
 
 
@@ -95,7 +95,7 @@ def state(out: Path) -> list[str]:
 def kill_repeatedly(root: Path, kills: int) -> None:
     """Kill runs at random moments until there were `kills`. One that ends before ends its folder; the next is new."""
     began = time.monotonic()
-    assert os.waitpid(start(root, root / "whole"), 0)[1] == 0
+    assert os.waitpid(start(root, root / "single_doc"), 0)[1] == 0
     seconds = time.monotonic() - began
     rng = rng_for(0, "kills")
     killed: list[dict[str, Any]] = []
@@ -145,7 +145,7 @@ def check_kills(root: Path, kills: int) -> None:
     assert len(outcome["killed"]) == kills
     states = {tuple(kill["left"]) for kill in outcome["killed"]}
     assert len(states) > 1, "all kills met the same moment of the work"
-    whole = contents(root / "whole")
+    whole = contents(root / "single_doc")
     assert {Path(name).parts[0] for name in whole} == {*SOURCES, *ROWS}
     assert sum(name.endswith(".arrow") for name in whole) > 10
     for number in range(outcome["finished"]):
