@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from unspool.core.artifacts import publish
 from unspool.data.facts import word_list
-from unspool.data.packing.store import Row, RowWriter
+from unspool.data.packing.row import Row
+from unspool.data.packing.store import RowWriter
 from unspool.models.attention.interface import NAME, register
 from unspool.models.attention.reference import AttentionInputs
 from unspool.training.config import StageConfig

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from unspool.core.artifacts import publish
 from unspool.data.corpus.store import CorpusWriter
-from unspool.data.packing.store import Row, RowWriter
+from unspool.data.packing.row import Row
+from unspool.data.packing.store import RowWriter
 from unspool.data.strategies.utk.special_tokens import knot_ids
 from unspool.data.tokenize.encoder import build_encoder
 

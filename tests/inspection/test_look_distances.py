@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from inspection_factory import byte_tokenizer, pieced_row, save_rows, tangled_row
 
-from unspool.data.packing.store import Row
+from unspool.data.packing.row import Row
 from unspool.inspection.detokenize import Reading, find_tokenizer
 from unspool.inspection.distances.count import (
     Distances,

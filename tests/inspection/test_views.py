@@ -8,7 +8,7 @@ import pytest
 from inspection_factory import TEXTS, byte_tokenizer, save_rows, save_run
 
 from unspool.core.errors import ConfigError, DataError
-from unspool.data.packing.store import Row
+from unspool.data.packing.row import Row
 from unspool.data.tokenize.encoder import build_encoder
 from unspool.inspection.detokenize import Reading, find_tokenizer
 from unspool.inspection.input_documents import Corpus, Records

@@ -9,9 +9,8 @@ import unspool
 from factory import CPU, build_model, save_folder
 from unspool.core.errors import ConfigError
 from unspool.data.corpus.store import CorpusReader, CorpusWriter
-from unspool.data.packing.config import NextLongConfig
 from unspool.data.packing.pack import Doc, Tally
-from unspool.data.strategies.nextlong import build_negatives
+from unspool.data.strategies.nextlong import NextLongConfig, build_negatives
 from unspool.models.load import Embedder
 from unspool.models.tokenizer import load_tokenizer
 

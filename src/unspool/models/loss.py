@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unspool.data.packing.store import IGNORE
+from unspool.data.packing.row import IGNORE
 
 # Bytes of logits held at a time. The weight's gradient is read and written once per chunk, so smaller ones cost time.
 GPU_LOGITS = 384 << 20

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unspool.data.packing.store import IGNORE
+from unspool.data.packing.row import IGNORE
 
 BLOCK = 8192
 NUM_WARPS = 16
