@@ -49,7 +49,7 @@ def test_the_level_that_fills_the_length_is_read(tmp_path: Path, tokenizer: PreT
     sources = loaded(tokenizer, data=str(tmp_path), segmenter="characters")
     found = {length: sources.questions("hotpotwikiqa_mixup", length)[0].text for length in (1000, 16001, 999_999)}
     assert found == {1000: "Who, at 16k?", 16001: "Who, at 64k?", 999_999: "Who, at 64k?"}
-    with pytest.raises(ConfigError, match=r"holds no cmrc_mixup_<level>\.jsonl"):
+    with pytest.raises(ConfigError, match=r"has no cmrc_mixup_<level>\.jsonl"):
         sources.questions("cmrc_mixup", 1000)
 
 
