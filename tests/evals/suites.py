@@ -59,7 +59,7 @@ def prompts_digest(suite: Suite, tokenizer: PreTrainedTokenizerFast, lengths: li
 
 
 def category_means(means: Mapping[str, float | None]) -> dict[str, float | None]:
-    """HELMET's categories and `overall` from means by task, computed apart from the package; None if a task is missing."""
+    """Means of HELMET's categories and `overall`, from means by task; None if a task is missing."""
 
     def mean(values: Sequence[float | None]) -> float | None:
         known = [value for value in values if value is not None]

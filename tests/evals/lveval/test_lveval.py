@@ -118,7 +118,7 @@ def test_cutting_the_end_instead_of_the_middle_would_show(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ):
     released(tmp_path, "loogle_SD_mixup", "16k")
-    monkeypatch.setattr(lveval, "_tail", lambda *_: "")
+    monkeypatch.setattr(lveval, "_take_chars", lambda *_: 0)
     sources = loaded(tokenizer, data=str(tmp_path), segmenter="characters")
     asked = SUITE.tasks["loogle_SD_mixup"].build(sources, Ask(length=2048, seed=0, index=0))
     assert not asked.context.endswith("word2999")

@@ -2,8 +2,8 @@
 
 Users give `pairs`, a JSONL file with `true`, `false`, and `text` or `text_path` (the book, relative to the file);
 without it, pairs are generated. Indices 2i and 2i+1 are the two claims of pair i, in random order. A score
-says whether one verdict is right; `scoring.ranking.pair_accuracy` counts pairs. A text that is too long loses its end, and
-`meta["cut"]` says so.
+says whether one verdict is right; `scoring.ranking.pair_accuracy` counts pairs. A text that is too long loses its end
+(`meta["cut"]`).
 """
 
 from collections.abc import Mapping
