@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from unspool.cli.main import build_app
 
 # tests/inspect has no __init__.py, because a package of that name would hide Python's own `inspect`.
-sys.path.insert(0, str(Path(__file__).parents[1] / "inspect"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "inspection"))
 
 from look_factory import save_run
 

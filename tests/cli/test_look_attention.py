@@ -18,7 +18,7 @@ from unspool.cli.main import build_app
 from unspool.data.facts import word_list
 
 # tests/inspect has no __init__.py, because a package of that name would hide Python's own `inspect`.
-sys.path.insert(0, str(Path(__file__).parents[1] / "inspect"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "inspection"))
 
 from look_factory import pieced_row, save_rows, save_run
 
