@@ -97,7 +97,7 @@ def test_released_chinese_answers_want_jieba(
 ):
     released(tmp_path, "cmrc_mixup", "16k")
     monkeypatch.setitem(sys.modules, "jieba", None)
-    lveval.cutter.cache_clear()
+    lveval.build_segmenter.cache_clear()
     with pytest.raises(ConfigError, match="pip install jieba"):
         loaded(tokenizer, data=str(tmp_path))
     assert loaded(tokenizer, data=str(tmp_path), segmenter="characters").segmenter == "characters"

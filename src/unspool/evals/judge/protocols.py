@@ -1,7 +1,7 @@
 """HELMET's judging protocols: prompts, parsing of replies, scores.
 
 Questions get fluency {0, 1} times correctness {0, 1, 2, 3}. Summaries get fluency times the F1 of recall (key points in
-the summary) and precision (sentences that an expert's summary supports). The prompts are in our own words: scores compare
+the summary) and precision (sentences that an expert's summary supports). Prompts are in our own words: scores compare
 with each other, but not exactly with published ones. Answers are marked as data, which makes it unlikely, but not
 impossible, that an answer manipulates its judge.
 """
