@@ -19,13 +19,13 @@ from unspool.cli.main import build_app
 from unspool.core.config import Config
 from unspool.data.corpus.config import EngineConfig
 from unspool.data.packing.config import (
-    InterleaveConfig,
-    NegativesConfig,
+    CipConfig,
+    DatasetConfig,
+    NextLongConfig,
+    PoseConfig,
     ReplaceConfig,
-    RowsConfig,
-    SkipsConfig,
-    TangleConfig,
     UpsampleConfig,
+    UtkConfig,
 )
 from unspool.data.sources.config import (
     ChatSource,
@@ -39,7 +39,16 @@ from unspool.data.sources.config import (
     TextbooksSource,
     TextSource,
 )
-from unspool.evals.config import HelmetEval, InfbenchEval, KvEval, LossEval, LvEval, NiahEval, NochaEval, RulerEval
+from unspool.evals.config import (
+    HelmetEval,
+    InfbenchEval,
+    KeyValueEval,
+    LvEval,
+    NiahEval,
+    NochaEval,
+    PerplexityEval,
+    RulerEval,
+)
 from unspool.models.presets import NewModel
 from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_recipes
@@ -54,7 +63,7 @@ from unspool.synthesis.config import (
     ServerGenerator,
     SynthConfig,
 )
-from unspool.training.config import RefitConfig, SamplesConfig, StageConfig, ValidationConfig
+from unspool.training.config import AttentionDistillationConfig, SamplesConfig, StageConfig, ValidationConfig
 from unspool.training.optim.config import OptimizerConfig
 from unspool.training.parallel.config import ParallelConfig
 from unspool.training.spike_guard import GuardConfig
@@ -186,15 +195,15 @@ TABLES: dict[str, type[Config]] = {
     "kind: textbooks": TextbooksSource,
     "kind: mds": MdsSource,
     "kind: chat": ChatSource,
-    "rows": RowsConfig,
-    "rows: tangle": TangleConfig,
-    "rows: interleave": InterleaveConfig,
-    "rows: negatives": NegativesConfig,
-    "rows: upsample": UpsampleConfig,
-    "rows: skips": SkipsConfig,
-    "rows: replace": ReplaceConfig,
+    "datasets": DatasetConfig,
+    "datasets: utk": UtkConfig,
+    "datasets: cip": CipConfig,
+    "datasets: nextlong": NextLongConfig,
+    "datasets: upsample": UpsampleConfig,
+    "datasets: pose": PoseConfig,
+    "datasets: replace": ReplaceConfig,
     "stages": StageConfig,
-    "stages: refit": RefitConfig,
+    "stages: attention_distillation": AttentionDistillationConfig,
     "stages: optimizer": OptimizerConfig,
     "stages: parallel": ParallelConfig,
     "stages: guard": GuardConfig,
@@ -211,8 +220,8 @@ TABLES: dict[str, type[Config]] = {
     "method: llama3": Llama3,
     "method: harpe": Harpe,
     "suite: niah": NiahEval,
-    "suite: kv": KvEval,
-    "suite: loss": LossEval,
+    "suite: key_value": KeyValueEval,
+    "suite: perplexity": PerplexityEval,
     "suite: ruler": RulerEval,
     "suite: helmet": HelmetEval,
     "suite: lveval": LvEval,

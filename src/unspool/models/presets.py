@@ -26,7 +26,7 @@ class NewModel(Config):
 
     size: str = Field(description=f"one of {', '.join(SIZES)}")
     tokenizer: str = Field(description="folder with a tokenizer")
-    context: Size
+    context_length: Size
     base: float = Field(10_000.0, gt=1, description="RoPE base")
 
     @field_validator("size")

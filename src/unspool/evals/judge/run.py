@@ -22,9 +22,9 @@ from unspool.core.sizes import format_count
 from unspool.evals.backends.base import Backend
 from unspool.evals.config import Eval
 from unspool.evals.judge.protocols import REPLY_TOKENS, Call, Reply, calls, score
-from unspool.evals.prompts import Asker, Prompt, Question
+from unspool.evals.prompts import Asker, Prompt, PromptQuestion
 from unspool.evals.run import SAMPLES, SUMMARY, summary_of
-from unspool.evals.suite import Asked
+from unspool.evals.suite import Question
 from unspool.evals.suites.records import Record, read_records
 
 JUDGEMENTS = "judgements.jsonl"
@@ -238,9 +238,9 @@ def local_judge(backend: Backend) -> Callable[[str], str]:
         raise ConfigError("the judge's tokenizer has no chat template; use an instruction-tuned model.")
 
     def ask(prompt: str) -> str:
-        asked = Asked(context=prompt, question="", references=("",))
+        asked = Question(context=prompt, question="", references=("",))
         ids = asker.ids(asked, chat=True)
-        question = Question(ids=ids[-1:], reference="", depth=None)
+        question = PromptQuestion(ids=ids[-1:], reference="", depth=None)
         made = Prompt(
             suite="judge",
             length=len(ids) + REPLY_TOKENS,

@@ -13,7 +13,7 @@ from typing import Any
 from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
 from unspool.evals.fill import Meter, fill, room, spread
-from unspool.evals.suite import Ask, Asked, Suite, Task
+from unspool.evals.suite import Ask, Question, Suite, Task
 from unspool.evals.suites.helmet.json_kv import entry, lengthen, uuid_pairs
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
@@ -44,7 +44,7 @@ def draw_number(task: str, ask: Ask) -> str:
     return "".join(map(str, digits))
 
 
-def build_number(task: str, sources: Sources, ask: Ask) -> Asked:
+def build_number(task: str, sources: Sources, ask: Ask) -> Question:
     meter, name, number = sources.meter, NAMES[task], draw_number(task, ask)
     head = f"There is an important info hidden inside a lot of irrelevant text. Find it and memorize the {name}.\n\n"
     needle = f"The {name} is {number}. Remember it. {number} is the {name}.\n"
@@ -53,13 +53,13 @@ def build_number(task: str, sources: Sources, ask: Ask) -> Asked:
     line_tokens = (meter.count(NOISE * 21) - meter.count(NOISE)) / 20
     depth = spread(ask.index, float(rng_for(ask.seed, "infbench depth", task).random()))
 
-    def build_within(budget: int) -> Asked:
+    def build_within(budget: int) -> Question:
         free = max(0, budget - meter.count(head + needle + question + prefix))
         lines = int(free / line_tokens)
         words = NOISE.split(" ")[: int((free / line_tokens - lines) * len(NOISE.split(" ")))]
         before = round(depth * lines)
         text = NOISE * before + needle + NOISE * (lines - before) + " ".join(words)
-        return Asked(
+        return Question(
             context=head + text.rstrip(),
             question=question,
             prefix=prefix,
@@ -71,7 +71,7 @@ def build_number(task: str, sources: Sources, ask: Ask) -> Asked:
     return fill(build_within, meter, room(ask, ANSWER_TOKENS[task]), what=f"infbench {task}", length=ask.length)
 
 
-def build_kv(sources: Sources, ask: Ask) -> Asked:
+def build_kv(sources: Sources, ask: Ask) -> Question:
     meter = sources.meter
 
     def pairs(count: int) -> list[tuple[str, str]]:
@@ -83,7 +83,7 @@ def build_kv(sources: Sources, ask: Ask) -> Asked:
     limit, fixed = room(ask, ANSWER_TOKENS["kv_retrieval"]), meter.count(head + prefix) + pair_tokens
     depth = spread(ask.index, float(rng_for(ask.seed, "infbench depth", "kv").random()))
 
-    def build_within(budget: int) -> Asked:
+    def build_within(budget: int) -> Question:
         # One pair less than would fit; a longer value takes the rest, since characters are finer steps.
         free = budget - fixed
         known = pairs(max(2, min(int((limit - fixed) / pair_tokens) - 1, int(free / pair_tokens))))
@@ -92,7 +92,7 @@ def build_kv(sources: Sources, ask: Ask) -> Asked:
         extra_chars = max(0, int((free / pair_tokens - len(known)) * len(entry(key, value))))
         other = -1 if at != len(known) - 1 else 0
         known[other] = known[other][0], lengthen(known[other][1], extra_chars)
-        return Asked(
+        return Question(
             context=f"{head}{{{', '.join(entry(*pair) for pair in known)}}}",
             question=f'\n\nKey: "{key}"\n',
             prefix=prefix,
@@ -104,19 +104,19 @@ def build_kv(sources: Sources, ask: Ask) -> Asked:
     return fill(build_within, meter, limit, what="infbench kv_retrieval", length=ask.length)
 
 
-def score_number(output: str, asked: Asked) -> float:
+def score_number(output: str, asked: Question) -> float:
     found = re.search(r"\d+", output)
     return float(found is not None and found[0] == asked.references[0].strip())
 
 
-def score_kv(output: str, asked: Asked) -> float:
+def score_kv(output: str, asked: Question) -> float:
     value = asked.references[0].strip()
     if asked.meta["mode"] == "reference":
         return float(value in re.sub(r"[\n:\"',.?!{}]", " ", output).split() or value in output)
     return float(re.search(rf"(?<![\w-]){re.escape(value)}(?![\w-])", output.lower()) is not None)
 
 
-def _task(name: str, build: Callable[[Sources, Ask], Asked], score: Callable[[str, Asked], float]) -> Task:
+def _task(name: str, build: Callable[[Sources, Ask], Question], score: Callable[[str, Question], float]) -> Task:
     return Task(name=name, metric="accuracy", answer_tokens=ANSWER_TOKENS[name], build=build, score=score)
 
 

@@ -17,7 +17,7 @@ from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
 from unspool.evals.fill import Meter, Remembered, fill, room, spread
 from unspool.evals.scoring.keywords import Language, Words, filtered_rouge_l, gated_f1, plain_f1
-from unspool.evals.suite import Ask, Asked, Suite, Task
+from unspool.evals.suite import Ask, Question, Suite, Task
 from unspool.evals.suites import generated
 from unspool.evals.suites.records import first_field, flatten, read_records
 from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text, Wording, literal
@@ -250,7 +250,7 @@ SET_ASIDE = 500  # tokens that LV-Eval leaves free of the context
 BLOCK = 1000  # characters that are tokenized together
 
 
-def build(task: str, answer_tokens: int, sources: Sources, ask: Ask) -> Asked:
+def build(task: str, answer_tokens: int, sources: Sources, ask: Ask) -> Question:
     meter, language = sources.meter, language_of(task)
     questions = sources.questions(task, ask.length)
     order = rng_for(ask.seed, "lveval order", task).permutation(len(questions))
@@ -265,8 +265,8 @@ def build(task: str, answer_tokens: int, sources: Sources, ask: Ask) -> Asked:
     filling = Remembered(generated.filler(90_000 + 500 * ask.index + number).text + "\n" for number in count())
     blacklist = sorted(sources.words[language].blacklist)
 
-    def build_within(budget: int) -> Asked:
-        return Asked(
+    def build_within(budget: int) -> Question:
+        return Question(
             context=before + _article(question, meter, budget - used, filling, depth),
             question=after,
             prefix=prefix,
@@ -313,7 +313,7 @@ def _take_chars(blocks: list[str], sizes: list[int], free: int) -> int:
     return chars
 
 
-def score(task: str, output: str, asked: Asked) -> float:
+def score(task: str, output: str, asked: Question) -> float:
     meta = asked.meta
     words = words_for(language_of(task), frozenset(meta["blacklist"]), meta["segmenter"])
     answer = asked.references[0]

@@ -17,7 +17,7 @@ from unspool.core.errors import DataError
 from unspool.core.rng import rng_for
 from unspool.evals.fill import Meter, Remembered, fill, room, spread
 from unspool.evals.scoring.ranking import parse_verdict
-from unspool.evals.suite import Ask, Asked, Suite, Task
+from unspool.evals.suite import Ask, Question, Suite, Task
 from unspool.evals.suites import generated
 from unspool.evals.suites.helmet.books import text_blocks
 from unspool.evals.suites.records import first_field, read_records
@@ -75,7 +75,7 @@ def _generate_pair(number: int) -> Pair:
     )
 
 
-def build(sources: Sources, ask: Ask) -> Asked:
+def build(sources: Sources, ask: Ask) -> Question:
     meter = sources.meter
     number = ask.index // 2 % len(sources.pairs)
     pair = sources.pairs[number]
@@ -92,12 +92,12 @@ def build(sources: Sources, ask: Ask) -> Asked:
         else (generated.filler(130_000 + 500 * number + at).text + "\n\n" for at in count())
     )
 
-    def build_within(budget: int) -> Asked:
+    def build_within(budget: int) -> Question:
         kept = meter.take(blocks, budget - used - meter.piece(pair.fact))
         cut = pair.text is not None and sum(map(len, kept)) < len(pair.text)
         if pair.text is None:
             kept.insert(round(depth * len(kept)), pair.fact)
-        return Asked(
+        return Question(
             context=HEAD + "".join(kept).rstrip(),
             question=longer,
             prefix=PREFIX,
@@ -110,7 +110,7 @@ def build(sources: Sources, ask: Ask) -> Asked:
     return replace(filled, question=questions[pair.true if is_true else pair.false])
 
 
-def score(output: str, asked: Asked) -> float:
+def score(output: str, asked: Question) -> float:
     verdict = parse_verdict(output)
     return float(verdict is not None and verdict == (asked.references[0].strip() == "true"))
 

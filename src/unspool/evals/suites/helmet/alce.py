@@ -10,7 +10,7 @@ from string import Formatter
 
 from unspool.evals.fill import Remembered, fill, room
 from unspool.evals.scoring.citations import qampari, str_em
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.helmet.data import DEMO, PASSAGE, Sources, demo_form, template_form
 from unspool.evals.suites.helmet.rag import PassagePrompt, demo_passages, gold_depths, table_count, with_gold
 from unspool.evals.suites.helmet.rerank import ANY_ID, set_id
@@ -48,7 +48,7 @@ DEMO_DOCUMENTS = 5
 COUNTS = {4096: 8, 8192: 30, 16384: 75, 32768: 165, 65536: 345, 131072: 700}
 
 
-def build(task: str, sources: Sources, ask: Ask) -> Asked:
+def build(task: str, sources: Sources, ask: Ask) -> Question:
     meter, wording, limit = sources.meter, sources.wording, room(ask, ANSWER_TOKENS)
     prompt = PassagePrompt.build(task, sources, ask, limit, _write_demo)
     item, data = prompt.item, prompt.data
@@ -57,7 +57,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Asked:
     depths = gold_depths(task, ask, len(gold))
     pattern = _passage_pattern(wording.text(task, PASSAGE))
 
-    def build_within(budget: int) -> Asked:
+    def build_within(budget: int) -> Question:
         if ask.mode == "reference":
             wanted = table_count(COUNTS, ask.length)
             # As released: documents are ranked, and gold ones keep their positions.
@@ -68,7 +68,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Asked:
             free = budget - prompt.tokens - sum(meter.piece(text) + meter.gap for text in gold)
             documents, _ = with_gold(meter.take(distractors, free, between=meter.gap, keep=3), gold, depths)
         numbered = [set_id(wording, task, text, str(at)) for at, text in enumerate(documents, start=1)]
-        return Asked(
+        return Question(
             context=prompt.head + "\n\n".join(numbered),
             question=prompt.question,
             prefix=prompt.prefix,
@@ -126,9 +126,9 @@ def _write_demo(task: str, sources: Sources, demo: Item) -> str:
     return sources.wording.fill(task, DEMO, documents=listed, question=demo.question, answer=demo.answers[0])
 
 
-def score_asqa(output: str, asked: Asked) -> float:
+def score_asqa(output: str, asked: Question) -> float:
     return str_em(output, asked.meta["answers"])
 
 
-def score_qampari(output: str, asked: Asked) -> float:
+def score_qampari(output: str, asked: Question) -> float:
     return qampari(output, asked.meta["answers"])["recall_top5"]

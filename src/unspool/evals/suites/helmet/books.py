@@ -17,7 +17,7 @@ from unspool.core.rng import rng_for
 from unspool.evals.fill import Remembered, fill, room, spread
 from unspool.evals.scoring.answers import best, exact_match, exact_match_reference, parse_answer, raw_or_parsed
 from unspool.evals.scoring.rouge import rouge_l
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites import generated
 from unspool.evals.suites.helmet.data import DEMO, Sources, choose, demo_form, template_form
 from unspool.evals.suites.helmet.rag import demo_order
@@ -130,7 +130,7 @@ def _read_book(task: str, row: Record, path: str, number: int) -> Book:
     return Book(item=item, text="\n\n".join(flatten(text)), options=options)
 
 
-def build(task: str, sources: Sources, ask: Ask) -> Asked:
+def build(task: str, sources: Sources, ask: Ask) -> Question:
     known, meter, wording = books(task, sources), sources.meter, sources.wording
     by_id = sources.cached(f"books by id {task}", lambda: {id(book.item): book for book in known})
     book: Book = by_id[id(choose([book.item for book in known], task, ask.seed, ask.index))]
@@ -149,7 +149,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Asked:
     else:
         blocks = Remembered(text_blocks(book.text))
 
-    def build_within(budget: int) -> Asked:
+    def build_within(budget: int) -> Question:
         free = min(cap, budget - used)
         if book.text is None:
             gold = book.item.gold[0].text + "\n\n"
@@ -160,7 +160,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Asked:
             text = "".join(meter.take(blocks, free))
             if len(text) < len(book.text):
                 text = "".join(meter.take(blocks, free - meter.piece(omitted))) + omitted
-        return Asked(
+        return Question(
             context=head + text,
             question=question,
             prefix=prefix,
@@ -231,11 +231,11 @@ def _key_points(book: Book) -> list[str]:
     return list(flatten(book.item.extra.get("key_points") or book.item.extra.get("keypoints") or []))
 
 
-def score_qa(output: str, asked: Asked) -> float:
+def score_qa(output: str, asked: Question) -> float:
     return raw_or_parsed(rouge_l, output, asked.references, asked.prefix, asked.meta["mode"])
 
 
-def score_choice(output: str, asked: Asked) -> float:
+def score_choice(output: str, asked: Question) -> float:
     """Accept the letter alone, or "B. its text" anywhere; no prefix is put back, as HELMET uses a chat template."""
     metric = exact_match_reference if asked.meta["mode"] == "reference" else exact_match
     letter, spelled = asked.references
@@ -243,7 +243,7 @@ def score_choice(output: str, asked: Asked) -> float:
     return float(spelled.lower() in output.lower() or bool(exact) or _first_letter(output, asked) == letter)
 
 
-def _first_letter(output: str, asked: Asked) -> str:
+def _first_letter(output: str, asked: Question) -> str:
     """Find a letter such as "B." or "(B)" before other text, which HELMET counts as wrong; `fixed` mode only."""
     if asked.meta["mode"] == "reference":
         return ""
@@ -251,5 +251,5 @@ def _first_letter(output: str, asked: Asked) -> str:
     return words[0].rstrip(".):,") if words and len(words[0]) <= 2 else ""
 
 
-def left_to_judge(output: str, asked: Asked) -> None:
+def left_to_judge(output: str, asked: Question) -> None:
     """Return None: only a judge can score this."""

@@ -16,7 +16,7 @@ from itertools import accumulate
 from unspool.core.errors import DataError
 from unspool.evals.fill import fill, room
 from unspool.evals.scoring.answers import best, exact_match, exact_match_reference, parse_answer
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites import generated
 from unspool.evals.suites.helmet.data import DEMO, LABELS, Sources, demo_form, template_form
 from unspool.evals.suites.helmet.rag import first_line, table_count
@@ -100,7 +100,7 @@ def number_labels(task: str, train: Labeled, seed: int) -> dict[str, str]:
     return dict(zip(labels, map(str, numbers), strict=False))
 
 
-def build(task: str, sources: Sources, ask: Ask) -> Asked:
+def build(task: str, sources: Sources, ask: Ask) -> Question:
     train, tests, is_generated = load_sentences(task, sources)
     meter, wording, limit = sources.meter, sources.wording, room(ask, ANSWER_TOKENS)
     text, label = tests[ask.index % len(tests)]
@@ -127,12 +127,12 @@ def build(task: str, sources: Sources, ask: Ask) -> Asked:
     spare = random.Random(seed).sample(train, min(len(train), SPARE))
     by_size = {size(pair): pair for pair in spare}
 
-    def build_within(budget: int) -> Asked:
+    def build_within(budget: int) -> Question:
         if reference:
             shown = meter.take(map(write, drawn), budget - used, between=meter.gap)
         else:
             shown = [write(pair) for pair in fit_examples(budget - used)]
-        return Asked(
+        return Question(
             context=head + "\n\n".join(shown),
             question=question,
             prefix=prefix,
@@ -169,7 +169,7 @@ def _sort_labels(labels: tuple[str, ...]) -> list[str]:
     return sorted(set(labels))
 
 
-def score(output: str, asked: Asked) -> float:
+def score(output: str, asked: Question) -> float:
     """Score the first line alone; the prefix is put back, and parsing removes it again."""
     metric = exact_match_reference if asked.meta["mode"] == "reference" else exact_match
     return best(metric, parse_answer(asked.prefix + first_line(output, asked), asked.prefix), asked.references)

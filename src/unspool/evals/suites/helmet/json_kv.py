@@ -10,7 +10,7 @@ import numpy as np
 
 from unspool.core.rng import rng_for
 from unspool.evals.fill import fill, room, spread
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.helmet.data import DEMO, Sources, demo_form, template_form
 from unspool.evals.suites.helmet.rag import table_count
 from unspool.evals.wording import PREFIX, Form
@@ -51,7 +51,7 @@ def lengthen(value: str, chars: int) -> str:
     return value + (value * (1 + chars // len(value)))[:chars]
 
 
-def build(sources: Sources, ask: Ask) -> Asked:
+def build(sources: Sources, ask: Ask) -> Question:
     meter, wording, limit = sources.meter, sources.wording, room(ask, ANSWER_TOKENS)
     tokens_per_pair = sum(meter.count(f" {entry(*uuids(rng_for(0, 'helmet size', at), 2))},\n") for at in range(8)) / 8
     sample = "-".join(uuids(rng_for(0, "helmet size"), 8))
@@ -59,7 +59,7 @@ def build(sources: Sources, ask: Ask) -> Asked:
     fixed = meter.count(wording.after_context(TASK)) + (SHOTS + 1) * tokens_per_pair
     start = float(rng_for(ask.seed, "helmet depth", "json_kv").random())
 
-    def build_within(budget: int) -> Asked:
+    def build_within(budget: int) -> Question:
         count = table_count(COUNTS, ask.length)
         extra_chars = 0
         if ask.mode == "fixed":
@@ -78,7 +78,7 @@ def build(sources: Sources, ask: Ask) -> Asked:
         text = ",\n ".join(entry(key, longer if key == shown[-1][0] else value) for key, value in known)
         examples = "".join(wording.fill(TASK, DEMO, question=key, answer=value) for key, value in shown[:SHOTS])
         before, after = wording.around(TASK, demos=examples, question=known[at][0])
-        return Asked(
+        return Question(
             context=f"{before}{{{text}}}",
             question=after,
             prefix=wording.fill(TASK, PREFIX),

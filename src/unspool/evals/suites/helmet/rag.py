@@ -16,7 +16,7 @@ import numpy as np
 from unspool.core.rng import rng_for
 from unspool.evals.fill import Remembered, fill, room, spread
 from unspool.evals.scoring.answers import raw_or_parsed, sub_em, sub_em_reference
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.helmet.data import DEMO, PASSAGE, RAG, QaSet, Sources, choose, demo_form, template_form
 from unspool.evals.suites.records import Item, Passage
 from unspool.evals.wording import PREFIX, Form, Text, literal
@@ -117,7 +117,7 @@ def gold_depths(task: str, ask: Ask, count: int) -> list[float]:
     return [spread(ask.index, (start + 0.618 * number) % 1) for number in range(count)]
 
 
-def build(task: str, depths: int, sources: Sources, ask: Ask) -> Asked:
+def build(task: str, depths: int, sources: Sources, ask: Ask) -> Question:
     meter, wording, limit = sources.meter, sources.wording, room(ask, ANSWER_TOKENS)
     prompt = PassagePrompt.build(task, sources, ask, limit, _write_demo, repeats=depths)
     item, data = prompt.item, prompt.data
@@ -128,14 +128,14 @@ def build(task: str, depths: int, sources: Sources, ask: Ask) -> Asked:
     gold = [document(passage) for passage in item.gold]
     others = Remembered(document(passage) for passage in data.pool.distractors(item))
 
-    def build_fixed(budget: int) -> Asked:
+    def build_fixed(budget: int) -> Question:
         used = prompt.tokens + sum(meter.piece(text) + meter.gap for text in gold)
         kept = meter.take(others, budget - used, between=meter.gap, keep=4)
         order = rng_for(ask.seed, "helmet passages", task, ask.length, ask.index).permutation(len(kept))
         passages, positions = with_gold([kept[at] for at in order], gold, gold_depths(task, ask, len(gold)))
         return question(passages, [position / max(1, len(passages) - 1) for position in positions])
 
-    def build_reference(budget: int) -> Asked:
+    def build_reference(budget: int) -> Question:
         wanted = table_count(COUNTS, ask.length)
         at = [(ask.index % depths) / (depths - 1)] * len(gold)
         passages, positions = with_gold(list(islice(others, max(0, wanted - len(gold)))), gold, at)
@@ -147,8 +147,8 @@ def build(task: str, depths: int, sources: Sources, ask: Ask) -> Asked:
         kept = meter.take(passages, budget - prompt.tokens, between=meter.gap)
         return question(kept, [position / max(1, len(passages) - 1) for position in positions])
 
-    def question(passages: list[str], found: list[float]) -> Asked:
-        return Asked(
+    def question(passages: list[str], found: list[float]) -> Question:
+        return Question(
             context=prompt.head + "\n\n".join(passages),
             question=prompt.question,
             prefix=prompt.prefix,
@@ -175,7 +175,7 @@ def _write_demo(task: str, sources: Sources, demo: Item) -> str:
     return sources.wording.fill(task, DEMO, documents=passages, question=demo.question, answer=demo.answers[0])
 
 
-def first_line(output: str, asked: Asked) -> str:
+def first_line(output: str, asked: Question) -> str:
     """Cut an output at its first newline, except in `reference` mode.
 
     HELMET's configs ask for a stop at newlines with `stop_new_line`, which its parser does not know.
@@ -183,7 +183,7 @@ def first_line(output: str, asked: Asked) -> str:
     return output if asked.meta["mode"] == "reference" else output.lstrip().split("\n", 1)[0]
 
 
-def score(output: str, asked: Asked) -> float:
+def score(output: str, asked: Question) -> float:
     mode = asked.meta["mode"]
     metric = sub_em_reference if mode == "reference" else sub_em
     return raw_or_parsed(metric, first_line(output, asked), asked.references, asked.prefix, mode)

@@ -10,7 +10,7 @@ from itertools import islice
 from unspool.core.rng import rng_for
 from unspool.evals.fill import Remembered, fill, room
 from unspool.evals.scoring.ranking import ndcg, parse_ranking
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.helmet.data import DEMO, PASSAGE, Sources, demo_form, template_form
 from unspool.evals.suites.helmet.rag import PassagePrompt, first_line, gold_depths, table_count
 from unspool.evals.suites.records import Item, Passage
@@ -37,7 +37,7 @@ COUNTS = {4096: 14, 8192: 50, 16384: 130, 32768: 285, 65536: 600, 131072: 1000}
 ANY_ID = "1000"  # placeholder for ids while tokens are counted
 
 
-def build(task: str, sources: Sources, ask: Ask) -> Asked:
+def build(task: str, sources: Sources, ask: Ask) -> Question:
     meter, wording, limit = sources.meter, sources.wording, room(ask, ANSWER_TOKENS)
     reference = ask.mode == "reference"
     prompt = PassagePrompt.build(task, sources, ask, limit, _write_demo, repeats=DEPTHS)
@@ -47,7 +47,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Asked:
     distractors = Remembered(_with_id(wording, task, ANY_ID, passage) for passage in data.pool.distractors(item))
     known = {_with_id(wording, task, ANY_ID, passage): passage for passage in item.gold}
 
-    def build_within(budget: int) -> Asked:
+    def build_within(budget: int) -> Question:
         rng = rng_for(ask.seed, "helmet passages", task, ask.length, ask.index)
         if reference:
             wanted = max(0, table_count(COUNTS, ask.length) - len(known))
@@ -63,7 +63,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Asked:
         }
         best = sorted(ids, key=lambda number: -relevance[number])
         passages = [set_id(wording, task, text, number) for number, text in zip(ids, texts, strict=True)]
-        return Asked(
+        return Question(
             context=prompt.head + "\n\n".join(passages),
             question=prompt.question,
             prefix=prompt.prefix,
@@ -114,5 +114,5 @@ def _write_demo(task: str, sources: Sources, demo: Item) -> str:
     return wording.fill(task, DEMO, documents=listed, question=demo.question, answer=ranking)
 
 
-def score(output: str, asked: Asked) -> float:
+def score(output: str, asked: Question) -> float:
     return ndcg(parse_ranking(first_line(output, asked)), asked.meta["relevance"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from unspool.evals.suite import Ask, Asked, Suite, Task
+from unspool.evals.suite import Ask, Question, Suite, Task
 from unspool.evals.suites import ruler
 from unspool.evals.suites.helmet import alce, books, data, icl, json_kv, rag, rerank
 from unspool.evals.suites.helmet.data import BOOKS, CITE, LABELS, RAG, Sources
@@ -44,7 +44,7 @@ def load(tokenizer: Any, paths: Mapping[str, str], wording: Wording = OWN) -> So
     return data.load(tokenizer, paths, wording)
 
 
-def _build_needle(name: str, sources: Sources, ask: Ask) -> Asked:
+def _build_needle(name: str, sources: Sources, ask: Ask) -> Question:
     task = ruler.SUITE.tasks[name]
     paths = {key: path for key, path in sources.paths.items() if key == "haystack"}
     wording = sources.wording.of(ruler.SUITE.wording)

@@ -13,7 +13,7 @@ import numpy as np
 
 from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler.haystacks import Sources
 from unspool.evals.wording import PREFIX, Wording
 
@@ -105,7 +105,7 @@ def fill_prompt(
 
 def build_fixed(
     sources: Sources, ask: Ask, spec: TaskSpec, builder: Callable[[Ask], Builder], *, fewest: int, guess: int
-) -> Asked:
+) -> Question:
     """Build a question that fills the length; `fewest` is the smallest size, `guess` the first one tried."""
     budget = spec.budget(ask)
 
@@ -126,7 +126,7 @@ def build_reference(
     step: int,
     trial: int | None = None,
     most_factor: int = 3,
-) -> Asked:
+) -> Question:
     """Build a question as RULER does; `trial` is the size from which RULER estimates tokens per unit."""
     budget = spec.budget(ask)
 
@@ -151,9 +151,9 @@ def build_reference(
         size, attempt = size - step, attempt + 1
 
 
-def to_question(ask: Ask, draft: Draft, size: int) -> Asked:
+def to_question(ask: Ask, draft: Draft, size: int) -> Question:
     depths = [round(depth, 4) for depth in draft.depths]
-    return Asked(
+    return Question(
         context=draft.prompt.context,
         question=draft.prompt.question,
         prefix=draft.prompt.prefix,

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler.fitting import (
     GRID,
     SHORT,
@@ -85,7 +85,7 @@ class NeedleTask:
     def spec(self) -> TaskSpec:
         return TaskSpec(task=self.name, answer_tokens=ANSWER_TOKENS)
 
-    def build(self, sources: Sources, ask: Ask) -> Asked:
+    def build(self, sources: Sources, ask: Ask) -> Question:
         if ask.mode == "reference":
             lines = self.haystack != "essay"
             step = (5 if ask.length < SHORT else 25) if lines else _ESSAY_STEP

@@ -16,7 +16,7 @@ import numpy as np
 
 from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler.fitting import (
     Builder,
     Draft,
@@ -57,7 +57,7 @@ class QaTask:
     def spec(self) -> TaskSpec:
         return TaskSpec(task=self.name, answer_tokens=ANSWER_TOKENS)
 
-    def build(self, sources: Sources, ask: Ask) -> Asked:
+    def build(self, sources: Sources, ask: Ask) -> Question:
         if ask.mode == "reference":
             return build_reference(sources, ask, self.spec, lambda ask: _reference(self, sources, ask), step=_STEP)
         # Sizes are characters of other documents; the smallest prompt has the gold documents alone.

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unspool.evals.suite import Ask, Asked, Suite, Task
+from unspool.evals.suite import Ask, Question, Suite, Task
 from unspool.evals.suites.ruler import needles, qa, tracing, word_counts
 from unspool.evals.suites.ruler.fitting import TaskSpec
 from unspool.evals.suites.ruler.haystacks import Sources
@@ -24,18 +24,18 @@ def load(tokenizer: Any, paths: Mapping[str, str], wording: Wording = OWN) -> So
     return sources
 
 
-def match_all(output: str, asked: Asked) -> float:
+def match_all(output: str, asked: Question) -> float:
     """Return the share of references that the output contains."""
     found = _matches(output, asked)
     return sum(found) / len(found)
 
 
-def match_any(output: str, asked: Asked) -> float:
+def match_any(output: str, asked: Question) -> float:
     """Return 1 if the output contains any of the references."""
     return float(max(_matches(output, asked)))
 
 
-def _matches(output: str, asked: Asked) -> list[bool]:
+def _matches(output: str, asked: Question) -> list[bool]:
     """Whether each reference is in the output: `reference` mode takes substrings, `fixed` mode whole words."""
     text = _CONTROL.sub("\n", output.strip()).strip().lower()
     references = [reference.lower() for reference in asked.references]
@@ -55,7 +55,7 @@ def _is_latin(char: str) -> bool:
     return char.isascii() and char.isalnum()
 
 
-def _task(spec: TaskSpec, build: Callable[[Sources, Ask], Asked]) -> Task:
+def _task(spec: TaskSpec, build: Callable[[Sources, Ask], Question]) -> Task:
     return Task(
         name=spec.task,
         metric="SubEM" if spec.task in qa.FORMS else "recall",

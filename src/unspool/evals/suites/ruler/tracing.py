@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler.fitting import (
     SHORT,
     Builder,
@@ -60,7 +60,7 @@ _LONG_NAMES = ("XQJ", "ZKW", "QXV", "JZB", "WQG")
 _LETTERS = list(string.ascii_uppercase)
 
 
-def build(sources: Sources, ask: Ask) -> Asked:
+def build(sources: Sources, ask: Ask) -> Question:
     if ask.mode == "reference":
         step = 5 if ask.length < SHORT else 10
         return build_reference(sources, ask, VT, lambda ask: _reference(sources, ask), step=step)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler.fitting import (
     CALIBRATION,
     SHORT,
@@ -62,7 +62,7 @@ _TOKENS_PER_CODED_WORD = 50  # one word of the vocabulary per so many tokens of 
 _ZETA = np.pi**2 / 6
 
 
-def build_cwe(sources: Sources, ask: Ask) -> Asked:
+def build_cwe(sources: Sources, ask: Ask) -> Question:
     if ask.mode == "reference":
         trial = min(_CWE_TRIAL, len(sources.words))
         return build_reference(
@@ -150,7 +150,7 @@ def _draw_entries(words: Sequence[str], count: int, words_per_entry: int, rng: n
     return [f"{words[at // len(words)]}-{words[at % len(words)]}" for at in drawn]
 
 
-def build_fwe(sources: Sources, ask: Ask) -> Asked:
+def build_fwe(sources: Sources, ask: Ask) -> Question:
     if ask.mode == "reference":
         return _fwe_reference(sources, ask)
     guess = ask.length // 2
@@ -171,7 +171,7 @@ def _fwe_fixed(sources: Sources, ask: Ask) -> Builder:
     return build
 
 
-def _fwe_reference(sources: Sources, ask: Ask) -> Asked:
+def _fwe_reference(sources: Sources, ask: Ask) -> Question:
     budget = FWE.budget(ask)
     step = budget.tokens // 32
 
