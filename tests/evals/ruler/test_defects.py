@@ -10,7 +10,6 @@ import pytest
 from unspool.core.errors import ConfigError
 from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler import SUITE, fitting
-from unspool.evals.suites.ruler import qa as qa_tasks
 from unspool.evals.suites.ruler.haystacks import NOISE, Sources
 
 from .conftest import Build
@@ -65,7 +64,7 @@ def test_the_gold_paragraph_of_squad_stands_at_one_depth_per_number_of_documents
 
 
 def test_gold_at_one_depth_would_be_noticed_in_fixed_mode_too(squad: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qa_tasks, "grid_depth", lambda index: 0.7)
+    monkeypatch.setattr(fitting, "grid_depth", lambda index: 0.7)
 
     assert len({asked.depth for asked in qa(squad, "fixed", 40)}) < 15
 

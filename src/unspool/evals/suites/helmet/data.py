@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from unspool.core.config import lookup
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
 from unspool.data.strategies.retrieval import BM25, best
@@ -200,12 +199,6 @@ class Sources:
             return None
         found: list[Record] = self.cached(f"records {name}", lambda: read_records(self.paths[name]))
         return found
-
-
-def load(tokenizer: Any, paths: Mapping[str, str], wording: Wording) -> Sources:
-    for name in paths:
-        lookup(dict.fromkeys(sorted(PATHS)), name, kind="path of helmet")
-    return Sources(tokenizer=tokenizer, meter=generated.meter(tokenizer), paths=dict(paths), wording=wording)
 
 
 def choose(items: Sequence[Item], task: str, seed: int, index: int) -> Item:

@@ -3,15 +3,16 @@
 A category is the mean of its tasks, the overall score the mean of the seven categories.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from unspool.core.config import lookup
 from unspool.evals.suite import Ask, Question, Suite, Task
-from unspool.evals.suites import ruler
-from unspool.evals.suites.helmet import alce, books, data, icl, json_kv, rag, rerank
-from unspool.evals.suites.helmet.data import BOOKS, CITE, LABELS, RAG, Sources
+from unspool.evals.suites import generated, ruler
+from unspool.evals.suites.helmet import alce, books, icl, json_kv, rag, rerank
+from unspool.evals.suites.helmet.data import BOOKS, CITE, LABELS, PATHS, RAG, Sources
 from unspool.evals.wording import Form, Wording
 
 # HELMET's needle tasks are RULER's, with fewer tokens for the answer and never through the chat template.
@@ -38,10 +39,14 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
 HOTPOT_DEPTHS, DEPTHS = 3, 6
 # Depths of consecutive indices repeat after eight (`spread`), in reference mode after six or three.
 STRATA = 24
+Build = Callable[[Sources, Ask], Question]
+Score = Callable[[str, Question], float]
 
 
 def load(tokenizer: Any, paths: Mapping[str, str], wording: Wording = OWN) -> Sources:
-    return data.load(tokenizer, paths, wording)
+    for name in paths:
+        lookup(dict.fromkeys(sorted(PATHS)), name, kind="path of helmet")
+    return Sources(tokenizer=tokenizer, meter=generated.meter(tokenizer), paths=dict(paths), wording=wording)
 
 
 def _build_needle(name: str, sources: Sources, ask: Ask) -> Question:
@@ -69,29 +74,29 @@ def _depth_stratum(sources: Sources, index: int) -> int:
     return index % STRATA
 
 
-def _rag(name: str) -> Task:
+def _with_passages(
+    name: str, metric: str, answer_tokens: int, build: Build, score: Score, *, chat: bool = False
+) -> Task:
     return Task(
         name=name,
-        metric="SubEM",
-        answer_tokens=rag.ANSWER_TOKENS,
-        build=partial(rag.build, name, HOTPOT_DEPTHS if name == "hotpotqa" else DEPTHS),
-        score=rag.score,
+        metric=metric,
+        answer_tokens=answer_tokens,
+        build=build,
+        score=score,
+        chat=chat,
         size=lambda sources: len(sources.qa(name).items),
         stratum=_depth_stratum,
     )
+
+
+def _rag(name: str) -> Task:
+    depths = HOTPOT_DEPTHS if name == "hotpotqa" else DEPTHS
+    return _with_passages(name, "SubEM", rag.ANSWER_TOKENS, partial(rag.build, name, depths), rag.score)
 
 
 def _cite(name: str) -> Task:
-    return Task(
-        name=name,
-        metric="str_em" if name == "asqa" else "recall@5",
-        answer_tokens=alce.ANSWER_TOKENS,
-        build=partial(alce.build, name),
-        score=alce.score_asqa if name == "asqa" else alce.score_qampari,
-        chat=True,
-        size=lambda sources: len(sources.qa(name).items),
-        stratum=_depth_stratum,
-    )
+    metric, score = ("str_em", alce.score_asqa) if name == "asqa" else ("recall@5", alce.score_qampari)
+    return _with_passages(name, metric, alce.ANSWER_TOKENS, partial(alce.build, name), score, chat=True)
 
 
 def _book(name: str) -> Task:
@@ -125,15 +130,7 @@ def _icl(name: str) -> Task:
 JSON_KV = Task(
     name="json_kv", metric="SubEM", answer_tokens=json_kv.ANSWER_TOKENS, build=json_kv.build, score=rag.score
 )
-MSMARCO = Task(
-    name="msmarco",
-    metric="nDCG@10",
-    answer_tokens=rerank.ANSWER_TOKENS,
-    build=partial(rerank.build, "msmarco"),
-    score=rerank.score,
-    size=lambda sources: len(sources.qa("msmarco").items),
-    stratum=_depth_stratum,
-)
+MSMARCO = _with_passages("msmarco", "nDCG@10", rerank.ANSWER_TOKENS, partial(rerank.build, "msmarco"), rerank.score)
 TASKS: dict[str, Task] = {
     "json_kv": JSON_KV,
     **{name: _needle(name) for name in NEEDLE_ANSWER_TOKENS},

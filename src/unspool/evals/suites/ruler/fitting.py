@@ -104,13 +104,15 @@ def fill_prompt(
 
 
 def build_fixed(
-    sources: Sources, ask: Ask, spec: TaskSpec, builder: Callable[[Ask], Builder], *, fewest: int, guess: int
+    sources: Sources, ask: Ask, spec: TaskSpec, builder: Callable[[Sources, Ask], Builder], *, fewest: int, guess: int
 ) -> Question:
     """Build a question that fills the length; `fewest` is the smallest size, `guess` the first one tried."""
     budget = spec.budget(ask)
 
     def fitted(ask: Ask, start: int) -> tuple[Draft, int]:
-        return fit(builder(ask), lambda draft: sources.count(draft.prompt.text), budget, fewest=fewest, start=start)
+        return fit(
+            builder(sources, ask), lambda draft: sources.count(draft.prompt.text), budget, fewest=fewest, start=start
+        )
 
     key = (spec.task, ask.length, ask.seed, ask.overhead)
     start = sources.cached(key, lambda: fitted(replace(ask, index=CALIBRATION), guess)[1])
@@ -121,7 +123,7 @@ def build_reference(
     sources: Sources,
     ask: Ask,
     spec: TaskSpec,
-    builder: Callable[[Ask], RandomBuilder],
+    builder: Callable[[Sources, Ask], RandomBuilder],
     *,
     step: int,
     trial: int | None = None,
@@ -132,13 +134,13 @@ def build_reference(
 
     def tokens(size: int, attempt: int) -> int:
         searching = replace(ask, index=CALIBRATION)
-        return sources.count(builder(searching)(size, spec.rng(searching, attempt)).prompt.text)
+        return sources.count(builder(sources, searching)(size, spec.rng(searching, attempt)).prompt.text)
 
     key = (spec.task, "reference", ask.length, ask.seed, ask.overhead)
     size = sources.cached(
         key, lambda: reference_size(tokens, budget, step=step, trial=trial or step, most_factor=most_factor)
     )
-    build = builder(ask)
+    build = builder(sources, ask)
     attempt = 0
     # RULER shrinks a sample step by step until it fits. At the smallest size it retries forever; this gives up.
     while True:

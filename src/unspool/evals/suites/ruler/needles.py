@@ -11,24 +11,14 @@ import random
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from unspool.evals.suite import Ask, Question
-from unspool.evals.suites.ruler.fitting import (
-    GRID,
-    SHORT,
-    Builder,
-    Draft,
-    RandomBuilder,
-    TaskSpec,
-    build_fixed,
-    build_reference,
-    fill_prompt,
-    grid_depth,
-    stratified_depths,
-)
+from unspool.evals.suites.ruler import fitting
+from unspool.evals.suites.ruler.fitting import Builder, Draft, RandomBuilder, TaskSpec, fill_prompt
 from unspool.evals.suites.ruler.haystacks import NOISE, PER_LINE, Essay, Sources, insert, noise_lines
 from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text, Wording
 
@@ -87,17 +77,12 @@ class NeedleTask:
 
     def build(self, sources: Sources, ask: Ask) -> Question:
         if ask.mode == "reference":
-            lines = self.haystack != "essay"
-            step = (5 if ask.length < SHORT else 25) if lines else _ESSAY_STEP
-            return build_reference(sources, ask, self.spec, lambda ask: _reference(self, sources, ask), step=step)
+            step = _ESSAY_STEP if self.haystack == "essay" else 5 if ask.length < fitting.SHORT else 25
+            return fitting.build_reference(sources, ask, self.spec, partial(_reference, self), step=step)
+        builder, fewest, guess = _lines, PER_LINE, ask.length * PER_LINE // 32
         if self.haystack == "essay":
-            return build_fixed(
-                sources, ask, self.spec, lambda ask: _essay(self, sources, ask), fewest=40, guess=ask.length // 2
-            )
-        guess = ask.length * PER_LINE // 32
-        return build_fixed(
-            sources, ask, self.spec, lambda ask: _lines(self, sources, ask), fewest=PER_LINE, guess=guess
-        )
+            builder, fewest, guess = _essay, 40, ask.length // 2
+        return fitting.build_fixed(sources, ask, self.spec, partial(builder, self), fewest=fewest, guess=guess)
 
     def needle_writer(self, wording: Wording) -> Callable[[str, str], str]:
         """Return a function that writes the fact of a key and a value."""
@@ -157,10 +142,9 @@ class UniqueFacts:
     def _write(self, kind: Values, drawn: np.ndarray | bytes, at: int) -> str:
         if isinstance(drawn, bytes):
             return str(uuid.UUID(bytes=drawn[16 * at : 16 * at + 16], version=4))
-        number = int(drawn[at])
         if kind == "numbers":
-            return str(1_000_000 + number)
-        first, second = divmod(number, len(self._words))
+            return str(1_000_000 + int(drawn[at]))
+        first, second = divmod(int(drawn[at]), len(self._words))
         return f"{self._words[first]}-{self._words[second]}"
 
 
@@ -223,8 +207,8 @@ def _lines(task: NeedleTask, sources: Sources, ask: Ask) -> Builder:
 def _target_depths(hidden: Hidden, index: int, rng: np.random.Generator) -> list[float]:
     """Choose sorted depths, one per fact."""
     if len(hidden.gold) > 1:
-        return stratified_depths(len(hidden.facts), rng)
-    gold, others = grid_depth(index), np.sort(rng.random(len(hidden.facts) - 1))
+        return fitting.stratified_depths(len(hidden.facts), rng)
+    gold, others = fitting.grid_depth(index), np.sort(rng.random(len(hidden.facts) - 1))
     # The facts before the gold one stand before it in the text as well.
     before, after = others[: hidden.gold[0]], others[hidden.gold[0] :]
     low = sorted(float(depth * gold) for depth in before)
@@ -270,7 +254,7 @@ def _draw_one(kind: Values, words: list[str], rng: np.random.Generator) -> str:
 
 def _reference_essay(facts: list[str], essay: Essay, size: int, rng: np.random.Generator) -> tuple[str, list[float]]:
     ends = essay.sentence_ends(0, size)
-    percents = np.round(np.linspace(0, 100, GRID))
+    percents = np.round(np.linspace(0, 100, fitting.GRID))
     drawn = np.sort(rng.choice(percents, size=len(facts), replace=False))
     num_sentences = len(ends) - 1
     at = [int(num_sentences * percent / 100) for percent in drawn]

@@ -10,6 +10,7 @@ has one depth for every number of documents; when documents run out, all are rep
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 
 import numpy as np
@@ -17,17 +18,8 @@ import numpy as np
 from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
 from unspool.evals.suite import Ask, Question
-from unspool.evals.suites.ruler.fitting import (
-    Builder,
-    Draft,
-    RandomBuilder,
-    TaskSpec,
-    build_fixed,
-    build_reference,
-    fill_prompt,
-    grid_depth,
-    stratified_depths,
-)
+from unspool.evals.suites.ruler import fitting
+from unspool.evals.suites.ruler.fitting import Builder, Draft, RandomBuilder, TaskSpec, fill_prompt
 from unspool.evals.suites.ruler.haystacks import Sources
 from unspool.evals.suites.ruler.qa_data import Query, QuestionSet
 from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text
@@ -59,10 +51,9 @@ class QaTask:
 
     def build(self, sources: Sources, ask: Ask) -> Question:
         if ask.mode == "reference":
-            return build_reference(sources, ask, self.spec, lambda ask: _reference(self, sources, ask), step=_STEP)
+            return fitting.build_reference(sources, ask, self.spec, partial(_reference, self), step=_STEP)
         # Sizes are characters of other documents; the smallest prompt has the gold documents alone.
-        guess = 4 * ask.length
-        return build_fixed(sources, ask, self.spec, lambda ask: _fixed(self, sources, ask), fewest=1, guess=guess)
+        return fitting.build_fixed(sources, ask, self.spec, partial(_fixed, self), fewest=1, guess=4 * ask.length)
 
 
 def _fixed(task: QaTask, sources: Sources, ask: Ask) -> Builder:
@@ -71,7 +62,7 @@ def _fixed(task: QaTask, sources: Sources, ask: Ask) -> Builder:
     order = rng_for(ask.seed, "ruler", task.name, "questions").permutation(len(questions.queries))
     query = questions.queries[order[ask.index % len(order)]]
     golds = [questions.documents[at] for at in query.golds]
-    targets = [grid_depth(ask.index)] if len(golds) == 1 else stratified_depths(len(golds), rng)
+    targets = [fitting.grid_depth(ask.index)] if len(golds) == 1 else fitting.stratified_depths(len(golds), rng)
     rng.shuffle(golds)
     others = _rank_others(questions, query, rng)
     seed = int(rng.integers(2**62))

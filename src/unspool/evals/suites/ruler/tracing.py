@@ -13,20 +13,8 @@ from itertools import pairwise
 import numpy as np
 
 from unspool.evals.suite import Ask, Question
-from unspool.evals.suites.ruler.fitting import (
-    SHORT,
-    Builder,
-    Draft,
-    PromptText,
-    RandomBuilder,
-    TaskSpec,
-    TokenBudget,
-    build_fixed,
-    build_reference,
-    fill_prompt,
-    reference_size,
-    stratified_depths,
-)
+from unspool.evals.suites.ruler import fitting
+from unspool.evals.suites.ruler.fitting import Builder, Draft, PromptText, RandomBuilder, TaskSpec, fill_prompt
 from unspool.evals.suites.ruler.haystacks import NOISE, PER_LINE, Sources, insert, noise_lines
 from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text
 
@@ -62,17 +50,17 @@ _LETTERS = list(string.ascii_uppercase)
 
 def build(sources: Sources, ask: Ask) -> Question:
     if ask.mode == "reference":
-        step = 5 if ask.length < SHORT else 10
-        return build_reference(sources, ask, VT, lambda ask: _reference(sources, ask), step=step)
+        step = 5 if ask.length < fitting.SHORT else 10
+        return fitting.build_reference(sources, ask, VT, _reference, step=step)
     fewest, guess = NUM_NAMES * PER_LINE, ask.length * PER_LINE // 32
-    return build_fixed(sources, ask, VT, lambda ask: _fixed(sources, ask), fewest=fewest, guess=guess)
+    return fitting.build_fixed(sources, ask, VT, _fixed, fewest=fewest, guess=guess)
 
 
 def _fixed(sources: Sources, ask: Ask) -> Builder:
     rng = VT.rng(ask)
     drawn = _draw_names(2 * NUM_NAMES, _NAME_LEN, rng)
     names, value = drawn[:NUM_NAMES], _draw_value(rng)
-    targets = stratified_depths(NUM_NAMES, rng)
+    targets = fitting.stratified_depths(NUM_NAMES, rng)
     noise = sources.wording.fill("vt", "noise")
     example = _example(sources, ask, [name[:_EXAMPLE_NAME_LEN] for name in drawn[NUM_NAMES:]], rng)
 
@@ -115,10 +103,10 @@ def _reference(sources: Sources, ask: Ask) -> RandomBuilder:
         noise = insert([line] * lines, positions, _chain(names, _EXAMPLE_VALUE, end=" "), "\n")
         return _prompt(sources, noise, _EXAMPLE_VALUE, trailing_space=True).text, names
 
-    budget = TokenBudget(task="vt", length=_EXAMPLE_TOKENS, tokens=_EXAMPLE_TOKENS)
+    budget = fitting.TokenBudget(task="vt", length=_EXAMPLE_TOKENS, tokens=_EXAMPLE_TOKENS)
     lines = sources.cached(
         ("vt reference example", ask.seed),
-        lambda: reference_size(
+        lambda: fitting.reference_size(
             lambda size, _: sources.count(example(size)[0]), budget, step=_EXAMPLE_STEP, trial=_EXAMPLE_STEP
         ),
     )

@@ -12,19 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from unspool.evals.suite import Ask, Question
-from unspool.evals.suites.ruler.fitting import (
-    CALIBRATION,
-    SHORT,
-    Builder,
-    Draft,
-    PromptText,
-    RandomBuilder,
-    TaskSpec,
-    build_fixed,
-    build_reference,
-    fill_prompt,
-    to_question,
-)
+from unspool.evals.suites.ruler import fitting
+from unspool.evals.suites.ruler.fitting import Builder, Draft, PromptText, RandomBuilder, TaskSpec, fill_prompt
 from unspool.evals.suites.ruler.haystacks import Sources
 from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text
 
@@ -65,16 +54,13 @@ _ZETA = np.pi**2 / 6
 def build_cwe(sources: Sources, ask: Ask) -> Question:
     if ask.mode == "reference":
         trial = min(_CWE_TRIAL, len(sources.words))
-        return build_reference(
-            sources, ask, CWE, lambda ask: _cwe_reference(sources, ask), step=_CWE_STEP, trial=trial, most_factor=2
-        )
-    fewest = NUM_COMMON + 1
-    return build_fixed(sources, ask, CWE, lambda ask: _cwe_fixed(sources, ask), fewest=fewest, guess=ask.length // 20)
+        return fitting.build_reference(sources, ask, CWE, _cwe_reference, step=_CWE_STEP, trial=trial, most_factor=2)
+    return fitting.build_fixed(sources, ask, CWE, _cwe_fixed, fewest=NUM_COMMON + 1, guess=ask.length // 20)
 
 
 def repeats(length: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
     """Return (words, repeats of common words, repeats of others) of the example, and both repeats of the list."""
-    return ((20, 3, 1), (6, 1)) if length < SHORT else ((40, 10, 3), (30, 3))
+    return ((20, 3, 1), (6, 1)) if length < fitting.SHORT else ((40, 10, 3), (30, 3))
 
 
 def _cwe_fixed(sources: Sources, ask: Ask) -> Builder:
@@ -153,8 +139,7 @@ def _draw_entries(words: Sequence[str], count: int, words_per_entry: int, rng: n
 def build_fwe(sources: Sources, ask: Ask) -> Question:
     if ask.mode == "reference":
         return _fwe_reference(sources, ask)
-    guess = ask.length // 2
-    return build_fixed(sources, ask, FWE, lambda ask: _fwe_fixed(sources, ask), fewest=_FEWEST_CODED, guess=guess)
+    return fitting.build_fixed(sources, ask, FWE, _fwe_fixed, fewest=_FEWEST_CODED, guess=ask.length // 2)
 
 
 def _fwe_fixed(sources: Sources, ask: Ask) -> Builder:
@@ -189,7 +174,7 @@ def _fwe_reference(sources: Sources, ask: Ask) -> Question:
 
     def first_size() -> int:
         """Grow one random text step by step until it is too long, and take the last step back, as RULER does."""
-        size, trial = budget.tokens // _CODED_LEN, FWE.rng(replace(ask, index=CALIBRATION))
+        size, trial = budget.tokens // _CODED_LEN, FWE.rng(replace(ask, index=fitting.CALIBRATION))
         while sources.count(draft(size, trial).prompt.text) < budget.tokens:
             size += step
         return size - step
@@ -198,7 +183,7 @@ def _fwe_reference(sources: Sources, ask: Ask) -> Question:
     while size >= _FEWEST_CODED:
         made = draft(size, FWE.rng(ask))  # the same words, fewer of them
         if sources.count(made.prompt.text) <= budget.tokens:
-            return to_question(ask, made, size)
+            return fitting.to_question(ask, made, size)
         size -= step
     raise budget.too_short(least)
 
