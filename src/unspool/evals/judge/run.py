@@ -120,8 +120,8 @@ def ask_all(wanted: Iterable[Call], judge: Judge, cache: ReplyCache, *, label: s
     left = list({call.prompt: None for call in wanted if cache.get(call.prompt) is None})
     with progress_bar(label, len(left)) as advance, ThreadPoolExecutor(judge.width) as pool:
         for start in range(0, len(left), judge.width):
-            some = left[start : start + judge.width]
-            for prompt, reply in zip(some, pool.map(judge.ask, some), strict=True):
+            batch = left[start : start + judge.width]
+            for prompt, reply in zip(batch, pool.map(judge.ask, batch), strict=True):
                 cache.add(prompt, reply)
                 advance(1, "")
 
@@ -133,8 +133,8 @@ def _apply_judgment(sample: Sample, judge: str, cache: ReplyCache) -> Sample:
     asked = calls(case["protocol"], case, sample["output"])
     replies = [_parse_cached(call, cache) for call in asked]
     value = score(case["protocol"], replies)
-    said = {call.name: reply for call, reply in zip(asked, replies, strict=True)}
-    return {**sample, "score": value, "judgement": {"judge": judge, "said": said, "unparsable": value is None}}
+    parsed = {call.name: reply for call, reply in zip(asked, replies, strict=True)}
+    return {**sample, "score": value, "judgement": {"judge": judge, "said": parsed, "unparsable": value is None}}
 
 
 def read_samples(folder: Path) -> list[Sample]:

@@ -36,13 +36,13 @@ def adaptation_rate(target: Scores, reference: Scores, *, seed: int = 0) -> Rati
     counts = {"n_target": sum(map(len, ours)), "n_reference": sum(map(len, theirs))}
     if not names or not any(scores.any() for scores in theirs):
         return Ratio(value=None, low=None, high=None, **counts)
-    value = fmean(float(one.mean()) for one in ours) / fmean(float(one.mean()) for one in theirs)
+    value = fmean(float(scores.mean()) for scores in ours) / fmean(float(scores.mean()) for scores in theirs)
     if len(names) > 1 and min(map(len, [*ours, *theirs])) < 2:
         return Ratio(value=value, low=None, high=None, **counts)
     rng = rng_for(seed, "adaptation rate", counts["n_target"], counts["n_reference"])
     # A resample of few samples varies too little; drawing one sample less per task corrects for it.
     less = 1 if len(names) > 1 else 0
-    above, below = (np.mean([_resampled_means(one, rng, less) for one in scores], axis=0) for scores in (ours, theirs))
+    above, below = (np.mean([_resampled_means(task, rng, less) for task in side], axis=0) for side in (ours, theirs))
     # Resamples with a reference mean of 0 have no ratio and are dropped.
     ratios = above[below > 0] / below[below > 0]
     low, high = np.quantile(ratios, [0.025, 0.975])
@@ -51,7 +51,7 @@ def adaptation_rate(target: Scores, reference: Scores, *, seed: int = 0) -> Rati
 
 def _by_task(scores: Scores) -> dict[str, np.ndarray]:
     by_task = scores if isinstance(scores, Mapping) else {"": scores}
-    return {name: _known(some) for name, some in by_task.items()}
+    return {name: _known(values) for name, values in by_task.items()}
 
 
 def _known(scores: Sequence[float | None]) -> np.ndarray:

@@ -104,14 +104,14 @@ def build_kv(sources: Sources, ask: Ask) -> Question:
     return fill(build_within, meter, limit, what="infbench kv_retrieval", length=ask.length)
 
 
-def score_number(output: str, asked: Question) -> float:
+def score_number(output: str, question: Question) -> float:
     found = re.search(r"\d+", output)
-    return float(found is not None and found[0] == asked.references[0].strip())
+    return float(found is not None and found[0] == question.references[0].strip())
 
 
-def score_kv(output: str, asked: Question) -> float:
-    value = asked.references[0].strip()
-    if asked.meta["mode"] == "reference":
+def score_kv(output: str, question: Question) -> float:
+    value = question.references[0].strip()
+    if question.meta["mode"] == "reference":
         return float(value in re.sub(r"[\n:\"',.?!{}]", " ", output).split() or value in output)
     return float(re.search(rf"(?<![\w-]){re.escape(value)}(?![\w-])", output.lower()) is not None)
 

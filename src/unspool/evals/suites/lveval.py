@@ -313,10 +313,10 @@ def _take_chars(blocks: list[str], sizes: list[int], free: int) -> int:
     return chars
 
 
-def score(task: str, output: str, asked: Question) -> float:
-    meta = asked.meta
+def score(task: str, output: str, question: Question) -> float:
+    meta = question.meta
     words = words_for(language_of(task), frozenset(meta["blacklist"]), meta["segmenter"])
-    answer = asked.references[0]
+    answer = question.references[0]
     if task.startswith("factrecall"):
         return plain_f1(output, answer, words)
     if task == "dureader_mixup":

@@ -110,9 +110,9 @@ def build(sources: Sources, ask: Ask) -> Question:
     return replace(filled, question=questions[pair.true if is_true else pair.false])
 
 
-def score(output: str, asked: Question) -> float:
+def score(output: str, question: Question) -> float:
     verdict = parse_verdict(output)
-    return float(verdict is not None and verdict == (asked.references[0].strip() == "true"))
+    return float(verdict is not None and verdict == (question.references[0].strip() == "true"))
 
 
 CLAIMS = Task(

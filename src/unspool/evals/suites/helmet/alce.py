@@ -126,9 +126,9 @@ def _write_demo(task: str, sources: Sources, demo: Item) -> str:
     return sources.wording.fill(task, DEMO, documents=listed, question=demo.question, answer=demo.answers[0])
 
 
-def score_asqa(output: str, asked: Question) -> float:
-    return str_em(output, asked.meta["answers"])
+def score_asqa(output: str, question: Question) -> float:
+    return str_em(output, question.meta["answers"])
 
 
-def score_qampari(output: str, asked: Question) -> float:
-    return qampari(output, asked.meta["answers"])["recall_top5"]
+def score_qampari(output: str, question: Question) -> float:
+    return qampari(output, question.meta["answers"])["recall_top5"]

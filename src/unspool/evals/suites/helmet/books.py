@@ -231,25 +231,25 @@ def _key_points(book: Book) -> list[str]:
     return list(flatten(book.item.extra.get("key_points") or book.item.extra.get("keypoints") or []))
 
 
-def score_qa(output: str, asked: Question) -> float:
-    return raw_or_parsed(rouge_l, output, asked.references, asked.prefix, asked.meta["mode"])
+def score_qa(output: str, question: Question) -> float:
+    return raw_or_parsed(rouge_l, output, question.references, question.prefix, question.meta["mode"])
 
 
-def score_choice(output: str, asked: Question) -> float:
+def score_choice(output: str, question: Question) -> float:
     """Accept the letter alone, or "B. its text" anywhere; no prefix is put back, as HELMET uses a chat template."""
-    metric = exact_match_reference if asked.meta["mode"] == "reference" else exact_match
-    letter, spelled = asked.references
+    metric = exact_match_reference if question.meta["mode"] == "reference" else exact_match
+    letter, spelled = question.references
     exact = max(best(metric, text, (letter, spelled)) for text in (output, parse_answer(output)))
-    return float(spelled.lower() in output.lower() or bool(exact) or _first_letter(output, asked) == letter)
+    return float(spelled.lower() in output.lower() or bool(exact) or _first_letter(output, question) == letter)
 
 
-def _first_letter(output: str, asked: Question) -> str:
+def _first_letter(output: str, question: Question) -> str:
     """Find a letter such as "B." or "(B)" before other text, which HELMET counts as wrong; `fixed` mode only."""
-    if asked.meta["mode"] == "reference":
+    if question.meta["mode"] == "reference":
         return ""
     words = textwrap.shorten(parse_answer(output.lstrip()), 80).replace("(", " ").split()
     return words[0].rstrip(".):,") if words and len(words[0]) <= 2 else ""
 
 
-def left_to_judge(output: str, asked: Question) -> None:
+def left_to_judge(output: str, question: Question) -> None:
     """Return None: only a judge can score this."""

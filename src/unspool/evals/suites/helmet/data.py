@@ -75,20 +75,20 @@ def qa_item(record: Record, path: str) -> Item:
         record.get("aliases") or []
     )
     contexts = record.get("ctxs") or []
-    gold = [to_passage(one) for one in record.get("gold") or record.get("pos") or []]
+    gold = [to_passage(passage) for passage in record.get("gold") or record.get("pos") or []]
     if record.get("gold_passage"):
         gold = [Passage(str(record.get("gold_title") or ""), str(record["gold_passage"]))]
-    gold += [to_passage(one) for one in contexts if one.get("has_answer")]
-    others = [to_passage(one) for one in contexts if not one.get("has_answer")]
-    others += [to_passage(one) for one in record.get("neg") or record.get("retrieved") or []]
+    gold += [to_passage(passage) for passage in contexts if passage.get("has_answer")]
+    others = [to_passage(passage) for passage in contexts if not passage.get("has_answer")]
+    others += [to_passage(passage) for passage in record.get("neg") or record.get("retrieved") or []]
     golden = set(gold)
     return Item(
         id=str(record.get("id", record.get("question_id", question))),
         question=question,
         answers=tuple(dict.fromkeys(answers)),
         gold=tuple(dict.fromkeys(gold)),
-        others=tuple(one for one in dict.fromkeys(others) if one not in golden),
-        released=tuple(to_passage(one) for one in contexts),
+        others=tuple(passage for passage in dict.fromkeys(others) if passage not in golden),
+        released=tuple(to_passage(passage) for passage in contexts),
         extra=record,
     )
 
@@ -96,20 +96,20 @@ def qa_item(record: Record, path: str) -> Item:
 def rank_item(record: Record, path: str) -> Item:
     question = str(first_field(record, ("query", "question", "query_hindi"), path))
     judged = record.get("ctxs") or record.get("passages") or []
-    graded = [(to_passage(one), int(one.get("label", one.get("is_selected", 0)))) for one in judged]
-    graded += [(to_passage(one), 1) for one in record.get("pos") or []]
-    graded += [(to_passage(one), 0) for one in record.get("neg") or []]
+    graded = [(to_passage(passage), int(passage.get("label", passage.get("is_selected", 0)))) for passage in judged]
+    graded += [(to_passage(passage), 1) for passage in record.get("pos") or []]
+    graded += [(to_passage(passage), 0) for passage in record.get("neg") or []]
     if not graded:
         first_field(record, ("ctxs", "passages", "pos"), path)
-    relevant = {one: grade for one, grade in graded if grade > 0}
+    relevant = {passage: grade for passage, grade in graded if grade > 0}
     return Item(
         id=str(record.get("qid", record.get("query_id", question))),
         question=question,
         answers=(),
         gold=tuple(relevant),
         grades=tuple(relevant.values()),
-        others=tuple(dict.fromkeys(one for one, _ in graded if one not in relevant)),
-        released=tuple(one for one, _ in graded) if record.get("ctxs") else (),
+        others=tuple(dict.fromkeys(passage for passage, _ in graded if passage not in relevant)),
+        released=tuple(passage for passage, _ in graded) if record.get("ctxs") else (),
         extra=record,
     )
 
@@ -154,16 +154,16 @@ class Pool:
     def distractors(self, item: Item) -> Iterator[Passage]:
         """Yield passages without an answer: those of the question's record first, then the pool."""
         seen = {*item.gold, *item.others}
-        yield from (one for one in item.others if not has_answer(one, item.answers))
-        for one in self.ranked(item.question):
-            if one not in seen and not has_answer(one, item.answers):
-                yield one
+        yield from (passage for passage in item.others if not has_answer(passage, item.answers))
+        for passage in self.ranked(item.question):
+            if passage not in seen and not has_answer(passage, item.answers):
+                yield passage
 
     def gold_for(self, item: Item, among: int = 100) -> Passage | None:
         """Find the most similar passage that has an answer, for questions that come without passages."""
-        for one, _ in zip(self.ranked(item.question), range(among), strict=False):
-            if has_answer(one, item.answers):
-                return one
+        for passage, _ in zip(self.ranked(item.question), range(among), strict=False):
+            if has_answer(passage, item.answers):
+                return passage
         return None
 
 

@@ -85,11 +85,11 @@ def balance(data: Sequence[tuple[str, str]], count: int, seed: int) -> Labeled:
         picked = rng.sample(range(len(samples)), len(rounds) % len(samples))
         while len(picked) < len(rounds):
             picked += rng.sample(range(len(samples)), min(len(rounds) - len(picked), len(samples)))
-        for one, at in zip(rounds, picked, strict=True):
-            one.append(samples[at])
-    for one in rounds:
-        rng.shuffle(one)
-    return [pair for one in rounds for pair in one][:count]
+        for pairs, at in zip(rounds, picked, strict=True):
+            pairs.append(samples[at])
+    for pairs in rounds:
+        rng.shuffle(pairs)
+    return [pair for pairs in rounds for pair in pairs][:count]
 
 
 def number_labels(task: str, train: Labeled, seed: int) -> dict[str, str]:
@@ -120,7 +120,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Question:
     used = meter.piece(head) + meter.piece(question + prefix)
     reference = ask.mode == "reference"
     counts = dict(zip(LENGTHS, COUNTS[task], strict=True))
-    # Some more than the mean says, since the first ones may be short.
+    # Some more than the mean size suggests, since the first examples may be short.
     wanted = table_count(counts, ask.length) if reference else max(1, round(1.1 * limit / mean))
     drawn = balance(train, wanted, seed)
     ends = list(accumulate(map(size, drawn)))
@@ -169,7 +169,9 @@ def _sort_labels(labels: tuple[str, ...]) -> list[str]:
     return sorted(set(labels))
 
 
-def score(output: str, asked: Question) -> float:
+def score(output: str, question: Question) -> float:
     """Score the first line alone; the prefix is put back, and parsing removes it again."""
-    metric = exact_match_reference if asked.meta["mode"] == "reference" else exact_match
-    return best(metric, parse_answer(asked.prefix + first_line(output, asked), asked.prefix), asked.references)
+    metric = exact_match_reference if question.meta["mode"] == "reference" else exact_match
+    return best(
+        metric, parse_answer(question.prefix + first_line(output, question), question.prefix), question.references
+    )

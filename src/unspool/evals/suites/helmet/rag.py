@@ -171,19 +171,21 @@ def build(task: str, depths: int, sources: Sources, ask: Ask) -> Question:
 
 def _write_demo(task: str, sources: Sources, demo: Item) -> str:
     shown = demo_passages(sources.qa(task), demo, DEMO_PASSAGES)
-    passages = "\n\n".join(sources.wording.fill(task, PASSAGE, title=one.title, text=one.text) for one in shown)
+    passages = "\n\n".join(
+        sources.wording.fill(task, PASSAGE, title=passage.title, text=passage.text) for passage in shown
+    )
     return sources.wording.fill(task, DEMO, documents=passages, question=demo.question, answer=demo.answers[0])
 
 
-def first_line(output: str, asked: Question) -> str:
+def first_line(output: str, question: Question) -> str:
     """Cut an output at its first newline, except in `reference` mode.
 
     HELMET's configs ask for a stop at newlines with `stop_new_line`, which its parser does not know.
     """
-    return output if asked.meta["mode"] == "reference" else output.lstrip().split("\n", 1)[0]
+    return output if question.meta["mode"] == "reference" else output.lstrip().split("\n", 1)[0]
 
 
-def score(output: str, asked: Question) -> float:
-    mode = asked.meta["mode"]
+def score(output: str, question: Question) -> float:
+    mode = question.meta["mode"]
     metric = sub_em_reference if mode == "reference" else sub_em
-    return raw_or_parsed(metric, first_line(output, asked), asked.references, asked.prefix, mode)
+    return raw_or_parsed(metric, first_line(output, question), question.references, question.prefix, mode)

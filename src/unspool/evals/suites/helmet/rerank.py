@@ -114,5 +114,5 @@ def _write_demo(task: str, sources: Sources, demo: Item) -> str:
     return wording.fill(task, DEMO, documents=listed, question=demo.question, answer=ranking)
 
 
-def score(output: str, asked: Question) -> float:
-    return ndcg(parse_ranking(first_line(output, asked)), asked.meta["relevance"])
+def score(output: str, question: Question) -> float:
+    return ndcg(parse_ranking(first_line(output, question)), question.meta["relevance"])

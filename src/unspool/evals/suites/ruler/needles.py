@@ -95,7 +95,7 @@ class NeedleTask:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Facts in the order in which they stand in the text, and what is asked about them."""
+    """Facts in text order, and what is asked about them."""
 
     facts: list[str]
     gold: list[int]  # which facts the answer needs
@@ -209,7 +209,7 @@ def _target_depths(hidden: Hidden, index: int, rng: np.random.Generator) -> list
     if len(hidden.gold) > 1:
         return fitting.stratified_depths(len(hidden.facts), rng)
     gold, others = fitting.grid_depth(index), np.sort(rng.random(len(hidden.facts) - 1))
-    # The facts before the gold one stand before it in the text as well.
+    # Keep the order of the facts: those before the gold one get smaller depths.
     before, after = others[: hidden.gold[0]], others[hidden.gold[0] :]
     low = sorted(float(depth * gold) for depth in before)
     return [*low, gold, *sorted(float(gold + depth * (1 - gold)) for depth in after)]

@@ -75,22 +75,22 @@ def _parse(path: str, split: str, kind: str, fields: str, parse: Callable[[Recor
 
 def index_documents(raw: Sequence[RawQuestion], origin: str, extra: Iterable[str] = ()) -> QuestionSet:
     """Number the documents, and drop questions without an answer."""
-    answerable = [one for one in raw if any(one.answers)]
+    answerable = [row for row in raw if any(row.answers)]
     if not answerable:
         raise DataError(f"ruler: {origin} has no question with an answer.")
-    found = {*extra, *(text for one in raw for text in one.context)}
+    found = {*extra, *(text for row in raw for text in row.context)}
     documents = sorted(found)
     number = {text: at for at, text in enumerate(documents)}
     articles: dict[str, dict[int, None]] = {}
-    for one in raw:
-        articles.setdefault(one.article, {}).update(dict.fromkeys(number[text] for text in one.context))
+    for row in raw:
+        articles.setdefault(row.article, {}).update(dict.fromkeys(number[text] for text in row.context))
     queries = []
-    for one in answerable:
-        context = tuple(number[text] for text in one.context)
-        more = tuple(at for at in articles[one.article] if at not in context) if one.article else ()
-        golds = tuple(number[text] for text in one.golds)
-        answers = tuple(answer for answer in one.answers if answer)
-        queries.append(Query(question=one.question, answers=answers, golds=golds, context=context, more=more))
+    for row in answerable:
+        context = tuple(number[text] for text in row.context)
+        more = tuple(at for at in articles[row.article] if at not in context) if row.article else ()
+        golds = tuple(number[text] for text in row.golds)
+        answers = tuple(answer for answer in row.answers if answer)
+        queries.append(Query(question=row.question, answers=answers, golds=golds, context=context, more=more))
     return QuestionSet(documents, queries, origin)
 
 

@@ -24,28 +24,28 @@ def load(tokenizer: Any, paths: Mapping[str, str], wording: Wording = OWN) -> So
     return sources
 
 
-def match_all(output: str, asked: Question) -> float:
+def match_all(output: str, question: Question) -> float:
     """Return the share of references that the output contains."""
-    found = _matches(output, asked)
+    found = _matches(output, question)
     return sum(found) / len(found)
 
 
-def match_any(output: str, asked: Question) -> float:
+def match_any(output: str, question: Question) -> float:
     """Return 1 if the output contains any of the references."""
-    return float(max(_matches(output, asked)))
+    return float(max(_matches(output, question)))
 
 
-def _matches(output: str, asked: Question) -> list[bool]:
-    """Whether each reference is in the output: `reference` mode takes substrings, `fixed` mode whole words."""
+def _matches(output: str, question: Question) -> list[bool]:
+    """Find each reference in the output: `reference` mode accepts substrings, `fixed` mode whole words."""
     text = _CONTROL.sub("\n", output.strip()).strip().lower()
-    references = [reference.lower() for reference in asked.references]
-    if asked.meta["mode"] == "reference":
+    references = [reference.lower() for reference in question.references]
+    if question.meta["mode"] == "reference":
         return [reference in text for reference in references]
     return [_contains_word(text, reference) for reference in references]
 
 
 def _contains_word(text: str, word: str) -> bool:
-    # Only Latin letters and digits beside it make a longer word: other scripts write no spaces between words.
+    # Only adjacent Latin letters and digits make a longer word: other scripts write no spaces between words.
     before = r"(?<![a-z0-9])" if _is_latin(word[0]) else ""
     after = r"(?![a-z0-9])" if _is_latin(word[-1]) else ""
     return re.search(before + re.escape(word) + after, text) is not None

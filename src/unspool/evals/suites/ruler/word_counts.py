@@ -46,7 +46,7 @@ _CODED_LEN = 6
 # With fewer words, the third and fourth most frequent would occur equally often.
 _FEWEST_CODED = 120
 _NOISE_WORD = "..."
-_TOKENS_PER_CODED_WORD = 50  # one word of the vocabulary per so many tokens of the length
+_TOKENS_PER_CODED_WORD = 50  # tokens of the length per word of the vocabulary
 # zeta(2): the sum that normalizes Zipf's law with exponent 2.
 _ZETA = np.pi**2 / 6
 
