@@ -172,6 +172,5 @@ def _sort_labels(labels: tuple[str, ...]) -> list[str]:
 def score(output: str, question: Question) -> float:
     """Score the first line alone; the prefix is put back, and parsing removes it again."""
     metric = exact_match_reference if question.meta["mode"] == "reference" else exact_match
-    return best(
-        metric, parse_answer(question.prefix + first_line(output, question), question.prefix), question.references
-    )
+    answer = parse_answer(question.prefix + first_line(output, question), question.prefix)
+    return best(metric, answer, question.references)

@@ -170,11 +170,10 @@ def build(task: str, depths: int, sources: Sources, ask: Ask) -> Question:
 
 
 def _write_demo(task: str, sources: Sources, demo: Item) -> str:
+    wording = sources.wording
     shown = demo_passages(sources.qa(task), demo, DEMO_PASSAGES)
-    passages = "\n\n".join(
-        sources.wording.fill(task, PASSAGE, title=passage.title, text=passage.text) for passage in shown
-    )
-    return sources.wording.fill(task, DEMO, documents=passages, question=demo.question, answer=demo.answers[0])
+    passages = "\n\n".join(wording.fill(task, PASSAGE, title=title, text=text) for title, text in shown)
+    return wording.fill(task, DEMO, documents=passages, question=demo.question, answer=demo.answers[0])
 
 
 def first_line(output: str, question: Question) -> str:

@@ -56,8 +56,8 @@ def _build_needle(name: str, sources: Sources, ask: Ask) -> Question:
     ruler_sources = sources.cached("ruler", lambda: ruler.SUITE.load(sources.tokenizer, paths, wording))
     # RULER reserves more tokens for the answer than HELMET does.
     overhead = ask.overhead + NEEDLE_ANSWER_TOKENS[name] - task.answer_tokens
-    asked = task.build(ruler_sources, replace(ask, overhead=overhead))
-    return replace(asked, meta={**asked.meta, "mode": ask.mode, "generated": "haystack" not in paths})
+    question = task.build(ruler_sources, replace(ask, overhead=overhead))
+    return replace(question, meta={**question.meta, "mode": ask.mode, "generated": "haystack" not in paths})
 
 
 def _needle(name: str) -> Task:
