@@ -23,6 +23,7 @@ from unspool.evals.backends.base import Backend
 from unspool.evals.config import Eval
 from unspool.evals.judge.protocols import REPLY_TOKENS, Call, Reply, calls, score
 from unspool.evals.prompts import Asker, Prompt, PromptQuestion
+from unspool.evals.reply_cache import ReplyCache
 from unspool.evals.run import SAMPLES, SUMMARY, summary_of
 from unspool.evals.suite import Question
 from unspool.evals.suites.records import Record, read_records
@@ -54,30 +55,22 @@ class Estimate:
         return f"{self.calls} requests to the judge, {tokens} tokens"
 
 
-class ReplyCache:
-    """Replies by the hash of judge and prompt, in an append-only file."""
+class JudgeReplies(ReplyCache):
+    """Replies of one judge by prompt."""
 
     def __init__(self, path: Path, judge: str) -> None:
-        self._path, self._judge = path, judge
-        self._replies: dict[str, str] = {}
-        for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:
-            try:
-                saved = json.loads(line)
-                self._replies[saved["key"]] = saved["reply"]
-            except (ValueError, KeyError, TypeError):
-                continue  # a blank line, or one that a killed run left incomplete
-
-    def key(self, prompt: str) -> str:
-        return hashlib.sha256(f"{self._judge}\0{prompt}".encode()).hexdigest()
+        super().__init__(path)
+        self._judge = judge
 
     def get(self, prompt: str) -> str | None:
-        return self._replies.get(self.key(prompt))
+        reply: str | None = self.read_reply(self._key(prompt))
+        return reply
 
     def add(self, prompt: str, reply: str) -> None:
-        self._replies[self.key(prompt)] = reply
-        with self._path.open("a", encoding="utf-8") as file:
-            # Start a new line, since the last one may be incomplete.
-            file.write("\n" + json.dumps({"key": self.key(prompt), "judge": self._judge, "reply": reply}) + "\n")
+        self.write_reply(self._key(prompt), reply, judge=self._judge)
+
+    def _key(self, prompt: str) -> str:
+        return hashlib.sha256(f"{self._judge}\0{prompt}".encode()).hexdigest()
 
 
 def scores_folders(path: Path) -> list[Path]:
@@ -89,60 +82,60 @@ def scores_folders(path: Path) -> list[Path]:
     return found
 
 
-def estimate(samples: Sequence[Sample], cache: ReplyCache) -> Estimate:
+def estimate(samples: Sequence[Sample], replies: JudgeReplies) -> Estimate:
     """Estimate the requests whose replies are not in the cache."""
-    left = {call.prompt for call in _calls(samples) if cache.get(call.prompt) is None}
+    left = {call.prompt for call in _calls(samples) if replies.get(call.prompt) is None}
     tokens = sum(len(prompt) for prompt in left) // CHARS_PER_TOKEN
     return Estimate(calls=len(left), prompt_tokens=tokens, reply_tokens=len(left) * REPLY_TOKENS)
 
 
-def open_cache(folder: Path, judge: str) -> ReplyCache:
+def replies_for(folder: Path, judge: str) -> JudgeReplies:
     """Open the cache beside the folder, where it is kept while judging, since the folder is replaced as a whole."""
     beside = folder.with_name(f"{folder.name}.{JUDGEMENTS}")
     if not beside.exists() and (folder / JUDGEMENTS).exists():
         shutil.copyfile(folder / JUDGEMENTS, beside)
-    return ReplyCache(beside, judge)
+    return JudgeReplies(beside, judge)
 
 
 def judge_folder(folder: Path, judge: Judge) -> dict[str, Any]:
     """Judge all answers of a folder, write their scores, and return the new summary."""
     samples = read_samples(folder)
-    cache = open_cache(folder, judge.name)
-    ask_all(_calls(samples), judge, cache, label=f"judge {folder.name}")
-    judged = [_apply_judgment(sample, judge.name, cache) for sample in samples]
+    with replies_for(folder, judge.name) as replies:
+        ask_all(_calls(samples), judge, replies, label=f"judge {folder.name}")
+        judged = [_apply_judgment(sample, judge.name, replies) for sample in samples]
     answers = [sample["judgement"] for sample in judged if "judge" in sample]
     unparsable = sum(answer["unparsable"] for answer in answers)
     say(f"{folder.name}: {judge.name} judged {len(answers)} answers; replies to {unparsable} could not be parsed")
     return _write_back(folder, judged)
 
 
-def ask_all(wanted: Iterable[Call], judge: Judge, cache: ReplyCache, *, label: str) -> None:
-    left = list({call.prompt: None for call in wanted if cache.get(call.prompt) is None})
+def ask_all(wanted: Iterable[Call], judge: Judge, replies: JudgeReplies, *, label: str) -> None:
+    left = list({call.prompt: None for call in wanted if replies.get(call.prompt) is None})
     with progress_bar(label, len(left)) as advance, ThreadPoolExecutor(judge.width) as pool:
         for start in range(0, len(left), judge.width):
             batch = left[start : start + judge.width]
             for prompt, reply in zip(batch, pool.map(judge.ask, batch), strict=True):
-                cache.add(prompt, reply)
+                replies.add(prompt, reply)
                 advance(1, "")
 
 
-def _apply_judgment(sample: Sample, judge: str, cache: ReplyCache) -> Sample:
+def _apply_judgment(sample: Sample, judge: str, replies: JudgeReplies) -> Sample:
     if "judge" not in sample:
         return sample
     case = sample["judge"]
     asked = calls(case["protocol"], case, sample["output"])
-    replies = [_parse_cached(call, cache) for call in asked]
-    value = score(case["protocol"], replies)
-    parsed = {call.name: reply for call, reply in zip(asked, replies, strict=True)}
-    return {**sample, "score": value, "judgement": {"judge": judge, "said": parsed, "unparsable": value is None}}
+    parsed = [_parse_cached(call, replies) for call in asked]
+    value = score(case["protocol"], parsed)
+    said = {call.name: reply for call, reply in zip(asked, parsed, strict=True)}
+    return {**sample, "score": value, "judgement": {"judge": judge, "said": said, "unparsable": value is None}}
 
 
 def read_samples(folder: Path) -> list[Sample]:
     return [json.loads(line) for line in (folder / SAMPLES).read_text(encoding="utf-8").split("\n") if line]
 
 
-def _parse_cached(call: Call, cache: ReplyCache) -> Reply | None:
-    text = cache.get(call.prompt)
+def _parse_cached(call: Call, replies: JudgeReplies) -> Reply | None:
+    text = replies.get(call.prompt)
     return None if text is None else call.parse(text)
 
 
@@ -185,14 +178,14 @@ class Agreement:
     weighted_kappa: float | None  # with quadratic weights: near misses count less
 
 
-def check_judge(path: Path, judge: Judge, cache: ReplyCache) -> Agreement:
+def check_judge(path: Path, judge: Judge, replies: JudgeReplies) -> Agreement:
     cases = read_labeled(path)
     asked = [calls("qa", case, str(case["output"]))[0] for case in cases]
-    ask_all(asked, judge, cache, label="judge check")
-    replies = [call.parse(cache.get(call.prompt) or "") for call in asked]
+    ask_all(asked, judge, replies, label="judge check")
+    parsed = [_parse_cached(call, replies) for call in asked]
     pairs = [
         (int(case["label"]), reply["fluency"] * reply["correctness"])
-        for case, reply in zip(cases, replies, strict=True)
+        for case, reply in zip(cases, parsed, strict=True)
         if reply is not None
     ]
     return agreement(pairs, unparsable=len(cases) - len(pairs))
