@@ -1,17 +1,18 @@
 """Build a dataset: documents of one or more corpora, packed into rows of one length, as an artifact.
 
-Documents are shuffled by the seed, sources follow their shares of tokens, and the counts add up: tokens in the corpora +
-tokens added = tokens in rows + tokens dropped, by reason. Memory holds the order of the documents and a batch of rows.
+Documents are shuffled by the seed, sources follow their shares of tokens, and the counts add up: tokens in the
+corpora + tokens added = tokens in rows + tokens dropped, by reason. Memory holds the order of the documents and a
+batch of rows.
 
-Reasons for drops: `unread` documents never drawn (`limit`, or a source of a mix ran out), `last_row` a row that was never
-filled, `limit` the rest of a document when the limit was reached, `cut` the rest of a document under `truncate`, `short`
-and `tail` documents below, and rests above, whole rows under `single_doc`, `downsampled` short documents that `upsample`
-does not keep, `untrained` rows without any loss.
+Reasons for drops: `unread` documents never drawn (`limit`, or a source of a mix ran out), `last_row` a row that was
+never filled, `limit` the rest of a document when the limit was reached, `cut` the rest of a document under
+`truncate`, `short` and `tail` documents below, and rests above, whole rows under `single_doc`, `downsampled` short
+documents that `upsample` does not keep, `untrained` rows without any loss.
 
-Further counts: `padding` tokens under `best_fit`, `fill_rate` (share of rows that is not padding), `truncated` documents
-that are not in one row as a whole and `truncation_rate`, `lengths` of the documents as rows hold them (of chunks, where a
-strategy moves them), all this by source; `strategy` with its name and the tokens it added; `upsample` with tokens drawn
-again and dropped; of conversations `trained_tokens` and `untrained_rows`.
+Further counts: `padding` tokens under `best_fit`, `fill_rate` (share of rows that is not padding), `truncated`
+documents that are not in one row as a whole and `truncation_rate`, `lengths` of the documents as rows hold them (of
+chunks, where a strategy moves them), all this by source; `strategy` with its name and the tokens it added; `upsample`
+with tokens drawn again and dropped; of conversations `trained_tokens` and `untrained_rows`.
 """
 
 from collections import Counter

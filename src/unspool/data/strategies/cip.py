@@ -1,7 +1,8 @@
 """CIP-n: documents in n equal chunks; a row has all first chunks, then all second ones, and so on.
 
-D1¹ D2¹ D3¹ D1² D2² D3² for n = 2, without special tokens. Rows attend in full, which makes the model look back over the
-chunks of other documents. The fast variant in the public code of Untie the Knots differs: it leaves documents in place.
+D1¹ D2¹ D3¹ D1² D2² D3² for n = 2, without special tokens. Rows attend in full, which makes the model look back over
+the chunks of other documents. The fast variant in the public code of Untie the Knots differs: it leaves documents in
+place.
 """
 
 from collections.abc import Sequence

@@ -1,15 +1,15 @@
 """NExtLong: after each chunk of a document, the chunks of other documents that look most like it.
 
-A row is one document pulled apart: chunk 1, its negatives, chunk 2, its negatives, …, last chunk, its negatives. Every
-token is trained on and the whole row is visible. Chunks are equal parts of a document of at most `chunk` tokens; all
-documents of all sources are indexed in such chunks. The row determines how many negatives a chunk gets, and the last
-one is cut at its end. Chunks keep their order, no negative comes from the document itself or is used twice in a row, and
-nothing is random.
+A row is one document pulled apart: chunk 1, its negatives, chunk 2, its negatives, …, last chunk, its negatives.
+Every token is trained on and the whole row is visible. Chunks are equal parts of a document of at most `chunk`
+tokens; all documents of all sources are indexed in such chunks. The row determines how many negatives a chunk gets,
+and the last one is cut at its end. Chunks keep their order, no negative comes from the document itself or is used
+twice in a row, and nothing is random.
 
 A negative that repeats the row (half of its sampled stretches of 8 tokens) is left out, together with all chunks of a
-document that repeats this one: they would be right answers. Documents above `longest` (by default a quarter of the row)
-are cut into equal parts, a row each, or only the first under `packing: truncate`. Dropped are documents of one chunk
-(`short`) and those whose row the rest of the corpus cannot fill (`alone`); both still serve as negatives.
+document that repeats this one: they would be right answers. Documents above `longest` (by default a quarter of the
+row) are cut into equal parts, a row each, or only the first under `packing: truncate`. Dropped are documents of one
+chunk (`short`) and those whose row the rest of the corpus cannot fill (`alone`); both still serve as negatives.
 docs/nextlong.md lists the differences from the paper.
 """
 

@@ -1,9 +1,9 @@
 """PoSE: jumps in the positions of short rows, so that the model sees the distances of long ones.
 
-Each stretch of length l that attends to itself is cut at random points into `chunks` parts. The first begins at 0; each
-later one is moved by a skip that is uniform from the previous skip to target - l, as in the paper. Positions increase
-strictly and stay below `target`. Two differences from the paper: the text continues across a jump, and cuts are uniform
-where their code cuts in the first half. PoSE shows positions, not the use of distant text.
+Each stretch of length l that attends to itself is cut at random points into `chunks` parts. The first begins at 0;
+each later one is moved by a skip that is uniform from the previous skip to target - l, as in the paper. Positions
+increase strictly and stay below `target`. Two differences from the paper: the text continues across a jump, and cuts
+are uniform where their code cuts in the first half. PoSE shows positions, not the use of distant text.
 """
 
 from collections.abc import Sequence
