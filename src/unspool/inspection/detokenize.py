@@ -9,6 +9,7 @@ Covers byte-level tokenizers (GPT-2, Llama 3, Qwen) and those with byte fallback
 
 import copy
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +22,12 @@ import yaml
 
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError, UnspoolError
-from unspool.core.progress import say
 from unspool.data.strategies.utk.special_tokens import ALL_KNOTS, add_knots
 from unspool.data.tokenize.encoder import Encoder, build_encoder
 from unspool.inspection.run_paths import Place
 from unspool.models.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LONGEST_CHARACTER = 4  # bytes in UTF-8
@@ -218,7 +220,7 @@ def _candidates(place: Place, resolve: Resolve) -> Iterator[tuple[str, str]]:
     for folder in sorted(place.run_dir.glob("stages/*/model")):
         yield str(folder), str(folder)
     if model and ref and not Path(ref).exists():
-        say(f"tokenizer {model}: not a folder here, so it is looked for on the Hub")
+        logger.info(f"tokenizer {model}: not a folder here, so it is looked for on the Hub")
         yield model, ref
 
 

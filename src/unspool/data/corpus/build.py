@@ -15,6 +15,7 @@ Elsewhere: reading (readers/), generated documents (recall.py, synthetic/), rows
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
 from itertools import islice
@@ -26,7 +27,6 @@ from datatrove.pipeline.base import PipelineStep
 
 from unspool.core.artifacts import CHECKSUM_LIMIT, FORMAT, digest, file_digest, read_manifest, seal, stale_reason
 from unspool.core.errors import DataError
-from unspool.core.progress import say
 from unspool.data.corpus.config import EngineConfig
 from unspool.data.corpus.executors import check_engine, run_tasks, started
 from unspool.data.corpus.pipeline import (
@@ -66,6 +66,8 @@ from unspool.data.tokenize.encoder import build_encoder, choose_route, forget_en
 # Only to name the type: importing it takes seconds, which every worker process would pay.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
 
 KIND = "corpus"
 # Of what tasks leave for the corpus to gather; raised when that changes, so that no half-built folder is gone on with.
@@ -107,14 +109,14 @@ def build_corpus(
         settings["seed"] = seed
     reason = stale_reason(out_dir, kind=KIND, inputs=inputs, settings=settings)
     if reason is None:
-        say(f"corpus {name}: up to date")
+        logger.info(f"corpus {name}: up to date")
         return _counts_of(out_dir)
 
     partial = _resumable(out_dir, digest([inputs, settings, FORMAT, WORK_FORMAT]))
     if chat is None:
         encoder = choose_route(encoder, list(_sample(source, units, seed)))
     forget_engines()
-    say(f"corpus {name}: tokenising with {encoder.route} ({reason})")
+    logger.info(f"corpus {name}: tokenising with {encoder.route} ({reason})")
     ledger = Ledger()
     limit = getattr(source, "limit", None)
     read: PipelineStep
@@ -157,7 +159,7 @@ def build_corpus(
         counts["trained_tokens"] = int(trained.sum())
         (partial / TEMPLATE_FILE).write_text(chat.template.text, encoding="utf-8")
     if whole.bad:
-        say(f"corpus {name}: {len(whole.bad)} unreadable records in {QUARANTINE}: {describe(whole.bad)}")
+        logger.warning(f"corpus {name}: {len(whole.bad)} unreadable records in {QUARANTINE}: {describe(whole.bad)}")
     shutil.rmtree(partial / WORK)
     seal(partial, out_dir, kind=KIND, inputs=inputs, settings=settings, counts=counts)
     return counts

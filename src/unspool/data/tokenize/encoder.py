@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import logging
 import platform
 import zlib
 from collections.abc import Iterator, Sequence
@@ -24,9 +25,10 @@ from tokenizers import Tokenizer
 
 from unspool.core.artifacts import digest
 from unspool.core.errors import ConfigError, DataError
-from unspool.core.progress import say
 from unspool.core.rng import rng_for
 from unspool.data.tokenize.fast import ENGINES, NotFastError, Plain, build_plain, load_reference, pre_tokenizer_parts
+
+logger = logging.getLogger(__name__)
 
 # A fast engine, watched: every text gets the ids that the tokenizer itself would give.
 
@@ -254,7 +256,7 @@ def choose_route(encoder: Encoder, sample: Sequence[str]) -> Encoder:
         agreed = f"{route} gives the tokenizer's own ids on {len(sample)} sample documents ({millions:.1f}M characters)"
         return replace(encoder, route=route, why="; ".join([*refusals, agreed]))
     why = "; ".join(refusals)
-    say(f"tokenising with tokenizers, which takes several times longer: {why}")
+    logger.warning(f"tokenising with tokenizers, which takes several times longer: {why}")
     return replace(encoder, route="tokenizers", why=why)
 
 
