@@ -23,7 +23,7 @@ from unspool.models.memory.tiling import apply_tiles
 
 
 def apply_recompute(layers: list[nn.Module], policy: MemoryPolicy, device: torch.device) -> None:
-    """Checkpoint every `layers_per_checkpoint` layers; the last checkpoint stays on the device, where it is used next."""
+    """Checkpoint every `layers_per_checkpoint` layers; the last checkpoint stays on the device: it is used next."""
     every = policy.layers_per_checkpoint
     for layer in layers[len(layers) - policy.keep_products :]:
         keep_products(layer)
