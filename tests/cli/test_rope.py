@@ -21,7 +21,7 @@ METHODS = ["unchanged", "abf", "ntk", "pi", "dynamic", "ntk-by-parts", "yarn", "
 
 
 def run(*options: object):
-    return CliRunner().invoke(build_app(), ["position", *map(str, options)])
+    return CliRunner().invoke(build_app(), ["rope", *map(str, options)])
 
 
 def shown(*options: object) -> str:
