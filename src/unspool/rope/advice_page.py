@@ -4,7 +4,6 @@ The page loads nothing and runs no scripts; all text is escaped.
 """
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 from markupsafe import Markup
@@ -76,51 +75,34 @@ WIDTH, HEIGHT = 320.0, 170.0
 LEFT, RIGHT, TOP, BOTTOM = 34.0, 10.0, 10.0, 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class MethodView:
-    method: str
-    summary: str
-    line: str
-    reach: str
-    lowest: str
-    is_short: bool
-    plot: Markup
-
-
 def write_advice(advice: Advice, model: str, out_file: Path) -> None:
     write_html(out_file, render_advice(advice, model))
 
 
 def render_advice(advice: Advice, model: str) -> str:
-    views = [
-        MethodView(
-            method=each.method,
-            summary=each.summary,
-            line=each.line,
-            reach=reach_text(each, advice),
-            lowest=f"{100 * each.lowest:.1f}%",
-            is_short=each.reach[0] < advice.context_len,
-            plot=_plot(each, advice),
-        )
+    methods = [
+        {
+            "advice": each,
+            "reach": reach_text(each, advice),
+            "is_short": each.reach[0] < advice.context_len,
+            "plot": _plot(each, advice),
+        }
         for each in advice.methods
     ]
-    return (
-        templates_in(Path(__file__).parent)
-        .get_template("advice_page.html.j2")
-        .render(
-            model=model,
-            context=format_size(advice.context_len),
-            facts=model_facts(advice),
-            verdict=verdict(advice),
-            methods=views,
-            published=PUBLISHED,
-            version=__version__,
-        )
+    template = templates_in(Path(__file__).parent).get_template("advice_page.html.j2")
+    return template.render(
+        model=model,
+        context=format_size(advice.context_len),
+        facts=model_facts(advice),
+        verdict=verdict(advice),
+        methods=methods,
+        published=PUBLISHED,
+        version=__version__,
     )
 
 
 def _plot(each: MethodAdvice, advice: Advice) -> Markup:
-    """The lowest B(m) of every bin, as a share of B(0), over distances on a logarithmic scale."""
+    """Plot the lowest B(m) of every bin, relative to B(0), over distances on a logarithmic scale."""
     low, high = min(-0.25, *(min(other.curve) for other in advice.methods)), 1.0
     floor = HEIGHT - BOTTOM
     span = math.log(advice.context_len)
