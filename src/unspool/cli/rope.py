@@ -42,14 +42,12 @@ def rope(
 
     from unspool.models.config import config_values
     from unspool.recipe.paths import resolve_path
-    from unspool.rope.advice import advise
+    from unspool.rope.advice import advise, write_advice
 
     values = config_values(resolve_path(model, Path()))
     with progress_bar("bases tried", None) as advance:
         advice = advise(values, context_len, advance=lambda done: advance(done))
     if html is not None:
-        from unspool.rope.advice_page import write_advice
-
         write_advice(advice, model, html)
     if as_json:
         typer.echo(json.dumps(as_plain(advice, model), indent=1, ensure_ascii=False))
@@ -69,8 +67,7 @@ def _print(advice: "Advice", model: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from unspool.rope.advice import PUBLISHED
-    from unspool.rope.advice_page import model_facts, reach_text, sparkline, verdict
+    from unspool.rope.advice import PUBLISHED, model_facts, reach_text, sparkline, verdict
     from unspool.rope.methods import ROPE_METHODS
 
     console = Console(highlight=False, markup=False, emoji=False)
