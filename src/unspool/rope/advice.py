@@ -69,8 +69,8 @@ def advise(
     rope, parameters = shape_of(config), global_parameters(config)
     if context_len <= rope.original_len:
         raise ConfigError(
-            f"--context {format_size(context_len)}: the model was trained for {format_size(rope.original_len)} already; "
-            "give a longer context."
+            f"--context {format_size(context_len)}: the model was trained for {format_size(rope.original_len)} "
+            "already; give a longer context."
         )
     smallest = bound(context_len, rope.rotary_dim, advance=advance)
     ntk = ntk_base(rope.base, context_len / rope.original_len, rope.rotary_dim)
