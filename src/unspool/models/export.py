@@ -242,9 +242,9 @@ def _computed(model: Any, name: str, positions: list[int]) -> Pass:
 def check_folder(folder: Path, passes: list[Pass], tokenizer: Any, *, device: torch.device) -> list[Compared]:
     """Compare `passes` with the logits that a new process computes from `folder`; UnspoolError if they differ."""
     fields = ("name", "ids", "positions", "keep", "dtype", "cached")
-    asked = [{name: getattr(one, name) for name in fields} for one in passes]
+    requested = [{name: getattr(one, name) for name in fields} for one in passes]
     try:
-        answers = _run_plain(build_request(folder, asked, text=TEXT, device=device))
+        answers = _run_plain(build_request(folder, requested, text=TEXT, device=device))
     except PlainError as error:
         raise UnspoolError(
             f"the export could not be loaded in plain transformers, so nothing was published: {error}"

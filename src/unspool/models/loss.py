@@ -147,10 +147,10 @@ def _softmax_grad(logits: Tensor, labels: Tensor, scale: float, softcap: float |
     target = labels.masked_fill(~valid, 0)[:, None]
     # Relative to the largest logit: a log-sum in the thousands would round away digits of the differences.
     below = shaped - shaped.amax(dim=1, keepdim=True)
-    asked = below.gather(1, target)[:, 0]
+    at_target = below.gather(1, target)[:, 0]
     grad = below.exp_()
     total = grad.sum(dim=1, keepdim=True)
-    losses = (total[:, 0].log() - asked) * valid
+    losses = (total[:, 0].log() - at_target) * valid
     # softmax − one-hot, times the derivative of scale and cap.
     grad /= total
     grad.scatter_add_(1, target, grad.new_full((), -1.0).expand_as(target))
