@@ -27,18 +27,7 @@ from unspool.data.packing.config import (
     TangleConfig,
     UpsampleConfig,
 )
-from unspool.data.sources.config import (
-    ChatSource,
-    HfSource,
-    JsonlSource,
-    MdsSource,
-    ParquetSource,
-    RecallSource,
-    ReposSource,
-    SyntheticSource,
-    TextbooksSource,
-    TextSource,
-)
+from unspool.data.sources.registry import SOURCES
 from unspool.evals.config import HelmetEval, InfbenchEval, KvEval, LossEval, LvEval, NiahEval, NochaEval, RulerEval
 from unspool.models.presets import NewModel
 from unspool.recipe.load import load_recipe
@@ -178,16 +167,7 @@ TABLES: dict[str, type[Config]] = {
     "Top level": Recipe,
     "model": NewModel,
     "engine": EngineConfig,
-    "kind: text": TextSource,
-    "kind: jsonl": JsonlSource,
-    "kind: parquet": ParquetSource,
-    "kind: hf": HfSource,
-    "kind: recall": RecallSource,
-    "kind: synthetic": SyntheticSource,
-    "kind: repos": ReposSource,
-    "kind: textbooks": TextbooksSource,
-    "kind: mds": MdsSource,
-    "kind: chat": ChatSource,
+    **{f"kind: {kind}": source for kind, source in SOURCES.items()},
     "rows": RowsConfig,
     "rows: tangle": TangleConfig,
     "rows: interleave": InterleaveConfig,

@@ -24,7 +24,6 @@ from unspool.data.corpus.build import build_corpus
 from unspool.data.corpus.executors import check_engine
 from unspool.data.packing.build import build_rows
 from unspool.data.packing.config import RowsConfig
-from unspool.data.sources.config import RecallSource, Source, SyntheticSource
 from unspool.evals.contexts import Plan, runnable
 from unspool.evals.run import Scoring, score_model
 from unspool.models.load import model_digest, original_context
@@ -93,7 +92,7 @@ class Preparation:
 
     def _corpus(self, name: str, folder: Path) -> dict[str, Any]:
         return build_corpus(
-            self._resolved(self.recipe.sources[name]),
+            self.recipe.sources[name].with_paths(self.loaded.path),
             folder,
             tokenizer=self.tokenizer,
             root=Path(),
@@ -137,11 +136,6 @@ class Preparation:
         if isinstance(model, str):
             return self.loaded.path(model)
         return model.model_copy(update={"tokenizer": self.loaded.path(model.tokenizer)})
-
-    def _resolved(self, source: Source) -> Source:
-        key = "prose" if isinstance(source, RecallSource | SyntheticSource) else "path"
-        keys = [name for name in (key, "template") if getattr(source, name, None) is not None]
-        return source.model_copy(update={name: self.loaded.path(getattr(source, name)) for name in keys})
 
     @contextmanager
     def _timed(self, box: str) -> Iterator[None]:

@@ -19,7 +19,6 @@ from typing import Any
 import yaml
 
 from unspool.core.artifacts import MANIFEST, digest, read_manifest, write_atomic
-from unspool.data.corpus.build import SEEDED
 from unspool.evals.run import Scoring
 from unspool.models.presets import NewModel
 from unspool.recipe.json_schema import value_at
@@ -34,8 +33,6 @@ from unspool.studies.load import Study, StudyRun
 
 
 RECIPES = "recipes"
-# Keys of sources and of evals that name files.
-SOURCE_PATHS = ("path", "prose", "template")
 
 
 def recipe_file(study: Study, run: StudyRun) -> Path:
@@ -81,7 +78,7 @@ def path_places(recipe: Recipe) -> Iterator[Place]:
     """Where a recipe names files and folders of this machine."""
     yield ("model",) if isinstance(recipe.model, str) else ("model", "tokenizer")
     for name, source in recipe.sources.items():
-        yield from (("sources", name, key) for key in SOURCE_PATHS if getattr(source, key, None))
+        yield from (("sources", name, key) for key in source.paths)
     for name, rows in recipe.rows.items():
         if rows.negatives and rows.negatives.model:
             yield ("rows", name, "negatives", "model")
@@ -114,9 +111,9 @@ LOCK = ".lock"
 
 def corpus_key(loaded: LoadedRecipe, name: str) -> str:
     source = loaded.recipe.sources[name]
-    paths = {key: located(loaded, getattr(source, key, None)) for key in SOURCE_PATHS}
-    seed = loaded.recipe.seed if source.kind in SEEDED else None
-    plain = source.model_dump(mode="json", exclude=set(SOURCE_PATHS))
+    paths = {key: located(loaded, path) for key, path in source.paths.items()}
+    seed = loaded.recipe.seed if source.seeded else None
+    plain = source.model_dump(mode="json", exclude=set(source.path_keys))
     return digest([plain, paths, _tokenizer(loaded), seed])[:16]
 
 

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -170,6 +170,11 @@ class Encoder:
         """Whole documents: begun as the tokenizer begins them, ended by one EOS."""
         begin, end = np.array(self.bos, dtype=np.uint32), np.array([self.eos], dtype=np.uint32)
         return [np.concatenate([begin, ids, end]) for ids in self.encode_plain(texts)]
+
+    def __call__(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> dict[str, Any]:
+        """Tokenize as a Hugging Face tokenizer does, for code that takes either."""
+        assert not add_special_tokens
+        return {"input_ids": self.encode_plain(texts)}
 
     def encode_plain(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Only the texts' own tokens."""

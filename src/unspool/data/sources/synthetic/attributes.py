@@ -1,7 +1,7 @@
-"""Attribute inclusion: things with sets of attributes; asked is which have some of them, how many, or whether one has.
+"""Attribute inclusion: things with sets of attributes, and questions about which, how many, or whether one has some.
 
-Promise: things differ in name, and lists are asked for in the order of the document, so there is one right answer.
-Half of the questions for one thing are answered with yes.
+Things differ in name, and lists are asked for in the order of the document, so there is one right answer. Half of the
+questions about one thing are answered with yes.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,19 @@ from functools import partial
 
 import numpy as np
 
-from unspool.data.sources.synthetic.draft import Builder, Draft, Question, labels, names, pick, shuffled_words
+from unspool.data.sources.synthetic.draft import (
+    LABEL,
+    NAME,
+    WORD,
+    Builder,
+    Draft,
+    Question,
+    labels,
+    lines_like,
+    names,
+    pick,
+    shuffled_words,
+)
 
 ATTRIBUTES = (12, 40)  # how many there are to choose from
 MEAN_ATTRIBUTES = 4.0
@@ -50,6 +62,9 @@ INCLUDES = (
     "Does {thing} have {mark}?",
     "Yes or no: {thing} bears {mark}.",
 )
+THING = f"{NAME}|{LABEL}"
+MARKS = f"{WORD}(?:, {WORD})*"
+LINE = lines_like(FACTS, thing=THING, marks=MARKS)
 
 
 def choose(style: np.random.Generator) -> Builder:

@@ -1,7 +1,7 @@
-"""Multi-hop reasoning: facts that lead from one thing to the next, scattered; a question follows several of them.
+"""Multi-hop reasoning: scattered facts that lead from one thing to the next, and questions that follow several.
 
-Who reports to whom, which box holds the key to which, which town comes after which, which variable equals which.
-Promise: everything leads to one thing at most, and one thing at most leads to it, so there is one right answer.
+Who reports to whom, which box holds the key to which, which town comes after which, which variable equals which. A
+thing leads to at most one thing, and at most one leads to it, so there is one right answer.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from unspool.data.sources.synthetic.draft import Builder, Draft, Question, labels, names, numbers, pick, pick_each
+from unspool.data.sources.synthetic.draft import (
+    LABEL,
+    NAME,
+    Builder,
+    Draft,
+    Question,
+    labels,
+    lines_like,
+    names,
+    numbers,
+    pick,
+    pick_each,
+)
 
 MOST_HOPS = 5
 # Things in a chain: enough for the longest question, and for shorter ones that start in the middle.
@@ -100,6 +112,9 @@ THEMES = {
         ),
     ),
 }
+VARIABLE = r"[a-z]+(?:_[a-z]+)+"
+_ANY = f"{NAME}|{LABEL}|{VARIABLE}"
+LINE = lines_like([wording for theme in THEMES.values() for wording in theme.facts], a=_ANY, b=f"{_ANY}|[0-9]+")
 
 
 def choose(style: np.random.Generator) -> Builder:

@@ -1,8 +1,7 @@
 """Similarity retrieval: many entries, and a query that is close to one of them in a way that can be counted.
 
 Notes that share words with the query, records that agree with it in all fields but one, codes that differ from it in
-few letters.
-Promise: exactly one entry is closest; near misses are planted beside it.
+few letters. Exactly one entry is closest, and there are near misses.
 """
 
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from unspool.data.sources.synthetic.draft import Builder, Draft, Question, numbers, pick, shuffled_words
+from unspool.data.sources.synthetic.draft import Builder, Draft, Question, lines_like, numbers, pick, shuffled_words
 
 NOTE_WORDS = 8
 CHANGED_WORDS = (1, 3)  # of a query
@@ -51,6 +50,7 @@ CODE_QUERIES = (
     "Find the entry that has most letters in the same places as {content}.",
 )
 CODE_COUNTS = ("In how many letters does entry {id} differ from {content}?",)
+LINE = lines_like(IDS, id="[0-9]+", content=".*")
 
 
 def choose(style: np.random.Generator) -> Builder:

@@ -1,16 +1,29 @@
-"""Sorting: a list in random order, asked for by its place in a stated order.
+"""Sorting: a list in random order, and questions about positions in a stated order.
 
-Numbers, words, dates or names with scores. Asked are the first few, the entry at a place, the place of an entry,
-and in some documents the whole list.
-Promise: entries differ, and every order says how ties are broken, so there is one right answer.
+Numbers, words, dates or names with scores. Questions ask for the first few entries, the entry at a position, the
+position of an entry, and in some documents the whole list. Entries differ, and every order says how ties are broken,
+so there is one right answer.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
 
-from unspool.data.sources.synthetic.draft import Builder, Draft, Question, labels, names, numbers, pick
+from unspool.data.sources.synthetic.draft import (
+    LABEL,
+    NAME,
+    NUMBER,
+    Builder,
+    Draft,
+    Question,
+    labels,
+    names,
+    numbers,
+    pick,
+    to_pattern,
+)
 
 KINDS = ("numbers", "words", "dates", "scores")
 WHOLE_SHARE = 0.25  # of documents that ask for the whole list
@@ -66,6 +79,11 @@ ALL = (
     "What is the whole list, sorted {order}?",
     "Put the entries in order {order} and give all of them.",
 )
+DATE = rf"[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}|[0-9]{{1,2}} (?:{'|'.join(MONTHS)}) [0-9]{{4}}"
+_PREFIX = "|".join(to_pattern(wording.removesuffix("{entry}"), {"number": NUMBER}, named=False) for wording in ENTRIES)
+_SCORED = to_pattern(SCORED, {"name": NAME, "score": NUMBER})
+_KINDS = f"(?P<numbers>[0-9]+)|(?P<words>{LABEL})|(?P<dates>{DATE})|(?P<scores>{_SCORED})"
+LINE = re.compile(f"^(?:{_PREFIX})(?:{_KINDS})$", re.MULTILINE)
 
 
 def choose(style: np.random.Generator) -> Builder:

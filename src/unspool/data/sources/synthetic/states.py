@@ -1,9 +1,8 @@
-"""State tracking: numbered steps that change things; asked is what holds at the end, or after a step in the middle.
+"""State tracking: numbered steps that change things, and questions about the state at the end or after some step.
 
 People who walk between rooms, things moved between boxes, doors opened, closed and locked, counters that are set,
-raised and lowered.
-Promise: a step always changes the state it speaks of. Which things are asked about does not tell where in the
-document their last change stands: it is equally likely to be anywhere.
+raised and lowered. A step always changes the state it names. Which things are asked about does not tell where in the
+document their last change is: it is equally likely to be anywhere.
 """
 
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from unspool.data.sources.synthetic.draft import (
     Draft,
     Question,
     labels,
+    lines_like,
     names,
     pick,
     pick_each,
@@ -101,6 +101,8 @@ LOWERS = ("{thing} is decreased by {value}.", "Take {value} from {thing}.", "{th
 COUNTER_FINAL = ("What is the value of {thing} at the end?", "Which number does {thing} hold after the last step?")
 COUNTER_AFTER = ("What is the value of {thing} after step {step}?", "Step {step} is done: what is {thing}?")
 COUNTER_TIMES = ("How many steps change {thing}?", "In how many steps is {thing} written to?")
+STEPS = {"step": "[0-9]+", "last": "[0-9]+"}
+LINE = lines_like([prefix + "{rest}" for prefix in PREFIXES], **STEPS, rest=".*")
 
 
 def choose(style: np.random.Generator) -> Builder:

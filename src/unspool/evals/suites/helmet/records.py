@@ -19,7 +19,7 @@ import numpy as np
 from unspool.core.errors import ConfigError, DataError
 from unspool.data.sources.base import Bad
 from unspool.data.sources.files import nothing_found
-from unspool.data.sources.jsonl import records
+from unspool.data.sources.jsonl import read_jsonl
 from unspool.data.strategies.retrieval import BM25, best
 from unspool.evals.scoring.answers import normalize
 
@@ -53,7 +53,7 @@ def read_records(path: str) -> list[Record]:
     if file.suffix == ".json":
         return list(_json_records(file))
     found: list[Record] = []
-    for record in records(file, lambda number, record: {**record, "_line": number}):
+    for record in read_jsonl(file, lambda number, record: {**record, "_line": number}):
         if isinstance(record, Bad):
             raise DataError(f"{path}, {record.record}: {record.detail}.")
         found.append(record)

@@ -20,8 +20,7 @@ import zstandard
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
-from unspool.data.sources.config import HfSource
-from unspool.data.sources.readers import source_units
+from unspool.data.sources.hub import HfSource
 
 # The records of a file of questions, whatever it is packed in.
 
@@ -33,7 +32,7 @@ def records(path: str, *, default_split: str) -> Iterator[dict[str, Any]]:
     if path.startswith(_HUB):
         name, _, config = path.removeprefix(_HUB).partition("@")
         options = {"kind": "hf", "path": name, "split": default_split} | ({"config": config} if config else {})
-        for file in source_units(HfSource.model_validate(options), Path()):
+        for file in HfSource.model_validate(options).units(Path()):
             yield from _read(file)
         return
     found = Path(path).expanduser()
