@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from factory import SMALL_SIZE, save_folder, save_mini
 from unspool.cli.main import build_app
-from unspool.models.presets import SIZES
+from unspool.models.config import SIZES
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,7 +95,7 @@ def test_stages_can_be_trained_alone(recipe, tmp_path):
         (["--set", "model.tokenizer=./none"], "model.tokenizer = ./none: no such file or folder"),
         (["--set", "evals.0.text=none.jsonl"], "evals.0.text = none.jsonl: no such file or folder"),
         (["--set", "engine.kind=slurm"], "use kind: local"),
-        (["--set", "stages.0.batch=100"], "batch must be a multiple of context"),
+        (["--set", "stages.0.batch_tokens=100"], "batch must be a multiple of context"),
     ],
 )
 @pytest.mark.parametrize("verb", ["run", "train"])

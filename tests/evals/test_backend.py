@@ -13,11 +13,11 @@ from unspool.core.artifacts import read_manifest
 from unspool.evals import questions
 from unspool.evals.backends import base
 from unspool.evals.backends.base import ModelBackend
-from unspool.evals.config import KvEval, LossEval, NiahEval, RulerEval
+from unspool.evals.config import KeyValueEval, NiahEval, PerplexityEval, RulerEval
 from unspool.evals.contexts import Plan
 from unspool.evals.run import Scoring, score_model
 from unspool.evals.suites import niah
-from unspool.models.generation import batch_limits
+from unspool.models.generation import generate
 
 from .toy import TOY
 
@@ -47,8 +47,8 @@ def scoring(tmp_path: Path, documents: list[str]) -> Scoring:
     (tmp_path / "held.txt").write_text(documents[0])
     evals = [
         NiahEval.model_validate({"suite": "niah", "lengths": [256], "samples": 4, "needles": 2, "text": "held.txt"}),
-        KvEval.model_validate({"suite": "kv", "lengths": [256], "samples": 4, "value": "words"}),
-        LossEval.model_validate({"suite": "loss", "length": 256, "samples": 2, "text": "held.txt"}),
+        KeyValueEval.model_validate({"suite": "key_value", "lengths": [256], "samples": 4, "value": "words"}),
+        PerplexityEval.model_validate({"suite": "perplexity", "length": 256, "samples": 2, "text": "held.txt"}),
     ]
     return Scoring(model="base", model_hash="m", evals=evals, seed=0, out_dir=tmp_path / "scores", root=tmp_path)
 
@@ -104,7 +104,7 @@ def test_questions_that_share_a_context_or_a_row_get_the_answers_they_get_alone(
     prompt = together.prompt(row)
     with monkeypatch.context() as small:
         # Memory that takes three of these prompts at a time.
-        small.setattr(batch_limits, "CPU_BATCH_TOKENS", 3 * (len(prompt.questions[0].ids) + 16))
+        small.setattr(generate, "CPU_BATCH_TOKENS", 3 * (len(prompt.questions[0].ids) + 16))
         assert made.answers(prompt) == [made.answers(alone.prompt(unit))[0] for unit in alone.units[:8]]
     assert outputs(together) == outputs(alone)
     assert len(set(outputs(alone).values())) > 4, "equal answers would hide a mix-up"

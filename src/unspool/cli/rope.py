@@ -1,4 +1,4 @@
-"""`unspool position`: what can be said before training about extending a model to a context."""
+"""`unspool rope`: what can be said before training about extending a model to a context."""
 
 import json
 from dataclasses import asdict
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _SPARK = 18
 
 
-def position(
+def rope(
     model: Annotated[str, typer.Option(help="Hub id, folder, .gguf file or asset:NAME; only its config is read.")],
     context: Annotated[str, typer.Option(help="The context to extend to, such as 128K.")],
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page with plots to this file.")] = None,
@@ -30,9 +30,9 @@ def position(
     distance m (Men et al.); each method is shown with the distance up to
     which it is not negative. Nothing is trained and no weights are read.
 
-        unspool position --model HuggingFaceTB/SmolLM2-135M --context 32K
+        unspool rope --model HuggingFaceTB/SmolLM2-135M --context 32K
 
-        unspool position --model asset:tiny-base --context 8K --html page.html
+        unspool rope --model asset:tiny-base --context 8K --html page.html
     """
     try:
         context_len = parse_size(context)
@@ -71,6 +71,7 @@ def _print(advice: "Advice", model: str) -> None:
 
     from unspool.rope.advice import PUBLISHED
     from unspool.rope.advice_page import model_facts, reach_text, sparkline, verdict
+    from unspool.rope.methods import ROPE_METHODS
 
     console = Console(highlight=False, markup=False, emoji=False)
     console.print(f"{model} at {format_size(advice.context_len)}", style="bold", soft_wrap=True)
@@ -92,7 +93,9 @@ def _print(advice: "Advice", model: str) -> None:
     console.print("\nTo paste into a stage:", style="bold")
     for each in advice.methods[1:]:
         console.print(f"  {each.line}", soft_wrap=True)
-    console.print("  longrope needs factors from a search: short_factor and long_factor, or file", soft_wrap=True)
+    for name, method in ROPE_METHODS.items():
+        if method.requirement is not None:
+            console.print(f"  {name} needs {method.requirement}", soft_wrap=True)
     console.print("\nWhat published recipes used:", style="bold")
     width = max(len(used.model) for used in PUBLISHED)
     for used in PUBLISHED:

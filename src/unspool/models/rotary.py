@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
-from unspool.models.checks import DOC_LEN, alike, last_states
+from unspool.models.checks import DOC_LEN, is_close, last_states
 from unspool.models.tokenizer import first_line
-from unspool.rope.methods import Position, Unchanged
 from unspool.rope.tables import (
     GLOBAL_LAYERS,
+    RopeMethod,
     RopeShape,
     frequencies,
     global_parameters,
@@ -44,12 +44,12 @@ def rope_shape(config: Any) -> RopeShape:
     return shape_of(config.to_dict())
 
 
-def apply_position(model: Any, position: Position, context_len: int) -> None:
+def apply_rope(model: Any, position: RopeMethod, context_len: int) -> None:
     """Change `model` in place to the positions of a stage, and its config to match."""
-    if isinstance(position, Unchanged):
+    if position.keeps_frequencies:
         _keep(model.config, context_len)
         return
-    settled = position.settle(rope_shape(model.config), context_len)
+    settled = position.resolve(rope_shape(model.config), context_len)
     if settled.head_bases is None:
         assert settled.parameters is not None
         _refuse_head_bases(model, position.method)
@@ -69,7 +69,7 @@ def _keep(config: Any, context_len: int) -> None:
     rope_type = global_parameters(config.to_dict())["rope_type"]
     if rope_type in BY_CONTEXT:
         raise ConfigError(
-            f"position unchanged: this model's {rope_type} scaling changes with its longest context, so at "
+            f"rope unchanged: this model's {rope_type} scaling changes with its longest context, so at "
             f"{format_size(context_len)} it would be trained with other positions than it is loaded with later; "
             f"use method abf, or {rope_type} anew."
         )
@@ -111,7 +111,7 @@ def apply_parameters(model: Any, parameters: dict[str, Any], max_positions: int)
     if others:
         raise ConfigError(
             f"{type(model).__name__} computes rotations in several places ({', '.join(others[:2])}), which is not "
-            "supported; use position unchanged."
+            "supported; use rope method unchanged."
         )
     backbone.rotary_emb = type(backbone.rotary_emb)(config).to(next(model.parameters()).device)
     _check_tables(model)
@@ -147,15 +147,15 @@ def apply_head_bases(model: Any, bases: np.ndarray | Sequence[Any]) -> None:
     config, backbone = model.config, model.base_model
     if is_nested(config.rope_parameters):
         raise ConfigError(
-            "position harpe: this model has positions of their own in its sliding layers, where a base per head is "
+            "rope harpe: this model has positions of their own in its sliding layers, where a base per head is "
             "not supported; use method abf, which extends the other layers."
         )
     shape = rope_shape(config)
     rows = np.atleast_2d(np.asarray(bases, dtype=np.float64))
     if rows.shape[-1] != shape.num_kv_heads:
-        raise ConfigError(f"position harpe: {rows.shape[-1]} bases for {shape.num_kv_heads} KV heads; give one each.")
+        raise ConfigError(f"rope harpe: {rows.shape[-1]} bases for {shape.num_kv_heads} KV heads; give one each.")
     if len(rows) not in (1, len(backbone.layers)):
-        raise ConfigError(f"position harpe: bases for {len(rows)} layers, and there are {len(backbone.layers)}.")
+        raise ConfigError(f"rope harpe: bases for {len(rows)} layers, and there are {len(backbone.layers)}.")
     device = next(model.parameters()).device
     backbone.rotary_emb = NoRotation(shape.rotary_dim)
     same = bool((rows == rows[0]).all())
@@ -170,7 +170,7 @@ def _try_head_bases(model: Any) -> None:
     """Refuse a model that rotates otherwise than we do: pairs of neighbours, or some layers only."""
     shape, layers = rope_shape(model.config), getattr(model.base_model, "layers", ())
     refusal = ConfigError(
-        f"position harpe: {type(model).__name__} rotates its heads in another way than Llama, "
+        f"rope harpe: {type(model).__name__} rotates its heads in another way than Llama, "
         "which is not supported yet; use method abf."
     )
     if not layers or not all(hasattr(layer, "self_attn") for layer in layers):
@@ -182,13 +182,13 @@ def _try_head_bases(model: Any) -> None:
         found = last_states(model, (DOC_LEN,))
     except RuntimeError:  # tables of another shape than this model's code expects
         raise refusal from None
-    if not alike(found, own):
+    if not is_close(found, own):
         raise refusal
 
 
 def _refuse_head_bases(model: Any, method: str) -> None:
     if head_bases(model) is not None:
-        raise ConfigError(f"position {method}: this model already has a base per head (HARPE); keep method harpe.")
+        raise ConfigError(f"rope {method}: this model already has a base per head (HARPE); keep method harpe.")
 
 
 def head_bases(model: Any) -> Any:

@@ -15,8 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from unspool.core.errors import ConfigError
-from unspool.models.config import config_values
-from unspool.models.presets import SIZES, NewModel
+from unspool.models.config import SIZES, NewModel, config_values
 from unspool.planning.cost import Shape
 from unspool.recipe.launch import cached_config
 from unspool.recipe.load import HUB_ID, LoadedRecipe, load_recipe
@@ -101,7 +100,7 @@ def planned_model(loaded: LoadedRecipe, given: str | None = None) -> PlannedMode
 
 def _new(loaded: LoadedRecipe, model: NewModel) -> PlannedModel:
     path = Path(loaded.path(model.tokenizer)) / "tokenizer.json"
-    values = SIZES[model.size] | {"rope_theta": model.base, "max_position_embeddings": model.context}
+    values = SIZES[model.size] | {"rope_theta": model.base, "max_position_embeddings": model.context_length}
     words = _vocabulary(path)
     if words is None:
         raise ConfigError(

@@ -21,9 +21,8 @@ from unspool.planning.model_shape import PlannedModel, planned_model
 from unspool.planning.step_time import flops_per_token, pace_of
 from unspool.planning.token_counts import DataPlan, plan_data
 from unspool.recipe.load import LoadedRecipe
-from unspool.rope.advice import short
 from unspool.rope.bound import bound, first_negative
-from unspool.rope.tables import RopeShape, global_parameters, tables
+from unspool.rope.tables import RopeShape, config_frequencies, format_base
 from unspool.rope.tables import shape_of as rope_of
 from unspool.training.config import StageConfig
 
@@ -40,7 +39,7 @@ class StagePlan:
     chosen: Estimate | None  # as written where that fits; else what would, on this machine
     faster: Estimate | None  # other settings of the same results that would take less time
     ways: tuple[Way, ...]
-    position: tuple[str, ...]
+    rope: tuple[str, ...]
 
     @property
     def fits(self) -> bool:
@@ -132,7 +131,7 @@ def _plan_stage(
         chosen=chosen,
         faster=faster,
         ways=() if problem is None else tuple(ways_out(case, index, stage, best)),
-        position=tuple(position_lines(model.values, stage)),
+        rope=tuple(position_lines(model.values, stage)),
     )
 
 
@@ -160,28 +159,25 @@ def _too_much(found: Estimate) -> str:
 
 
 def position_lines(values: dict[str, Any], stage: StageConfig) -> list[str]:
-    """One or two lines on the stage's RoPE; `unspool position` says more."""
+    """One or two lines on the stage's RoPE; `unspool rope` says more."""
     try:
-        rope, parameters = rope_of(values), global_parameters(values)
+        rope = rope_of(values)
     except ConfigError:
         return []
-    context = stage.context
-    if stage.position.method == "unchanged":
-        frequencies = [tables(parameters, rope.rotary_dim, max_positions=rope.max_positions, seq_len=context).inv_freq]
-        what = f"the model's own base {short(rope.base)}"
+    context = stage.context_length
+    if stage.rope.keeps_frequencies:
+        frequencies = list(config_frequencies(values, context)[0])
     else:
         try:
-            settled = stage.position.settle(rope, context)
+            settled = stage.rope.resolve(rope, context)
         except ConfigError as error:
             return [str(error)]
         frequencies = list(np.atleast_2d(settled.tables(rope, context).inv_freq))
-        base = getattr(stage.position, "base", None)
-        what = f"{stage.position.method}{f' with base {short(base)}' if base else ''}"
     reaches = [first_negative(line.astype(np.float64), LOOK_AHEAD * context) for line in frequencies]
     worst = min((reach for reach in reaches if reach is not None), default=None)
     far = f"over {format_size(LOOK_AHEAD * context)}" if worst is None else f"{worst:,}"
     verdict = "enough" if worst is None or worst >= context else f"short of {format_size(context)}"
-    lines = [f"{what}: B(m) ≥ 0 up to {far} tokens (Men et al.), {verdict}"]
+    lines = [f"{stage.rope.describe(rope)}: B(m) ≥ 0 up to {far} tokens (Men et al.), {verdict}"]
     if worst is not None and worst < context:
         lines.append(_smallest(rope, context))
     return lines
@@ -189,9 +185,9 @@ def position_lines(values: dict[str, Any], stage: StageConfig) -> list[str]:
 
 def _smallest(rope: RopeShape, context: int) -> str:
     smallest = bound(context, rope.rotary_dim)
-    hint = f"the smallest single base that passes is {short(smallest)}" if smallest else "no single base passes"
+    hint = f"the smallest single base that passes is {format_base(smallest)}" if smallest else "no single base passes"
     hint += " (larger ones may fail)" if smallest else ""
-    return f"{hint}; see `unspool position --context {format_size(context)}`"
+    return f"{hint}; see `unspool rope --context {format_size(context)}`"
 
 
 # Plain data for --json
@@ -226,14 +222,14 @@ def _plain_stage(plan: Plan, planned: StagePlan, price: float | None) -> dict[st
     stage = planned.stage
     return {
         "name": stage.name,
-        "context": stage.context,
-        "tokens": stage.steps * stage.batch,
+        "context_length": stage.context_length,
+        "tokens": stage.steps * stage.batch_tokens,
         "steps": stage.steps,
         "rows": [asdict(use) for use in plan.data.stages[stage.name]],
         "document_len": plan.data.documents[stage.name].mean,
         "lengths_counted": plan.data.lengths_are_counted(stage.name),
         "flops_per_token": planned.flops_per_token,
-        "flops": planned.flops_per_token * stage.steps * stage.batch,
+        "flops": planned.flops_per_token * stage.steps * stage.batch_tokens,
         "mfu": planned.mfu,
         "fits": planned.fits,
         "problem": planned.problem,
@@ -244,7 +240,7 @@ def _plain_stage(plan: Plan, planned: StagePlan, price: float | None) -> dict[st
             {"kind": way.kind, "text": way.text, "arguments": list(way.arguments), "hours": way.estimate.hours}
             for way in planned.ways
         ],
-        "position": list(planned.position),
+        "rope": list(planned.rope),
     }
 
 

@@ -20,7 +20,7 @@ import yaml
 
 from unspool.core.artifacts import MANIFEST, digest, read_manifest, write_atomic
 from unspool.evals.run import Scoring
-from unspool.models.presets import NewModel
+from unspool.models.config import NewModel
 from unspool.recipe.json_schema import value_at
 from unspool.recipe.load import EVAL_PATHS, LoadedRecipe, load_recipe
 from unspool.recipe.paths import ASSET_PREFIX, expand_home, path_exists
@@ -79,9 +79,9 @@ def path_places(recipe: Recipe) -> Iterator[Place]:
     yield ("model",) if isinstance(recipe.model, str) else ("model", "tokenizer")
     for name, source in recipe.sources.items():
         yield from (("sources", name, key) for key in source.paths)
-    for name, rows in recipe.rows.items():
-        if rows.negatives and rows.negatives.model:
-            yield ("rows", name, "negatives", "model")
+    for name, rows in recipe.datasets.items():
+        if rows.nextlong and rows.nextlong.model:
+            yield ("datasets", name, "nextlong", "model")
     for at, entry in enumerate(recipe.evals):
         yield from (("evals", at, key) for key in EVAL_PATHS if getattr(entry, key, None))
         yield from (("evals", at, "paths", name) for name in getattr(entry, "paths", {}))
@@ -118,10 +118,10 @@ def corpus_key(loaded: LoadedRecipe, name: str) -> str:
 
 
 def rows_key(loaded: LoadedRecipe, name: str) -> str:
-    config = loaded.recipe.rows[name]
+    config = loaded.recipe.datasets[name]
     corpora = {source: corpus_key(loaded, source) for source in config.shares}
-    embedder = located(loaded, config.negatives.model) if config.negatives else None
-    plain = config.model_dump(mode="json", by_alias=True, exclude={"negatives": {"model"}})
+    embedder = located(loaded, config.nextlong.model) if config.nextlong else None
+    plain = config.model_dump(mode="json", by_alias=True, exclude={"nextlong": {"model"}})
     return digest([plain, name, corpora, _tokenizer(loaded), embedder, loaded.recipe.seed])[:16]
 
 
@@ -141,9 +141,9 @@ def base_scores_key(loaded: LoadedRecipe) -> str | None:
 def shared_boxes(loaded: LoadedRecipe) -> dict[str, str]:
     """Every box of a run that others may share: `corpus/books` and the like, with its key."""
     recipe = loaded.recipe
-    used = {source for config in recipe.rows.values() for source in config.shares}
+    used = {source for config in recipe.datasets.values() for source in config.shares}
     boxes = {f"corpus/{name}": corpus_key(loaded, name) for name in recipe.sources if name in used}
-    boxes |= {f"rows/{name}": rows_key(loaded, name) for name in recipe.rows}
+    boxes |= {f"datasets/{name}": rows_key(loaded, name) for name in recipe.datasets}
     scores = base_scores_key(loaded)
     return boxes | ({f"scores/{BASE}": scores} if scores else {})
 
@@ -168,7 +168,7 @@ class SharingRun(Run):
         return counts
 
     def _rows(self, name: str, folder: Path) -> dict[str, Any]:
-        shared = self._shared / "rows" / rows_key(self.loaded, name) / name
+        shared = self._shared / "datasets" / rows_key(self.loaded, name) / name
         with locked(shared.parent):
             counts = super()._rows(name, shared)
             lend(shared, folder)

@@ -21,8 +21,8 @@ from unspool.core.errors import ConfigError
 from unspool.core.progress import progress_bar
 from unspool.inspection.attention.input_text import Text
 from unspool.inspection.attention.tiles import Far, Layer, build_sight, draw, measure
-from unspool.models.attention.reference import Rules
-from unspool.models.checks import stand_between
+from unspool.models.attention.reference import AttentionInputs, Kernel
+from unspool.models.checks import intercept_attention
 from unspool.models.load import load_model
 
 # One pass of a model over a text, watched: how far every head looks, and maps of the heads that look furthest.
@@ -38,7 +38,7 @@ LEAST_FAR = 0.05
 class Look:
     """What is measured and drawn."""
 
-    attention: str  # "full" or "documents"
+    attention: str  # "full" or "intra_document"
     beyond: int  # tokens; what is further back is far
     first: int  # tokens at the start that count apart
     cell: int  # tokens to a side of what becomes one point of a map
@@ -92,7 +92,7 @@ def watch(model: Any, text: Text, look: Look, advance: Callable[[int], None] = l
     """Run the model over the text once; `advance` is called after every layer."""
     device = next(model.parameters()).device
     watcher = _Watcher(text, look, device, advance)
-    masked = look.attention == "documents"
+    masked = look.attention == "intra_document"
     doc_lens = text.piece_lens if masked else (len(text.tokens),)
     positions = torch.cat([torch.arange(doc_len) for doc_len in doc_lens])[None].to(device)
     tokens = torch.from_numpy(text.tokens.astype(np.int64))[None].to(device)
@@ -103,32 +103,22 @@ def watch(model: Any, text: Text, look: Look, advance: Callable[[int], None] = l
 
 class _Watcher:
     def __init__(self, text: Text, look: Look, device: torch.device, advance: Callable[[int], None]) -> None:
-        masked = look.attention == "documents"
-        sight = build_sight(text.piece_lens, text.piece_docs, masked=masked, beyond=look.beyond, first=look.first)
+        masked = look.attention == "intra_document"
+        sight = build_sight(text.piece_lens, text.chunk_ids, masked=masked, beyond=look.beyond, first=look.first)
         self._sight = sight.to(device)
         self._look, self._advance = look, advance
         self._seen = Seen(by=look.by)
 
     def attached(self, model: Any) -> AbstractContextManager[None]:
         """Within this, every layer's attention shows us what it takes."""
-        return stand_between(model, lambda layer: partial(self._attend, layer))
+        return intercept_attention(model, lambda layer: partial(self._attend, layer))
 
-    def _attend(
-        self,
-        number: int,
-        compute: Callable[..., Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rules: Rules,
-        sinks: Tensor | None,
-        doc_lens: tuple[int, ...] | None,
-    ) -> Tensor:
+    def _attend(self, number: int, kernel: Kernel, inputs: AttentionInputs) -> Tensor:
         """What stands between a layer and its kernel: the kernel's output, unchanged."""
-        out = compute(query, key, value, rules, sinks, doc_lens)
+        out = kernel(inputs)
         named = {layer for layer, _ in self._look.heads}
         if self._look.layers is None or number in self._look.layers or number in named:
-            layer = Layer(query=query[0], key=key[0], rules=rules, sinks=sinks)
+            layer = Layer.of(inputs)
             found = measure(layer, self._sight)
         else:
             layer, found = None, None
@@ -199,7 +189,7 @@ class Attention:
     @property
     def has_pieces(self) -> bool:
         """Whether looking far back can stay within a document or leave it."""
-        return self.look.attention == "full" and max(self.text.piece_docs) > 0
+        return self.look.attention == "full" and max(self.text.chunk_ids) > 0
 
     def difference(self, head: Head) -> np.ndarray:
         """What the second model's map has more."""
