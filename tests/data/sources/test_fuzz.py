@@ -26,7 +26,7 @@ from unspool.data.corpus import build
 from unspool.data.corpus.build import build_corpus
 from unspool.data.corpus.config import EngineConfig
 from unspool.data.corpus.store import open_corpus
-from unspool.data.sources import archives, arrow, jsonl, mds, repos, text
+from unspool.data.sources import archives, arrow, base, jsonl, mds, repos, text
 from unspool.data.sources.base import Bad, Document, Filtered, Item, read_items
 from unspool.data.tokenize.encoder import build_encoder
 
@@ -211,7 +211,7 @@ def quick_builds(monkeypatch):
     monkeypatch.setattr(build, "choose_route", lambda encoder, sample: encoder)
     monkeypatch.setattr(build, "forget_engines", lambda *_: None)  # looks through all that Python holds
     monkeypatch.setattr(sysconfig, "get_path", functools.cache(sysconfig.get_path))  # asked for whenever a log begins
-    monkeypatch.setattr(build, "GROUP_BYTES", 2000)
+    monkeypatch.setattr(base, "TASK_BYTES", 2000)
 
 
 def numbered(given: Input, number: int) -> Input:

@@ -25,11 +25,14 @@ def build(template: str | None, name: str = "qwen2.5"):
     ("template", "message"),
     [
         ("{% for m in messages %}", "sources.talks.template: not a Jinja template .* in line 1"),
-        ("{{ raise_exception('never') }}", "cannot write out a user's message with an answer: .* never"),
+        ("{{ raise_exception('never') }}", "cannot render a user message with an answer: .* never"),
         ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "a model would not learn to stop"),
-        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "the assistant's cannot be found"),
-        (GENERATION % "{{ m.content }}{% generation %}{% endgeneration %}", "around nothing"),
-        (GENERATION % "{% generation %}{{ m.content + eos_token }}{% endgeneration %}", "around the user's words"),
+        (
+            "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+            "the assistant's tokens cannot be found",
+        ),
+        (GENERATION % "{{ m.content }}{% generation %}{% endgeneration %}", "marks are empty"),
+        (GENERATION % "{% generation %}{{ m.content + eos_token }}{% endgeneration %}", "include the user's words"),
         (
             GENERATION % "{% if loop.last %}{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endif %}",
             "not every answer",
@@ -68,7 +71,7 @@ def test_the_date_is_always_the_same():
 
 def test_a_template_cannot_reach_beyond_itself():
     escaping = "{{ messages.__class__.__mro__ }}"
-    with pytest.raises(ConfigError, match="cannot write out"):
+    with pytest.raises(ConfigError, match="cannot render"):
         build(escaping)
 
 
@@ -87,7 +90,7 @@ def test_only_one_template_goes_into_a_set_of_rows(tmp_path):
     folders = {name: tmp_path / name for name in ("a", "b", "books")}
     assert common_template(folders, "rows x") == "x"
     assert common_template({"books": tmp_path / "books"}, "rows x") is None
-    with pytest.raises(ConfigError, match="rows x: a and b and c were written out with different chat templates"):
+    with pytest.raises(ConfigError, match="rows x: a and b and c were rendered with different chat templates"):
         common_template(folders | {"c": tmp_path / "c"}, "rows x")
 
 

@@ -163,7 +163,7 @@ def test_common_text_is_not_left_to_the_tokenizer(route, kind, only_route):
     engine = load_checked(definition_of(kind), route)
     for text in covered_texts(kind):
         engine.encode(text)
-    assert engine.chars_left_over == 0
+    assert engine.fallback_chars == 0
 
 
 @pytest.mark.parametrize(("route", "kind"), ROUTES_AND_KINDS)
@@ -284,7 +284,7 @@ def test_a_text_with_a_character_that_engines_read_differently_goes_to_the_token
     fast = replace(slow, route="swift")
     texts = ["Mühle am Fluß", "the mill", "Fluß"]
     assert [ids.tolist() for ids in fast.encode(texts)] == [ids.tolist() for ids in slow.encode(texts)]
-    assert load_checked(fast.definition, "swift").chars_left_over == len(texts[0])
+    assert load_checked(fast.definition, "swift").fallback_chars == len(texts[0])
 
 
 def test_a_route_that_does_too_little_is_not_taken(only_route):
@@ -314,7 +314,7 @@ def test_tokenizers_beyond_byte_level_bpe_are_left_to_the_library(capsys):
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     chosen = choose_route(Encoder(backend.to_str(), (), 0), ["the mill"])
     assert chosen.route == "tokenizers"
-    assert "tokenising with tokenizers" in capsys.readouterr().err
+    assert "tokenizing with tokenizers" in capsys.readouterr().err
     assert chosen.encode_plain(["the mill"])[0].tolist() == [0, 1]
 
 
@@ -322,7 +322,7 @@ def test_tokenizers_beyond_byte_level_bpe_are_left_to_the_library(capsys):
     ("change", "reason"),
     [
         ({"lstrip": True}, "take in the spaces around them"),
-        ({"content": "<tool>more"}, "begins another"),
+        ({"content": "<tool>more"}, "prefix of another"),
     ],
 )
 def test_tiktoken_refuses_added_tokens_that_it_would_find_elsewhere(change, reason):
@@ -351,7 +351,7 @@ def test_gigatoken_starts_afresh_when_it_remembers_too_much(monkeypatch):
     engine = Gigatoken(build_plain(definition_of("llama3-like")))
     before, text = engine._tokenizer, TRAINING[0]
     ids = engine.encode(text)
-    monkeypatch.setattr(tokens_engines, "_LOOK_EVERY_CHARS", 1)
+    monkeypatch.setattr(tokens_engines, "_CHECK_EVERY_CHARS", 1)
     engine.encode(text)
     assert engine._tokenizer is before, "it had not grown"
     monkeypatch.setattr(tokens_engines, "_GROWTH_BYTES", -(1 << 50))

@@ -127,7 +127,7 @@ def test_prose_stands_between_the_facts():
 
 
 @pytest.mark.slow
-def test_making_texts_is_not_slower_than_tokenising_them():
+def test_making_texts_is_not_slower_than_tokenizing_them():
     encoder = build_encoder(tokenizers()["words"])
     began = time.process_time()
     texts = [document(task, 1 << 15, index) for task in TASKS for index in range(4)]
