@@ -64,9 +64,7 @@ class ChatTemplate:
             return tuple(messages)
         first, others = messages[count : count + 1], messages[count + 1 :]
         if not first or first[0].role != "user":
-            raise Unreadable(
-                "template", "the chat template has no system role, and no user message follows"
-            )
+            raise Unreadable("template", "the chat template has no system role, and no user message follows")
         words = [message.content for message in messages[: count + 1]]
         return (Message("user", "\n\n".join(words)), *others)
 

@@ -25,7 +25,7 @@ from unspool.data.sources.synthetic.draft import (
 
 ATTRIBUTES = (12, 40)  # how many there are to choose from
 MEAN_ATTRIBUTES = 4.0
-# A question for all that match is asked if they are no more than this.
+# Questions ask to list all matches only up to this many.
 MOST_LISTED = 8
 NONE = "none"
 
@@ -97,10 +97,10 @@ def _questions(things: list[str], marks: list[str], has: np.ndarray, rng: np.ran
             wanted = rng.random() < 0.5
             choices = np.flatnonzero(has[thing] == wanted)
             if len(choices):
-                said = pick(rng, INCLUDES).format(thing=things[thing], mark=marks[int(rng.choice(choices))])
-                yield Question(said, "yes" if wanted else "no")
+                text = pick(rng, INCLUDES).format(thing=things[thing], mark=marks[int(rng.choice(choices))])
+                yield Question(text, "yes" if wanted else "no")
             continue
-        # Marks of one thing, so that at least one has them together; now and then any marks.
+        # Marks of one thing, so that at least one has them together; sometimes any marks.
         pool = np.flatnonzero(has[thing]) if rng.random() < 0.9 else np.arange(len(marks))
         chosen = rng.permutation(pool)[: int(rng.integers(2, 5))]
         if len(chosen) < 2:
@@ -114,13 +114,13 @@ def _questions(things: list[str], marks: list[str], has: np.ndarray, rng: np.ran
             count = int(has[:, chosen[:2]].any(axis=1).sum())
             yield Question(pick(rng, COUNT_ANY).format(marks=either), str(count))
         else:
-            said = pick(rng, HAS_ALL).format(marks=both)
+            text = pick(rng, HAS_ALL).format(marks=both)
             if form == 5:
                 other = int(rng.integers(len(marks)))
                 if other in chosen:
                     continue
                 matching = matching & ~has[:, other]
-                said = pick(rng, HAS_ALL_BUT).format(marks=both, other=marks[other])
+                text = pick(rng, HAS_ALL_BUT).format(marks=both, other=marks[other])
             if matching.sum() <= MOST_LISTED:
                 listed = [things[at] for at in np.flatnonzero(matching).tolist()]
-                yield Question(said, ", ".join(listed) or NONE)
+                yield Question(text, ", ".join(listed) or NONE)

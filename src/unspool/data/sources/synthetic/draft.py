@@ -171,7 +171,7 @@ def pick_each(rng: np.random.Generator, choices: Sequence[Choice], count: int) -
 
 
 def name_parts(rng: np.random.Generator, count: int) -> list[list[str]]:
-    """`count` different groups of words: pairs, or more words where there are too few pairs."""
+    """Draw `count` different groups of words: pairs, or more words if there are too few pairs."""
     known = words()
     size = len(known)
     joined = 2

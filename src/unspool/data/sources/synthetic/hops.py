@@ -26,14 +26,14 @@ from unspool.data.sources.synthetic.draft import (
 )
 
 MOST_HOPS = 5
-# Things in a chain: enough for the longest question, and for shorter ones that start in the middle.
+# Things per chain: enough for the longest question, and for shorter ones that start in the middle.
 CHAIN = (3, 9)
 
 
 class Theme(NamedTuple):
     openings: tuple[str, ...]
     facts: tuple[str, ...]
-    reach: tuple[str, ...]  # {start} and {hops}; or, with {nested}, as many times what `nested` says
+    reach: tuple[str, ...]  # with {start} and {hops}, or with {nested}: `nested` repeated per hop
     nested: str = ""
     back: tuple[str, ...] = ()
     distance: tuple[str, ...] = ()
@@ -132,8 +132,8 @@ def _build(name: str, opening: str, rng: np.random.Generator, num: int) -> Draft
         last = map(str, numbers(rng, len(chains)).tolist())
         chains = [[*chain[:-1], value] for chain, value in zip(chains, last, strict=True)]
     links = [link for chain in chains for link in pairwise(chain)]
-    said = pick_each(rng, theme.facts, len(links))
-    facts = [said[at].format(a=links[at][0], b=links[at][1]) for at in rng.permutation(len(links)).tolist()]
+    wordings = pick_each(rng, theme.facts, len(links))
+    facts = [wordings[at].format(a=links[at][0], b=links[at][1]) for at in rng.permutation(len(links)).tolist()]
     return Draft(opening, facts, _questions(theme, chains, rng))
 
 
@@ -163,8 +163,8 @@ def _questions(theme: Theme, chains: list[list[str]], rng: np.random.Generator) 
         start, end = chain[first], chain[first + hops]
         form = rng.integers(4)
         if form < 2:
-            said = pick(rng, theme.reach).format(start=start, hops=hops, nested=theme.nested * hops)
-            yield Question(said, end)
+            text = pick(rng, theme.reach).format(start=start, hops=hops, nested=theme.nested * hops)
+            yield Question(text, end)
         elif form == 2:
             yield Question(pick(rng, theme.back).format(end=end, hops=hops), start)
         else:

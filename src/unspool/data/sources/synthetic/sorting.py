@@ -26,7 +26,7 @@ from unspool.data.sources.synthetic.draft import (
 )
 
 KINDS = ("numbers", "words", "dates", "scores")
-WHOLE_SHARE = 0.25  # of documents that ask for the whole list
+WHOLE_SHARE = 0.25  # share of documents that ask for the whole list
 MONTHS = (
     *("January", "February", "March", "April", "May", "June"),
     *("July", "August", "September", "October", "November", "December"),
@@ -42,7 +42,7 @@ OPENINGS = (
 )
 ENTRIES = ("- {entry}", "* {entry}", "{entry}", "({number}) {entry}", "Entry: {entry}", "Entry {number}: {entry}")
 SCORED = "{name}: {score}"
-# How an order is said: the kind it is for, what is compared, whether the largest comes first. Ties: smallest first.
+# The wording of an order: (kind of entries, sort key, largest first). Ties: smallest first.
 ORDERS = {
     "by value, smallest first": ("numbers", "value", False),
     "by value, largest first": ("numbers", "value", True),
@@ -101,7 +101,7 @@ def _build(kind: str, opening: str, wording: str, whole: bool, iso: bool, rng: n
 def _entries(
     kind: str, iso: bool, rng: np.random.Generator, num: int
 ) -> tuple[list[str], list[str], dict[str, Callable[[], np.ndarray]]]:
-    """The entries as answers name them and as the list shows them, and what each order compares, first the tie."""
+    """The entries as in answers, as in the list, and the sort keys; the first key breaks ties."""
     if kind == "words":
         entries = labels(rng, num)
         return (
@@ -136,28 +136,28 @@ def _entries(
 def _questions(
     kind: str, entries: list[str], keys: dict[str, Callable[[], np.ndarray]], whole: bool, rng: np.random.Generator
 ) -> Iterator[Question]:
-    orders = {said: (key, down) for said, (of, key, down) in ORDERS.items() if of == kind}
+    orders = {chosen: (key, down) for chosen, (of, key, down) in ORDERS.items() if of == kind}
     sorted_by: dict[str, np.ndarray] = {}
     tie = np.argsort(np.argsort(next(iter(keys.values()))()))
     while True:
-        said = pick(rng, list(orders))
-        if said not in sorted_by:
-            key, down = orders[said]
-            # Both keys as ranks, so that one can be turned round without its ties.
+        chosen = pick(rng, list(orders))
+        if chosen not in sorted_by:
+            key, down = orders[chosen]
+            # Both keys as ranks, so that one can be reversed without its ties.
             rank = np.unique(keys[key](), return_inverse=True)[1]
-            sorted_by[said] = np.lexsort((tie, -rank if down else rank))
-        order = sorted_by[said]
+            sorted_by[chosen] = np.lexsort((tie, -rank if down else rank))
+        order = sorted_by[chosen]
         form = rng.integers(5)
         if whole:
             whole = False
-            yield Question(pick(rng, ALL).format(order=said), ", ".join(entries[at] for at in order.tolist()))
+            yield Question(pick(rng, ALL).format(order=chosen), ", ".join(entries[at] for at in order.tolist()))
         elif form == 0:
             count = int(rng.integers(2, 8))
             first = ", ".join(entries[at] for at in order[:count].tolist())
-            yield Question(pick(rng, FIRST).format(order=said, count=count), first)
+            yield Question(pick(rng, FIRST).format(order=chosen, count=count), first)
         elif form < 3:
             place = int(rng.integers(len(entries)))
-            yield Question(pick(rng, PLACE).format(order=said, place=place + 1), entries[order[place]])
+            yield Question(pick(rng, PLACE).format(order=chosen, place=place + 1), entries[order[place]])
         else:
             place = int(rng.integers(len(entries)))
-            yield Question(pick(rng, RANK).format(order=said, entry=entries[order[place]]), str(place + 1))
+            yield Question(pick(rng, RANK).format(order=chosen, entry=entries[order[place]]), str(place + 1))
