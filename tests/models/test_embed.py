@@ -55,7 +55,7 @@ def test_a_model_with_another_vocabulary_gets_the_text(folder):
 
 
 def test_a_folder_without_a_model_is_a_config_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"negatives\.model .*could not be loaded"):
+    with pytest.raises(ConfigError, match=r"nextlong\.model .*could not be loaded"):
         Embedder(str(tmp_path), tokenizer=load_tokenizer(TINY), device=CPU)([array(1)])
 
 

@@ -2,7 +2,7 @@
 
 A document of at least `above` tokens is used `times` times, the fraction by chance; any other is kept with probability
 `keep`. Fu et al. keep a tenth of what is below 4K ({above: 4K, times: 1, keep: 0.1}); Untie the Knots is compared with
-five copies of what is above 32K ({above: 32K, times: 5}). A source keeps its share of tokens, and copies of one document
+five copies of what is above 32K ({above: 32K, times: 5}). A source keeps its share of tokens, and copies of a document
 lie at least half as far apart as even spacing would put them.
 """
 
