@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from unspool.cli.run import accounting_table, histogram_table, length_table, rows_table, share_table, upsample_table
+from unspool.cli.run import accounting_table, datasets_table, length_table, upsample_table
 from unspool.data.lengths import histogram
 
 K = 1024
@@ -51,26 +51,8 @@ def test_a_length_table_counts_documents_by_length_and_long_tokens():
     assert wiki == ["wiki", "3", "1.5K", "3", "0"]
 
 
-def test_a_share_table_gives_shares_of_documents():
-    head, books, wiki = lines(share_table(SOURCES))
-    assert head == ["source", "≥4K", "≥8K", "≥16K", "≥32K"]
-    assert books == ["books", "75.0%", "75.0%", "50.0%", "50.0%"]
-    assert wiki == ["wiki", "0.0%", "0.0%", "0.0%", "0.0%"]
-
-
-def test_a_histogram_has_a_bar_for_each_power_of_two():
-    head, short, long = lines(histogram_table(histogram(np.array([3, 3, 4, 4, 4, 4, 4, 4])), width=8))
-    assert head == ["tokens", "documents", "of tokens"]
-    assert short == ["2–4", "2", "20.0%", "██"]
-    assert long == ["4–8", "6", "80.0%", "████████"]
-
-
-def test_no_documents_give_an_empty_histogram():
-    assert len(lines(histogram_table(histogram(np.zeros(0, dtype=np.int64))))) == 1
-
-
-def test_a_rows_table_says_how_full_and_how_often_cut():
-    _, entry = lines(rows_table({"long": COUNTS}))
+def test_a_datasets_table_says_how_full_and_how_often_cut():
+    _, entry = lines(datasets_table({"long": COUNTS}))
     assert entry == ["long", "10", "640", "50", "98.9%", "12.5%", "1.1%", "last row 60, unread 307"]
 
 
@@ -97,14 +79,14 @@ UPSAMPLED: dict[str, Any] = {
 }
 
 
-def test_a_rows_table_names_the_strategies_and_the_share_of_tokens_they_add():
-    _, entry = lines(rows_table({"long": UPSAMPLED}))
+def test_a_datasets_table_names_the_strategies_and_the_share_of_tokens_they_add():
+    _, entry = lines(datasets_table({"long": UPSAMPLED}))
     assert entry[5:8] == ["12.5%", "tangle, upsample", "11.1%"]
 
 
 def test_an_upsample_table_shows_long_documents_before_and_after():
     head, entry = lines(upsample_table({"long": UPSAMPLED, "plain": COUNTS}))
-    assert head == ["rows", "source", "tokens", "in long ones before", "after", "repeated", "left out"]
+    assert head == ["dataset", "source", "tokens", "in long ones before", "after", "repeated", "left out"]
     assert entry == ["long", "a", "604", "30.0%", "71.0%", "64", "1.2K"]
 
 
@@ -117,7 +99,7 @@ def test_an_accounting_table_says_which_source_was_repeated():
 
 def test_counts_of_an_older_manifest_are_shown_without_what_they_lack():
     old = {name: COUNTS[name] for name in ("rows", "tokens", "documents", "tokens_in", "tokens_added", "dropped")}
-    assert lines(rows_table({"long": old}))[1][4:6] == ["–", "–"]
+    assert lines(datasets_table({"long": old}))[1][4:6] == ["–", "–"]
     assert lines(accounting_table(old))[1:] == [["all", "1,000", "7", "640", "60", "307"]]
 
 
@@ -129,6 +111,6 @@ def test_an_accounting_table_adds_up_by_source_and_in_all():
     assert everything == ["all", "1,000", "7", "640", "60", "307"]
 
 
-@pytest.mark.parametrize("build", [length_table, share_table])
+@pytest.mark.parametrize("build", [length_table])
 def test_sources_without_lengths_are_left_out(build):
     assert len(lines(build({"tangled": {"tokens": 3}}))) == 1

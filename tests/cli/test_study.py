@@ -250,7 +250,7 @@ def test_a_dry_run_shows_what_would_be_made_and_writes_nothing(study, tmp_path):
     assert shown.exit_code == 0
     assert "5 of 5 runs to do, 1,280 tokens to train" in shown.stdout or "1.28K tokens" in shown.stdout, shown.stdout
     assert plan["to_run"] == {"runs": 5, "tokens": 5 * 256}
-    assert {entry["box"]: len(entry["runs"]) for entry in plan["shared"]}["corpus/books"] == 5
+    assert {entry["folder"]: len(entry["runs"]) for entry in plan["shared"]}["corpus/books"] == 5
     assert not out.exists()
 
 
@@ -269,7 +269,7 @@ def test_what_was_run_elsewhere_is_compared_without_its_data(study, finished, tm
     found = json.loads(result.stdout)
     assert [entry["run"] for entry in found["runs"] if entry["compared"]] == ["plain-s0", "abf-s0"]
     changed = invoke("study", str(study), "--out", str(out), "--report-only", "--json", "--set", "stages.0.lr=2e-3")
-    assert "plain-s0: its recipe.yaml is not what the study says now; left out" in changed.stderr
+    assert "plain-s0: recipe.yaml differs from the study; skipping" in changed.stderr
     assert not any(entry["compared"] for entry in json.loads(changed.stdout)["runs"])
 
 

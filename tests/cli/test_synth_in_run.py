@@ -77,5 +77,5 @@ def test_a_source_that_cannot_be_made_so_is_refused_before_any_work(changes, sen
 def test_a_study_does_not_generate_for_every_arm(tmp_path):
     recipe_in(tmp_path, evals=[{"suite": "niah", "lengths": [512]}])
     (tmp_path / "study.yaml").write_text("name: rates\nrecipe: recipe.yaml\narms: {a: , b: }\n")
-    with pytest.raises(ConfigError, match="synth:long would be generated for each arm anew"):
+    with pytest.raises(ConfigError, match="synth:long would be generated again for each arm"):
         check_study_inputs(load_study(tmp_path / "study.yaml").runs)

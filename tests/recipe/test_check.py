@@ -148,7 +148,12 @@ MISTAKES = {
     ),
     "start from oneself": ("init: first", "init: second.run", 20, ["stages.1.init", "does not come before"]),
     "same stage name": ("name: second.run\n    init: first", "name: first", 19, ["stages.1.name", "already the name"]),
-    "reserved stage name": ("name: second.run", "name: base", 19, ["stages.1.name", "'base'", "something else"]),
+    "reserved stage name": (
+        "name: second.run",
+        "name: base",
+        19,
+        ["stages.1.name", "'base' is reserved", "another name"],
+    ),
     "name that is no folder": ("name: small", "name: a/b", 1, ["name", "'a/b'", "cannot name a folder"]),
     "rows named like work": ("short:\n", "short.partial:\n", 8, ["datasets.short.partial", "cannot name a folder"]),
 }

@@ -51,7 +51,7 @@ def test_a_later_override_wins(valid):
         "stages.7.lr=1": "stages has entries 0 to 1",
         "evals.1.samples=3": "evals has entries 0 to 0",
         "sources.boks.path=x": "sources has no 'boks'; did you mean 'books'?",
-        "name.x=1": "name is 'small' and has nothing below it",
+        "name.x=1": "name is 'small', which has no keys",
         "out.x=1": "out may only be text",
         "seed": "write a path and a value",
         "=3": "write a path and a value",

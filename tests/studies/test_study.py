@@ -10,7 +10,7 @@ from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_studies
 from unspool.studies.load import check_study_inputs, load_study, pick_runs
 from unspool.studies.schema import ARM_KEYS, KEYS
-from unspool.studies.shared_work import load_written, recipe_digest, shared_boxes, write_recipes
+from unspool.studies.shared_work import load_written, recipe_digest, shared_folders, write_recipes
 
 STUDY = """\
 name: rates
@@ -193,9 +193,7 @@ def test_files_that_are_missing_are_told_with_the_arm(study):
 
 
 def test_an_unknown_study_names_the_nearest():
-    with pytest.raises(
-        ConfigError, match=r"'tinny' is neither a study file nor a bundled study; did you mean 'tiny'\?"
-    ):
+    with pytest.raises(ConfigError, match=r"'tinny' is neither a file nor a bundled study; did you mean 'tiny'\?"):
         load_study("tinny")
 
 
@@ -213,7 +211,7 @@ def test_a_written_recipe_says_the_same_and_finds_the_same_files(study, monkeypa
         written = load_written(found, run)
         assert Path(written.path(written.recipe.sources["books"].path)).resolve() == study.parent / "data" / "*.jsonl"
         assert recipe_digest(written, paths=False) == recipe_digest(run.loaded, paths=False)
-        assert shared_boxes(written) == shared_boxes(run.loaded)
+        assert shared_folders(written) == shared_folders(run.loaded)
 
 
 def test_recipes_of_arms_that_are_gone_are_gone(study, tmp_path):
@@ -228,14 +226,14 @@ def test_recipes_of_arms_that_are_gone_are_gone(study, tmp_path):
 
 
 def test_arms_share_what_has_the_same_inputs_and_nothing_else(study):
-    boxes = {run.name: shared_boxes(run.loaded) for run in load_study(study).runs}
+    folders = {run.name: shared_folders(run.loaded) for run in load_study(study).runs}
 
-    assert boxes["plain-s0"] == boxes["faster-s0"], "the learning rate changes no data"
-    assert boxes["plain-s0"]["corpus/books"] == boxes["plain-s1"]["corpus/books"], "no seed in a corpus of files"
-    for box in ("datasets/long", "datasets/short", "scores/base"):
-        assert boxes["plain-s0"][box] != boxes["plain-s1"][box], "these depend on the seed"
-    assert boxes["longer-s3"]["corpus/wiki"] == boxes["plain-s0"]["corpus/wiki"]
-    assert boxes["longer-s3"]["datasets/long"] != boxes["plain-s0"]["datasets/long"]
+    assert folders["plain-s0"] == folders["faster-s0"], "the learning rate changes no data"
+    assert folders["plain-s0"]["corpus/books"] == folders["plain-s1"]["corpus/books"], "no seed in a corpus of files"
+    for folder in ("datasets/long", "datasets/short", "scores/base"):
+        assert folders["plain-s0"][folder] != folders["plain-s1"][folder], "these depend on the seed"
+    assert folders["longer-s3"]["corpus/wiki"] == folders["plain-s0"]["corpus/wiki"]
+    assert folders["longer-s3"]["datasets/long"] != folders["plain-s0"]["datasets/long"]
 
 
 @pytest.mark.parametrize(
@@ -249,8 +247,8 @@ def test_arms_share_what_has_the_same_inputs_and_nothing_else(study):
     ],
 )
 def test_a_key_depends_on_everything_the_content_depends_on(valid, change, changed):
-    before, after = shared_boxes(load_recipe(valid)), shared_boxes(load_recipe(valid, [change]))
-    assert {box for box in before if before[box] != after[box]} == changed
+    before, after = shared_folders(load_recipe(valid)), shared_folders(load_recipe(valid, [change]))
+    assert {folder for folder in before if before[folder] != after[folder]} == changed
 
 
 # Bundled studies

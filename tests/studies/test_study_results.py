@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from unspool.core.artifacts import publish
-from unspool.studies.arm_comparison import compare_arms
+from unspool.studies.arm_comparison import compare_arms, difference, over_prompts
 from unspool.studies.arm_scores import (
     Answer,
     Measure,
@@ -19,9 +19,8 @@ from unspool.studies.arm_scores import (
     value_of,
 )
 from unspool.studies.load import Study
-from unspool.studies.result_text import markdown
 from unspool.studies.schema import Margin
-from unspool.studies.stats import difference, over_prompts
+from unspool.studies.study_report import markdown
 
 SHORT, LONG = Part("niah", None, 128), Part("niah", None, 512)
 FAR = Part("perplexity", None, 512, 256, 512)

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
-from unspool.recipe.json_schema import sentence, validation_problems
+from unspool.recipe.json_schema import message, validation_problems
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import Marks
 from unspool.rope.methods import AnyRopeMethod
@@ -46,7 +46,7 @@ def _told(value: dict[str, Any]) -> str:
         for problem in validation_problems(error, data):
             if problem.place[:3] == PLACE:
                 own = replace(problem, place=problem.place[3:], where=OPTION)
-                return sentence(own, Marks(OPTION), value)
+                return message(own, Marks(OPTION), value)
     raise AssertionError("a RoPE method was refused without a sentence")
 
 

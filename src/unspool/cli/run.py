@@ -1,4 +1,4 @@
-"""`unspool run`, and its boxes one by one: `tokenize`, `pack`, `train`."""
+"""`unspool run`, and its steps one by one: `tokenize`, `pack`, `train`."""
 
 import json
 import sys
@@ -13,9 +13,11 @@ from rich.table import Table
 from unspool.cli.recipes import Override
 from unspool.core.config import lookup
 from unspool.core.sizes import format_count, format_size
-from unspool.data.lengths import LONG, SHARE_COLUMNS, TABLE_EDGES, Histogram, by_edges, from_length, shares_from
+from unspool.data.lengths import LONG, TABLE_EDGES, by_edges, from_length
 
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a bundled one.")]
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a bundled recipe.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
@@ -62,8 +64,7 @@ def tokenize(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson
     if as_json:
         typer.echo(json.dumps(counts, indent=1))
         return
-
-    _print(records_table(counts), length_table(counts))
+    print_tables(records_table(counts), length_table(counts))
 
 
 def pack(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = False) -> None:
@@ -83,10 +84,9 @@ def pack(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = F
     if as_json:
         typer.echo(json.dumps(counts, indent=1))
         return
-
     upsampled = [upsample_table(counts)] if any("upsample" in entry for entry in counts.values()) else []
     accounts = (accounting_table(entry, title=name) for name, entry in counts.items())
-    _print(rows_table(counts), *upsampled, *accounts)
+    print_tables(datasets_table(counts), *upsampled, *accounts)
 
 
 def train(
@@ -135,25 +135,24 @@ def _loaded(recipe: str, overrides: list[str] | None) -> Any:
     return loaded
 
 
-def _print(*tables: Any) -> None:
+def print_tables(*tables: Table, highlight: bool = True) -> None:
     from rich.console import Console
 
-    # Wide enough for all columns where the output is not a terminal and nobody would see them cut.
-    console = Console() if sys.stdout.isatty() else Console(width=200)
+    # Without a terminal, wide enough that no column is cut.
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=highlight)
     for table in tables:
         console.print(table, end="\n\n")
 
 
-# Tables of corpora and rows for the terminal, from the dicts of their manifests.
-
+# Tables of corpora and datasets, from the counts of their manifests.
 
 MISSING = "–"
-# Columns of words stand to the left, numbers to the right.
+# Columns of words are aligned left, numbers right.
 _WORDS = ("", "strategy", "source", "dropped", "quarantined", "filtered", "parts left out", "by")
 
 
 def records_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None = None) -> Table:
-    """One line per corpus: what became of its records."""
+    """One line per corpus: its records, and why some are missing."""
     trained = ["trained"] if _any_trained(counts) else []
     columns = ["records", "documents", "tokens", *trained, "quarantined", "filtered", "parts left out", "by"]
     table = _table(title, "source", *columns)
@@ -181,31 +180,11 @@ def length_table(sources: Mapping[str, Mapping[str, Any]], *, title: str | None 
     return table
 
 
-def share_table(sources: Mapping[str, Mapping[str, Any]], *, title: str | None = None) -> Table:
-    """Which share of the documents is long, as rows hold them (ProLong's Table 14)."""
-    table = _table(title, "source", *(f"≥{format_size(threshold)}" for threshold in SHARE_COLUMNS))
-    for name, entry in _with_lengths(sources):
-        table.add_row(name, *(_percent(share) for share in shares_from(entry["lengths"])))
-    return table
-
-
-def histogram_table(lengths: Histogram, *, title: str | None = None, width: int = 40) -> Table:
-    """One line per power of two; the bars are of tokens, since that is what training sees."""
-    table = _table(title, "tokens", "documents", "of tokens", "")
-    most = max(lengths["tokens"], default=0)
-    total = sum(lengths["tokens"])
-    for edge, documents, tokens in zip(lengths["at_least"], lengths["documents"], lengths["tokens"], strict=True):
-        table.add_row(
-            _range(edge, 2 * edge), f"{documents:,}", _percent(tokens / total), "█" * round(width * tokens / most)
-        )
-    return table
-
-
-def rows_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None = None) -> Table:
-    """One line per rows set: how much, how full, how often cut, and what strategies cost."""
+def datasets_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None = None) -> Table:
+    """One line per dataset: size, fill rate, truncation, and the cost of strategies."""
     trained = ["trained"] if _any_trained(counts) else []
-    columns = ["number", "tokens", *trained, "documents", "fill", "truncated", "strategy", "added", "dropped"]
-    table = _table(title, "rows", *columns)
+    columns = ["rows", "tokens", *trained, "documents", "fill", "truncated", "strategy", "added", "dropped"]
+    table = _table(title, "dataset", *columns)
     for name, entry in counts.items():
         table.add_row(
             name,
@@ -217,14 +196,14 @@ def rows_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None = N
             _percent(entry.get("truncation_rate")),
             _strategies(entry),
             _share(entry["tokens_added"], entry["tokens"]),
-            _drops(entry),
+            _reasons(entry["dropped"]),
         )
     return table
 
 
 def upsample_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None = None) -> Table:
-    """For each source of the rows sets that upsample: how much of it is in long documents, before and after."""
-    table = _table(title, "rows", "source", "tokens", "in long ones before", "after", "repeated", "left out")
+    """Share of tokens in long documents before and after upsampling, by dataset and source."""
+    table = _table(title, "dataset", "source", "tokens", "in long ones before", "after", "repeated", "left out")
     for name, entry in counts.items():
         parts = {source: part for source, part in entry.get("sources", {}).items() if "upsample" in part}
         for source, part in parts.items():
@@ -242,7 +221,7 @@ def upsample_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None
 
 
 def accounting_table(counts: Mapping[str, Any], *, title: str | None = None) -> Table:
-    """Where the tokens of one rows set went, source by source and exactly: in + added = in rows + dropped."""
+    """Where the tokens of one dataset went, by source and exact: in + added = in rows + dropped."""
     sources: Mapping[str, Mapping[str, Any]] = counts.get("sources", {})
     reasons = sorted(counts["dropped"])
     table = _table(title, "source", "tokens in", "added", "in rows", *(reason.replace("_", " ") for reason in reasons))
@@ -270,11 +249,8 @@ def _with_lengths(sources: Mapping[str, Mapping[str, Any]]) -> Iterable[tuple[st
 
 def _bin_names() -> list[str]:
     first, *_, last = TABLE_EDGES
-    return [
-        f"<{format_size(first)}",
-        *(_range(low, high) for low, high in pairwise(TABLE_EDGES)),
-        f"≥{format_size(last)}",
-    ]
+    between = [_range(low, high) for low, high in pairwise(TABLE_EDGES)]
+    return [f"<{format_size(first)}", *between, f"≥{format_size(last)}"]
 
 
 def _range(low: int, high: int) -> str:
@@ -290,7 +266,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _any_trained(counts: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether some of it is conversations, of which only a part is trained on."""
+    """Whether some are conversations, of which only a part is trained on."""
     return any("trained_tokens" in entry for entry in counts.values())
 
 
@@ -301,10 +277,6 @@ def _trained(entry: Mapping[str, Any]) -> str:
 def _strategies(entry: Mapping[str, Any]) -> str:
     name = entry.get("strategy", {}).get("name")
     return ", ".join([*([name] if name else []), *(["upsample"] if "upsample" in entry else [])])
-
-
-def _drops(entry: Mapping[str, Any]) -> str:
-    return _reasons(entry["dropped"])
 
 
 def _reasons(counts: Mapping[str, int]) -> str:

@@ -1,7 +1,6 @@
-"""`unspool study`: a study of several arms, from one file to a ranked table."""
+"""`unspool study`: run the arms of a study and rank them."""
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,32 +9,35 @@ import typer
 from rich.table import Table
 
 from unspool.cli.recipes import Override
+from unspool.cli.run import print_tables
 from unspool.core.sizes import format_count
-from unspool.studies.result_text import kind_of, ranking_rows, show_mean
 
 SOME_FAILED = 1
+# Measures beside the ranking; more do not fit a terminal, and study.md has them all.
+MAX_COLUMNS = 6
 
 
 def study(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="A study file, or the name of a bundled one.")],
     only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="ARM", help="Only this arm, or ARM-sSEED. Repeatable.")
+        list[str] | None,
+        typer.Option("--only", metavar="ARM", help="Run only this arm, or one run ARM-sSEED. Repeatable."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would run, what is shared and how many tokens; run nothing.")
+        bool, typer.Option("--dry-run", help="Print the runs, what they share and the tokens to train; run nothing.")
     ] = False,
     report_only: Annotated[
-        bool, typer.Option("--report-only", help="Compare what is there, also from elsewhere; run nothing.")
+        bool, typer.Option("--report-only", help="Compare the runs in the folder, also copied ones; run nothing.")
     ] = False,
     overrides: Override = None,
-    out: Annotated[Path | None, typer.Option("--out", help="The study's folder; runs/NAME if not given.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder of the study; default: runs/NAME.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Run the arms of a study under every seed, and rank them.
 
-    Arms are one recipe with changes. Corpora, rows and the scores of the
-    untouched model are made once where arms have them in common. Safe to kill
-    and to run again; an arm that fails does not stop the others.
+    An arm is one recipe with changes. Arms share corpora, datasets and the
+    scores of the base model where their settings are equal. You can kill it
+    at any time and run it again; an arm that fails does not stop the others.
 
         unspool study tiny --dry-run
 
@@ -43,14 +45,14 @@ def study(
 
         unspool study my-study.yaml --only utk --only abf-s1
 
-    Each run is also written out as a recipe of its own: recipes/ARM-sSEED.yaml
-    in the study's folder. --set changes a value in every arm.
+    Every run is also written as a recipe: recipes/ARM-sSEED.yaml in the
+    study's folder. --set changes a value in every arm.
     """
     from unspool.studies.load import check_study_inputs, load_study, pick_runs
 
     loaded = load_study(study, overrides=overrides, out=out)
     chosen = pick_runs(loaded, only)
-    # Only now: it loads torch, and a mistake in a study should be told at once.
+    # Import late, so that errors in the study file appear immediately: this loads torch.
     from unspool.studies.run import is_done, run_study, states
 
     if dry_run:
@@ -82,17 +84,16 @@ def _dry_run(loaded: Any, chosen: list[Any], *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(plan, indent=1, ensure_ascii=False))
         return
-
     typer.echo(f"{plan['name']}, into {plan['out']}\n")
-    _print(runs_table(plan), shared_table(plan))
+    print_tables(runs_table(plan), shared_table(plan), highlight=False)
     typer.echo(plan_summary(plan))
 
 
 def _show(loaded: Any, result: dict[str, Any]) -> None:
-    from unspool.studies.result_text import seeds_sentence
+    from unspool.studies.study_report import seeds_sentence
 
     typer.echo("")
-    _print(*(table for table in (ranking_table(result), measures_table(result)) if table))
+    print_tables(*(table for table in (ranking_table(result), measures_table(result)) if table), highlight=False)
     for kind, names in result["ranked_by"].items():
         if names:
             typer.echo(f"{kind}: the mean of {', '.join(names)}")
@@ -106,22 +107,6 @@ def _show(loaded: Any, result: dict[str, Any]) -> None:
         typer.echo(f"report: {(loaded.out / result['report']).absolute()}")
 
 
-def _print(*tables: Any) -> None:
-    from rich.console import Console
-
-    # Wide enough for all columns where the output is not a terminal and nobody would see them cut.
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(width=200, highlight=False)
-    for table in tables:
-        console.print(table, end="\n\n")
-
-
-# The tables of `unspool study`: what a study would do, and how its arms came out.
-
-
-# Measures beside the ranking; more would not fit a terminal, and study.md has them all.
-MOST_COLUMNS = 6
-
-
 def runs_table(plan: dict[str, Any]) -> Table:
     table = Table("run", "state", "now", "tokens", box=None, pad_edge=False)
     for entry in plan["runs"]:
@@ -131,26 +116,28 @@ def runs_table(plan: dict[str, Any]) -> Table:
 
 
 def shared_table(plan: dict[str, Any]) -> Table:
-    """One line for each thing that is made; those under several seeds are several things."""
+    """One line per shared folder; other seeds need other folders."""
     table = Table("made once", "for runs", box=None, pad_edge=False)
     for entry in plan["shared"]:
         names = entry["runs"]
-        table.add_row(f"{entry['box']} ({entry['key'][:8]})", f"{len(names)}: {', '.join(names)}")
+        table.add_row(f"{entry['folder']} ({entry['key'][:8]})", f"{len(names)}: {', '.join(names)}")
     return table
 
 
 def plan_summary(plan: dict[str, Any]) -> str:
-    boxes = sum(len(entry["runs"]) for entry in plan["shared"])
-    kinds = Counter(entry["box"].split("/")[0] for entry in plan["shared"])
+    uses = sum(len(entry["runs"]) for entry in plan["shared"])
+    kinds = Counter(entry["folder"].split("/")[0] for entry in plan["shared"])
     made = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
     todo = plan["to_run"]
     return (
         f"{todo['runs']} of {len(plan['runs'])} runs to do, {format_count(todo['tokens'])} tokens to train. "
-        f"{len(plan['shared'])} boxes serve {boxes} uses ({made})."
+        f"{len(plan['shared'])} shared folders serve {uses} uses ({made})."
     )
 
 
 def ranking_table(result: dict[str, Any]) -> Table:
+    from unspool.studies.study_report import ranking_rows
+
     head, rows = ranking_rows(result)
     table = Table(box=None, pad_edge=False)
     for name in head:
@@ -161,8 +148,10 @@ def ranking_table(result: dict[str, Any]) -> Table:
 
 
 def measures_table(result: dict[str, Any]) -> Table | None:
-    """Arms by the measures that rank them, each with a mark where it surely differs from what it is compared with."""
-    names = [name for kind in ("score", "loss") for name in result["ranked_by"][kind]][:MOST_COLUMNS]
+    """Arms by the measures that rank them, with a mark where the difference is significant."""
+    from unspool.studies.study_report import kind_of, show_mean
+
+    names = [name for kind in ("score", "loss") for name in result["ranked_by"][kind]][:MAX_COLUMNS]
     if len(names) < 2:
         return None
     tables = {table["measure"]: table for table in result["measures"]}

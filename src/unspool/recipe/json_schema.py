@@ -1,8 +1,7 @@
-"""The recipe's JSON schema as a tree: which keys may stand at a place, and what a value may be.
+"""The recipe's JSON schema, and messages about values that it does not allow.
 
-One description serves editors (`unspool recipes schema`), error sentences and `--set` paths, so
-that they cannot disagree. A shape is a node of that schema; a form is one of the alternatives
-it allows.
+Editors (`unspool recipes schema`), error messages and `--set` paths all use this schema. A shape is a node of the
+schema; a form is one of the alternatives that it allows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from unspool.core.config import nearest, registry_version
+from unspool.core.config import did_you_mean, nearest, registry_version
 from unspool.core.errors import ConfigError
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import Marks, Place, Problem
@@ -34,7 +33,7 @@ def _build_schema(version: object) -> Shape:
 
 
 def forms(shape: Shape) -> list[Shape]:
-    """The alternatives of a shape, references followed, `null` left out."""
+    """The alternatives of a shape, with references followed and without `null`."""
     if "$ref" in shape:
         return forms(recipe_schema()["$defs"][shape["$ref"].rsplit("/", 1)[-1]])
     nested = shape.get("anyOf") or shape.get("oneOf")
@@ -44,35 +43,34 @@ def forms(shape: Shape) -> list[Shape]:
 
 
 def tag_of(shape: Shape) -> tuple[str, dict[str, str]] | None:
-    """The key that says which form is meant, such as `kind`, and its values; None if there is none."""
+    """The key that selects the form, such as `kind`, and its values; None if there is none."""
     found = shape.get("discriminator")
     return (found["propertyName"], found["mapping"]) if found else None
 
 
 def form_of(shape: Shape, value: Any) -> Shape:
-    """The form that `value` was meant to take; forms are mappings, lists or scalars."""
+    """The form of the shape that fits `value` best."""
     tag = tag_of(shape)
     if tag and isinstance(value, dict):
         key, mapping = tag
         ref = mapping.get(str(value.get(key)))
-        # Without a known tag all forms are possible: their keys together.
-        return forms({"$ref": ref})[0] if ref else {"type": "object", "properties": _all_keys(forms(shape))}
+        # Without a known tag, all keys of all forms are possible.
+        if ref:
+            return forms({"$ref": ref})[0]
+        found = {name: below for form in forms(shape) for name, below in form.get("properties", {}).items()}
+        return {"type": "object", "properties": found}
     kind = "object" if isinstance(value, dict) else "array" if isinstance(value, list) else None
     options = forms(shape)
     return next((form for form in options if kind and form.get("type") == kind), options[0])
 
 
-def _all_keys(options: list[Shape]) -> Shape:
-    return {key: child for form in options for key, child in form.get("properties", {}).items()}
-
-
 def keys(form: Shape) -> list[str] | None:
-    """The keys a mapping may have; None where names are free or it is no mapping."""
+    """The keys that a mapping may have; None if any name is allowed, or if it is no mapping."""
     return sorted(form["properties"]) if "properties" in form else None
 
 
 def child(form: Shape, key: str | int) -> Shape | None:
-    """The shape below `key`, or None where nothing may stand."""
+    """The shape below `key`; None if nothing is allowed there."""
     if form.get("type") == "array" and isinstance(key, int):
         fixed = form.get("prefixItems", [])
         return fixed[key] if key < len(fixed) else form.get("items")
@@ -95,7 +93,7 @@ def shape_at(place: Place, data: Any) -> Shape | None:
 
 
 def value_at(place: Place, data: Any) -> Any:
-    """The value at a place, None where there is none."""
+    """The value at a place; None if there is none."""
     for key in place:
         try:
             data = data[key]
@@ -105,7 +103,7 @@ def value_at(place: Place, data: Any) -> Any:
 
 
 def describe(shape: Shape) -> str:
-    """What may stand here, in words: `a number above 0`, `one of concat, whole, intact`."""
+    """Describe the allowed values: `a number above 0`, `one of concat, truncate, best_fit`."""
     tag = tag_of(shape)
     if tag:
         return f"a mapping with {tag[0]}: one of {', '.join(tag[1])}"
@@ -144,25 +142,25 @@ def _describe_list(form: Shape) -> str:
     return f"a list{least}, each {describe(form.get('items', {}))}"
 
 
-# From what pydantic refuses to sentences a person can act on.
-
-
 def refuse(problems: Sequence[Problem], marks: Marks, data: Any) -> None:
-    """Raise one ConfigError with a sentence per problem, in the order of the file."""
+    """Raise one ConfigError with a line per problem, in the order of the file."""
     unique: dict[tuple[Place, str | None], Problem] = {}
     for problem in problems:
         unique.setdefault((problem.place, problem.where), problem)
     if unique:
         ordered = sorted(unique.values(), key=lambda problem: marks.line(problem.place))
-        raise ConfigError("\n".join(sentence(problem, marks, data) for problem in ordered))
+        raise ConfigError("\n".join(message(problem, marks, data) for problem in ordered))
 
 
-def sentence(problem: Problem, marks: Marks, data: Any) -> str:
-    """`file:line: key = value: what is wrong and what is allowed.`"""
+def message(problem: Problem, marks: Marks, data: Any) -> str:
+    """Format a problem: `file:line: key = value: what is wrong and what is allowed.`"""
     where = problem.where or marks.where(problem.place)
-    key = ".".join(map(str, problem.place))
     value = _spell(value_at(problem.place, data)) if problem.show_value else ""
-    return ": ".join(part for part in (where, key + value, problem.text) if part)
+    return ": ".join(part for part in (where, dotted(problem.place) + value, problem.text) if part)
+
+
+def dotted(place: Place) -> str:
+    return ".".join(map(str, place))
 
 
 def _spell(value: Any) -> str:
@@ -178,24 +176,24 @@ def _spell(value: Any) -> str:
 
 
 def validation_problems(error: ValidationError, data: Any) -> Iterator[Problem]:
+    """Turn what pydantic refuses into messages that a person can act on."""
     placed = [(details, _place(details, data)) for details in error.errors(include_url=False)]
     unknown = [place for details, place in placed if place and details["type"] == "extra_forbidden"]
-    misspelt = {(*place[:-1], nearest(str(place[-1]), _allowed_keys(place, data))) for place in unknown}
+    misspelled = {(*place[:-1], nearest(str(place[-1]), _allowed_keys(place, data))) for place in unknown}
     for details, place in placed:
-        # A misspelt key is one mistake, although the right one is missing as well.
-        if place and not (details["type"] == "missing" and place in misspelt):
+        # A misspelled key is one mistake, although the right one is missing too.
+        if place and not (details["type"] == "missing" and place in misspelled):
             yield _problem(details, place, data)
 
 
-# Whether a default could be made says nothing about the recipe.
+# Follows from another error.
 IGNORED = {"default_factory_not_called"}
-# A value tried against each member of a union fails once per member; these failures only say
-# that it was not meant to be that member.
+# A value fails once per member of a union; these failures only mean that it is not that member.
 WRONG_MEMBER = {"string_type", "dict_type", "model_type", "model_attributes_type"}
 
 
 def _place(details: ErrorDetails, data: Any) -> Place | None:
-    """Where in the data; pydantic's own path also names the members of unions. None: not a mistake of its own."""
+    """The place in the data (pydantic's own also names members of unions); None if it follows from another error."""
     shape: Shape | None = recipe_schema()
     place: list[str | int] = []
     loc = [part for part in details["loc"] if part != "[key]"]
@@ -231,7 +229,7 @@ def _problem(details: ErrorDetails, place: Place, data: Any) -> Problem:
         value = value_at((*place, tag[0]), data)
         return Problem(place=(*place, tag[0]), text=_not_one_of(value, list(tag[1])), show_value=True)
     if kind == "value_error":
-        return _own_words(str(details.get("ctx", {}).get("error", "")), place, data)
+        return _class_problem(str(details.get("ctx", {}).get("error", "")), place, data)
     if kind == "literal_error" and shape:
         return Problem(place=place, text=_not_one_of(value_at(place, data), _choices(shape)), show_value=True)
     hint = _quotes_hint(value_at(place, data), kind)
@@ -239,19 +237,17 @@ def _problem(details: ErrorDetails, place: Place, data: Any) -> Problem:
 
 
 def _allowed_keys(place: Place, data: Any) -> list[str]:
-    """The keys that may stand where `place` ends."""
+    """The keys that are allowed where `place` ends."""
     holder = place[:-1]
     return keys(form_of(shape_at(holder, data) or {}, value_at(holder, data))) or []
 
 
 def unknown_key(key: str, allowed: Sequence[str]) -> str:
-    guess = nearest(key, allowed)
-    hint = f"; did you mean {guess!r}?" if guess else "."
-    return f"unknown key{hint} Allowed here: {', '.join(allowed)}."
+    return f"unknown key{did_you_mean(key, allowed)} Allowed here: {', '.join(allowed)}."
 
 
-def _own_words(text: str, place: Place, data: Any) -> Problem:
-    """What a config class says of itself. Where it checks several keys, its sentence begins with the one at fault."""
+def _class_problem(text: str, place: Place, data: Any) -> Problem:
+    """The message of a config class. If it checks several keys, the message begins with the wrong one."""
     first = tuple(text.split(" ", 1)[0].rstrip(":").split("."))
     value = value_at(place, data)
     if isinstance(value, dict) and value_at(first, value) is not None:
@@ -260,9 +256,7 @@ def _own_words(text: str, place: Place, data: Any) -> Problem:
 
 
 def _not_one_of(value: Any, choices: list[str]) -> str:
-    guess = nearest(value, choices) if isinstance(value, str) else None
-    hint = f"not known; did you mean {guess!r}?" if guess else "not known."
-    return f"{hint} Allowed: {', '.join(choices)}."
+    return f"not known{did_you_mean(value, choices)} Allowed: {', '.join(choices)}."
 
 
 def _choices(shape: Shape) -> list[str]:
@@ -282,7 +276,7 @@ def _quotes_hint(value: Any, kind: str) -> str:
 
 
 def misplaced_booleans(shape: Shape, value: Any, place: Place = ()) -> Iterator[Problem]:
-    """Pydantic takes `true` for 1; in a recipe it is a mistake wherever a number is asked for."""
+    """Refuse `true` and `false` for numbers, which pydantic reads as 1 and 0."""
     form = form_of(shape, value)
     if isinstance(value, bool) and {option.get("type") for option in forms(shape)} <= {"number", "integer"}:
         yield Problem(place=place, text=f"must be {_wanted(shape)}.", show_value=True)

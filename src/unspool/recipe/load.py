@@ -1,12 +1,10 @@
-"""Load a recipe and check it whole: what it says (`load_recipe`) and what it needs (`check_inputs`).
+"""Load a recipe and check it: its values (`load_recipe`) and its inputs on this machine (`check_inputs`).
 
-In: a file or the name of a bundled recipe, and `--set` texts. Out: a `LoadedRecipe`.
-Promise: every problem found is told at once, one line each, with where it was written, the
-key, the value, what is allowed and the nearest valid name; nothing is read or built before.
+All problems are reported together, one line each: where it is written, the key, the value, and what is allowed.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,13 +13,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from unspool.core.config import nearest
+from unspool.core.config import did_you_mean
 from unspool.core.errors import ConfigError
 from unspool.evals.config import Eval
 from unspool.recipe.json_schema import (
     Shape,
     child,
     describe,
+    dotted,
     form_of,
     forms,
     keys,
@@ -31,23 +30,30 @@ from unspool.recipe.json_schema import (
     unknown_key,
     validation_problems,
 )
-from unspool.recipe.paths import ASSET_PREFIX, SYNTH_PREFIX, bundled_recipes, expand_home, path_exists, resolve_path
+from unspool.recipe.paths import (
+    ASSET_PREFIX,
+    SYNTH_PREFIX,
+    Bundled,
+    bundled_recipes,
+    expand_home,
+    path_exists,
+    resolve_path,
+)
 from unspool.recipe.schema import Recipe, reference_problems
 from unspool.recipe.yaml_lines import Marks, Place, Problem, read_yaml
 
-# `--set stages.0.lr=2e-5`: change a recipe from the command line.
-
 
 def apply_overrides(data: dict[str, Any], marks: Marks, overrides: list[str]) -> list[Problem]:
+    """Apply `--set` texts, such as `stages.0.lr=2e-5`, to the data of a recipe."""
     problems = []
     for given in overrides:
         path, equals, value_text = given.partition("=")
-        text = " ".join(given.split())  # sentences quote it on one line
+        text = " ".join(given.split())  # messages quote it on one line
         try:
             if not equals or not all(path.strip().split(".")):
                 raise ConfigError("write a path and a value, such as stages.0.lr=2e-5.")
             value, _, value_problems = read_yaml(value_text, "the value")
-            changed = deepcopy(data)  # a path that leads nowhere must leave no half of itself behind
+            changed = deepcopy(data)  # a wrong path must change nothing
             place, new = _set(changed, path.strip(), value)
         except ConfigError as error:
             problems.append(Problem(place=(), where=f"--set {text}", text=str(error)))
@@ -59,7 +65,7 @@ def apply_overrides(data: dict[str, Any], marks: Marks, overrides: list[str]) ->
 
 
 def _set(data: dict[str, Any], path: str, value: Any) -> tuple[Place, Place]:
-    """Put `value` at `path`, making the mappings the file leaves out: its place, and the first place that is new."""
+    """Set `value` at `path`, adding mappings that are missing; returns its place and the first place that is new."""
     rest = path.split(".")
     place: Place = ()
     new: Place | None = None
@@ -67,18 +73,18 @@ def _set(data: dict[str, Any], path: str, value: Any) -> tuple[Place, Place]:
     holder: Any = data
     while True:
         form = form_of(shape, holder)
-        key, rest = _step(holder, form, rest, _dotted_key(place))
+        key, rest = _step(holder, form, rest, dotted(place))
         place = (*place, key)
         below = child(form, key)
         if below is None:
-            raise ConfigError(f"{_dotted_key(place[:-1])} may only be {describe(shape)}.")
+            raise ConfigError(f"{dotted(place[:-1])} may only be {describe(shape)}.")
         if not rest:
             _put(holder, key, value)
             return place, new or place
         if isinstance(holder, dict) and holder.get(str(key)) is None:
-            # Only mappings with known keys can be begun here: `engine.workers` without `engine`.
+            # Only mappings with known keys can be added: `engine.workers` without `engine`.
             if keys(form) is None:
-                raise ConfigError(_no_such_name(str(key), list(holder), _dotted_key(place[:-1])))
+                raise ConfigError(_no_such_name(str(key), list(holder), dotted(place[:-1])))
             _put(holder, key, [] if "array" in {form.get("type") for form in forms(below)} else {})
             new = new or place
         holder, shape = holder[key], below
@@ -92,11 +98,11 @@ def _put(holder: Any, key: str | int, value: Any) -> None:
 
 
 def _step(holder: Any, form: Shape, rest: list[str], path: str) -> tuple[str | int, list[str]]:
-    """The next key of the path and what is left of it. Names may contain dots, so the longest that fits is taken."""
+    """The next key of the path and the rest. Names may contain dots, so the longest match wins."""
     if isinstance(holder, list):
         return _index(holder, rest, path)
     if not isinstance(holder, dict):
-        raise ConfigError(f"{path} is {holder!r} and has nothing below it; it may be {describe(form)}.")
+        raise ConfigError(f"{path} is {holder!r}, which has no keys; it may be {describe(form)}.")
     allowed = keys(form)
     known, left = _longest(rest, list(holder) if allowed is None else allowed)
     if known is not None:
@@ -108,7 +114,7 @@ def _step(holder: Any, form: Shape, rest: list[str], path: str) -> tuple[str | i
 
 def _index(holder: list[Any], rest: list[str], path: str) -> tuple[int, list[str]]:
     if rest[0].isascii() and rest[0].isdigit():
-        # One past the end adds a whole entry, but there is nothing yet to change a part of.
+        # One past the end adds an entry, but only a whole one.
         if int(rest[0]) < len(holder) + (len(rest) == 1):
             return int(rest[0]), rest[1:]
         raise ConfigError(f"{path} has entries 0 to {len(holder) - 1}; there is no {path}.{rest[0]}.")
@@ -127,17 +133,11 @@ def _longest(rest: list[str], names: list[str]) -> tuple[str | None, list[str]]:
     return None, rest
 
 
-def _dotted_key(place: Place) -> str:
-    return ".".join(map(str, place))
-
-
 def _no_such_name(name: str, known: list[str], path: str) -> str:
-    guess = nearest(name, known)
-    hint = f"; did you mean {guess!r}?" if guess else "."
-    return f"{path} has no {name!r}{hint} Known: {', '.join(known) or 'none'}."
+    return f"{path} has no {name!r}{did_you_mean(name, known)} Known: {', '.join(known) or 'none'}."
 
 
-# Whoever passes a model or a data file by mistake should hear so at once.
+# A larger file is a model or data file that was passed by mistake.
 MAX_BYTES = 1 << 20
 # Keys of an evaluation that name a file.
 EVAL_PATHS = ("text", "wording")
@@ -148,7 +148,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRecipe:
-    """A recipe with what is needed to find its files and to point at its lines."""
+    """A recipe, with the folder of its relative paths and the lines of its keys."""
 
     recipe: Recipe
     root: Path  # relative paths are tried here first
@@ -161,19 +161,18 @@ class LoadedRecipe:
         return resolve_path(value, self.root)
 
     def generated(self, sources: Iterable[str]) -> list[str]:
-        """The sets of `synth` that some sources read, in the recipe's order."""
+        """The sets of `synth` that these sources read, in the recipe's order."""
         paths = {path for name in sources for path in self.recipe.sources[name].paths.values()}
         return [name for name in self.recipe.synth if SYNTH_PREFIX + name in paths]
 
     def evals(self) -> list[Eval]:
-        """The recipe's evaluations, with their files found."""
+        """The recipe's evaluations, with their paths resolved."""
         return [self._found(entry) for entry in self.recipe.evals]
 
     def _found(self, entry: Eval) -> Eval:
         changed: dict[str, Any] = {key: self.path(value) for key in EVAL_PATHS if (value := getattr(entry, key, None))}
         paths: dict[str, str] = getattr(entry, "paths", {})
         if paths:
-            # A `hub:` name is no path.
             changed["paths"] = {
                 name: path if path.startswith("hub:") else self.path(path) for name, path in paths.items()
             }
@@ -181,50 +180,49 @@ class LoadedRecipe:
 
 
 def load_recipe(path_or_name: str | Path, overrides: list[str] | None = None) -> LoadedRecipe:
-    file, root, label = _find(str(path_or_name))
+    """Load and check a recipe: a file or the name of a bundled one, changed by `--set` texts.
+
+    Raises ConfigError with one line per problem.
+    """
+    file, root, label = find_file(str(path_or_name), bundled_recipes(), kind="recipe")
     text = read_text(file, label, kind="recipe")
     data, marks, problems = read_yaml(text, label)
     if data is None:
         raise ConfigError(f"{label}: the recipe is empty; see `unspool recipes show tiny` for a complete one.")
     if not isinstance(data, dict):
-        raise ConfigError(
-            f"{label}:1: a recipe is a mapping of keys such as name, model and stages, not a {_kind(data)}."
-        )
+        kind = "list" if isinstance(data, list) else "single value"
+        raise ConfigError(f"{label}:1: a recipe is a mapping of keys such as name, model and stages, not a {kind}.")
     problems += apply_overrides(data, marks, overrides or [])
     problems += misplaced_booleans(recipe_schema(), data)
     recipe = None
     try:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:
-        # In this order: of two sentences about one place the first is kept.
+        # In this order: of two messages about one place the first is kept.
         problems += [*validation_problems(error, data), *reference_problems(data)]
     refuse(problems, marks, data)
-    assert recipe is not None, "a recipe was refused without a sentence"
+    assert recipe is not None, "a recipe was refused without a message"
     return LoadedRecipe(recipe=recipe, root=root, text=text, marks=marks)
 
 
-def _find(given: str) -> tuple[Path, Path, str]:
-    """The file, the folder its paths start from, and what to call it."""
+def find_file(given: str, bundled: Mapping[str, Bundled], *, kind: str) -> tuple[Path, Path, str]:
+    """Find a recipe or study by file or bundled name: the file, the folder of its paths, its name in messages."""
     path = expand_home(given)
-    bundled = bundled_recipes()
     if path_exists(str(path)) and path.is_file():
         return path, path.parent, given
     if given in bundled:
         return bundled[given].path, Path(), f"{given}.yaml"
     if path_exists(str(path)) and path.is_dir():
-        raise ConfigError(f"{given} is a folder, not a recipe file; name a .yaml file in it.")
+        raise ConfigError(f"{given} is a folder, not a {kind} file; name a .yaml file in it.")
     if path.suffix or len(path.parts) > 1:
         beside = [str(other) for other in sorted(path.parent.glob("*.y*ml"))] if path_exists(str(path.parent)) else []
-        guess = nearest(given, [*beside, *bundled])
-        raise ConfigError(f"recipe file {given} does not exist{_did_you_mean(guess)}")
-    guess = nearest(given, bundled)
-    raise ConfigError(
-        f"{given!r} is neither a file nor a bundled recipe{_did_you_mean(guess)} Bundled: {', '.join(bundled)}."
-    )
+        raise ConfigError(f"{kind} file {given} does not exist{did_you_mean(given, [*beside, *bundled])}")
+    hint = did_you_mean(given, bundled)
+    raise ConfigError(f"{given!r} is neither a file nor a bundled {kind}{hint} Bundled: {', '.join(bundled)}.")
 
 
 def read_text(file: Path, label: str, *, kind: str) -> str:
-    """What stands in a recipe, or in another file that is written by hand."""
+    """Read a recipe or study file."""
     try:
         if file.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{label} is too large for a {kind}; a {kind} is a YAML file of some kilobytes.")
@@ -236,15 +234,10 @@ def read_text(file: Path, label: str, *, kind: str) -> str:
 
 
 def check_inputs(loaded: LoadedRecipe) -> None:
-    """Refuse, before any work, what cannot be found on this machine or cannot be run yet."""
-    data = loaded.recipe.model_dump(mode="json", by_alias=True)
-    problems = [
-        *_source_problems(loaded),
-        *_model_problems(loaded),
-        *_tracker_problems(loaded),
-        *_eval_problems(loaded),
-    ]
-    refuse(problems, loaded.marks, data)
+    """Refuse a recipe whose inputs are not on this machine, before any work."""
+    checks = (_source_problems, _model_problems, _logger_problems, _eval_problems)
+    problems = [problem for check in checks for problem in check(loaded)]
+    refuse(problems, loaded.marks, loaded.recipe.model_dump(mode="json", by_alias=True))
 
 
 def _source_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
@@ -257,18 +250,16 @@ def _source_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
 
 
 def _synth_problems(loaded: LoadedRecipe, place: Place, wanted: str) -> Iterator[Problem]:
-    """A source that reads what the recipe itself generates, which need not be there yet."""
+    """Check a source that reads what the recipe itself generates."""
     sets = loaded.recipe.synth
     if wanted not in sets:
         known = f"sets here: {', '.join(sets)}." if sets else "the recipe has no `synth`."
-        guess = _did_you_mean(nearest(wanted, sets))
-        yield Problem(place=place, text=f"{wanted!r} is no set of `synth`{guess} {known}")
+        yield Problem(place=place, text=f"{wanted!r} is no set of `synth`{did_you_mean(wanted, sets)} {known}")
     if not loaded.recipe.sources[str(place[1])].is_chat:
-        yield Problem(place=place, text="conversations that `synth` makes are read by sources of kind: chat only.")
+        yield Problem(place=place, text="only sources of kind: chat can read the conversations of `synth`.")
 
 
-def _tracker_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
-    """Now, not after hours of preparing data."""
+def _logger_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
     for index, stage in enumerate(loaded.recipe.stages):
         for name in stage.loggers:
             if find_spec(name) is None:
@@ -278,14 +269,11 @@ def _tracker_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
 
 def _eval_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
     for index, entry in enumerate(loaded.recipe.evals):
-        text_path = getattr(entry, "text", None)
-        if text_path is not None:
-            yield from _missing(loaded, ("evals", index, "text"), text_path)
-        wording = getattr(entry, "wording", None)
-        if wording is not None:
-            yield from _missing(loaded, ("evals", index, "wording"), wording)
+        for key in EVAL_PATHS:
+            if (value := getattr(entry, key, None)) is not None:
+                yield from _missing(loaded, ("evals", index, key), value)
         for name, path in getattr(entry, "paths", {}).items():
-            # What could be a Hub id is left to the suite, which asks the Hub; what ends as files do is none.
+            # The suite checks Hub ids. A name with the ending of a data file is a file.
             is_file = Path(path).suffix in DATA_SUFFIXES
             if is_file or not (path.startswith("hub:") or HUB_ID.fullmatch(path)):
                 yield from _missing(loaded, ("evals", index, "paths", name), path)
@@ -302,7 +290,7 @@ def _model_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
         folder = None if found else Path(loaded.path(value))
         wanted = "config.json" if isinstance(model, str) else "tokenizer.json"
         if folder and folder.is_dir() and not (folder / wanted).is_file():
-            yield Problem(place=place, text=f"the folder has no {wanted}, so it holds no {place[-1]}.", show_value=True)
+            yield Problem(place=place, text=f"the folder has no {wanted}, so it is not a {place[-1]}.", show_value=True)
 
 
 def _missing(loaded: LoadedRecipe, place: Place, value: str) -> Iterator[Problem]:
@@ -314,20 +302,5 @@ def _missing(loaded: LoadedRecipe, place: Place, value: str) -> Iterator[Problem
     if not path_exists(path):
         tried = " or ".join(dict.fromkeys(str(folder.absolute()) for folder in (loaded.root, Path())))
         at = "" if Path(path).is_absolute() else f" in {tried}"
-        yield Problem(
-            place=place,
-            text=f"no such file or folder{at}; correct it, or --set {_dotted(place)}=PATH.",
-            show_value=True,
-        )
-
-
-def _dotted(place: Place) -> str:
-    return ".".join(map(str, place))
-
-
-def _did_you_mean(guess: str | None) -> str:
-    return f"; did you mean {guess!r}?" if guess else "."
-
-
-def _kind(data: Any) -> str:
-    return "list" if isinstance(data, list) else "single value"
+        text = f"no such file or folder{at}; correct it, or --set {dotted(place)}=PATH."
+        yield Problem(place=place, text=text, show_value=True)

@@ -1,21 +1,21 @@
-"""Where a path in a recipe leads: beside the recipe, in the current folder, or shipped with the package."""
+"""Resolve the paths of a recipe, and list the bundled recipes and studies."""
 
 import glob
 from dataclasses import dataclass
 from pathlib import Path
 
-from unspool.core.config import lookup, nearest
+from unspool.core.config import did_you_mean, lookup
 from unspool.core.errors import ConfigError
 
 ASSETS = Path(__file__).parents[1] / "assets"
 ASSET_PREFIX = "asset:"
-SYNTH_PREFIX = "synth:"  # a set of conversations that the same recipe generates
+SYNTH_PREFIX = "synth:"  # conversations that the recipe itself generates
 
 
 def resolve_path(value: str, root: Path) -> str:
-    """A path to open: `asset:…` in the package, else beside the recipe if it exists there, else as written.
+    """Return the path to open: `asset:…` in the package, else beside the recipe if it exists there, else as written.
 
-    What exists nowhere comes back as written, so that a Hub id stays a Hub id.
+    A path that does not exist is returned as written, so that a Hub id stays a Hub id.
     """
     if value.startswith(ASSET_PREFIX):
         return _asset(value.removeprefix(ASSET_PREFIX))
@@ -25,19 +25,18 @@ def resolve_path(value: str, root: Path) -> str:
 
 
 def path_exists(path: str) -> bool:
-    """Whether a file, a folder, or anything that a glob stands for is there."""
-    # Path.glob takes no absolute patterns.
-    matches = glob.iglob(path, recursive=True) if glob.has_magic(path) else iter(())  # noqa: PTH207
+    """Whether a file, a folder, or a match of a glob pattern exists."""
+    matches = glob.iglob(path, recursive=True) if glob.has_magic(path) else iter(())  # noqa: PTH207 (absolute)
     try:
         return Path(path).exists() or next(matches, None) is not None
-    except OSError:  # a name too long, a folder that may not be entered
+    except OSError:  # a name that is too long, a folder without permission
         return False
 
 
 def expand_home(value: str) -> Path:
     try:
         return Path(value).expanduser()
-    except RuntimeError:  # ~somebody whom this machine does not know
+    except RuntimeError:  # ~name of an unknown user
         return Path(value)
 
 
@@ -46,12 +45,8 @@ def _asset(name: str) -> str:
     if name and ASSETS.resolve() in path.resolve().parents and path_exists(str(path)):
         return str(path)
     shipped = sorted(file.relative_to(ASSETS).as_posix() for file in ASSETS.rglob("*"))
-    guess = nearest(name, shipped)
-    hint = f"; did you mean {ASSET_PREFIX + guess!r}?" if guess else "."
+    hint = did_you_mean(name, shipped, prefix=ASSET_PREFIX)
     raise ConfigError(f"{ASSET_PREFIX + name!r} is not shipped with unspool{hint}")
-
-
-# The recipes and studies that come with the package.
 
 
 RECIPES = Path(__file__).parent / "bundled"
@@ -74,7 +69,7 @@ def bundled_studies() -> dict[str, Bundled]:
 
 
 def _bundled(folder: Path) -> dict[str, Bundled]:
-    """By name; the summary is the comment on the first line."""
+    """Files by name, each with the comment on its first line as summary."""
     found = {}
     for path in sorted(folder.glob("*.yaml")):
         first_line = path.read_text(encoding="utf-8").split("\n", 1)[0]

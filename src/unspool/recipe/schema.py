@@ -1,8 +1,6 @@
-"""What a recipe may say: the config classes of every package, put together and checked against each other.
+"""The recipe: the config classes of every package, put together and checked against each other.
 
-A class checks itself; this module checks what only shows between them: names that refer to
-nothing, lengths that do not divide, names that cannot be folders.
-Elsewhere: reading a file with line numbers (check.py), sentences (problems.py).
+Each class checks itself; this module checks references between them, lengths that must divide, and folder names.
 """
 
 import re
@@ -13,7 +11,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, model_validator
 
-from unspool.core.config import Config, nearest
+from unspool.core.config import Config, did_you_mean
 from unspool.core.sizes import format_size, parse_size
 from unspool.data.corpus.config import EngineConfig
 from unspool.data.packing.config import STRATEGIES, AnyDataset
@@ -25,9 +23,9 @@ from unspool.synthesis.config import SynthConfig
 from unspool.training.config import StageConfig
 
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-# Work in progress stands beside the finished folder under these endings.
+# Endings of unfinished folders, which are beside the finished ones.
 WORK_ENDINGS = (".work", ".partial", ".old", ".tmp")
-# `init:` gives both a meaning, and the scores of the untouched model are kept under the second.
+# Both are values of `init:`, and the scores of the base model are in `scores/base`.
 RESERVED_STAGES = ("previous", "base")
 
 
@@ -61,10 +59,10 @@ class Recipe(Config):
 
 
 def reference_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
-    """What does not fit together in a recipe's plain data.
+    """Find what does not fit together in a recipe's plain data.
 
-    Takes data that may be wrong in other ways, so that every problem of a file is told at once:
-    what has the wrong type here is passed over, since its class refuses it.
+    The data may have other problems, so that all problems of a file are reported at once: values of the wrong type are
+    skipped here, since their class refuses them.
     """
     sources, rows = _entries(data.get("sources")), _entries(data.get("datasets"))
     stages = [_entries(stage) for stage in _items(data.get("stages"))]
@@ -97,11 +95,10 @@ def _name_problems(
     named += [(("datasets", name), name) for name in row_names]
     named += [(("stages", index, "name"), name) for index, name in enumerate(stage_names) if name]
     for place, given in named:
-        if not FOLDER_NAME.fullmatch(given) or given.endswith(WORK_ENDINGS):
-            yield Problem(place=place, text=_no_folder(given))
+        yield from folder_problems(given, place)
     for index, given in enumerate(stage_names):
         if given in RESERVED_STAGES:
-            text = f"{given!r} has a meaning of its own; call the stage something else."
+            text = f"{given!r} is reserved; choose another name for the stage."
             yield Problem(place=("stages", index, "name"), text=text)
         if given and given in stage_names[:index]:
             text = f"{given!r} is already the name of stages.{stage_names.index(given)}; stages need unique names."
@@ -110,8 +107,7 @@ def _name_problems(
 
 def _synth_problems(sets: Mapping[str, Any], sources: Mapping[str, Any]) -> Iterator[Problem]:
     for name, entry in sets.items():
-        if not FOLDER_NAME.fullmatch(name) or name.endswith(WORK_ENDINGS):
-            yield Problem(place=("synth", name), text=_no_folder(name))
+        yield from folder_problems(name, ("synth", name))
         wanted = _entries(entry).get("from")
         for source in [wanted] if isinstance(wanted, str) else _items(wanted):
             place = ("synth", name, "from")
@@ -210,9 +206,12 @@ def _init_problems(index: int, start: Any, stage_names: list[str]) -> Iterator[P
     yield Problem(place=("stages", index, "init"), text=text)
 
 
-def _no_folder(name: str) -> str:
-    allowed = "begin with a letter or digit, use only those, '-', '_' and '.'"
-    return f"{name!r} cannot name a folder; {allowed}, and do not end in {', '.join(WORK_ENDINGS)}."
+def folder_problems(name: str, place: Place) -> Iterator[Problem]:
+    """Refuse a name that cannot be that of a folder."""
+    if not FOLDER_NAME.fullmatch(name) or name.endswith(WORK_ENDINGS):
+        allowed = "begin with a letter or digit, use only those, '-', '_' and '.'"
+        text = f"{name!r} cannot name a folder; {allowed}, and do not end in {', '.join(WORK_ENDINGS)}."
+        yield Problem(place=place, text=text)
 
 
 def _entries(value: Any) -> dict[str, Any]:
@@ -235,9 +234,7 @@ def _size(value: Any) -> int | None:
 
 
 def _unknown(kind: str, name: str, known: list[str]) -> str:
-    guess = nearest(name, known)
-    hint = f"; did you mean {guess!r}?" if guess else "."
-    return f"{kind} {name!r} is not known{hint} Known: {', '.join(known) or 'none'}."
+    return f"{kind} {name!r} is not known{did_you_mean(name, known)} Known: {', '.join(known) or 'none'}."
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -1,9 +1,7 @@
-"""Read YAML into plain data and remember on which line every key stands.
+"""Read YAML into plain data and keep the line of every key.
 
-In: text. Out: dicts, lists and scalars, a `Marks` that knows where each place was written, and
-the problems met on the way. Promise: safe loader, no tags, keys are always text, a key given
-twice is reported, and scalars read as in YAML 1.2: `8e6` and `1e-5` are numbers, `on`, `no`
-and `yes` are words.
+Tags are refused, keys are always text, duplicate keys are reported, and scalars follow YAML 1.2: `8e6` and `1e-5` are
+numbers, `on`, `no` and `yes` are text.
 """
 
 import re
@@ -15,16 +13,15 @@ import yaml
 
 from unspool.core.errors import ConfigError
 
-Place = tuple[str | int, ...]
-"""A path into a recipe, such as ("stages", 0, "lr")."""
+Place = tuple[str | int, ...]  # a path into a recipe, such as ("stages", 0, "lr")
 
-# A few lines with anchors can expand to billions of values; no recipe comes near this.
+# A few lines with anchors can expand to billions of values.
 MAX_VALUES = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing to fix. `show_value` is off where the value is a whole mapping or adds nothing."""
+    """One thing to fix. `where` overrides the line of its place; `show_value` adds the value to the message."""
 
     place: Place
     text: str
@@ -34,7 +31,7 @@ class Problem:
 
 @dataclass
 class Marks:
-    """Where each place of a recipe was written: a line of the file or a `--set`."""
+    """Where each place of a recipe is written: a line of the file or a `--set`."""
 
     file: str
     lines: dict[Place, int] = field(default_factory=dict)
@@ -49,7 +46,7 @@ class Marks:
         return self.file
 
     def line(self, place: Place) -> int:
-        """Line number for sorting; what comes from `--set` sorts last."""
+        """Line number for sorting; `--set` sorts last."""
         known = re.fullmatch(r".*:(\d+)", self.where(place), re.DOTALL)
         return int(known[1]) if known and not self.where(place).startswith("--set") else 1 << 30
 
@@ -61,13 +58,13 @@ class Marks:
         self.overrides[place] = text
 
 
-# Plain scalars by YAML 1.2's core schema, minus octal, hexadecimal and infinities. PyYAML's own
-# are YAML 1.1's. Under `None` stands what is tried whatever the first character.
+# Plain scalars by YAML 1.2's core schema without octal, hexadecimal and infinities; PyYAML follows YAML 1.1. `None`:
+# for any first character.
 RESOLVERS: dict[Any, Any] = {
     None: [
         ("tag:yaml.org,2002:null", re.compile(r"(~|null|Null|NULL|)\Z")),
         ("tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)\Z")),
-        # Longer digit strings read as floats, which Python converts at any length.
+        # Longer digit strings are floats, which Python converts at any length.
         ("tag:yaml.org,2002:int", re.compile(r"[-+]?[0-9]{1,18}\Z")),
         ("tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")),
     ]
@@ -79,7 +76,7 @@ class CoreLoader(yaml.SafeLoader):
 
 
 class CoreDumper(yaml.SafeDumper):
-    """Quotes whatever `CoreLoader` would not read back as text."""
+    """Quotes text that `CoreLoader` would read as something else."""
 
     yaml_implicit_resolvers = RESOLVERS
 
@@ -88,7 +85,7 @@ class CoreDumper(yaml.SafeDumper):
 
 
 def read_yaml(text: str, file: str) -> tuple[Any, Marks, list[Problem]]:
-    """Data, where it stands, and its problems; a ConfigError where nothing can be read at all."""
+    """Return the data, the lines of its keys, and its problems; ConfigError if the text is no YAML."""
     try:
         node = CoreLoader(text).get_single_node()
         reader = _Reader(file)

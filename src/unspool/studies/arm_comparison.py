@@ -1,18 +1,22 @@
-"""Arms ranked and compared: means and deviations over seeds, paired differences with intervals and p-values.
+"""Rank and compare the arms of a study: means over seeds, paired differences with intervals and p-values.
 
-In: a `Study`, the answers of its runs. Out: plain data, as study.json has it.
-Promise: arms are compared on the same questions under the same seeds only; what was not measured is null and ranks
-nowhere; p-values are corrected by Holm's method over all comparisons of a measure. A verdict is never more than the
-sample gives: `better` and `worse` say of what (`seeds`: the recipes; `models`: these trained models), `equal` is within
-the study's margin, and all else is "the sample is too small to tell".
+Arms are compared only on the same questions under the same seeds. P-values are corrected by Holm's method over all
+comparisons of a measure. A verdict names what it is about: the recipes (`seeds`) or these trained models (`models`).
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
+from scipy.special import stdtr, stdtrit
+
 from unspool.studies.arm_scores import (
     Answers,
+    Contributions,
     Measure,
     common_questions,
     contributions_of,
@@ -23,15 +27,19 @@ from unspool.studies.arm_scores import (
 )
 from unspool.studies.load import Study
 from unspool.studies.schema import Margin
-from unspool.studies.stats import ALPHA, could_tell, difference, holm, over_prompts, over_seeds
 
+ALPHA = 0.05
+# Up to this many differences all 2^n sign flips are enumerated; above, DRAWS of them are sampled.
+MAX_EXACT = 14
+DRAWS = 20_000
+# Relative; differences that are closer are equal but for rounding.
+TOLERANCE = 1e-9
 TOO_SMALL = "the sample is too small to tell"
-ByArm = Mapping[str, dict[int, Answers]]
-"""Arm: seed: its answers; what has not run is not there."""
+ByArm = Mapping[str, dict[int, Answers]]  # arm: seed: answers; runs without results are absent
 
 
 def compare_arms(study: Study, answers: ByArm, *, context: int | None) -> dict[str, Any]:
-    """`context`: the model's own, beyond which measures are long."""
+    """Rank and compare the arms, as study.json has it. `context`: the original context length of the model."""
     chosen = ranking(study.measures, study.compare, context)
     scores = [measure for measure in chosen if not measure.is_loss]
     losses = [measure for measure in chosen if measure.is_loss]
@@ -68,7 +76,7 @@ def _table(study: Study, answers: ByArm, measure: Measure) -> dict[str, Any]:
 
 
 def _summary(by_seed: Mapping[int, Answers], measure: Measure) -> dict[str, Any]:
-    """Mean and deviation over seeds; None where nothing, or only one seed, was measured."""
+    """Mean and standard deviation over seeds; None where there are too few."""
     values = {seed: value for seed, answers in by_seed.items() if (value := value_of(answers, measure)) is not None}
     return {
         "mean": fmean(values.values()) if values else None,
@@ -101,7 +109,7 @@ def _verdict(one: Mapping[str, Any], measure: Measure, margin: Margin, family: i
     bound = getattr(margin, measure.kind)
     small = widest["low"] is not None and -bound <= widest["low"] and widest["high"] <= bound
     size = f"{100 * bound:g} points" if not measure.is_loss else f"{bound:g} nats"
-    # Many tokens show differences that nobody would act on.
+    # With many tokens even differences that do not matter are significant.
     by = f" by less than {size}" if small else ""
     if _shown(seeds["p_holm"]):
         return {"verdict": word, "of": "seeds", "says": f"{word}{by}, over {seeds['n']} seeds"}
@@ -123,9 +131,9 @@ def _shown(p: float | None) -> bool:
 
 
 def _rank(study: Study, means: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By score, then by loss; an arm that lacks one of them has no rank and comes last.
+    """Rank by score, then by loss; an arm that lacks one of them has no rank and comes last.
 
-    Other seeds are other prompts, so that arms are ranked by the seeds that all of them have, if there are any.
+    Other seeds are other prompts, so arms are ranked on the seeds that all of them have, if there are any.
     """
     whole = _measured(study, means)
     common = ranked_seeds(means, whole)
@@ -155,6 +163,150 @@ def _measured(study: Study, means: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def ranked_seeds(means: Sequence[dict[str, Any]], arms: Sequence[str]) -> list[str]:
-    """The seeds that all of these arms were measured under."""
+    """Seeds that all of these arms were measured with."""
     found = [set(table["arms"][arm]["by_seed"]) for table in means for arm in arms]
     return sorted(set.intersection(*found), key=int) if found else []
+
+
+# Paired differences to p-values and intervals.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Test:
+    """A test over `n` units with its 95% interval; None where there are too few units."""
+
+    n: int
+    p: float | None
+    low: float | None
+    high: float | None
+
+
+def pooled(contributions: Contributions) -> dict[str, float]:
+    """Average over seeds, prompt by prompt; a prompt that several seeds answered counts once."""
+    whole: dict[str, float] = {}
+    for prompts in contributions.values():
+        for prompt, value in prompts.items():
+            whole[prompt] = whole.get(prompt, 0.0) + value / len(contributions)
+    return whole
+
+
+def difference(contributions: Contributions) -> float | None:
+    """Mean difference over seeds."""
+    return fmean(sum(prompts.values()) for prompts in contributions.values()) if contributions else None
+
+
+def over_prompts(contributions: Contributions, *, bounded: bool) -> Test:
+    """Test whether these trained models would differ on other prompts, by flipping the signs of whole prompts.
+
+    Questions on one context are one prompt, and so are the answers of several seeds to it. The p-value is exact for
+    few prompts, and never below 2^(1−n). `bounded`: single differences lie between −1 and 1, as those of scores do.
+    """
+    values = np.array(list(pooled(contributions).values()))
+    n = len(values)
+    if n == 0:
+        return Test(n=0, p=None, low=None, high=None)
+    # Contributions sum to the difference; times n they average to it.
+    low, high = _interval(values * n, bounded=bounded)
+    return Test(n=n, p=flip_p(values), low=low, high=high)
+
+
+def flip_p(values: np.ndarray) -> float:
+    """Share of sign flips whose sum is at least as far from 0; the sign test if all differences are equal in size."""
+    sizes = np.abs(values[np.abs(values) > TOLERANCE * max(1e-300, float(np.abs(values).max(initial=0)))])
+    signed = float(values.sum())
+    n = len(sizes)
+    if n == 0:
+        return 1.0
+    if np.ptp(sizes) <= TOLERANCE * sizes.max():
+        return sign_p(round(signed / float(sizes.mean())), n)
+    wanted = abs(signed) - TOLERANCE * float(sizes.sum())
+    if n <= MAX_EXACT:
+        return float(np.mean(np.abs(_flips(n) @ sizes) >= wanted))
+    rng = np.random.default_rng(n)
+    beyond = 0
+    for _ in range(10):
+        signs = rng.integers(2, size=(DRAWS // 10, n)) * 2 - 1
+        beyond += int((np.abs(signs @ sizes) >= wanted).sum())
+    # The observed signs are one of the flips.
+    return (beyond + 1) / (DRAWS + 1)
+
+
+@cache
+def _flips(n: int) -> np.ndarray:
+    return 1 - 2 * ((np.arange(1 << n)[:, None] >> np.arange(n)) & 1).astype(np.int8)
+
+
+def sign_p(lead: int, n: int) -> float:
+    """Two-sided p-value of n coin flips with `lead` more heads than tails."""
+    most = (n + abs(lead)) // 2
+    tail = sum(math.comb(n, heads) for heads in range(most, n + 1))
+    return min(1.0, float(2 * tail / 2**n))
+
+
+def could_tell(num_prompts: int, comparisons: int) -> bool:
+    """Whether this many prompts could show a difference at all, even if all of them agreed."""
+    return 2.0 ** (1 - num_prompts) * max(1, comparisons) < ALPHA
+
+
+def _interval(values: np.ndarray, *, bounded: bool) -> tuple[float | None, float | None]:
+    if len(values) < 2:
+        return None, None
+    mean, error = (_bounded_error if bounded else _plain_error)(values)
+    half = _t_quantile(len(values) - 1) * error
+    if not bounded:
+        return mean - half, mean + half
+    # The bounded mean is shrunk towards 0; the interval holds the observed mean for any n.
+    observed = float(values.mean())
+    return max(-1.0, min(observed, mean - half)), min(1.0, max(observed, mean + half))
+
+
+def _plain_error(values: np.ndarray) -> tuple[float, float]:
+    """Mean and standard error; 0 for one value."""
+    error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return float(values.mean()), error
+
+
+def _bounded_error(values: np.ndarray) -> tuple[float, float]:
+    """Agresti and Min's mean and standard error.
+
+    Half an observation is added to each of the four outcomes of a pair, so that n equal answers are no certainty.
+    """
+    n = len(values)
+    mean = float(values.sum()) / (n + 2)
+    variance = max(0.0, (float((values**2).sum()) + 1) / (n + 2) - mean**2)
+    return mean, math.sqrt(variance / (n + 2))
+
+
+def over_seeds(contributions: Contributions, *, bounded: bool = False) -> Test:
+    """Test whether the recipes would differ under other seeds, by Student's t; one seed gives no p-value.
+
+    The spread over prompts is a lower bound of the error: two seeds that agree by chance would prove anything.
+    """
+    means = [sum(prompts.values()) for prompts in contributions.values()]
+    k = len(means)
+    if k < 2:
+        return Test(n=k, p=None, low=None, high=None)
+    prompts = np.array(list(pooled(contributions).values()))
+    _, noise = (_bounded_error if bounded else _plain_error)(prompts * len(prompts))
+    error = max(stdev(means) / math.sqrt(k), noise)
+    mean = fmean(means)
+    if error <= TOLERANCE * abs(mean):
+        return Test(n=k, p=None, low=None, high=None)
+    half = _t_quantile(k - 1) * error
+    return Test(n=k, p=2 * (1 - float(stdtr(k - 1, abs(mean) / error))), low=mean - half, high=mean + half)
+
+
+def holm(ps: Sequence[float | None]) -> list[float | None]:
+    """Correct p-values by Holm's method: the smallest of m times m, the next times m − 1, …; None stays None."""
+    known = sorted((p, at) for at, p in enumerate(ps) if p is not None)
+    corrected: list[float | None] = [None] * len(ps)
+    so_far = 0.0
+    for rank, (p, at) in enumerate(known):
+        so_far = max(so_far, min(1.0, (len(known) - rank) * p))
+        corrected[at] = so_far
+    return corrected
+
+
+@cache
+def _t_quantile(freedom: int) -> float:
+    return float(stdtrit(freedom, 1 - ALPHA / 2))

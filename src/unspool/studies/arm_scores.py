@@ -1,8 +1,7 @@
-"""The measures of a study: what its recipes' evals will give, by name, before anything is run.
+"""The measures of a study and the answers of its runs.
 
-In: recipes; the `compare` of a study file. Out: `Measure`s, each a weighted mean of `Part`s.
-Names: `niah/32K`, `ruler/32K` (the mean of its tasks), `ruler/vt/32K`, `loss/16K-32K`.
-Elsewhere: reading what was measured (study_scores.py), comparing arms (study_results.py).
+Measures are named before anything is run: `niah/32K`, `ruler/32K` (the mean of its tasks), `ruler/vt/32K`,
+`perplexity/16K-32K`. Each is a weighted mean of `Part`s.
 """
 
 import json
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from unspool.core.artifacts import read_manifest
-from unspool.core.config import nearest
+from unspool.core.config import did_you_mean
 from unspool.core.errors import DataError
 from unspool.core.sizes import format_size
 from unspool.evals.config import PerplexityEval, TaskEval
@@ -22,13 +21,13 @@ from unspool.evals.run import PROMPTS, SAMPLES
 from unspool.models.loss import bucket_edges
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import Problem
-from unspool.studies.stats import Contributions
 
 LOSS = "perplexity"
+Contributions = Mapping[int, Mapping[str, float]]  # seed: prompt: its part of the difference of two arms
 
 
 class Part(NamedTuple):
-    """What samples are put together by: one task at one length, or one range of positions."""
+    """One task at one length, or one range of positions."""
 
     suite: str
     task: str | None
@@ -42,8 +41,7 @@ class Measure:
     name: str
     suite: str
     task: str | None
-    parts: tuple[tuple[float, Part], ...]
-    """Weights sum to 1."""
+    parts: tuple[tuple[float, Part], ...]  # with weights that sum to 1
 
     @property
     def is_loss(self) -> bool:
@@ -59,18 +57,18 @@ class Measure:
 
     @property
     def lookups(self) -> set[str]:
-        """What `compare` may call it: in full, by suite and task, or, as a whole, by suite."""
+        """Names that `compare` accepts for it: the full name, and suite and task, or the suite for a whole suite."""
         return {self.name, f"{self.suite}/{self.task}"} if self.task else {self.name, self.suite}
 
     def is_beyond(self, context: int) -> bool:
-        """Whether it asks for more than a model of this context had seen."""
+        """Whether it measures beyond this context length."""
         if self.is_loss:
             return all((part.start or 0) >= context for _, part in self.parts)
         return self.length > context
 
 
 def measures_of(recipes: Sequence[Recipe]) -> list[Measure]:
-    """Everything that the evals of these recipes measure, each once."""
+    """All measures of the evals of these recipes, without duplicates."""
     found: dict[str, Measure] = {}
     for recipe in recipes:
         for entry in recipe.evals:
@@ -108,13 +106,12 @@ def mean_of(name: str, measures: Sequence[Measure]) -> Measure:
 
 def compare_problems(data: Mapping[str, Any], measures: Sequence[Measure]) -> Iterator[Problem]:
     if not measures:
-        yield Problem(place=("recipe",), text="it has no evals, so there is nothing to compare its arms by.")
+        yield Problem(place=("recipe",), text="has no evals, so its arms cannot be compared; add some.")
     known = sorted(set().union(*(measure.lookups for measure in measures)))
     for at, name in enumerate(data.get("compare") or []):
         if name not in known:
-            guess = nearest(name, known)
-            hint = f"; did you mean {guess!r}?" if guess else "."
-            text = f"{name!r} is not measured by the recipe's evals{hint} Measured: {', '.join(known)}."
+            text = f"{name!r} is not measured by the recipe's evals{did_you_mean(name, known)} Measured: "
+            text += f"{', '.join(known)}."
             yield Problem(place=("compare", at), text=text)
 
 
@@ -126,7 +123,7 @@ def chosen_names(data: Mapping[str, Any], measures: Sequence[Measure]) -> list[s
 
 
 def ranking(measures: Sequence[Measure], names: Sequence[str] | None, context: int | None) -> list[Measure]:
-    """The measures that rank arms: those asked for, else those beyond the context, else the longest of each suite."""
+    """Measures that rank the arms: the named ones, else those beyond the context, else the longest of each suite."""
     if names is not None:
         return [measure for measure in measures if measure.name in names]
     whole = [measure for measure in measures if measure.task is None]
@@ -137,21 +134,16 @@ def ranking(measures: Sequence[Measure], names: Sequence[str] | None, context: i
     return list(last.values())
 
 
-# What each run of a study was found to do, question by question.
-
-
 class Answer(NamedTuple):
-    prompt: str
-    """Questions on one context are one prompt: they fail together."""
+    prompt: str  # questions on one context share a prompt, since they fail together
     score: float
 
 
-Answers = dict[Part, dict[str, Answer]]
-"""Part: hash of a question: its answer."""
+Answers = dict[Part, dict[str, Answer]]  # by part and by the hash of the question
 
 
 def read_answers(folder: Path) -> Answers | None:
-    """None if nothing was published there."""
+    """Read the answers in a `scores` folder; None if it has none."""
     manifest = read_manifest(folder)
     if manifest is None or not (folder / SAMPLES).is_file():
         return None
@@ -181,7 +173,7 @@ def _scores(sample: dict[str, Any]) -> Iterator[tuple[Part, float]]:
 
 
 def _per_context(evals: Sequence[dict[str, Any]]) -> dict[tuple[str, int], int]:
-    """Suite and length: how many questions in a row are about one context."""
+    """Number of consecutive questions on one context, by suite and length."""
     return {
         (entry["suite"], length): int(entry.get("questions") or entry.get("needles") or 1)
         for entry in evals
@@ -197,7 +189,7 @@ def _group(sample: dict[str, Any], together: dict[tuple[str, int], int]) -> tupl
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
-    # Not splitlines(): outputs may hold separators that it takes for the ends of lines.
+    # Not splitlines(), which also splits at separators inside of outputs.
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line:
             continue
@@ -208,7 +200,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def value_of(answers: Answers, measure: Measure) -> float | None:
-    """The measure's value; None where one of its parts was not measured."""
+    """Value of a measure; None if one of its parts was not measured."""
     total = 0.0
     for weight, part in measure.parts:
         found = answers.get(part)
@@ -219,14 +211,14 @@ def value_of(answers: Answers, measure: Measure) -> float | None:
 
 
 def count_of(answers: Answers, measure: Measure) -> int:
-    """Questions, or windows of text."""
+    """Number of questions, or of text windows."""
     return len({key for _, part in measure.parts for key in answers.get(part, {})})
 
 
 def contributions_of(first: dict[int, Answers], second: dict[int, Answers], measure: Measure) -> Contributions:
-    """By how much the first arm is above the second: seed by seed, on the questions that both answered.
+    """Difference of two arms by seed and prompt, on the questions that both answered.
 
-    A seed in which a part has no question in common says nothing, and is left out.
+    A seed without a common question in one of the parts is left out.
     """
     found: dict[int, dict[str, float]] = {}
     for seed in sorted(first.keys() & second.keys()):

@@ -1,10 +1,7 @@
-"""Load a study and check it whole: one recipe, the arms that change it, seeds, and what they are compared by.
+"""Load a study file and check it: a recipe, the arms that change it, seeds, and the measures to compare.
 
-In: a study file or the name of a bundled one, and `--set` texts for all arms. Out: a `Study`, each of its runs with a
-checked recipe.
-Promise: every problem is told before any work, one line each, with the line of the study file and the arm; each arm's
-recipe goes through the checker of recipes. Nothing is written here.
-Elsewhere: writing and running (study_run.py), what is shared (study_store.py), comparing (study_results.py).
+All problems are reported before any work, one line each, with the line of the study file and the arm. The recipe
+checker checks the recipe of each arm.
 """
 
 import json
@@ -14,55 +11,51 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from unspool.core.config import nearest
+from unspool.core.config import did_you_mean
 from unspool.core.errors import ConfigError
 from unspool.recipe.json_schema import refuse
-from unspool.recipe.load import LoadedRecipe, check_inputs, load_recipe, read_text
+from unspool.recipe.load import LoadedRecipe, check_inputs, find_file, load_recipe, read_text
 from unspool.recipe.paths import bundled_recipes, bundled_studies, expand_home, path_exists
 from unspool.recipe.schema import FOLDER_NAME
 from unspool.recipe.yaml_lines import Marks, Place, Problem, read_yaml
 from unspool.studies.arm_scores import Measure, chosen_names, compare_problems, measures_of
-from unspool.studies.schema import DEFAULT_SEEDS, MOST_RUNS, Margin, study_problems, unknown_arm
-
-# From what a study file lists to its arms: the product of arms and grid, each with a name.
+from unspool.studies.schema import DEFAULT_SEEDS, MAX_RUNS, Margin, study_problems, unknown_arm
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArmSpec:
     name: str
     place: Place
-    sets: dict[str, tuple[Any, Place]]
-    """Key of the recipe: its value, and where in the study file that stands."""
+    sets: dict[str, tuple[Any, Place]]  # key of the recipe: its value, and the value's place in the study file
     seeds: list[int] | None = None
     stage: str | None = None
     against: list[str] | None = None
 
 
 def expand(data: Mapping[str, Any]) -> tuple[list[ArmSpec], list[Problem]]:
+    """Return the product of the arms and the grid of a study file, each with a name."""
     listed: dict[str, dict[str, Any]] = {name: arm or {} for name, arm in (data.get("arms") or {"": {}}).items()}
     points = [dict(point) for point in product(*(_values(*entry) for entry in (data.get("grid") or {}).items()))]
     specs: list[ArmSpec] = []
     problems: list[Problem] = []
     for arm, point in product(listed, points):
         spec = _spec(arm, listed[arm], point)
-        if spec.name in {known.name for known in specs}:
-            text = f"two arms would be called {spec.name!r}; give the values of the grid names: {{name: value}}."
-            problems.append(Problem(place=("grid",), text=text))
-        elif not FOLDER_NAME.fullmatch(spec.name):
-            text = f"an arm would be called {spec.name!r}; give the values of the grid names: {{name: value}}."
+        is_taken = spec.name in {known.name for known in specs}
+        if is_taken or not FOLDER_NAME.fullmatch(spec.name):
+            who = "two arms" if is_taken else "an arm"
+            text = f"{who} would be called {spec.name!r}; give the values of the grid names: {{name: value}}."
             problems.append(Problem(place=("grid",), text=text))
         else:
             specs.append(spec)
     num_runs = sum(len(spec.seeds or data.get("seeds") or DEFAULT_SEEDS) for spec in specs)
-    if num_runs > MOST_RUNS:
-        problems.append(
-            Problem(place=("grid",), text=f"makes {num_runs:,} runs; more than {MOST_RUNS:,} is a mistake.")
-        )
+    if num_runs > MAX_RUNS:
+        text = f"makes {num_runs:,} runs; the limit is {MAX_RUNS:,}."
+        problems.append(Problem(place=("grid",), text=text))
     return specs, [*problems, *_name_problems(data, specs)]
 
 
 def _values(key: str, values: Any) -> list[tuple[str, tuple[str, Any, Place]]]:
-    """Every value of one key of the grid: its part of the arm's name, and where it stands."""
+    """Values of one grid key, each with its part of the arm's name and its place."""
     if isinstance(values, dict):
         return [(key, (name, value, ("grid", key, name))) for name, value in values.items()]
     last = key.rsplit(".", 1)[-1]
@@ -91,7 +84,7 @@ def _spec(arm: str, given: Mapping[str, Any], point: Mapping[str, tuple[str, Any
 
 
 def _name_problems(data: Mapping[str, Any], specs: list[ArmSpec]) -> list[Problem]:
-    """Arms that are named but not there."""
+    """Problems with references to arms."""
     known = [spec.name for spec in specs]
     problems = []
     baseline = data.get("baseline")
@@ -112,8 +105,7 @@ class StudyRun:
 
     arm: str
     seed: int
-    stage: str
-    """The stage whose scores stand for the arm."""
+    stage: str  # whose scores are compared
     loaded: LoadedRecipe
 
     @property
@@ -128,11 +120,9 @@ class Study:
     text: str
     runs: list[StudyRun]
     baseline: str
-    against: dict[str, list[str]]
-    """The arms that each arm is compared with."""
+    against: dict[str, list[str]]  # arm: the arms that it is compared with
     measures: list[Measure]
-    compare: list[str] | None
-    """Names of the measures that rank the arms; None: those beyond the model's own context."""
+    compare: list[str] | None  # measures that rank the arms; None: those beyond the model's context
     margin: Margin
 
     @property
@@ -144,8 +134,8 @@ class Study:
 
 
 def load_study(path_or_name: str | Path, *, overrides: list[str] | None = None, out: Path | None = None) -> Study:
-    """`overrides` are `--set` texts that hold for every arm, after its own."""
-    file, root, label = _find(str(path_or_name))
+    """Load and check a study; `overrides` are `--set` texts that apply to every arm, after its own."""
+    file, root, label = find_file(str(path_or_name), bundled_studies(), kind="study")
     text = read_text(file, label, kind="study")
     data, marks, problems = read_yaml(text, label)
     if not isinstance(data, dict):
@@ -158,14 +148,13 @@ def load_study(path_or_name: str | Path, *, overrides: list[str] | None = None, 
     name = str(data["name"])
     folder = out or Path(data.get("out") or Path("runs", name))
     recipe = _recipe(str(data["recipe"]), root, marks)
-    common = data.get("set") or {}
     runs: list[StudyRun] = []
     errors: list[str] = []
     for spec in specs:
         try:
-            runs += _runs_of(spec, common, data, _Asked(recipe, folder, marks, overrides or []))
+            runs += _runs_of(spec, data, recipe, folder, marks, overrides or [])
         except ConfigError as error:
-            # What is wrong for every arm is said once.
+            # A problem that every arm has is reported once.
             errors += [line for line in str(error).splitlines() if _bare(line) not in {_bare(one) for one in errors}]
     if errors:
         raise ConfigError("\n".join(errors))
@@ -185,8 +174,8 @@ def load_study(path_or_name: str | Path, *, overrides: list[str] | None = None, 
     )
 
 
-def check_study_inputs(runs: list[StudyRun], label: str = "") -> None:
-    """Refuse what cannot be found on this machine; each sentence names the first arm that needs it."""
+def check_study_inputs(runs: list[StudyRun]) -> None:
+    """Refuse runs whose inputs are not on this machine; each message names the first arm that needs the input."""
     errors: list[str] = []
     for run in runs:
         try:
@@ -200,60 +189,49 @@ def check_study_inputs(runs: list[StudyRun], label: str = "") -> None:
 
 
 def _check_nothing_generated(loaded: LoadedRecipe) -> None:
-    """Each arm would ask for its own, and they would not be trained on the same."""
+    """Refuse generated sources: each arm would generate its own, and train on other data than the others."""
     sets = loaded.generated(loaded.recipe.sources)
     if sets:
         raise ConfigError(
-            f"synth:{sets[0]} would be generated for each arm anew; make it once with `unspool synth`, and give the "
-            "source the path of its folder."
+            f"synth:{sets[0]} would be generated again for each arm; generate it once with `unspool synth`, and set "
+            "the source's path to its folder."
         )
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What all arms have in common."""
-
-    recipe: str
-    folder: Path
-    marks: Marks
-    overrides: list[str]
-
-
-def _runs_of(spec: ArmSpec, common: dict[str, Any], data: dict[str, Any], asked: _Asked) -> list[StudyRun]:
+def _runs_of(
+    spec: ArmSpec, data: dict[str, Any], recipe: str, folder: Path, marks: Marks, overrides: list[str]
+) -> list[StudyRun]:
+    common = data.get("set") or {}
     texts: dict[str, Place] = {f"{path}={_spell(value)}": ("set", path) for path, value in common.items()}
     texts |= {f"{path}={_spell(value)}": place for path, (value, place) in spec.sets.items()}
     runs = []
     for seed in spec.seeds or data.get("seeds") or DEFAULT_SEEDS:
         name = f"{spec.name}-s{seed}"
-        own = [f"name={name}", f"seed={seed}", f"out={_spell(str(asked.folder / name))}"]
+        own = [f"name={name}", f"seed={seed}", f"out={_spell(str(folder / name))}"]
         try:
-            loaded = load_recipe(asked.recipe, [*texts, *asked.overrides, *own])
+            loaded = load_recipe(recipe, [*texts, *overrides, *own])
         except ConfigError as error:
-            raise ConfigError("\n".join(_placed(error, spec, texts, asked.overrides, asked.marks))) from None
-        runs.append(StudyRun(arm=spec.name, seed=seed, stage=_stage(spec, loaded, asked.marks), loaded=loaded))
+            raise ConfigError("\n".join(_placed(error, spec, texts, overrides, marks))) from None
+        runs.append(StudyRun(arm=spec.name, seed=seed, stage=_stage(spec, loaded, marks), loaded=loaded))
     return runs
 
 
 def _placed(
     error: ConfigError, spec: ArmSpec, texts: dict[str, Place], overrides: list[str], marks: Marks
 ) -> list[str]:
-    """The checker's sentences; what it knows as a `--set` of ours stands on a line of the study file."""
+    """The recipe checker's messages, with lines of the study file in place of the `--set` texts made from them."""
+    # Messages quote a text on one line.
+    where = {f"--set {' '.join(text.split())}: ": marks.where(place) for text, place in texts.items()}
+    where |= {f"--set {' '.join(text.split())}: ": f"--set {' '.join(text.split())}" for text in overrides}
     lines = []
     for line in str(error).splitlines():
-        where = {f"--set {_line(text)}: ": marks.where(place) for text, place in texts.items()}
-        where |= {f"--set {_line(text)}: ": f"--set {_line(text)}" for text in overrides}
         known = next((start for start in where if line.startswith(start)), "")
         lines.append(f"{where.get(known, marks.where(spec.place))}: arm {spec.name}: {line.removeprefix(known)}")
     return lines
 
 
-def _line(text: str) -> str:
-    """As sentences quote it."""
-    return " ".join(text.split())
-
-
 def _bare(line: str) -> str:
-    """A sentence without the arm it was found in."""
+    """A message without the name of its arm."""
     before, named, after = line.partition(": arm ")
     return f"{before}: {after.partition(': ')[2]}" if named else line
 
@@ -261,14 +239,11 @@ def _bare(line: str) -> str:
 def _stage(spec: ArmSpec, loaded: LoadedRecipe, marks: Marks) -> str:
     names = [stage.name for stage in loaded.recipe.stages]
     if not names:
-        raise ConfigError(
-            f"{marks.where(spec.place)}: arm {spec.name}: its recipe has no stages, so nothing is trained."
-        )
+        raise ConfigError(f"{marks.where(spec.place)}: arm {spec.name}: its recipe has no stages; add one.")
     if spec.stage is None:
         return names[-1]
     if spec.stage not in names:
-        guess = nearest(spec.stage, names)
-        hint = f"; did you mean {guess!r}?" if guess else "."
+        hint = did_you_mean(spec.stage, names)
         where = marks.where((*spec.place, "stage"))
         raise ConfigError(
             f"{where}: arm {spec.name}: stage = {spec.stage}: not a stage of its recipe{hint} "
@@ -278,12 +253,12 @@ def _stage(spec: ArmSpec, loaded: LoadedRecipe, marks: Marks) -> str:
 
 
 def _spell(value: Any) -> str:
-    """A value as `--set` reads it: JSON is YAML, but for characters beyond 16 bits."""
+    """A value as `--set` reads it: JSON is YAML, except for escapes beyond 16 bits."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _recipe(given: str, root: Path, marks: Marks) -> str:
-    """The base recipe as `load_recipe` finds it: beside the study first, then here, then bundled."""
+    """The base recipe for `load_recipe`: beside the study, else in the current folder, else bundled."""
     beside = root / expand_home(given)
     if given not in bundled_recipes() and path_exists(str(beside)):
         given = str(beside)
@@ -295,21 +270,8 @@ def _recipe(given: str, root: Path, marks: Marks) -> str:
     return given
 
 
-def _find(given: str) -> tuple[Path, Path, str]:
-    """The file, the folder its paths start from, and what to call it."""
-    path = expand_home(given)
-    bundled = bundled_studies()
-    if path_exists(str(path)) and path.is_file():
-        return path, path.parent, given
-    if given in bundled:
-        return bundled[given].path, Path(), f"{given}.yaml"
-    guess = nearest(given, bundled)
-    hint = f"; did you mean {guess!r}?" if guess else "."
-    raise ConfigError(f"{given!r} is neither a study file nor a bundled study{hint} Bundled: {', '.join(bundled)}.")
-
-
 def pick_runs(study: Study, only: list[str] | None) -> list[StudyRun]:
-    """The runs that were asked for, by arm or by run; all of them if none was."""
+    """The runs that `only` names, by arm or by run; all of them without it."""
     known = [*study.arms, *(run.name for run in study.runs)]
     for name in only or []:
         if name not in known:

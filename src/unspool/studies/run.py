@@ -1,10 +1,8 @@
-"""Run a study: every arm under every seed, one after the other, each a run like any other.
+"""Run a study: every arm under every seed, one after the other.
 
-In: a `Study`. Out: its folder: `recipes/`, `shared/`, a run folder per arm and seed, `done/` and `failures/`.
-Promise: safe to kill and to run again: a run that is done is known by its record and its manifests and skipped, a
-half-done one goes on where it was, a failed one is tried again. One that fails does not stop the others. A run whose
-recipe, input files or results have changed since is not taken for done.
-Limit: one process; for several devices, `unspool launch` a written recipe, or give each process its own `--only`.
+A finished run is skipped unless its recipe, input files or results have changed; an unfinished one resumes, a failed
+one is tried again. A failure does not stop the other runs. A study runs in one process; for several devices,
+`unspool launch` a written recipe, or start several processes with `--only`.
 """
 
 import fcntl
@@ -29,13 +27,13 @@ from unspool.recipe.paths import path_exists
 from unspool.recipe.run import REPORT, open_run
 from unspool.recipe.run import run as run_recipe
 from unspool.studies.load import Study, StudyRun
-from unspool.studies.shared_work import load_written, recipe_digest, share_between_runs, shared_boxes, write_recipes
+from unspool.studies.shared_work import load_written, recipe_digest, share_between_runs, shared_folders, write_recipes
 
 logger = logging.getLogger(__name__)
 
 DONE, FAILURES = "done", "failures"
 State = Literal["finished", "begun", "not begun", "failed", "running elsewhere"]
-BOXES = ("corpus", "datasets", "stages", "scores")
+STEPS = ("corpus", "datasets", "stages", "scores")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +44,12 @@ class RunState:
 
 
 def states(study: Study) -> list[RunState]:
-    """How far each run is, from its folder alone."""
+    """State of each run, from its folder alone."""
     return [_state(study, run) for run in study.runs]
 
 
 def run_study(study: Study, chosen: Sequence[StudyRun]) -> list[RunState]:
-    """Run what is chosen and not done; the state of every run afterwards."""
+    """Run the chosen runs that are not finished; returns the state of every run of the study."""
     write_recipes(study)
     left = [run for run in chosen if not is_done(study, run)]
     if len(left) < len(chosen):
@@ -60,9 +58,9 @@ def run_study(study: Study, chosen: Sequence[StudyRun]) -> list[RunState]:
     busy: set[str] = set()
     for at, run in enumerate(left, start=1):
         logger.info(f"\n[{at}/{len(left)}] {run.name}{_eta(began, at - 1, len(left))}")
-        with _claimed(study, run) as mine:
+        with _lock_run(study, run) as mine:
             if not mine:
-                logger.warning(f"{run.name}: another process is at it; passed over")
+                logger.warning(f"{run.name}: locked by another process; skipping")
                 busy.add(run.name)
                 continue
             _run_one(study, run)
@@ -76,22 +74,22 @@ def _run_one(study: Study, run: StudyRun) -> None:
     failure = study.out / FAILURES / f"{run.name}.json"
     try:
         run_recipe(open_run(load_written(study, run), share=share_between_runs(study.out)))
-    except Exception as error:  # what stops one arm shall not stop the others
-        told = str(error) if isinstance(error, UnspoolError) else f"{type(error).__name__}: {error}"
+    except Exception as error:  # a failure must not stop the other arms
+        message = str(error) if isinstance(error, UnspoolError) else f"{type(error).__name__}: {error}"
         failure.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(failure, json.dumps({"error": told, "traceback": traceback.format_exc()}, indent=1) + "\n")
-        logger.warning(f"{run.name} failed: {told.splitlines()[0]} (all of it in {failure})")
+        write_atomic(failure, json.dumps({"error": message, "traceback": traceback.format_exc()}, indent=1) + "\n")
+        logger.warning(f"{run.name} failed: {message.splitlines()[0]} (traceback: {failure})")
     else:
         _record(study, run)
         failure.unlink(missing_ok=True)
     finally:
-        _let_go()
+        _free_memory()
 
 
-def _let_go() -> None:
-    """Leave nothing of an arm to the next: memory, and what torch.compile has kept for other shapes."""
+def _free_memory() -> None:
+    """Free memory before the next arm, and drop what torch.compile cached for other shapes."""
     gc.collect()
-    torch.cuda.empty_cache()  # does nothing where CUDA was not used
+    torch.cuda.empty_cache()  # does nothing without CUDA
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
@@ -104,8 +102,8 @@ def _eta(began: float, done: int, total: int) -> str:
 
 
 @contextmanager
-def _claimed(study: Study, run: StudyRun) -> Iterator[bool]:
-    """Whether this process may work on a run: one at a time, until it ends however it ends."""
+def _lock_run(study: Study, run: StudyRun) -> Iterator[bool]:
+    """Lock a run for this process; yields False if another process holds the lock."""
     folder = study.out / DONE
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f".{run.name}.lock").open("w") as file:
@@ -117,31 +115,28 @@ def _claimed(study: Study, run: StudyRun) -> Iterator[bool]:
         yield True
 
 
-# What is done
-
-
 def is_done(study: Study, run: StudyRun) -> bool:
     record = _read(study.out / DONE / f"{run.name}.json")
-    return bool(record) and record == _found(study, run) and not _inputs_changed(study, run)
+    return bool(record) and record == _describe_run(study, run) and not _inputs_changed(study, run)
 
 
 def _record(study: Study, run: StudyRun) -> None:
     folder = study.out / DONE
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / f"{run.name}.json", json.dumps(_found(study, run), indent=1) + "\n")
+    write_atomic(folder / f"{run.name}.json", json.dumps(_describe_run(study, run), indent=1) + "\n")
 
 
-def _found(study: Study, run: StudyRun) -> dict[str, Any]:
-    """What a run was asked to be, and what stands in its folder; a judge may add scores without undoing it."""
+def _describe_run(study: Study, run: StudyRun) -> dict[str, Any]:
+    """Digests of a run's recipe and results. Scores that a judge adds later do not change them."""
     folder = study.run_dir(run)
-    boxes = {}
-    for path in sorted(found for box in BOXES for found in (folder / box).glob(f"*/{MANIFEST}")):
+    results = {}
+    for path in sorted(found for step in STEPS for found in (folder / step).glob(f"*/{MANIFEST}")):
         manifest = read_manifest(path.parent) or {}
         whole = all((path.parent / name).is_file() for name in manifest.get("files", {}))
-        boxes[path.parent.relative_to(folder).as_posix()] = digest(
+        results[path.parent.relative_to(folder).as_posix()] = digest(
             [manifest.get("inputs"), manifest.get("settings"), whole]
         )
-    return {"recipe": recipe_digest(run.loaded), "report": (folder / REPORT).is_file(), "boxes": boxes}
+    return {"recipe": recipe_digest(run.loaded), "report": (folder / REPORT).is_file(), "results": results}
 
 
 def _inputs_changed(study: Study, run: StudyRun) -> bool:
@@ -173,11 +168,8 @@ def _read(path: Path) -> dict[str, Any]:
     return loaded if isinstance(loaded, dict) else {}
 
 
-# What a study would do: its runs, their tokens, and what is made once for several of them. Changes nothing.
-
-
 def study_plan(study: Study, chosen: Sequence[StudyRun]) -> dict[str, Any]:
-    """The plan as plain data; `to_run` counts only what is chosen and not finished."""
+    """The plan of a study for `--dry-run`; `to_run` counts only runs that are chosen and not finished."""
     found = {one.run.name: one for one in states(study)}
     runs = []
     for run in study.runs:
@@ -196,16 +188,16 @@ def study_plan(study: Study, chosen: Sequence[StudyRun]) -> dict[str, Any]:
             }
         )
     waiting = [entry for entry in runs if entry["will_run"]]
-    boxes: dict[tuple[str, str], list[str]] = {}
+    shared: dict[tuple[str, str], list[str]] = {}
     for run in study.runs:
-        for box, key in shared_boxes(run.loaded).items():
-            boxes.setdefault((box, key), []).append(run.name)
+        for folder, key in shared_folders(run.loaded).items():
+            shared.setdefault((folder, key), []).append(run.name)
     return {
         "name": study.name,
         "out": str(study.out),
         "baseline": study.baseline,
         "runs": runs,
-        "shared": [{"box": box, "key": key, "runs": names} for (box, key), names in boxes.items()],
+        "shared": [{"folder": folder, "key": key, "runs": names} for (folder, key), names in shared.items()],
         "to_run": {"runs": len(waiting), "tokens": sum(entry["tokens"] for entry in waiting)},
         "measures": [measure.name for measure in study.measures],
         "ranked_by": study.compare,

@@ -1,30 +1,25 @@
-"""What a study file may say, and the sentences for what it may not.
-
-In: plain data of a study file. Out: problems, each at its place.
-Elsewhere: what an arm makes of the recipe is the recipe's checker's to judge (study.py).
-"""
+"""The keys of a study file, and checks of their values."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import Field
 
-from unspool.core.config import Config, nearest
+from unspool.core.config import Config, did_you_mean
 from unspool.recipe.json_schema import unknown_key
-from unspool.recipe.schema import FOLDER_NAME, WORK_ENDINGS
+from unspool.recipe.schema import folder_problems
 from unspool.recipe.yaml_lines import Place, Problem
 
 DEFAULT_SEEDS = [0, 1]
 KEYS = ("name", "recipe", "out", "set", "arms", "grid", "seeds", "baseline", "compare", "margin")
 ARM_KEYS = ("set", "seeds", "stage", "against")
-# The study gives these to each run.
+# Keys of a recipe that the study sets for each run.
 OWN = {"name": "the study names each run", "seed": "use seeds", "out": "use the study's out"}
-# Folders of a study that no run may take for its own.
-MOST_RUNS = 1000
+MAX_RUNS = 1000
 
 
 class Margin(Config):
-    """Differences that would not matter: arms that surely differ by less count as equal."""
+    """Differences that do not matter: arms whose interval lies within them are equal."""
 
     score: float = Field(0.05, gt=0, le=1)
     loss: float = Field(0.02, gt=0)
@@ -39,7 +34,7 @@ def study_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
         if not isinstance(data.get(key), str) or not data[key].strip():
             yield Problem(place=(key,), text=f"missing; write {what}.")
     if isinstance(data.get("name"), str):
-        yield from folder_name_problems(data["name"], ("name",))
+        yield from folder_problems(data["name"], ("name",))
     if data.get("out") is not None and not isinstance(data["out"], str):
         yield Problem(place=("out",), text="must be a folder.", show_value=True)
     yield from _set_problems(data.get("set"), ("set",))
@@ -50,15 +45,10 @@ def study_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(place=("baseline",), text="must be the name of an arm.", show_value=True)
     compare = data.get("compare")
     if compare is not None and not (isinstance(compare, list) and all(isinstance(one, str) for one in compare)):
-        yield Problem(place=("compare",), text="must be a list of measures, such as [niah/32K, loss].", show_value=True)
+        yield Problem(
+            place=("compare",), text="must be a list of measures, such as [niah/32K, perplexity].", show_value=True
+        )
     yield from _margin_problems(data.get("margin"))
-
-
-def folder_name_problems(name: str, place: Place) -> Iterator[Problem]:
-    if not FOLDER_NAME.fullmatch(name) or name.endswith(WORK_ENDINGS):
-        allowed = "begin with a letter or digit, use only those, '-', '_' and '.'"
-        text = f"{name!r} cannot name a folder; {allowed}, and do not end in {', '.join(WORK_ENDINGS)}."
-        yield Problem(place=place, text=text)
 
 
 def _unknown_keys(data: Mapping[str, Any], allowed: tuple[str, ...], place: Place) -> Iterator[Problem]:
@@ -77,7 +67,7 @@ def _arm_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
         return
     for name, arm in arms.items():
         place = ("arms", name)
-        yield from folder_name_problems(name, place)
+        yield from folder_problems(name, place)
         if arm is None:  # an arm that changes nothing
             continue
         if not isinstance(arm, dict):
@@ -120,7 +110,7 @@ def _grid_problems(grid: Any) -> Iterator[Problem]:
             continue
         if isinstance(values, dict) and values:
             for name in values:
-                yield from folder_name_problems(name, (*place, name))
+                yield from folder_problems(name, (*place, name))
             continue
         text = "must be a list of plain values, or a mapping from names to values of any kind."
         yield Problem(place=place, text=text, show_value=True)
@@ -153,6 +143,4 @@ def _margin_problems(margin: Any) -> Iterator[Problem]:
 
 
 def unknown_arm(name: str, known: list[str]) -> str:
-    guess = nearest(name, known)
-    hint = f"; did you mean {guess!r}?" if guess else "."
-    return f"no arm is called {name!r}{hint} Known: {', '.join(known)}."
+    return f"no arm is called {name!r}{did_you_mean(name, known)} Known: {', '.join(known)}."

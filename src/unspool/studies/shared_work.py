@@ -1,10 +1,7 @@
-"""What the arms of a study have in common is made once: corpora, rows, the scores of the untouched model.
+"""Build what the arms of a study share once: corpora, datasets, the scores of the base model.
 
-In: a run's recipe. Out: folders under the study's `shared/`, named by a hash of everything their content depends on,
-and the same folders in each run, as hard links to the same files (copies where the disk has no links).
-Promise: a run's folder is complete by itself and can be moved, copied or deleted; what is shared is checked against
-its manifest each time, as in any run; what depends on the seed is shared under the same seed only. A kill leaves no
-half-linked folder under a final name. Several processes may work on one study: they wait for each other here.
+Shared folders are in `shared/`, named by a hash of everything that their content depends on. Each run gets hard links
+to their files (copies on disks without links), so that its folder is complete and can be moved or deleted.
 """
 
 import fcntl
@@ -29,9 +26,6 @@ from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import CoreDumper, Place
 from unspool.studies.load import Study, StudyRun
 
-# Each run of a study as a recipe of its own, which `unspool run` takes like any other.
-
-
 RECIPES = "recipes"
 
 
@@ -40,7 +34,7 @@ def recipe_file(study: Study, run: StudyRun) -> Path:
 
 
 def write_recipes(study: Study) -> None:
-    """All of them before the first is run, so that any can be taken elsewhere."""
+    """Write the recipe of every run, and delete those of arms that the study no longer has."""
     (study.out / RECIPES).mkdir(parents=True, exist_ok=True)
     for run in study.runs:
         path = recipe_file(study, run)
@@ -49,7 +43,7 @@ def write_recipes(study: Study) -> None:
             write_atomic(path, text)
     wanted = {recipe_file(study, run) for run in study.runs}
     for path in (study.out / RECIPES).glob("*.yaml"):
-        if path not in wanted:  # of an arm that the study no longer has
+        if path not in wanted:
             path.unlink()
 
 
@@ -66,16 +60,16 @@ def _text(loaded: LoadedRecipe, folder: Path) -> str:
 
 
 def _from(folder: Path, value: str, root: Path) -> str:
-    """A path as it reads from `folder`; what was not found beside the recipe is left as it is."""
+    """A path relative to `folder`; paths that are not beside the recipe are kept as they are."""
     path = expand_home(value)
     if value.startswith(ASSET_PREFIX) or path.is_absolute() or root == Path() or not path_exists(str(root / path)):
         return value
-    # Both resolved, since `..` after a link leads elsewhere.
+    # Both are resolved, since `..` after a symbolic link leads elsewhere.
     return os.path.relpath(root.resolve() / path, folder.resolve())
 
 
 def path_places(recipe: Recipe) -> Iterator[Place]:
-    """Where a recipe names files and folders of this machine."""
+    """Places of a recipe that name files and folders."""
     yield ("model",) if isinstance(recipe.model, str) else ("model", "tokenizer")
     for name, source in recipe.sources.items():
         yield from (("sources", name, key) for key in source.paths)
@@ -88,7 +82,7 @@ def path_places(recipe: Recipe) -> Iterator[Place]:
 
 
 def located(loaded: LoadedRecipe, value: str | None) -> str | None:
-    """Where a path leads, whichever recipe names it; a Hub id is itself."""
+    """Absolute path of a recipe's path; a Hub id is returned as it is."""
     if value is None:
         return None
     path = loaded.path(value)
@@ -96,7 +90,7 @@ def located(loaded: LoadedRecipe, value: str | None) -> str | None:
 
 
 def recipe_digest(loaded: LoadedRecipe, *, paths: bool = True) -> str:
-    """Of what a run is, wherever its own folder lies; without `paths` also wherever its inputs lie."""
+    """Hash of a recipe that does not depend on the run's folder; without `paths` not on those of its inputs either."""
     plain = loaded.recipe.model_dump(mode="json", by_alias=True)
     plain["out"] = plain["engine"] = None
     for place in path_places(loaded.recipe):
@@ -117,7 +111,7 @@ def corpus_key(loaded: LoadedRecipe, name: str) -> str:
     return digest([plain, paths, _tokenizer(loaded), seed])[:16]
 
 
-def rows_key(loaded: LoadedRecipe, name: str) -> str:
+def dataset_key(loaded: LoadedRecipe, name: str) -> str:
     config = loaded.recipe.datasets[name]
     corpora = {source: corpus_key(loaded, source) for source in config.shares}
     paths = [located(loaded, getattr(strategy, key)) for strategy in config.strategies for key in strategy.path_keys]
@@ -127,7 +121,7 @@ def rows_key(loaded: LoadedRecipe, name: str) -> str:
 
 
 def base_scores_key(loaded: LoadedRecipe) -> str | None:
-    """None where there is no model yet whose scores could be shared."""
+    """None if there is no base model to score."""
     recipe = loaded.recipe
     if isinstance(recipe.model, NewModel) or not recipe.evals:
         return None
@@ -139,14 +133,14 @@ def base_scores_key(loaded: LoadedRecipe) -> str | None:
     return digest([located(loaded, recipe.model), evals, texts, files, recipe.seed, recipe.device])[:16]
 
 
-def shared_boxes(loaded: LoadedRecipe) -> dict[str, str]:
-    """Every box of a run that others may share: `corpus/books` and the like, with its key."""
+def shared_folders(loaded: LoadedRecipe) -> dict[str, str]:
+    """Folders of a run that others may share, such as `corpus/books`, with the hash of what they depend on."""
     recipe = loaded.recipe
     used = {source for config in recipe.datasets.values() for source in config.shares}
-    boxes = {f"corpus/{name}": corpus_key(loaded, name) for name in recipe.sources if name in used}
-    boxes |= {f"datasets/{name}": rows_key(loaded, name) for name in recipe.datasets}
+    folders = {f"corpus/{name}": corpus_key(loaded, name) for name in recipe.sources if name in used}
+    folders |= {f"datasets/{name}": dataset_key(loaded, name) for name in recipe.datasets}
     scores = base_scores_key(loaded)
-    return boxes | ({f"scores/{BASE}": scores} if scores else {})
+    return folders | ({f"scores/{BASE}": scores} if scores else {})
 
 
 def _tokenizer(loaded: LoadedRecipe) -> str | None:
@@ -155,17 +149,17 @@ def _tokenizer(loaded: LoadedRecipe) -> str | None:
 
 
 def share_between_runs(study_dir: Path) -> Share:
-    """Build what runs of a study have in common once, in the study's folder, and link it into each run."""
+    """Build shared folders once, in the study's folder, and link them into each run."""
 
     def share(context: RunContext, folder: str, build: Callable[[Path], Any]) -> Any:
-        key = shared_boxes(context.loaded).get(folder)
+        key = shared_folders(context.loaded).get(folder)
         if key is None:
             return build(context.out / folder)
         kind, name = folder.split("/")
         shared = study_dir / SHARED / kind / key / name
         with locked(shared.parent):
             result = build(shared)
-            lend(shared, context.out / folder)
+            link_folder(shared, context.out / folder)
         return result
 
     return share
@@ -173,18 +167,18 @@ def share_between_runs(study_dir: Path) -> Share:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One process at a time; the system lets go of the lock however a process ends."""
+    """Hold a lock on a folder; the system releases it when the process ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def lend(shared: Path, own: Path) -> None:
-    """Make `own` hold the files of `shared`, unless it already is what those inputs and settings give."""
+def link_folder(shared: Path, own: Path) -> None:
+    """Link the files of `shared` into `own`, unless `own` is up to date."""
     theirs, ours = read_manifest(shared), read_manifest(own)
     assert theirs is not None, shared
-    if ours is not None and _same(theirs, ours) and _whole(own, ours):
+    if ours is not None and _same_content(theirs, ours) and _is_complete(own, ours):
         return
     draft = own.with_name(own.name + ".partial")
     shutil.rmtree(draft, ignore_errors=True)
@@ -194,20 +188,20 @@ def lend(shared: Path, own: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             target.hardlink_to(shared / name)
-        except OSError:  # another disk, or one without links
+        except OSError:  # another disk, or one without hard links
             shutil.copyfile(shared / name, target)
-    # Nothing is lost if this is where it ends: the next run links again.
+    # A kill between these two lines loses nothing: the next run links again.
     shutil.rmtree(own, ignore_errors=True)
     draft.rename(own)
 
 
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two folders answer the same question; a judge may have added to one of them."""
+def _same_content(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two folders have the same inputs and settings; a judge may have added files to one of them."""
     keys = ("kind", "format", "inputs", "settings")
     return all(json.dumps(one.get(key), sort_keys=True) == json.dumps(other.get(key), sort_keys=True) for key in keys)
 
 
-def _whole(folder: Path, manifest: dict[str, Any]) -> bool:
+def _is_complete(folder: Path, manifest: dict[str, Any]) -> bool:
     files: dict[str, dict[str, Any]] = manifest.get("files", {})
     return all(
         (folder / name).is_file() and (folder / name).stat().st_size == entry["bytes"] for name, entry in files.items()
