@@ -21,10 +21,10 @@ from markupsafe import Markup
 from pydantic import TypeAdapter
 
 from unspool.core.sizes import format_size, parse_size
+from unspool.core.stats import Z
 from unspool.data.sources.config import JsonlSource
 from unspool.data.sources.readers import read_strictly
 from unspool.evals.prompts import encode, opening_ids
-from unspool.evals.stats import Z
 from unspool.evals.suites.perplexity import window_losses
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_position

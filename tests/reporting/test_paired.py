@@ -13,7 +13,6 @@ from unspool.reporting.comparisons import (
     comparison_table,
     difference,
     headline,
-    t_quantile,
 )
 from unspool.reporting.figures import Line
 from unspool.reporting.gather import gather
@@ -31,14 +30,6 @@ def model(name: str, **answers: dict[str, float]) -> ModelScores:
     """`model("a", kv_64={...})`: scores by prompt, by suite and length."""
     found = {(key.rpartition("_")[0], int(key.rpartition("_")[2])): scores for key, scores in answers.items()}
     return ModelScores(name=name, cells=(), answers=found)
-
-
-# From tables of Student's t.
-@pytest.mark.parametrize(
-    ("freedom", "value"), [(1, 12.706), (4, 2.776), (5, 2.571), (7, 2.365), (10, 2.228), (30, 2.042), (1000, 1.962)]
-)
-def test_quantiles_are_those_of_the_tables(freedom: int, value: float):
-    assert t_quantile(freedom) == pytest.approx(value, abs=0.006)
 
 
 def test_right_and_wrong_answers_by_hand():

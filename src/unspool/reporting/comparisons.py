@@ -6,10 +6,12 @@ In: models of one run or of several. Out: a table of pairs × measures, and what
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean, stdev
+
+import numpy as np
 
 from unspool.core.sizes import format_count, format_size
-from unspool.evals.stats import Z, bootstrap
+from unspool.core.stats import agresti_min_interval, bootstrap, t_quantile
 from unspool.reporting.figures import Entry, Line, Table
 from unspool.reporting.measures import Measure, key_measures, winner
 from unspool.reporting.number_format import (
@@ -25,10 +27,6 @@ from unspool.reporting.number_format import (
 from unspool.reporting.run_results import BASE, LOSS, Cell, ModelScores, RunResults
 
 # Two models compared answer with answer, where both answered the same prompts.
-
-
-# Quantiles of Student's t, two-sided 95%, for 1 to 4 degrees of freedom, where the expansion below is too coarse.
-_T_SMALL = (12.706, 4.303, 3.182, 2.776)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,22 +96,10 @@ def answer_difference(pairs: Sequence[tuple[float, float]]) -> Difference:
         return NONE
     gains = [after - before for before, after in pairs]
     if all(score in (0.0, 1.0) for pair in pairs for score in pair):
-        low, high = _right_or_wrong(sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains), n)
+        low, high = agresti_min_interval(np.array(gains))
     else:
         low, high = bootstrap(gains) if n > 1 else (-1.0, 1.0)
     return Difference(value=fmean(gains), low=low, high=high, n=n)
-
-
-def _right_or_wrong(gained: int, lost: int, n: int) -> tuple[float, float]:
-    """Agresti and Min's interval: Wald's after half an answer is added to each of the four outcomes.
-
-    A bootstrap of all-equal differences would claim to know them exactly, however few they are.
-    """
-    up, down, total = gained + 0.5, lost + 0.5, n + 2
-    middle = (up - down) / total
-    half = Z * math.sqrt(up + down - (up - down) ** 2 / total) / total
-    value = (gained - lost) / n
-    return max(-1.0, min(value, middle - half)), min(1.0, max(value, middle + half))
 
 
 def mean_difference(parts: Sequence[Difference]) -> Difference:
@@ -155,20 +141,6 @@ def _within(window: dict[tuple[int, int], tuple[float, int]], spans: Sequence[tu
         return None
     found = [window[span] for span in spans]
     return sum(value * n for value, n in found) / sum(n for _, n in found)
-
-
-def t_quantile(freedom: int) -> float:
-    """Of Student's t, two-sided 95%: windows are few, and the normal's 1.96 would be too sure of them."""
-    if freedom <= len(_T_SMALL):
-        return _T_SMALL[freedom - 1]
-    z = NormalDist().inv_cdf(0.975)
-    # Cornish and Fisher's expansion; from 5 degrees on it is right to two decimals.
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
 # Pairs grow with the square of the models; those left out are counted.
