@@ -20,6 +20,7 @@ import torch
 from markupsafe import Markup
 from pydantic import TypeAdapter
 
+from unspool.core.charts import MODEL_STYLES, Frame, Point, Series, line_chart, swatch
 from unspool.core.sizes import format_size, parse_size
 from unspool.core.stats import Z
 from unspool.data.sources.config import JsonlSource
@@ -29,7 +30,6 @@ from unspool.evals.suites.perplexity import window_losses
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_position
 from unspool.models.tokenizer import load_tokenizer
-from unspool.reporting.charts import MODEL_STYLES, Frame, Point, Series, line_chart, swatch
 from unspool.rope.methods import Position
 
 METHODS: list[dict[str, Any]] = [

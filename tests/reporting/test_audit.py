@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from unspool.core.tables import Table
 from unspool.reporting.data_section import audit
-from unspool.reporting.figures import Table
 from unspool.reporting.gather import gather
 from unspool.reporting.rope_section import position_tables, ropes
 from unspool.reporting.run_results import RunResults
@@ -24,9 +24,9 @@ def tables_of(results: RunResults) -> dict[str, Table]:
     return {table.caption: table for table in audit(results).tables}
 
 
-def change(run: Path, artefact: str, **counts: object) -> None:
+def change(run: Path, artifact: str, **counts: object) -> None:
     """Rewrite counts of a manifest; None takes one away, as older runs lack it."""
-    path = run / artefact / "manifest.json"
+    path = run / artifact / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["counts"] |= counts
     manifest["counts"] = {name: value for name, value in manifest["counts"].items() if value is not None}
@@ -70,7 +70,7 @@ def test_the_mix_that_came_is_counted_in_tokens(fake_run: Path):
     change(fake_run, "rows/short", rows=640)
     mix = tables_of(gather(fake_run))["Mix"]
 
-    assert (column(mix, "asked")["abf · books-2k"], column(mix, "came")["abf · books-2k"]) == ("60%", "75%")
+    assert (column(mix, "requested")["abf · books-2k"], column(mix, "realized")["abf · books-2k"]) == ("60%", "75%")
     assert column(mix, "rows trained on")["utk · short"] == f"{2 * NUM_STEPS}"
     assert column(mix, "epochs")["utk · books-utk"] == f"{3 * NUM_STEPS / 480:.3g}"
 
@@ -80,7 +80,7 @@ def test_without_a_ledger_nothing_is_said_to_have_come(fake_run: Path):
     found = audit(gather(fake_run))
 
     mix = next(table for table in found.tables if table.caption == "Mix")
-    assert (column(mix, "asked")["abf · short"], column(mix, "came")["abf · short"]) == ("40%", "–")
+    assert (column(mix, "requested")["abf · short"], column(mix, "realized")["abf · short"]) == ("40%", "–")
     assert [figure.title for figure in found.mixes] == ["Mix of utk"]
 
 
@@ -144,7 +144,7 @@ def test_bases_per_head_are_told_by_the_worst(fake_run: Path):
     theta = 1e4 ** (-np.arange(0, 32, 2) / 32)
     worst = np.flatnonzero(np.cos(np.arange(2048)[:, None] * theta).sum(axis=1) < 0)
     assert harpe.reach == int(worst[0])
-    assert position_tables(ropes(results, styles_of(results)), results)[1].note == "Of the head that turns slowest."
+    assert position_tables(ropes(results, styles_of(results)), results)[1].note == "Of the slowest head."
 
 
 @pytest.mark.parametrize("values", [{"rope_parameters": {"rope_type": "nonsense"}}, {"max_position_embeddings": None}])

@@ -164,7 +164,7 @@ def test_the_table_holds_every_pair_and_says_what_pairing_gave(fake_run: Path):
     assert table.columns[-1] == "Loss inside 256"
     last = table.rows[2][-1]
     assert (last.text[0], last.strong) == ("+", True)
-    assert "could not tell apart" in table.note
+    assert "could not separate" in table.note
 
 
 def test_models_without_a_common_prompt_are_not_compared():

@@ -12,7 +12,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from unspool import __version__
-from unspool.core.html import templates_in, write_html
+from unspool.core.html import load_templates, write_text
 from unspool.inspection.dataset_summary import Summary, length_chart
 from unspool.inspection.input_documents import Collection
 from unspool.inspection.items import Item, Part, Show, Span, one_line, trained_runs, visible
@@ -75,11 +75,11 @@ def write_page(
     """Collections, each with the items that are shown of it."""
     show = Show(tokens=tokens) if full else replace(LONG, tokens=tokens)
     shown = [(each.summary(), [each.item(index, show) for index in chosen]) for each, chosen in collections]
-    write_html(out_file, render(shown))
+    write_text(out_file, render(shown))
 
 
 def render(sections: Sequence[tuple[Summary, list[Item]]]) -> str:
-    environment = templates_in(Path(__file__).parent)
+    environment = load_templates(Path(__file__).parent)
     spans = [span for _, items in sections for item in items for part in item.parts for span in part.spans]
     roles = {span.role for span in spans}
     views = [_section(summary, items, number) for number, (summary, items) in enumerate(sections)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from unspool import __version__
-from unspool.core.html import templates_in, write_html
+from unspool.core.html import load_templates, write_text
 from unspool.core.sizes import format_size
 from unspool.rope.advice import PUBLISHED, Advice, MethodAdvice, short
 
@@ -90,7 +90,7 @@ class MethodView:
 
 
 def write_advice(advice: Advice, model: str, out_file: Path) -> None:
-    write_html(out_file, render_advice(advice, model))
+    write_text(out_file, render_advice(advice, model))
 
 
 def render_advice(advice: Advice, model: str) -> str:
@@ -107,7 +107,7 @@ def render_advice(advice: Advice, model: str) -> str:
         for each in advice.methods
     ]
     return (
-        templates_in(Path(__file__).parent)
+        load_templates(Path(__file__).parent)
         .get_template("advice_page.html.j2")
         .render(
             model=model,

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from unspool import __version__
 from unspool.core.artifacts import write_atomic
-from unspool.core.html import templates_in, write_html
+from unspool.core.html import load_templates, write_text
 from unspool.core.sizes import format_size
 from unspool.inspection.attention.head_table import describe_text, head_name, notes_of, number_table, show_share
 from unspool.inspection.attention.maps import about_line, lines_of, render_figure, scale_svg, scale_titles, title_line
@@ -23,7 +23,7 @@ _SQUARE = 12
 
 
 def write_attention(attention: Attention, out_file: Path) -> None:
-    write_html(out_file, render_attention(attention))
+    write_text(out_file, render_attention(attention))
 
 
 def write_figure(attention: Attention, out_file: Path) -> None:
@@ -35,7 +35,7 @@ def write_figure(attention: Attention, out_file: Path) -> None:
 def render_attention(attention: Attention) -> str:
     top = max((value for seen in attention.seen for row in seen.far if row for value in row), default=0.0)
     return (
-        templates_in(Path(__file__).parent, Path(__file__).parents[1])
+        load_templates(Path(__file__).parent, Path(__file__).parents[1])
         .get_template("map_page.html.j2")
         .render(
             title=title_line(attention),

@@ -11,7 +11,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from unspool import __version__
-from unspool.core.html import templates_in, write_html
+from unspool.core.html import load_templates, write_text
 from unspool.core.sizes import format_count, format_size
 from unspool.inspection.distances.count import Distances, bin_names, number_tables, rows_line, show_share
 from unspool.inspection.items import one_line
@@ -145,13 +145,13 @@ class SetView:
 
 
 def write_distances(sets: Sequence[Distances], beyond: Sequence[int], out_file: Path) -> None:
-    write_html(out_file, render_distances(sets, beyond))
+    write_text(out_file, render_distances(sets, beyond))
 
 
 def render_distances(sets: Sequence[Distances], beyond: Sequence[int]) -> str:
     views = [_view(each, number) for number, each in enumerate(sets)]
     return (
-        templates_in(Path(__file__).parent, Path(__file__).parents[1])
+        load_templates(Path(__file__).parent, Path(__file__).parents[1])
         .get_template("curves.html.j2")
         .render(
             sets=views,
