@@ -13,7 +13,7 @@ from unspool.core.artifacts import read_manifest
 from unspool.evals import questions
 from unspool.evals.backends import base
 from unspool.evals.backends.base import ModelBackend
-from unspool.evals.config import KvEval, LossEval, NiahEval, RulerEval
+from unspool.evals.config import KeyValueEval, NiahEval, PerplexityEval, RulerEval
 from unspool.evals.contexts import Plan
 from unspool.evals.run import Scoring, score_model
 from unspool.evals.suites import niah
@@ -47,8 +47,8 @@ def scoring(tmp_path: Path, documents: list[str]) -> Scoring:
     (tmp_path / "held.txt").write_text(documents[0])
     evals = [
         NiahEval.model_validate({"suite": "niah", "lengths": [256], "samples": 4, "needles": 2, "text": "held.txt"}),
-        KvEval.model_validate({"suite": "kv", "lengths": [256], "samples": 4, "value": "words"}),
-        LossEval.model_validate({"suite": "loss", "length": 256, "samples": 2, "text": "held.txt"}),
+        KeyValueEval.model_validate({"suite": "key_value", "lengths": [256], "samples": 4, "value": "words"}),
+        PerplexityEval.model_validate({"suite": "perplexity", "length": 256, "samples": 2, "text": "held.txt"}),
     ]
     return Scoring(model="base", model_hash="m", evals=evals, seed=0, out_dir=tmp_path / "scores", root=tmp_path)
 

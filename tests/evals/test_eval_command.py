@@ -12,7 +12,7 @@ from unspool.cli.eval_options import table_row
 from unspool.core.errors import ConfigError
 from unspool.evals import questions
 from unspool.evals.backends import pick
-from unspool.evals.config import KvEval, LossEval, NiahEval, RulerEval
+from unspool.evals.config import KeyValueEval, NiahEval, PerplexityEval, RulerEval
 
 from .oracles import Oracle
 from .toy import TOY
@@ -40,8 +40,8 @@ def test_options_become_the_evals_of_a_recipe():
     niah, kv, loss = chosen_evals("niah,kv,loss", "8K, 2K", samples=5, text="held.txt", value="words")
 
     assert isinstance(niah, NiahEval) and niah.lengths == [2048, 8192] and niah.text == "held.txt"
-    assert isinstance(kv, KvEval) and kv.lengths == [2048, 8192]
-    assert isinstance(loss, LossEval) and loss.length == 8192 and loss.text == "held.txt"
+    assert isinstance(kv, KeyValueEval) and kv.lengths == [2048, 8192]
+    assert isinstance(loss, PerplexityEval) and loss.length == 8192 and loss.text == "held.txt"
     assert niah.value == kv.value == "words"
     assert niah.samples == kv.samples == loss.samples == 5
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from unspool.core.errors import ConfigError, DataError
-from unspool.evals.config import LossEval
+from unspool.evals.config import PerplexityEval
 from unspool.evals.prompts import Materials, encode
 from unspool.evals.suites import perplexity
 from unspool.evals.suites.perplexity import window_losses, windows
@@ -26,8 +26,8 @@ SHAPE = {
 }
 
 
-def loss_eval(**options) -> LossEval:
-    return LossEval.model_validate({"suite": "loss", **options})
+def loss_eval(**options) -> PerplexityEval:
+    return PerplexityEval.model_validate({"suite": "perplexity", **options})
 
 
 @pytest.fixture(scope="module")

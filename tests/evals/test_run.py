@@ -8,7 +8,7 @@ import pytest
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError, DataError
 from unspool.evals import run
-from unspool.evals.config import KvEval, LossEval, NiahEval
+from unspool.evals.config import KeyValueEval, NiahEval, PerplexityEval
 from unspool.evals.run import Scoring, score
 
 from .oracles import Killed, Oracle, Rambler, Silent
@@ -23,8 +23,8 @@ def scoring(tmp_path: Path, documents: list[str]) -> Scoring:
         NiahEval.model_validate(
             {"suite": "niah", "lengths": [256, 512], "samples": 6, "depths": 3, "value": "words", "text": "held/*.txt"}
         ),
-        KvEval.model_validate({"suite": "kv", "lengths": [256], "samples": 6, "value": "words"}),
-        LossEval.model_validate({"suite": "loss", "length": 256, "samples": 3, "text": "held/*.txt"}),
+        KeyValueEval.model_validate({"suite": "key_value", "lengths": [256], "samples": 6, "value": "words"}),
+        PerplexityEval.model_validate({"suite": "perplexity", "length": 256, "samples": 3, "text": "held/*.txt"}),
     ]
     return Scoring(model="base", model_hash="m", evals=evals, seed=0, out_dir=tmp_path / "scores/base", root=tmp_path)
 
@@ -77,7 +77,7 @@ def test_samples_say_what_was_asked_and_answered(scoring, tokenizer):
     prompts = {True: ["prompt"], False: []}
     assert all(list(s) == names + prompts[s["length"] == longest[s["suite"]]] for s in asked)
     assert all(sample["prompt_tokens"] < sample["length"] for sample in asked)
-    assert all(sample["depth"] is None for sample in samples if sample["suite"] == "kv")
+    assert all(sample["depth"] is None for sample in samples if sample["suite"] == "key_value")
     assert [sample["index"] for sample in asked if sample["length"] == 512] == list(range(6))
 
 
@@ -93,7 +93,7 @@ def test_another_tokenizer_gives_other_prompts(scoring, tokenizer, coarse_tokeni
 
 
 def replace_lengths(config):
-    if isinstance(config, LossEval):
+    if isinstance(config, PerplexityEval):
         return config
     return config.model_copy(update={"lengths": [512]})
 
@@ -183,7 +183,7 @@ def test_what_is_planned_is_said_before_work_starts(scoring, tokenizer, monkeypa
 
 
 def test_a_length_that_cannot_work_is_found_before_the_model_is_used(scoring, tokenizer):
-    config = KvEval.model_validate({"suite": "kv", "lengths": [256, 16], "samples": 4, "value": "words"})
+    config = KeyValueEval.model_validate({"suite": "key_value", "lengths": [256, 16], "samples": 4, "value": "words"})
     backend = Oracle(tokenizer)
 
     with pytest.raises(ConfigError, match="length 16 is too short"):

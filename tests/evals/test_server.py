@@ -14,7 +14,7 @@ from unspool.core.errors import ConfigError, UnspoolError
 from unspool.evals import questions
 from unspool.evals.backends.mock import Oracle
 from unspool.evals.backends.openai import OpenAiBackend, Patience, Server, plain, post
-from unspool.evals.config import LossEval, RulerEval
+from unspool.evals.config import PerplexityEval, RulerEval
 from unspool.evals.run import Scoring, score
 
 from .toy import TOY
@@ -172,7 +172,7 @@ def test_what_others_wrote_is_one_printable_line():
 
 
 def test_losses_cannot_be_asked_of_a_server(url, scoring, tokenizer):
-    config = LossEval.model_validate({"suite": "loss", "length": 256, "samples": 1})
+    config = PerplexityEval.model_validate({"suite": "perplexity", "length": 256, "samples": 1})
 
     with pytest.raises(ConfigError, match="suite loss needs a model in this process"):
         score(replace(scoring, evals=[config]), backend_of(url, tokenizer))

@@ -12,11 +12,13 @@ from unspool.evals.backends.mock import Oracle
 from unspool.evals.config import RulerEval
 from unspool.evals.prompts import Spool
 from unspool.evals.run import Scoring, score
-from unspool.evals.suite import Asked, Suite
+from unspool.evals.suite import Question, Suite
 
 from .toy import TOY
 
-ASKED = Asked(context="Δ text " * 50, question="?", references=("a", "b"), depth=0.5, meta={"ids": {"1": 2}, "t": (1,)})
+ASKED = Question(
+    context="Δ text " * 50, question="?", references=("a", "b"), depth=0.5, meta={"ids": {"1": 2}, "t": (1,)}
+)
 IDS = np.arange(1000, dtype=np.uint32)
 
 

@@ -16,7 +16,7 @@ def test_cells_cover_all_depths_together_and_each_alone():
         sample(0.0, depth=0.0),
         sample(1.0, depth=1.0),
         sample(0.0, depth=1.0, length=512),
-        sample(0.0, suite="kv"),
+        sample(0.0, suite="key_value"),
     ]
 
     cells = accuracy_cells("niah", 256, [0.0, 0.5, 1.0], samples)
@@ -40,7 +40,7 @@ def test_what_was_not_scored_is_null_not_zero():
 
 def window(*values: float, n: int = 64, length: int = 128) -> dict:
     losses = [{"from": 64 * at, "to": 64 * at + 64, "value": value, "n": n} for at, value in enumerate(values)]
-    return {"suite": "loss", "length": length, "losses": losses}
+    return {"suite": "perplexity", "length": length, "losses": losses}
 
 
 def test_loss_cells_average_tokens_and_take_their_interval_from_windows():

@@ -9,7 +9,7 @@ from typing import Any
 from unspool.core.errors import ConfigError
 from unspool.evals.config import RulerEval
 from unspool.evals.prompts import encode
-from unspool.evals.suite import Ask, Asked, Suite, Task
+from unspool.evals.suite import Ask, Question, Suite, Task
 
 LABELS = ["red", "green", "blue"]
 
@@ -26,7 +26,7 @@ def _lone(sources: Any, ask: Ask) -> Asked:
     value = str(1000 + ask.index)
     end = f"\nWhat is the number of {ask.index}?"
     text = _filler(sources["tokenizer"], ask.length - ask.overhead - 8 - 60, f"The number of {ask.index} is {value}")
-    return Asked(
+    return Question(
         context=text,
         question=end,
         prefix=" It is",
@@ -37,18 +37,18 @@ def _lone(sources: Any, ask: Ask) -> Asked:
 
 def _shared(sources: Any, ask: Ask) -> Asked:
     text = _filler(sources["tokenizer"], ask.length - ask.overhead - 8 - 60, f"Story {ask.index // 4}, end")
-    return Asked(context=text, question=f"\nQuestion {ask.index % 4}?", references=(f"answer{ask.index % 4}",))
+    return Question(context=text, question=f"\nQuestion {ask.index % 4}?", references=(f"answer{ask.index % 4}",))
 
 
 def _labelled(sources: Any, ask: Ask) -> Asked:
     label = LABELS[ask.index % 3]
-    return Asked(
+    return Question(
         context=f"Item {ask.index} is {label}.", question=" Its colour:", references=(label,), meta={"label": label}
     )
 
 
 def _judged(sources: Any, ask: Ask) -> Asked:
-    return Asked(
+    return Question(
         context=f"A story about number {ask.index}.",
         question=" What is it about?",
         references=(f"number {ask.index}",),
@@ -56,11 +56,11 @@ def _judged(sources: Any, ask: Ask) -> Asked:
     )
 
 
-def _score(output: str, asked: Asked) -> float:
+def _score(output: str, asked: Question) -> float:
     return float(asked.references[0] in output)
 
 
-def _half(output: str, asked: Asked) -> float:
+def _half(output: str, asked: Question) -> float:
     return 0.5 * _score(output, asked) + 0.5 * bool(output)
 
 

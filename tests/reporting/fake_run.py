@@ -46,19 +46,19 @@ engine: {kind: local, workers: 2}
 sources:
   books: {kind: jsonl, path: "asset:books.jsonl.zst", text: text}   # <b>escaped</b> & shown as it is
   recall: {kind: recall, tokens: 512K, length: [256, 2K], prose: "asset:books.jsonl.zst"}
-rows:
-  books-2k: {from: books, length: 2K, pack: whole}
-  books-utk: {from: books, length: 2K, pack: whole, tangle: {min_split: 128}}
-  short: {from: {books: 0.5, recall: 0.5}, length: 2K, pack: concat}
+datasets:
+  books-2k: {from: books, seq_len: 2K, packing: single_doc}
+  books-utk: {from: books, seq_len: 2K, packing: single_doc, utk: {min_split: 128}}
+  short: {from: {books: 0.5, recall: 0.5}, seq_len: 2K, packing: concat}
 stages:
-  - {name: abf, start: model, context: 2K, position: {method: abf, base: 2e5}, mix: {books-2k: 0.6, short: 0.4},
-     tokens: 960K, batch: 16K, lr: 4e-4}
-  - {name: utk, start: model, context: 2K, position: {method: abf, base: 2e5}, mix: {books-utk: 0.6, short: 0.4},
-     tokens: 960K, batch: 16K, lr: 4e-4}
+  - {name: abf, init: base, context_length: 2K, rope: {method: abf, base: 2e5}, mix: {books-2k: 0.6, short: 0.4},
+     tokens: 960K, batch_tokens: 16K, lr: 4e-4}
+  - {name: utk, init: base, context_length: 2K, rope: {method: abf, base: 2e5}, mix: {books-utk: 0.6, short: 0.4},
+     tokens: 960K, batch_tokens: 16K, lr: 4e-4}
 evals:
   - {suite: niah, lengths: [256, 512, 1K, 2K], samples: 40, depths: 5}
-  - {suite: kv, lengths: [256, 512, 1K, 2K], samples: 40}
-  - {suite: loss, length: 2K, samples: 8}
+  - {suite: key_value, lengths: [256, 512, 1K, 2K], samples: 40}
+  - {suite: perplexity, length: 2K, samples: 8}
 """
 
 
@@ -76,7 +76,7 @@ def write_fake_run(run_dir: Path) -> Path:
 
 
 def write_facts(run_dir: Path) -> None:
-    parts = ("corpus", "rows", "stages/abf", "stages/utk", "scores/base", "scores/abf", "scores/utk")
+    parts = ("corpus", "datasets", "stages/abf", "stages/utk", "scores/base", "scores/abf", "scores/utk")
     facts = {
         "original_context": 256,
         "base_model": "asset:tiny-base",
@@ -97,7 +97,7 @@ def _write_data(run_dir: Path) -> None:
             draft.counts |= {"left_out": {}, "lengths": lengths}
             (draft.folder / "quarantine.jsonl").write_text(json.dumps(BAD_RECORD) + "\n")
     for name, rows in {"books-2k": 480, "books-utk": 480, "short": 320}.items():
-        with publish(run_dir / "rows" / name, kind="rows", inputs={"corpus": "b" * 64}, settings={}) as draft:
+        with publish(run_dir / "datasets" / name, kind="dataset", inputs={"corpus": "b" * 64}, settings={}) as draft:
             (draft.folder / "rows-00000.arrow").write_bytes(name.encode() * 2000)
             counts = {"rows": rows, "tokens": rows * 2048, "documents": 3 * rows, "tokens_in": rows * 2048 + 1231}
             draft.counts |= {**counts, "tokens_added": 0, "dropped": {"short": 31, "tail": 1200}}
@@ -168,11 +168,11 @@ def fake_scores(name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             samples += [fake_sample("niah", length, depth, i, right=i < found) for i in range(PER_DEPTH)]
         cells.append(recall_cell("niah", length, None, sum(hits.values()), PER_DEPTH * len(DEPTHS)))
         found = int(rng.binomial(40, recall * 0.75))
-        cells.append(recall_cell("kv", length, None, found, 40))
-        samples += [fake_sample("kv", length, None, i, right=i < found) for i in range(40)]
+        cells.append(recall_cell("key_value", length, None, found, 40))
+        samples += [fake_sample("key_value", length, None, i, right=i < found) for i in range(40)]
     for (start, stop), loss in zip(BUCKETS, LOSSES[name], strict=True):
         half = 0.35 / math.sqrt(stop / 64)
-        cell = {"suite": "loss", "metric": "loss", "length": 2048, "from": start, "to": stop}
+        cell = {"suite": "perplexity", "metric": "loss", "length": 2048, "from": start, "to": stop}
         cells.append({**cell, "value": loss, "n": 8 * (stop - start), "low": loss - half, "high": loss + half})
     if name == "base":
         samples[-40]["output"] = SCRIPT
@@ -187,7 +187,7 @@ def fake_windows(name: str) -> list[dict[str, Any]]:
     for index, shift in enumerate(hard + own):
         found = zip(BUCKETS, LOSSES[name], strict=True)
         losses = [{"from": a, "to": b, "value": loss + shift, "n": b - a} for (a, b), loss in found]
-        sample = {"suite": "loss", "length": 2048, "depth": None, "index": index, "hash": f"window {index}"}
+        sample = {"suite": "perplexity", "length": 2048, "depth": None, "index": index, "hash": f"window {index}"}
         samples.append({**sample, "prompt_tokens": 2048, "score": losses[-1]["value"], "losses": losses})
     return samples
 

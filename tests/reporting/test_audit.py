@@ -37,37 +37,37 @@ def test_records_and_tokens_add_up(fake_run: Path):
     found = tables_of(gather(fake_run))
 
     assert column(found["Documents"], "adds up") == {"books": "yes", "recall": "yes"}
-    assert set(column(found["Rows"], "adds up").values()) == {"yes"}
+    assert set(column(found["Datasets"], "adds up").values()) == {"yes"}
     assert column(found["Documents"], "not read")["books"] == "not JSON 2"
-    assert column(found["Rows"], "− dropped")["short"] == "short 31, tail 1,200"
+    assert column(found["Datasets"], "− dropped")["short"] == "short 31, tail 1,200"
     assert audit(gather(fake_run)).warnings == []
 
 
 def test_a_lost_token_and_a_lost_record_are_pointed_out(fake_run: Path):
-    change(fake_run, "rows/short", tokens=320 * 2048 - 1)
+    change(fake_run, "datasets/short", tokens=320 * 2048 - 1)
     change(fake_run, "corpus/books", records=213)
     results = gather(fake_run)
 
-    assert column(tables_of(results)["Rows"], "adds up")["short"] == "off by +1"
+    assert column(tables_of(results)["Datasets"], "adds up")["short"] == "off by +1"
     assert audit(results).warnings == [
         "corpus books: the counts do not add up, by -2.",
-        "rows short: the counts do not add up, by +1.",
+        "dataset short: the counts do not add up, by +1.",
     ]
 
 
 def test_what_an_older_run_did_not_count_is_a_dash(fake_run: Path):
     change(fake_run, "corpus/books", records=None, quarantined=None, filtered=None, lengths=None)
-    change(fake_run, "rows/short", tokens_added=None, dropped=None)
+    change(fake_run, "datasets/short", tokens_added=None, dropped=None)
     results = gather(fake_run)
 
     assert column(tables_of(results)["Documents"], "adds up") == {"books": "–", "recall": "yes"}
-    assert column(tables_of(results)["Rows"], "− dropped")["short"] == "–"
+    assert column(tables_of(results)["Datasets"], "− dropped")["short"] == "–"
     assert [figure.title for figure in audit(results).lengths] == ["corpus recall"]
 
 
 def test_the_mix_that_came_is_counted_in_tokens(fake_run: Path):
     # Short rows of half the length: 3 · 2048 of 4 · 2048 tokens are long, 75%.
-    change(fake_run, "rows/short", rows=640)
+    change(fake_run, "datasets/short", rows=640)
     mix = tables_of(gather(fake_run))["Mix"]
 
     assert (column(mix, "requested")["abf · books-2k"], column(mix, "realized")["abf · books-2k"]) == ("60%", "75%")

@@ -69,7 +69,7 @@ def test_numbers_of_summary_json_are_on_the_page_and_in_the_json(fake_run: Path,
     column = 1 + MODELS.index(name)
     shown = [row[column] for row in tables["length", "n"][1:]]
     for length, text in zip(LENGTHS, shown, strict=True):
-        cell = next(c for c in raw if (c["suite"], c["length"], c["depth"]) == ("kv", length, None))
+        cell = next(c for c in raw if (c["suite"], c["length"], c["depth"]) == ("key_value", length, None))
         spelled = Cell(**{key: cell[key] for key in ("suite", "metric", "length", "value", "n", "low", "high")})
         assert text == f"{format_value(spelled)} {format_interval(spelled)}"
 
@@ -80,7 +80,7 @@ def test_json_has_every_step_and_the_recipe_and_is_strict(fake_run: Path):
     json.dumps(run, allow_nan=False)
     assert [len(stage["steps"]) for stage in run["stages"]] == [60, 60]
     assert run["recipe"] == (fake_run / "recipe.yaml").read_text()
-    assert {one["path"] for one in run["artefacts"]} >= {"corpus/books", "rows/short", "stages/abf", "scores/utk"}
+    assert {one["path"] for one in run["artifacts"]} >= {"corpus/books", "datasets/short", "stages/abf", "scores/utk"}
     assert run["stages"][0]["mix_came"] == pytest.approx({"books-2k": 0.6, "short": 0.4})
 
 
@@ -90,7 +90,7 @@ def test_every_key_of_the_json_is_documented(fake_run: Path):
     found = report_values([gather(fake_run), gather(fake_run)])
     (run, _) = found["runs"]
     parts = [found, run, found["together"], run["models"][0], run["models"][0]["samples"][0], run["data"]]
-    parts += [run[key][0] for key in ("measures", "comparisons", "stages", "positions", "artefacts")]
+    parts += [run[key][0] for key in ("measures", "comparisons", "stages", "positions", "artifacts")]
     parts += run["models"][0]["cells"]
 
     assert {key for part in parts for key in part} - named == set()

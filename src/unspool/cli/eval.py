@@ -15,11 +15,11 @@ from unspool.evals.config import (
     Eval,
     HelmetEval,
     InfbenchEval,
-    KvEval,
-    LossEval,
+    KeyValueEval,
     LvEval,
     NiahEval,
     NochaEval,
+    PerplexityEval,
     RulerEval,
     TaskEval,
     WordedEval,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from unspool.evals.backends.base import Backend, Stretch
 
 # Which suites know which kind of value.
-VALUES = {"numbers": {"niah"}, "uuid": {"kv"}, "words": {"niah", "kv"}}
+VALUES = {"numbers": {"niah"}, "uuid": {"key_value"}, "words": {"niah", "key_value"}}
 DEVICES = ("auto", "cpu", "cuda")
 TASK_SUITES: dict[str, type[TaskEval]] = {
     "ruler": RulerEval,
@@ -41,7 +41,7 @@ TASK_SUITES: dict[str, type[TaskEval]] = {
     "infbench": InfbenchEval,
     "nocha": NochaEval,
 }
-SUITES: dict[str, Any] = {"niah": NiahEval, "kv": KvEval, "loss": LossEval, **TASK_SUITES}
+SUITES: dict[str, Any] = {"niah": NiahEval, "key_value": KeyValueEval, "perplexity": PerplexityEval, **TASK_SUITES}
 WORDED = tuple(name for name, entry in TASK_SUITES.items() if issubclass(entry, WordedEval))
 SHORT = "short"
 BACKENDS = ("transformers", "vllm", "openai", "oracle", "empty", "adversarial")
@@ -88,12 +88,12 @@ def eval_(
     out: Annotated[
         Path | None, typer.Option(help="Keep samples.jsonl and summary.json here; a killed run then goes on.")
     ] = None,
-    position: Annotated[
+    rope: Annotated[
         str | None,
         typer.Option(help="Other positions, without training: yarn, ntk, …, or '{method: abf, base: 8e6}'."),
     ] = None,
     context: Annotated[
-        str | None, typer.Option(help="Tokens that --position is to reach; the longest of --lengths by default.")
+        str | None, typer.Option(help="Tokens that --rope is to reach; the longest of --lengths by default.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Other seeds give other prompts.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -136,12 +136,12 @@ def eval_(
 
         unspool eval MODEL --suite ruler --lengths 128K --processes 8   # eight GPUs
 
-        unspool eval MODEL --suite niah --lengths 8K,32K --position yarn
+        unspool eval MODEL --suite niah --lengths 8K,32K --rope yarn
 
         unspool eval MODEL --suite short --tasks hellaswag,arc_challenge
     """
     model = resolve_path(model, Path())
-    stretch = _stretch(position, context, None if suite.strip() == SHORT else lengths)
+    stretch = _stretch(rope, context, None if suite.strip() == SHORT else lengths)
     if suite.strip() == SHORT:
         if processes > 1:
             raise ConfigError(f"--suite {SHORT} runs lm-eval in one process; leave --processes out.")
@@ -183,7 +183,7 @@ def eval_(
     )
     if lm_eval is not None:
         if stretch is not None:
-            raise ConfigError("--lm-eval writes tasks for any model, so --position has no part in it; leave it out.")
+            raise ConfigError("--lm-eval writes tasks for any model, so --rope has no part in it; leave it out.")
         if processes > 1:
             raise ConfigError("--lm-eval only writes tasks and answers nothing; leave --processes out.")
         _write_tasks(model, evals, seed, lm_eval)
@@ -252,12 +252,12 @@ def _eval(
         return chosen  # type: ignore[no-any-return]
     if value:
         given["value"] = value
-    if name == "kv":
-        return KvEval(**given, lengths=lengths)
+    if name == "key_value":
+        return KeyValueEval(**given, lengths=lengths)
     if name == "niah":
         return NiahEval(**given, lengths=lengths, text=text)
     # Its ranges of positions cover the shorter lengths.
-    return LossEval(**given, length=lengths[-1], text=text)
+    return PerplexityEval(**given, length=lengths[-1], text=text)
 
 
 def _lengths(text: str) -> list[int]:
@@ -271,12 +271,12 @@ def _length(text: str, option: str) -> int:
         raise ConfigError(f"{option} {text.strip()!r}: {error}.") from error
 
 
-def _stretch(position: str | None, context: str | None, lengths: str | None) -> "Stretch | None":
-    if position is None:
+def _stretch(rope: str | None, context: str | None, lengths: str | None) -> "Stretch | None":
+    if rope is None:
         if context is not None:
-            raise ConfigError("--context says what --position is to reach; give --position too, such as yarn.")
+            raise ConfigError("--context says what --rope is to reach; give --rope too, such as yarn.")
         return None
-    from unspool.cli.eval_options import read_position
+    from unspool.cli.eval_options import read_rope
     from unspool.evals.backends.base import Stretch
 
     if context is not None:
@@ -284,8 +284,8 @@ def _stretch(position: str | None, context: str | None, lengths: str | None) -> 
     elif lengths is not None:
         reach = max(_lengths(lengths), default=0)
     else:
-        raise ConfigError(f"--suite {SHORT} has no lengths, so --position needs the tokens to reach: --context 32K.")
-    return Stretch(position=read_position(position), context=reach)
+        raise ConfigError(f"--suite {SHORT} has no lengths, so --rope needs the tokens to reach: --context 32K.")
+    return Stretch(rope=read_rope(rope), context_length=reach)
 
 
 def _paths(given: list[str]) -> dict[str, str]:

@@ -11,8 +11,8 @@ from unspool.core.sizes import format_size
 # Suites: titles, those scored with right and wrong only, which come first, and groups of tasks.
 SUITE_TITLES = {
     "niah": "Needle recall",
-    "kv": "Key-value recall",
-    "loss": "Loss",
+    "key_value": "Key-value recall",
+    "perplexity": "Loss",
     "ruler": "RULER",
     "helmet": "HELMET",
     "lveval": "LV-Eval",
@@ -20,8 +20,8 @@ SUITE_TITLES = {
     "nocha": "Claims about books",
     "short": "Short tasks",
 }
-RIGHT_OR_WRONG_SUITES = ("niah", "kv")
-FIRST_SUITES = ("niah", "kv")
+RIGHT_OR_WRONG_SUITES = ("niah", "key_value")
+FIRST_SUITES = ("niah", "key_value")
 # Titles of HELMET's categories, in the order of its tables.
 HELMET_CATEGORY_TITLES = {
     "recall": "Recall",
@@ -37,23 +37,23 @@ RULER_TASK_GROUPS = {"niah": "Needles", "vt": "Tracing", "cwe": "Counting", "fwe
 
 # Strategies: how a model card names them, and how a summary describes their settings.
 STRATEGY_TITLES = {
-    "tangle": "tangled (Untie the Knots)",
-    "interleave": "interleaved (CIP)",
-    "negatives": "with hard negatives (NExtLong)",
+    "utk": "tangled (Untie the Knots)",
+    "cip": "interleaved (CIP)",
+    "nextlong": "with hard negatives (NExtLong)",
     "upsample": "long documents upsampled",
-    "skips": "with position skips (PoSE)",
+    "pose": "with position skips (PoSE)",
     "replace": "with synthetic tasks",
 }
 STRATEGY_SUMMARIES: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "tangle": lambda _: "tangled",
-    "interleave": lambda chosen: f"interleaved in {chosen.get('pieces')} pieces",
-    "negatives": lambda chosen: f"negatives after chunks of {_size(chosen.get('chunk'))}",
+    "utk": lambda _: "tangled",
+    "cip": lambda chosen: f"interleaved in {chosen.get('pieces')} pieces",
+    "nextlong": lambda chosen: f"negatives after chunks of {_size(chosen.get('chunk'))}",
     "upsample": lambda chosen: f"documents from {_size(chosen.get('above'))} upsampled",
-    "skips": lambda chosen: f"positions skipped up to {_size(chosen.get('target'))}",
+    "pose": lambda chosen: f"positions skipped up to {_size(chosen.get('target'))}",
     "replace": lambda chosen: f"a share of {chosen.get('with')}",
 }
 # Packing modes with a meaning for viewers: one continues documents in the next row, one pads rows at their end.
-CONTINUING_MODE, PADDING_MODE = "concat", "fit"
+CONTINUING_MODE, PADDING_MODE = "concat", "best_fit"
 
 
 def suite_title(suite: str) -> str:
@@ -63,7 +63,7 @@ def suite_title(suite: str) -> str:
 
 
 def packing_mode(settings: Mapping[str, Any]) -> str:
-    return str(settings.get("pack") or "")
+    return str(settings.get("packing") or "")
 
 
 def strategy_titles(settings: Mapping[str, Any]) -> list[str]:
@@ -79,13 +79,13 @@ def summarize_packing(settings: Mapping[str, Any]) -> list[str]:
 
 def has_chunk_marks(settings: Mapping[str, Any]) -> bool:
     """Whether rows hold special tokens and labels around chunks (UTK)."""
-    return bool(settings.get("tangle"))
+    return bool(settings.get("utk"))
 
 
 def keeps_chunk_order(settings: Mapping[str, Any]) -> bool:
     """Whether the chunks of a document keep their order within a row; NExtLong sorts them by similarity."""
-    utk = settings.get("tangle")
-    return bool(settings.get("interleave") or (isinstance(utk, dict) and utk.get("preserve_order")))
+    utk = settings.get("utk")
+    return bool(settings.get("cip") or (isinstance(utk, dict) and utk.get("preserve_order")))
 
 
 def _size(tokens: Any) -> str:

@@ -24,20 +24,20 @@ class NiahEval(Config):
     )
 
 
-class KvEval(Config):
+class KeyValueEval(Config):
     """JSON key-value recall: one object as long as the context, several keys asked for."""
 
-    suite: Literal["kv"]
+    suite: Literal["key_value"]
     lengths: Lengths
     samples: int = Field(20, ge=1, description="questions per length")
     questions: int = Field(4, ge=1, description="questions per object")
     value: Literal["uuid", "words"] = "uuid"
 
 
-class LossEval(Config):
+class PerplexityEval(Config):
     """Loss by position on held-out text."""
 
-    suite: Literal["loss"]
+    suite: Literal["perplexity"]
     length: Size
     samples: int = Field(8, ge=1, description="windows")
     text: str | None = Field(None, description="JSONL or text files; the shipped held-out book if none")
@@ -103,6 +103,6 @@ class NochaEval(TaskEval):
 
 
 Eval = Annotated[
-    NiahEval | KvEval | LossEval | RulerEval | HelmetEval | LvEval | InfbenchEval | NochaEval,
+    NiahEval | KeyValueEval | PerplexityEval | RulerEval | HelmetEval | LvEval | InfbenchEval | NochaEval,
     Field(discriminator="suite"),
 ]

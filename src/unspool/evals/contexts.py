@@ -18,7 +18,7 @@ from unspool.core.errors import ConfigError, DataError
 from unspool.core.sizes import format_size
 from unspool.data.facts import single_token_words, word_list
 from unspool.evals.backends.base import Backend
-from unspool.evals.config import Eval, KvEval, LossEval, NiahEval, TaskEval
+from unspool.evals.config import Eval, KeyValueEval, NiahEval, PerplexityEval, TaskEval
 from unspool.evals.heldout import excerpt, heldout_documents
 from unspool.evals.prompts import Materials, Prompt, Spool, joined, prompt_hash
 from unspool.evals.questions import ROW_TOKENS, Line, Questions, Wanted, chosen_tasks, groups, suite_of
@@ -28,7 +28,7 @@ from unspool.evals.suites import key_value, niah, perplexity
 from unspool.evals.summary import task_cells
 from unspool.models.loss import bucket_losses
 
-Generated = NiahEval | KvEval | LossEval
+Generated = NiahEval | KeyValueEval | PerplexityEval
 Runnable = Generated | TaskEval
 Sample = dict[str, Any]
 
@@ -83,7 +83,7 @@ def _names(config: Runnable) -> list[str]:
 
 
 def lengths_of(config: Runnable) -> list[int]:
-    return [config.length] if isinstance(config, LossEval) else config.lengths
+    return [config.length] if isinstance(config, PerplexityEval) else config.lengths
 
 
 class Plan:
@@ -100,7 +100,7 @@ class Plan:
         self._windows = {
             config.length: perplexity.windows(config, self._materials[_text_of(config)], seed=seed)
             for config in generated
-            if isinstance(config, LossEval)
+            if isinstance(config, PerplexityEval)
         }
         self.questions = {
             id(config): Questions(config, tokenizer, seed=seed, root=root)
@@ -122,7 +122,7 @@ class Plan:
     def check(self) -> None:
         """Build one prompt of every kind, so that a length that cannot work is found before a model is loaded."""
         for unit in self.units:
-            if unit.index == 0 and not isinstance(unit.config, LossEval | TaskEval):
+            if unit.index == 0 and not isinstance(unit.config, PerplexityEval | TaskEval):
                 self._generated(unit.config, unit.length, 0)
         if not self._listed:
             for questions in self.questions.values():
@@ -195,11 +195,11 @@ class Plan:
         materials = self._materials[_text_of(config)]
         if isinstance(config, NiahEval):
             return niah.prompt(config, materials, length=length, seed=self.seed, index=index)
-        assert isinstance(config, KvEval)
+        assert isinstance(config, KeyValueEval)
         return key_value.prompt(config, materials, length=length, seed=self.seed, index=index)
 
     def score(self, unit: Unit, backend: Backend) -> list[Sample]:
-        if isinstance(unit.config, LossEval):
+        if isinstance(unit.config, PerplexityEval):
             return [self.window_sample(unit, backend.window_losses(self.window(unit)))]
         prompt = self.prompt(unit)
         return self.samples(unit, prompt, backend.answers(prompt))
@@ -208,7 +208,7 @@ class Plan:
         config = unit.config
         if isinstance(config, TaskEval):
             return self.questions[id(config)].samples(unit.wanted, prompt, outputs)
-        assert not isinstance(config, LossEval), "windows have no outputs"
+        assert not isinstance(config, PerplexityEval), "windows have no outputs"
         first = unit.index * _per_context(config)
         samples = []
         for at, (asked, output) in enumerate(zip(prompt.questions, outputs, strict=True)):
@@ -236,7 +236,7 @@ class Plan:
 
         if isinstance(config, TaskEval):
             return [unit(one.length, one.index, 1, (one,)) for one in self.questions[id(config)].wanted]
-        if isinstance(config, LossEval):
+        if isinstance(config, PerplexityEval):
             return [unit(config.length, at) for at in range(len(self._windows[config.length]))]
         contexts = niah.num_contexts(config) if isinstance(config, NiahEval) else key_value.num_contexts(config)
         per_context = _per_context(config)
@@ -255,7 +255,7 @@ def summarize(evals: Sequence[Runnable], samples: Sequence[Sample]) -> list[dict
             every = len(suite_of(config).tasks)
             cells += task_cells(config, chosen_tasks(config), samples, of_tasks=every)
             continue
-        if isinstance(config, LossEval):
+        if isinstance(config, PerplexityEval):
             cells += loss_cells(config.length, samples)
             continue
         depths = niah.depth_grid(config) if isinstance(config, NiahEval) else []
@@ -282,22 +282,22 @@ def _sample(unit: Unit, index: int, depth: float | None, *ids: np.ndarray) -> Sa
 
 def _asks_once(config: Runnable) -> bool:
     """Whether every context of this suite has one question."""
-    return isinstance(config, NiahEval | KvEval) and _per_context(config) == 1
+    return isinstance(config, NiahEval | KeyValueEval) and _per_context(config) == 1
 
 
-def _per_context(config: NiahEval | KvEval) -> int:
+def _per_context(config: NiahEval | KeyValueEval) -> int:
     return config.needles if isinstance(config, NiahEval) else config.questions
 
 
 def _text_of(config: Generated) -> str | None:
-    return None if isinstance(config, KvEval) else config.text
+    return None if isinstance(config, KeyValueEval) else config.text
 
 
 def _documents(evals: Sequence[Generated], text: str | None, root: Path) -> list[str]:
     tokens = [
-        config.samples * config.length if isinstance(config, LossEval) else max(config.lengths)
+        config.samples * config.length if isinstance(config, PerplexityEval) else max(config.lengths)
         for config in evals
-        if not isinstance(config, KvEval) and config.text == text
+        if not isinstance(config, KeyValueEval) and config.text == text
     ]
     # Key-value recall needs no text.
     return heldout_documents(text, root, tokens=max(tokens)) if tokens else []

@@ -18,7 +18,7 @@ import numpy as np
 import zstandard
 
 from unspool.core.errors import ConfigError
-from unspool.evals.suite import Asked, Task
+from unspool.evals.suite import Question, Task
 
 Match = Literal["start", "contains"]
 # After the reference itself: a closing quote or full stop, and a token or two of slack for
@@ -30,7 +30,7 @@ EXTRA_ANSWER_TOKENS = 4
 class Words:
     """A prompt as text, and whether it goes through a chat template."""
 
-    asked: Asked
+    asked: Question
     chat: bool
 
     @property
@@ -45,7 +45,7 @@ class Words:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class PromptQuestion:
     ids: np.ndarray
     reference: str
     depth: float | None
@@ -63,7 +63,7 @@ class Prompt:
     index: int
     """Which context of this suite and length, from 0."""
     context_ids: np.ndarray
-    questions: list[Question]
+    questions: list[PromptQuestion]
     answer_tokens: int
     match: Match
 
@@ -181,7 +181,7 @@ class Asker:
         head, tail, _ = self._template
         return len(self._with_marks(head)) + len(self._with_marks(tail)) + _BORDERS
 
-    def ids(self, asked: Asked, *, chat: bool) -> np.ndarray:
+    def ids(self, asked: Question, *, chat: bool) -> np.ndarray:
         if not chat:
             return np.concatenate(
                 [self._opening, encode(self.tokenizer, asked.context + asked.question + asked.prefix)]
@@ -230,7 +230,7 @@ MOST_BYTES = 2 << 30
 # Text and ids come in long repeats where it matters; higher levels cost more than they save.
 _LEVEL = 1
 
-Made = tuple[Asked, np.ndarray]
+Made = tuple[Question, np.ndarray]
 
 
 class Spool:

@@ -23,8 +23,8 @@ from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size
 from unspool.evals.config import TaskEval, WordedEval
 from unspool.evals.heldout import excerpt
-from unspool.evals.prompts import Asker, Made, Prompt, Question, Spool, Words, prompt_hash
-from unspool.evals.suite import Ask, Asked, Suite, Task
+from unspool.evals.prompts import Asker, Made, Prompt, PromptQuestion, Spool, Words, prompt_hash
+from unspool.evals.suite import Ask, Question, Suite, Task
 from unspool.evals.suites import SUITES
 from unspool.evals.wording import Wording, read_wording
 from unspool.models.generation.batch_limits import MOST_PROMPTS
@@ -155,7 +155,7 @@ class Questions:
         theirs = None if self.wording is None else self.wording.answer_tokens.get(task.name)
         return self.config.answer_tokens or theirs or task.answer_tokens
 
-    def asked(self, wanted: Wanted) -> Asked:
+    def asked(self, wanted: Wanted) -> Question:
         task = self.tasks[wanted.task]
         # A task leaves room for its own number of answer tokens; what else is wanted is taken off the length.
         overhead = self.asker.overhead(chat=self.chat[task.name]) + self.answer_tokens(task) - task.answer_tokens
@@ -199,7 +199,7 @@ class Questions:
             index=together[0].index,
             context_ids=made[0][1][:shared],
             questions=[
-                Question(
+                PromptQuestion(
                     ids=ids[shared:],
                     reference="; ".join(asked.references),
                     depth=asked.depth,
@@ -217,7 +217,7 @@ class Questions:
             for wanted, question, output in zip(together, prompt.questions, outputs, strict=True)
         ]
 
-    def _sample(self, wanted: Wanted, prompt: Prompt, question: Question, output: str) -> Line:
+    def _sample(self, wanted: Wanted, prompt: Prompt, question: PromptQuestion, output: str) -> Line:
         assert question.words is not None
         asked, task = question.words.asked, self.tasks[wanted.task]
         score = task.score(output, asked)
@@ -275,7 +275,7 @@ class Questions:
         strata = [None if task.stratum is None else task.stratum(self.sources, at) for at in range(size)]
         return whole_subset(strata, self.config.samples, self.seed, together=task.together)
 
-    def _shares(self, made: Sequence[tuple[Asked, np.ndarray]]) -> bool:
+    def _shares(self, made: Sequence[tuple[Question, np.ndarray]]) -> bool:
         """Whether these stand together for their context; short ones only share a row."""
         return len({asked.context for asked, _ in made}) == 1
 

@@ -1,6 +1,6 @@
 """Score one model: prompts to answers to `samples.jsonl` and `summary.json`.
 
-In: a model, the evals of a recipe, a seed. Out: the artefact `scores/<model>`; where suites consist of tasks also
+In: a model, the evals of a recipe, a seed. Out: the artifact `scores/<model>`; where suites consist of tasks also
 `prompts.jsonl`, which names every prompt by its hash before the first is asked.
 Promise: scores whose inputs have not changed are not made again; a run killed at any moment goes on
 from the last whole context and ends with the same bytes as one never killed.
@@ -25,7 +25,7 @@ from unspool.core.sizes import format_count
 from unspool.data.facts import word_list
 from unspool.evals.backends.base import Backend, BlockBackend, ModelBackend
 from unspool.evals.backends.processes import ProcessesBackend
-from unspool.evals.config import Eval, KvEval, LossEval, TaskEval
+from unspool.evals.config import Eval, KeyValueEval, PerplexityEval, TaskEval
 from unspool.evals.contexts import Plan, Runnable, Sample, Unit, runnable, summarize
 from unspool.evals.heldout import heldout_digest
 from unspool.evals.prompts import Prompt, Spool
@@ -61,7 +61,7 @@ def score_model(model_ref: str, scoring: Scoring, *, device: torch.device, dtype
 
 def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
     evals = runnable(scoring.evals)
-    if isinstance(backend, BlockBackend) and any(isinstance(config, LossEval) for config in evals):
+    if isinstance(backend, BlockBackend) and any(isinstance(config, PerplexityEval) for config in evals):
         raise ConfigError("suite loss needs a model of ours, not another engine; leave it out or drop --backend.")
     identity = _identity(scoring, evals)
     reason = stale_reason(scoring.out_dir, **identity)
@@ -103,8 +103,8 @@ def summary_of(model: str, evals: Sequence[Runnable], samples: Sequence[Sample])
 
 
 def _identity(scoring: Scoring, evals: list[Runnable]) -> dict[str, Any]:
-    """What the scores depend on, as an artefact wants it."""
-    texts = {config.text for config in evals if not isinstance(config, KvEval | TaskEval)}
+    """What the scores depend on, as an artifact wants it."""
+    texts = {config.text for config in evals if not isinstance(config, KeyValueEval | TaskEval)}
     suites = [config for config in evals if isinstance(config, TaskEval)]
     paths = {name: path for config in suites for name, path in config.paths.items()}
     words = {config.suite: wording_of(config, scoring.root) for config in suites}
@@ -215,7 +215,7 @@ def _in_order(plan: Plan, backend: Backend, units: Sequence[Unit]) -> Iterator[t
     with ThreadPoolExecutor(width) as pool:
         try:
             for unit in units:
-                if isinstance(unit.config, LossEval):
+                if isinstance(unit.config, PerplexityEval):
                     waiting.append((unit, None, pool.submit(backend.window_losses, plan.window(unit))))
                 else:
                     prompt = plan.prompt(unit)

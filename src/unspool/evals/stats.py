@@ -33,7 +33,7 @@ def accuracy_cells(
 
 def loss_cells(length: int, samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One cell per range of positions: the mean over tokens, its interval from the spread over windows."""
-    windows = [sample["losses"] for sample in samples if sample["suite"] == "loss" and sample["length"] == length]
+    windows = [sample["losses"] for sample in samples if sample["suite"] == "perplexity" and sample["length"] == length]
     return [_loss_cell(length, buckets) for buckets in zip(*windows, strict=True)]
 
 
@@ -44,7 +44,7 @@ def _loss_cell(length: int, buckets: Sequence[dict[str, Any]]) -> dict[str, Any]
     # One window says nothing about how windows differ.
     half = Z * stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
     return {
-        "suite": "loss",
+        "suite": "perplexity",
         "metric": "loss",
         "length": length,
         "from": buckets[0]["from"],

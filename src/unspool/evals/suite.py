@@ -1,6 +1,6 @@
 """What a task and a suite are: pure generators of questions, and pure scorers of answers.
 
-In: a suite's sources (texts, data sets, a tokenizer), a length, a seed, an index. Out: `Asked`, one question as text.
+In: a suite's sources (texts, data sets, a tokenizer), a length, a seed, an index. Out: `Question`, as text.
 Promise: the same question for the same arguments on any machine, in any process, in any order; context, question,
 prefix and room for the answer together never exceed the length, and stay within 1% of it where the task can fill it.
 Two modes: `fixed`, the default, and `reference`, which follows the suite's own code, defects included where they
@@ -29,7 +29,7 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Question:
     """One question, as text: the model reads context + question + prefix and goes on from there."""
 
     context: str  # the long part; equal contexts are read once
@@ -45,8 +45,8 @@ class Task:
     name: str
     metric: str  # as shown: "recall", "SubEM", "nDCG@10", …
     answer_tokens: int
-    build: Callable[[Any, Ask], Asked]  # from the suite's sources
-    score: Callable[[str, Asked], float | None]  # 0 to 1; None where a judge has to say
+    build: Callable[[Any, Ask], Question]  # from the suite's sources
+    score: Callable[[str, Question], float | None]  # 0 to 1; None where a judge has to say
     chat: bool = False  # whether the suite asks it through the chat template, if the model has one
     size: Callable[[Any], int] | None = None  # questions that the sources hold; None: any number can be made
     stratum: Callable[[Any, int], Hashable] | None = None  # depth or label of an index, for even subsets

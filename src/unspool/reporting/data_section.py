@@ -40,17 +40,17 @@ class Audit:
 
 
 def audit(results: RunResults) -> Audit:
-    groups = {name: _group(results.artifacts, name) for name in ("corpus", "rows")}
+    groups = {name: _group(results.artifacts, name) for name in ("corpus", "datasets")}
     corpus = _count_table(groups["corpus"], "Documents", _CORPUS, _corpus_gap)
-    rows = _count_table(groups["rows"], "Rows", _ROWS, _rows_gap)
+    rows = _count_table(groups["datasets"], "Datasets", _ROWS, _rows_gap)
     mixes = [stage for stage in results.stages if stage.mix]
-    tables = [table for table in (corpus, rows, _mix_table(mixes, groups["rows"])) if table is not None]
+    tables = [table for table in (corpus, rows, _mix_table(mixes, groups["datasets"])) if table is not None]
     gaps = [(f"corpus {name}", _corpus_gap(one.counts)) for name, one in groups["corpus"].items()]
-    gaps += [(f"rows {name}", _rows_gap(one.counts)) for name, one in groups["rows"].items()]
+    gaps += [(f"dataset {name}", _rows_gap(one.counts)) for name, one in groups["datasets"].items()]
     return Audit(
         tables=tables,
         lengths=_length_figures(groups),
-        mixes=[figure for stage in mixes if (figure := _mix_figure(stage, groups["rows"]))],
+        mixes=[figure for stage in mixes if (figure := _mix_figure(stage, groups["datasets"]))],
         problems=_problem_table(results.problems),
         warnings=[f"{name}: the counts do not add up, by {gap:+,}." for name, gap in gaps if gap],
     )

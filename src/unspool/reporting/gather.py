@@ -35,7 +35,7 @@ def gather_stages(stages_dir: Path, recipe: dict[str, Any]) -> tuple[Stage, ...]
     entries: list[Any] = described if isinstance(described, list) else []
     entries = [entry for entry in entries if isinstance(entry, dict) and "name" in entry]
     if not entries:
-        entries = [{"name": folder.name, "start": "model"} for folder in published(stages_dir)]
+        entries = [{"name": folder.name, "init": "base"} for folder in published(stages_dir)]
     stages: list[Stage] = []
     for entry in entries:
         stages.append(_stage(entry, stages_dir, stages[-1].name if stages else None))
@@ -43,22 +43,22 @@ def gather_stages(stages_dir: Path, recipe: dict[str, Any]) -> tuple[Stage, ...]
 
 
 def _stage(entry: dict[str, Any], stages_dir: Path, previous: str | None) -> Stage:
-    name, start = str(entry["name"]), str(entry.get("start", "previous"))
+    name, start = str(entry["name"]), str(entry.get("init", "previous"))
     finished = (stages_dir / name / MANIFEST).is_file()
     folder = stages_dir / name if finished else stages_dir / f"{name}.work"
     config_file = folder / "model" / "config.json"
-    mix, position = entry.get("mix"), entry.get("position")
+    mix, rope = entry.get("mix"), entry.get("rope")
     return Stage(
         name=name,
-        parent={"previous": previous, "model": None}.get(start, start),
-        context=size(entry.get("context")),
+        parent={"previous": previous, "base": None}.get(start, start),
+        context_length=size(entry.get("context_length")),
         planned_tokens=size(entry.get("tokens")),
         finished=finished,
         steps=_steps(folder / "metrics.jsonl", finished=finished),
         validation=_validation(folder / "validation.jsonl", finished=finished),
         mix=_shares(mix) if isinstance(mix, dict) else {},
         drawn=_drawn(folder / "ledger.jsonl", finished=finished),
-        position=position if isinstance(position, dict) else {},
+        rope=rope if isinstance(rope, dict) else {},
         config=json_object(config_file) if config_file.is_file() else None,
     )
 
@@ -204,7 +204,7 @@ def _facts(path: Path) -> _Facts:
 
 
 def _artifacts(run_dir: Path) -> Iterator[Artifact]:
-    for group in ("corpus", "rows", "stages", "scores"):
+    for group in ("corpus", "datasets", "stages", "scores"):
         for folder in published(run_dir / group):
             manifest = read_manifest(folder)
             if manifest is None:

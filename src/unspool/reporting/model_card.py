@@ -166,12 +166,12 @@ def _stages(facts: CardFacts, recipe: dict[str, Any]) -> str:
         entry = entries.get(stage.name, {})
         mix = entry.get("mix") or {}
         used |= dict.fromkeys(mix)
-        context = format_size(stage.context) if stage.context else MISSING
+        context = format_size(stage.context_length) if stage.context_length else MISSING
         tokens = format_count(stage.tokens) if stage.steps else MISSING
         shares = ", ".join(f"{name} {share:g}" for name, share in mix.items()) or MISSING
-        rows.append([stage.name, context, tokens, _describe_rope_entry(entry.get("position")), shares])
+        rows.append([stage.name, context, tokens, _describe_rope_entry(entry.get("rope")), shares])
     table = markdown_lines(["stage", "context", "tokens", "RoPE", "datasets (share of tokens)"], rows)
-    datasets = recipe.get("rows") or {}
+    datasets = recipe.get("datasets") or {}
     data = [f"- {name}: {_describe_dataset(datasets[name])}" for name in used if isinstance(datasets.get(name), dict)]
     return "\n".join(["## How it was made", "", *table, *(["", "Datasets:", "", *data] if data else [])])
 
@@ -187,7 +187,7 @@ def _describe_rope_entry(entry: Any) -> str:
 def _describe_dataset(entry: dict[str, Any]) -> str:
     source = entry.get("from")
     names = join_words(list(source)) if isinstance(source, dict) else str(source)
-    length = format_size(entry["length"]) if isinstance(entry.get("length"), int) else entry.get("length", MISSING)
+    length = format_size(entry["seq_len"]) if isinstance(entry.get("seq_len"), int) else entry.get("seq_len", MISSING)
     return ", ".join(
         [f"{names}, in rows of {length} (packed: {packing_mode(entry) or MISSING})", *strategy_titles(entry)]
     )

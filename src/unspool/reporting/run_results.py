@@ -11,7 +11,7 @@ from typing import Any
 from unspool.core.kind_titles import FIRST_SUITES
 
 BASE = "base"
-LOSS = "loss"
+LOSS = "perplexity"
 SHORT = "short"  # lm-eval tasks: short prompts, so without a length
 _SEPARATOR = ": "  # between a suite and its task
 
@@ -146,14 +146,14 @@ class Validation:
 class Stage:
     name: str
     parent: str | None  # the stage it starts from; None: the base model
-    context: int | None
+    context_length: int | None
     planned_tokens: int | None
     finished: bool
     steps: tuple[Step, ...]
     validation: tuple[Validation, ...] = ()
     mix: dict[str, float] = field(default_factory=dict)  # dataset: requested share of tokens
     drawn: dict[str, int] = field(default_factory=dict)  # dataset: rows trained on
-    position: dict[str, Any] = field(default_factory=dict)  # as the recipe has it
+    rope: dict[str, Any] = field(default_factory=dict)  # as in the recipe
     config: dict[str, Any] | None = None  # config.json of its model
 
     @property
@@ -165,7 +165,7 @@ class Stage:
 class Artifact:
     """A published folder, as its manifest describes it."""
 
-    path: str  # relative to the run, such as rows/books-2k
+    path: str  # relative to the run, such as datasets/books-2k
     kind: str
     version: str
     counts: dict[str, Any]
@@ -218,7 +218,7 @@ class RunResults:
 
     @property
     def target_context(self) -> int | None:
-        return max((stage.context for stage in self.stages if stage.context), default=None)
+        return max((stage.context_length for stage in self.stages if stage.context_length), default=None)
 
     @property
     def model_names(self) -> list[str]:
@@ -234,7 +234,7 @@ class RunResults:
         """The context length that a model was trained for."""
         if name == BASE:
             return self.original_context
-        return next((stage.context for stage in self.stages if stage.name == name), None)
+        return next((stage.context_length for stage in self.stages if stage.name == name), None)
 
     @property
     def main_suites(self) -> list[str]:

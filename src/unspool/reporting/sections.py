@@ -249,7 +249,7 @@ def missing(text: str) -> Text:
 def _scores(results: RunResults, lines: list[Line]) -> list[Block]:
     if not results.recall_suites:
         short = category_tables(lines)
-        absent = missing("No recall was scored: add niah or kv to the recipe's evals.")
+        absent = missing("No recall was scored: add niah or key_value to the recipe's evals.")
         return [absent, *([Group(tables=short, wide=True)] if short else [])]
     figures = [recall_figure(lines, suite, results.original_context) for suite in results.main_suites]
     tables = [length_table(lines, suite) for suite in results.main_suites]
@@ -294,7 +294,7 @@ def _heat(results: RunResults, suite: str, styles: dict[str, int], *, folded: bo
 def _loss(lines: list[Line], old: int | None) -> list[Block]:
     with_loss = [line for line in lines if line.scores.losses()]
     if not with_loss:
-        return [missing("No loss by position was scored: add loss to the recipe's evals.")]
+        return [missing("No loss by position was scored: add perplexity to the recipe's evals.")]
     return [
         Group(
             figures=[loss_figure(with_loss, old)],

@@ -145,7 +145,7 @@ def _run_values(results: RunResults) -> dict[str, Any]:
         "recipe": results.recipe_text,
         "versions": results.versions,
         "seconds": results.seconds,
-        "artefacts": [_artifact(one) for one in results.artifacts],
+        "artifacts": [_artifact(one) for one in results.artifacts],
     }
 
 
@@ -162,7 +162,7 @@ def _together(runs: Sequence[RunResults]) -> dict[str, Any]:
 def _model(line: Line) -> dict[str, Any]:
     return {
         "model": line.scores.name,
-        "context": line.context,
+        "context_length": line.context,
         "cells": [cell_values(cell) for cell in line.scores.cells],
         "short": [cell_values(cell) for cell in line.scores.short],
         "holds_until": line.scores.holds_until,
@@ -211,13 +211,13 @@ def _stage(stage: Stage, results: RunResults) -> dict[str, Any]:
     return {
         "name": stage.name,
         "starts_from": stage.parent,
-        "context": stage.context,
+        "context_length": stage.context_length,
         "planned_tokens": stage.planned_tokens,
         "tokens": stage.tokens if stage.steps else None,
         "finished": stage.finished,
-        "position": stage.position,
+        "rope": stage.rope,
         "mix_asked": stage.mix,
-        "mix_came": realized_mix(stage, {one.path.removeprefix("rows/"): one for one in results.artifacts}),
+        "mix_came": realized_mix(stage, {one.path.removeprefix("datasets/"): one for one in results.artifacts}),
         "rows_trained_on": stage.drawn,
         "seconds": results.seconds.get(f"stages/{stage.name}"),
         "steps": [asdict(step) for step in stage.steps],
@@ -229,7 +229,7 @@ def _rope(rope: Rope) -> dict[str, Any]:
     return {
         "models": list(rope.names),
         "summary": rope.summary,
-        "context": rope.context,
+        "context_length": rope.context,
         "frequencies": rope.inv_freq.tolist(),
         "first_negative_distance": rope.reach,
         "lowest": rope.lowest,
@@ -238,7 +238,7 @@ def _rope(rope: Rope) -> dict[str, Any]:
 
 
 def _data(results: RunResults) -> dict[str, Any]:
-    counted = [one for one in results.artifacts if one.path.startswith(("corpus/", "rows/"))]
+    counted = [one for one in results.artifacts if one.path.startswith(("corpus/", "datasets/"))]
     return {
         "counts": {one.path: one.counts for one in counted},
         "lengths": {

@@ -16,7 +16,7 @@ from unspool.core.artifacts import read_manifest
 from unspool.core.config import nearest
 from unspool.core.errors import DataError
 from unspool.core.sizes import format_size
-from unspool.evals.config import LossEval, TaskEval
+from unspool.evals.config import PerplexityEval, TaskEval
 from unspool.evals.questions import chosen_tasks
 from unspool.evals.run import PROMPTS, SAMPLES
 from unspool.models.loss import bucket_edges
@@ -24,7 +24,7 @@ from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import Problem
 from unspool.studies.stats import Contributions
 
-LOSS = "loss"
+LOSS = "perplexity"
 
 
 class Part(NamedTuple):
@@ -80,7 +80,7 @@ def measures_of(recipes: Sequence[Recipe]) -> list[Measure]:
 
 
 def _of_eval(entry: Any) -> Iterator[Measure]:
-    if isinstance(entry, LossEval):
+    if isinstance(entry, PerplexityEval):
         for start, stop in pairwise(bucket_edges(entry.length)):
             part = Part(LOSS, None, entry.length, start, stop)
             yield _measure(f"{LOSS}/{format_size(start)}-{format_size(stop)}", part)

@@ -24,7 +24,7 @@ from unspool.data.sources import text as text_source
 from unspool.data.sources.base import Bad, Document
 from unspool.data.sources.config import TextSource
 from unspool.data.sources.files import find_files
-from unspool.evals.config import Eval, KvEval, LossEval, TaskEval
+from unspool.evals.config import Eval, KeyValueEval, PerplexityEval, TaskEval
 from unspool.evals.contexts import Plan, runnable
 from unspool.evals.heldout import heldout_documents
 
@@ -116,8 +116,8 @@ def eval_texts(evals: Sequence[Eval], tokenizer: Any, *, seed: int, root: Path) 
     """Questions, answers and contexts of all prompts, and all held-out text that haystacks are made of."""
     chosen = runnable(evals)
     for config in chosen:
-        if not isinstance(config, KvEval | TaskEval):
-            lengths = [config.length * config.samples] if isinstance(config, LossEval) else config.lengths
+        if not isinstance(config, KeyValueEval | TaskEval):
+            lengths = [config.length * config.samples] if isinstance(config, PerplexityEval) else config.lengths
             yield from heldout_documents(config.text, root, tokens=max(lengths))
     plan = Plan(chosen, tokenizer, seed=seed, root=root)
     with progress_bar("evaluations to keep out", len(plan.units)) as advance:
@@ -129,7 +129,7 @@ def eval_texts(evals: Sequence[Eval], tokenizer: Any, *, seed: int, root: Path) 
                     yield asked.context
                     yield asked.question
                     yield from asked.references
-            elif not isinstance(unit.config, LossEval):
+            elif not isinstance(unit.config, PerplexityEval):
                 for question in plan.prompt(unit).questions:
                     yield str(tokenizer.decode(question.ids, skip_special_tokens=True))
                     yield question.reference

@@ -20,9 +20,9 @@ from unspool.core.artifacts import digest
 from unspool.core.errors import ConfigError
 from unspool.evals.backends.base import Backend
 from unspool.evals.backends.openai import Passing, Patience, attempt
-from unspool.evals.prompts import Asker, Prompt, Question, encode
+from unspool.evals.prompts import Asker, Prompt, PromptQuestion, encode
 from unspool.evals.questions import ROW_TOKENS
-from unspool.evals.suite import Asked
+from unspool.evals.suite import Question
 from unspool.synthesis.config import Fault, LocalGenerator, MockGenerator, ServerGenerator
 from unspool.synthesis.requests import CHARS_PER_TOKEN, Answering, Asking, Pace, Replies, Reply, Request
 
@@ -95,7 +95,7 @@ class LocalAnswering:
             length=max(map(len, all_ids)) + longest,
             index=0,
             context_ids=shared,
-            questions=[Question(ids=ids[len(shared) :], reference="", depth=None) for ids in all_ids],
+            questions=[PromptQuestion(ids=ids[len(shared) :], reference="", depth=None) for ids in all_ids],
             answer_tokens=longest,
             match="contains",
         )
@@ -125,7 +125,7 @@ class LocalAnswering:
     def _ids(self, request: Request) -> np.ndarray:
         chat = self._asker.has_template
         begin = request.begin if chat or not request.begin else f"\n\n{request.begin}"
-        return self._asker.ids(Asked(context=request.prompt, question="", references=("",), prefix=begin), chat=chat)
+        return self._asker.ids(Question(context=request.prompt, question="", references=("",), prefix=begin), chat=chat)
 
 
 # A generator that only pretends: replies made by rule from what it is asked.

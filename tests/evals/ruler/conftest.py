@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler import SUITE
 from unspool.evals.suites.ruler.haystacks import Sources
 
-Build = Callable[..., Asked]
+Build = Callable[..., Question]
 
 
 @pytest.fixture(scope="session")

@@ -14,27 +14,27 @@ from unspool.evals.suites.perplexity import window_losses
 from unspool.models.fuse import fuse_for_reading, pays_to_fuse
 from unspool.models.generation.generate import answer
 from unspool.models.load import load_model
-from unspool.models.rotary import apply_position
+from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import load_tokenizer
-from unspool.rope.methods import Position
+from unspool.rope.methods import RopeMethod
 
 # A model with other positions than it was trained with, to see what they do without training.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    position: Position
-    context: int  # tokens that the method is to reach
+    rope: RopeMethod
+    context_length: int  # tokens that the method is to reach
 
     def apply(self, model: Any) -> None:
-        apply_position(model, self.position, self.context)
+        apply_rope(model, self.rope, self.context_length)
 
     def of(self, model_hash: str) -> str:
         """What scores depend on, where a model is stretched so."""
-        return digest([model_hash, self.position.model_dump(mode="json"), self.context])
+        return digest([model_hash, self.rope.model_dump(mode="json"), self.context_length])
 
     def name_of(self, model: str) -> str:
-        return f"{model}+{self.position.method}"
+        return f"{model}+{self.rope.method}"
 
 
 # Writing takes a step for every token of an answer; prompts that are answered together share these steps. With so many

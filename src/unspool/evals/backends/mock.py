@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from unspool.evals.prompts import Prompt, Question
+from unspool.evals.prompts import Prompt, PromptQuestion
 
 # Of the prompt's end, what an adversary repeats.
 REPEATED = 4000
@@ -19,7 +19,7 @@ class Mock:
     def answers(self, prompt: Prompt) -> list[str]:
         return [self.answer(prompt, question) for question in prompt.questions]
 
-    def answer(self, prompt: Prompt, question: Question) -> str:
+    def answer(self, prompt: Prompt, question: PromptQuestion) -> str:
         raise NotImplementedError
 
     def window_losses(self, ids: np.ndarray) -> np.ndarray:
@@ -29,21 +29,21 @@ class Mock:
 class Oracle(Mock):
     """Knows every answer."""
 
-    def answer(self, prompt: Prompt, question: Question) -> str:
+    def answer(self, prompt: Prompt, question: PromptQuestion) -> str:
         return f" {question.reference}." if question.words is None else question.words.oracle
 
 
 class Empty(Mock):
     """Says nothing."""
 
-    def answer(self, prompt: Prompt, question: Question) -> str:
+    def answer(self, prompt: Prompt, question: PromptQuestion) -> str:
         return ""
 
 
 class Adversarial(Mock):
     """Repeats the end of what it was asked, with what breaks careless readers: control characters and markup."""
 
-    def answer(self, prompt: Prompt, question: Question) -> str:
+    def answer(self, prompt: Prompt, question: PromptQuestion) -> str:
         ids = np.concatenate([prompt.context_ids, question.ids])[-REPEATED:]
         return f"\x1b[2J\x00\u2028<script>alert(1)</script>\n{self.tokenizer.decode(ids)}"
 

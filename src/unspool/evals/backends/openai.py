@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from unspool.core.errors import ConfigError, UnspoolError
-from unspool.evals.prompts import Prompt, Question
+from unspool.evals.prompts import Prompt, PromptQuestion
 
 # One POST of JSON, tried again where that may help.
 
@@ -197,11 +197,11 @@ class OpenAiBackend:
         self._slots = BoundedSemaphore(server.width)
 
     def answers(self, prompt: Prompt) -> list[str]:
-        def one(question: Question) -> str:
+        def one(question: PromptQuestion) -> str:
             with self._slots:
                 return send(question)
 
-        def send(question: Question) -> str:
+        def send(question: PromptQuestion) -> str:
             ids = np.concatenate([prompt.context_ids, question.ids]).tolist()
             if self.server.endpoint == "completions":
                 return self.server.complete(ids, prompt.answer_tokens)
@@ -217,7 +217,7 @@ class OpenAiBackend:
     def window_losses(self, ids: np.ndarray) -> np.ndarray:
         raise ConfigError("suite loss needs a model in this process, not a server; leave it out or drop --backend.")
 
-    def _words(self, question: Question, ids: list[int]) -> str:
+    def _words(self, question: PromptQuestion, ids: list[int]) -> str:
         if question.words is None:
             return str(self.tokenizer.decode(ids, skip_special_tokens=True))
         return question.words.text + question.words.asked.prefix

@@ -13,7 +13,7 @@ from unspool.evals.backends.mock import MOCKS
 from unspool.evals.backends.openai import OpenAiBackend, Patience, Server
 from unspool.evals.backends.processes import ProcessesBackend
 from unspool.evals.backends.vllm import VllmBackend
-from unspool.evals.config import LossEval
+from unspool.evals.config import PerplexityEval
 from unspool.evals.contexts import Plan
 from unspool.models.load import model_digest
 from unspool.models.tokenizer import load_tokenizer
@@ -110,7 +110,7 @@ class Parity:
 
 def compare(plan: Plan, first: Backend, second: Backend, *, count: int = PROMPTS) -> Parity:
     """Answers of both to the same prompts, spread over everything that is planned."""
-    units = [unit for unit in plan.units if not isinstance(unit.config, LossEval)]
+    units = [unit for unit in plan.units if not isinstance(unit.config, PerplexityEval)]
     step = max(1, len(units) // count)
     differences: list[Difference] = []
     n = 0

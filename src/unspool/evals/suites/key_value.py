@@ -14,11 +14,11 @@ import numpy as np
 from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
 from unspool.data.facts import distinct_keys, pair_question, pairs_text
-from unspool.evals.config import KvEval
+from unspool.evals.config import KeyValueEval
 from unspool.evals.prompts import (
     Materials,
     Prompt,
-    Question,
+    PromptQuestion,
     answer_room,
     encode,
     encode_after_newline,
@@ -35,11 +35,11 @@ CORRECTIONS = 8
 FILLER = "-x"
 
 
-def num_contexts(config: KvEval) -> int:
+def num_contexts(config: KeyValueEval) -> int:
     return -(-config.samples // config.questions)
 
 
-def prompt(config: KvEval, materials: Materials, *, length: int, seed: int, index: int) -> Prompt:
+def prompt(config: KeyValueEval, materials: Materials, *, length: int, seed: int, index: int) -> Prompt:
     rng = rng_for(seed, "kv", length, index)
     num_questions = min(config.questions, config.samples - index * config.questions)
     # One more than is asked for, so that there is something to tell apart and a key to lengthen.
@@ -62,7 +62,7 @@ def prompt(config: KvEval, materials: Materials, *, length: int, seed: int, inde
     least = build(pairs(fewest)).tokens
     if least > length:
         raise ConfigError(
-            f"kv: length {length} is too short: with this tokenizer an object of {fewest} pairs, a question and "
+            f"key_value: length {length} is too short: with this tokenizer an object of {fewest} pairs, a question and "
             f"its answer need {least} tokens. Use a greater length, fewer questions per object or value: words."
         )
     count = _num_pairs(lambda count: build(pairs(count)).tokens, fewest, len(drawn), length)
@@ -99,12 +99,14 @@ def _filled(build: Callable[[Pairs], Prompt], pairs: Pairs, asked: list[int], le
     return prompt
 
 
-def _prompt(config: KvEval, materials: Materials, pairs: Pairs, asked: list[int], *, length: int, index: int) -> Prompt:
+def _prompt(
+    config: KeyValueEval, materials: Materials, pairs: Pairs, asked: list[int], *, length: int, index: int
+) -> Prompt:
     tokenizer = materials.tokenizer
     context = encode(tokenizer, pairs_text(pairs) + "\n")
     questions = [
         # The new line that a question starts with ends the context, where tokenizers see it as one with the object.
-        Question(
+        PromptQuestion(
             ids=encode_after_newline(tokenizer, pair_question(pairs[at][0]).removeprefix("\n")),
             reference=pairs[at][1],
             depth=None,
@@ -112,7 +114,7 @@ def _prompt(config: KvEval, materials: Materials, pairs: Pairs, asked: list[int]
         for at in asked
     ]
     return Prompt(
-        suite="kv",
+        suite="key_value",
         length=length,
         index=index,
         context_ids=np.concatenate([opening_ids(tokenizer), context]),
@@ -122,7 +124,7 @@ def _prompt(config: KvEval, materials: Materials, pairs: Pairs, asked: list[int]
     )
 
 
-def _pairs(config: KvEval, words: list[str], count: int, rng: np.random.Generator) -> Pairs:
+def _pairs(config: KeyValueEval, words: list[str], count: int, rng: np.random.Generator) -> Pairs:
     if config.value == "uuid":
         drawn = [str(uuid.UUID(bytes=rng.bytes(16), version=4)) for _ in range(2 * count)]
         return list(zip(drawn[:count], drawn[count:], strict=True))

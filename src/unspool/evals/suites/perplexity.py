@@ -13,7 +13,7 @@ import torch
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
-from unspool.evals.config import LossEval
+from unspool.evals.config import PerplexityEval
 from unspool.evals.prompts import Materials, encode, opening_ids
 from unspool.models.loss import read_head, token_losses
 
@@ -21,12 +21,12 @@ from unspool.models.loss import read_head, token_losses
 HEAD_CHUNK = 1024
 
 
-def windows(config: LossEval, materials: Materials, *, seed: int) -> list[np.ndarray]:
+def windows(config: PerplexityEval, materials: Materials, *, seed: int) -> list[np.ndarray]:
     """Up to `config.samples` windows of exactly `config.length` tokens."""
     opening = opening_ids(materials.tokenizer)
     body = config.length - len(opening)
     if body < 2:
-        raise ConfigError(f"loss: length {config.length} leaves no token to predict; use at least 64.")
+        raise ConfigError(f"perplexity: length {config.length} leaves no token to predict; use at least 64.")
     rng = rng_for(seed, "loss", config.length)
     found: list[np.ndarray] = []
     longest = 0
@@ -39,8 +39,8 @@ def windows(config: LossEval, materials: Materials, *, seed: int) -> list[np.nda
             found += np.split(ids[first : first + len(ids) // body * body], len(ids) // body)
     if not found:
         raise DataError(
-            f"loss: no document of the held-out text has {config.length} tokens (the longest has {longest}). "
-            "Use a shorter length, give longer documents as text (`--text` of unspool eval), or leave loss out."
+            f"perplexity: no document of the held-out text has {config.length} tokens (the longest has {longest}). "
+            "Use a shorter length, give longer documents as text (`--text` of unspool eval), or leave perplexity out."
         )
     chosen = rng.permutation(len(found))[: config.samples]
     return [np.concatenate([opening, found[at]]) for at in chosen]
@@ -64,6 +64,7 @@ def _check_head(model: Any, tokens: torch.Tensor) -> None:
     own = model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits.float()
     if not torch.allclose(plain, own, rtol=1e-2, atol=1e-2):
         raise ConfigError(
-            f"loss: {type(model).__name__} changes its logits after the head, which the loss suite cannot follow yet. "
-            "Leave this suite out."
+            f"perplexity: {type(model).__name__} changes its logits after the head, which this suite cannot follow "
+            "yet. "
+            "Leave it out."
         )

@@ -20,7 +20,7 @@ from unspool.core.sizes import format_size
 from unspool.core.stats import Z
 from unspool.evals.backends.base import Stretch
 from unspool.evals.contexts import Plan
-from unspool.evals.suite import Asked
+from unspool.evals.suite import Question
 from unspool.evals.suites import SUITES
 from unspool.models.load import load_model
 from unspool.models.tokenizer import first_line, load_tokenizer
@@ -136,7 +136,7 @@ def write_tasks(plan: Plan, out_dir: Path) -> list[str]:
 def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     """Called by lm-eval for every answer; what only a judge can score gives nothing."""
     task = lookup(lookup(SUITES, doc["suite"], kind="suite").tasks, doc["task"], kind="task")
-    asked = Asked(
+    asked = Question(
         context=doc["context"],
         question=doc["question"],
         prefix=doc["prefix"],
@@ -148,7 +148,7 @@ def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str,
     return {} if value is None else {"score": float(value)}
 
 
-def _doc(suite: str, task: str, asked: Asked) -> dict[str, Any]:
+def _doc(suite: str, task: str, asked: Question) -> dict[str, Any]:
     return {
         "suite": suite,
         "task": task,

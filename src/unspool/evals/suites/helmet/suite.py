@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
-from unspool.evals.suite import Ask, Asked, Suite, Task
+from unspool.evals.suite import Ask, Question, Suite, Task
 from unspool.evals.suites import ruler
 from unspool.evals.suites.helmet import alce, books, icl, json_kv, rag, rerank
 from unspool.evals.suites.helmet.datasets import BOOKS, CITE, LABELS, RAG, Sources, load
@@ -20,7 +20,7 @@ from unspool.evals.suites.helmet.instructions import FORMS
 ANSWER_TOKENS = {"niah_multikey_2": 50, "niah_multikey_3": 100, "niah_multivalue": 50}
 
 
-def build(name: str, sources: Sources, ask: Ask) -> Asked:
+def build(name: str, sources: Sources, ask: Ask) -> Question:
     task = ruler.SUITE.tasks[name]
     paths = {key: path for key, path in sources.paths.items() if key == "haystack"}
     wording = sources.wording.of(ruler.SUITE.wording)
