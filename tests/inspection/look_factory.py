@@ -39,8 +39,8 @@ def byte_tokenizer(*, bos: bool = False) -> PreTrainedTokenizerFast:
 def save_rows(folder: Path, rows: list[Row], **settings: Any) -> Path:
     """Rows as `data.rows` publishes them, with what the manifest says about them."""
     masked = any(row.loss_mask is not None for row in rows)
-    about = {"rows": {"length": len(rows[0].tokens), **settings}}
-    with publish(folder, kind="rows", inputs={}, settings=about) as draft:
+    about = {"dataset": {"seq_len": len(rows[0].tokens), **settings}}
+    with publish(folder, kind="dataset", inputs={}, settings=about) as draft:
         pieced, placed = rows[0].chunk_ids is not None, rows[0].positions is not None
         with RowWriter(
             draft.folder, row_len=len(rows[0].tokens), masked=masked, pieced=pieced, placed=placed
@@ -48,7 +48,7 @@ def save_rows(folder: Path, rows: list[Row], **settings: Any) -> Path:
             for row in rows:
                 writer.append(row)
         draft.counts = {"rows": len(rows), "tokens": sum(len(row.tokens) for row in rows)}
-        if settings.get("tangle"):
+        if settings.get("utk"):
             draft.counts["added_tokens"] = knot_ids(byte_tokenizer())
     return folder
 
@@ -66,7 +66,7 @@ def packed(docs: list[np.ndarray], row_len: int, *, source: str = "books") -> li
 
 
 def save_run(run_dir: Path) -> Path:
-    """`recipe.yaml`, the tokenizer it names, corpus/books, rows/short (concat) and rows/tangled."""
+    """`recipe.yaml`, the tokenizer it names, corpus/books, datasets/short (concat) and datasets/tangled."""
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(run_dir / "model")
     (run_dir / "recipe.yaml").write_text(yaml.safe_dump({"name": "small", "model": "model"}))
