@@ -125,7 +125,7 @@ def test_an_empty_folder_and_a_broken_file_are_one_sentence(tmp_path):
 
 
 @pytest.fixture
-def talks(tmp_path) -> Path:
+def conversations(tmp_path) -> Path:
     """As `unspool synth` leaves them, in two files."""
     folder = tmp_path / "run/synth/long"
     folder.mkdir(parents=True)
@@ -136,17 +136,17 @@ def talks(tmp_path) -> Path:
     return folder
 
 
-def test_conversations_are_shown_turn_by_turn(talks):
-    shown = look(talks)
+def test_conversations_are_shown_turn_by_turn(conversations):
+    shown = look(conversations)
     assert "kind: chat" in shown and "2 records" in shown
     assert re.search(r"user · 12 characters.*Who is Ahab\?.*assistant · 11 characters.*Ahab sails", shown, re.DOTALL)
     assert "Who is Ishmael?" in shown
-    only = look(talks / "conversations-00001.jsonl.zst", "--json")
+    only = look(conversations / "conversations-00001.jsonl.zst", "--json")
     assert "Ishmael sails." in only and "Ahab" not in only
 
 
-def test_a_folder_of_conversations_is_no_text_to_attend_to(talks):
-    done = CliRunner().invoke(build_app(), ["look", "attention", "asset:tiny-base", "--text", str(talks)])
+def test_a_folder_of_conversations_is_no_text_to_attend_to(conversations):
+    done = CliRunner().invoke(build_app(), ["look", "attention", "asset:tiny-base", "--text", str(conversations)])
     assert done.exit_code == 2
     assert "give a file such as book.txt" in " ".join(done.stderr.split())
 
