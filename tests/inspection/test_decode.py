@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from look_factory import byte_tokenizer
+from run_factory import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from look_factory import save_run
+from run_factory import save_run
 
 from unspool.inspection.detokenize import find_tokenizer
 from unspool.inspection.input_documents import Corpus

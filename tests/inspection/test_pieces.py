@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from look_factory import byte_tokenizer, pieced_row, save_rows, tangled_row
+from run_factory import byte_tokenizer, pieced_row, save_rows, tangled_row
 
 from unspool.inspection.detokenize import FoundTokenizer, find_tokenizer
 from unspool.inspection.items import Item, Show

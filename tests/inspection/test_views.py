@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from look_factory import TEXTS, byte_tokenizer, save_rows, save_run
+from run_factory import TEXTS, byte_tokenizer, save_rows, save_run
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.data.packing.store import Row

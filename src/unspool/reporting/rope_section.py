@@ -19,9 +19,8 @@ from unspool.core.sizes import format_count, format_size
 from unspool.core.tables import Entry, Table, entries
 from unspool.reporting.figures import context_mark
 from unspool.reporting.run_results import BASE, RunResults
-from unspool.rope.advice import short
 from unspool.rope.bound import curve
-from unspool.rope.tables import frequencies, global_parameters, shape_of, tables
+from unspool.rope.tables import config_frequencies
 
 NUM_BINS = 96
 MAX_DIMENSIONS = 16  # rows of the table; the chart has them all
@@ -71,16 +70,8 @@ def ropes(results: RunResults, styles: Mapping[str, int]) -> list[Rope]:
 def _frequencies(config: dict[str, Any], context: int) -> tuple[np.ndarray, str] | None:
     """(frequencies of each distinct head, a summary of the settings)."""
     try:
-        rope, parameters = shape_of(config), global_parameters(config)
-        bases = config.get("head_bases")
-        if bases:
-            lines = frequencies(np.unique(np.asarray(bases, dtype=np.float64))[:MAX_HEADS], rope.rotary_dim)
-            low, high = float(np.min(bases)), float(np.max(bases))
-            return lines.astype(np.float64), f"a base per head, {short(low)} to {short(high)}"
-        one = tables(parameters, rope.rotary_dim, max_positions=rope.max_positions, seq_len=context).inv_freq
-        scaled = parameters["rope_type"]
-        summary = f"base {short(rope.base)}" + ("" if scaled == "default" else f", {scaled} scaling")
-        return one[None].astype(np.float64), summary
+        lines, summary = config_frequencies(config, context)
+        return lines[:MAX_HEADS], summary
     except (ConfigError, KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
 

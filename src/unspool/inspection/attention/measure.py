@@ -19,8 +19,8 @@ from unspool.core.formatting import format_share
 from unspool.core.progress import progress_bar
 from unspool.inspection.attention.input_text import Text
 from unspool.inspection.attention.tiles import Layer, LongRange, build_visibility, draw, measure
-from unspool.models.attention.reference import Rules
-from unspool.models.checks import stand_between
+from unspool.models.attention.reference import AttentionInputs, Kernel
+from unspool.models.checks import intercept_attention
 from unspool.models.load import load_model
 
 Head = tuple[int, int]  # layer and head, from 0
@@ -127,24 +127,14 @@ class _Recorder:
 
     def attached(self, model: Any) -> AbstractContextManager[None]:
         """Context in which every attention layer passes its inputs to `_attend`."""
-        return stand_between(model, lambda layer: partial(self._attend, layer))
+        return intercept_attention(model, lambda layer: partial(self._attend, layer))
 
-    def _attend(
-        self,
-        number: int,
-        compute: Callable[..., Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rules: Rules,
-        sinks: Tensor | None,
-        doc_lens: tuple[int, ...] | None,
-    ) -> Tensor:
+    def _attend(self, number: int, kernel: Kernel, inputs: AttentionInputs) -> Tensor:
         """Measure a layer's inputs and return the kernel's output unchanged."""
-        out = compute(query, key, value, rules, sinks, doc_lens)
+        out = kernel(inputs)
         named = {layer for layer, _ in self._settings.heads}
         if self._settings.layers is None or number in self._settings.layers or number in named:
-            layer = Layer(query=query[0], key=key[0], rules=rules, sinks=sinks)
+            layer = Layer.of(inputs)
             found = measure(layer, self._visibility)
         else:
             layer, found = None, None

@@ -6,18 +6,18 @@ held. Each head's scores are computed once, those of drawn heads twice.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unspool.models.attention.reference import Rules
+from unspool.models.attention.reference import AttentionInputs
 
 # Tokens of a tile and the number of scores held at a time: sized for a CPU's caches and a GPU's occupancy.
 CPU_TILE, CPU_SCORES = (256, 1024), 1 << 20
 CUDA_TILE, CUDA_SCORES = (2048, 4096), 1 << 28
-# The group of first tokens in `Sight.groups`.
+# The group of first tokens in `Visibility.groups`.
 FIRST = -1
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -26,8 +26,21 @@ _HALF = (torch.bfloat16, torch.float16)
 class Layer:
     query: Tensor  # [H, S, D]
     key: Tensor  # [KV, S, D]
-    rules: Rules
-    sinks: Tensor | None  # [H]: extra logits in the softmax, without a value
+    scale: float  # of the scores
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [H]: extra logits in the softmax, without a value
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs) -> "Layer":
+        return cls(
+            query=inputs.query[0],
+            key=inputs.key[0],
+            scale=inputs.scale,
+            window=inputs.window,
+            softcap=inputs.softcap,
+            sinks=inputs.sinks,
+        )
 
     @property
     def groups(self) -> int:
@@ -37,13 +50,13 @@ class Layer:
         """Some KV heads with the query heads that share them."""
         of_queries = slice(first * self.groups, stop * self.groups)
         sinks = None if self.sinks is None else self.sinks[of_queries]
-        return Layer(query=self.query[of_queries], key=self.key[first:stop], rules=self.rules, sinks=sinks)
+        return replace(self, query=self.query[of_queries], key=self.key[first:stop], sinks=sinks)
 
     def head(self, number: int) -> "Layer":
         """One query head with its keys."""
         at = number // self.groups
         sinks = None if self.sinks is None else self.sinks[number : number + 1]
-        return Layer(query=self.query[number : number + 1], key=self.key[at : at + 1], rules=self.rules, sinks=sinks)
+        return replace(self, query=self.query[number : number + 1], key=self.key[at : at + 1], sinks=sinks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +106,7 @@ def lowest_keys(visible: Visibility, window: int | None) -> Tensor:
 def measure(layer: Layer, visible: Visibility, *, tile: tuple[int, int] | None = None) -> LongRange:
     """Measure all heads in one pass over tiles; sums are rescaled when a larger score is met."""
     length = layer.query.shape[1]
-    low = lowest_keys(visible, layer.rules.window)
+    low = lowest_keys(visible, layer.window)
     size = tile or _tile(layer.query)
     at_once = max(1, _max_scores(layer.query) // (size[0] * size[1] * layer.groups))
     parts = [
@@ -118,7 +131,7 @@ def draw(
     """Largest probability in cells of `cell` × `cell` of one head, float32[C, C] on the CPU; rows are queries."""
     length = layer.query.shape[1]
     assert len(layer.query) == 1 and log_sums.shape == (length,)
-    low = lowest_keys(visible, layer.rules.window)
+    low = lowest_keys(visible, layer.window)
     # Tiles end where cells end.
     num_queries, num_keys = (-(-size // cell) * cell for size in tile or _tile(layer.query))
     cells = -(-length // cell)
@@ -200,9 +213,9 @@ def _scores(layer: Layer, queries: slice, keys: slice) -> Tensor:
         scores = torch.bmm(query, key, out_dtype=torch.float32)
     else:
         scores = torch.bmm(query.float(), key.float())
-    scores *= dim**-0.5 if layer.rules.scaling is None else layer.rules.scaling
-    if layer.rules.softcap is not None:
-        scores.div_(layer.rules.softcap).tanh_().mul_(layer.rules.softcap)
+    scores *= layer.scale
+    if layer.softcap is not None:
+        scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
     return scores.view(num_heads, -1, scores.shape[-1])
 
 

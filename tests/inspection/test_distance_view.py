@@ -6,7 +6,7 @@ from io import StringIO
 from pathlib import Path
 
 import numpy as np
-from look_factory import byte_tokenizer, pieced_row, save_rows, tangled_row
+from run_factory import byte_tokenizer, pieced_row, save_rows, tangled_row
 
 from unspool.core.charts import decades
 from unspool.core.formatting import format_share

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from unspool.cli.main import build_app
 # tests/inspect has no __init__.py, because a package of that name would hide Python's own `inspect`.
 sys.path.insert(0, str(Path(__file__).parents[1] / "inspection"))
 
-from look_factory import save_run
+from run_factory import save_run
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +24,13 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def look(*args: object) -> str:
-    done = CliRunner().invoke(build_app(), ["look", *map(str, args)])
+    done = CliRunner().invoke(build_app(), ["inspect", *map(str, args)])
     assert done.exit_code == 0, done.output
     return done.stdout
 
 
 def refused(*args: object) -> str:
-    done = CliRunner().invoke(build_app(), ["look", *map(str, args)])
+    done = CliRunner().invoke(build_app(), ["inspect", *map(str, args)])
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1, done.stderr
@@ -49,10 +50,10 @@ def test_a_run_is_listed_by_source_and_as_json(run_dir):
     entries = json.loads(look(run_dir, "--json", "--source", "books"))
     assert [(entry["kind"], entry["count"]) for entry in entries] == [
         ("corpus", 3),
-        ("rows", entries[1]["count"]),
-        ("rows", 1),
+        ("dataset", entries[1]["count"]),
+        ("dataset", 1),
     ]
-    assert "there are books" in refused(run_dir, "--source", "wiki")
+    assert "sources are books" in refused(run_dir, "--source", "wiki")
 
 
 def test_rows_are_shown_with_borders_and_the_number_of_rows(run_dir):
@@ -106,10 +107,10 @@ def test_an_input_file_is_shown_as_a_source_would_read_it(tmp_path):
         (["datasets/short", "--source", "bookz"], "did you mean 'books'?"),
         (["datasets/short", "--text", "body"], "--text is for JSONL and Parquet files"),
         (["datasets/short", "--tokenizer", "corpus"], "no tokenizer could be loaded"),
-        (["corpus/books", "--source", "books"], "--source is for rows"),
+        (["corpus/books", "--source", "books"], "--source is for datasets"),
         (["corpus/books", "--html", "."], "is a folder; name the file to write"),
-        ([".", "--html", "page.html"], "--html shows one folder"),
-        (["recipe.yaml", "--text", "body"], "is read as kind: text, which has no fields"),
+        ([".", "--html", "page.html"], "--html needs one folder"),
+        (["recipe.yaml", "--text", "body"], "is read as kind text, which has no fields"),
     ],
 )
 def test_every_mistake_is_one_sentence(args, wanted, run_dir, monkeypatch):
@@ -146,7 +147,7 @@ def test_conversations_are_shown_turn_by_turn(conversations):
 
 
 def test_a_folder_of_conversations_is_no_text_to_attend_to(conversations):
-    done = CliRunner().invoke(build_app(), ["look", "attention", "asset:tiny-base", "--text", str(conversations)])
+    done = CliRunner().invoke(build_app(), ["inspect", "attention", "asset:tiny-base", "--text", str(conversations)])
     assert done.exit_code == 2
     assert "give a file such as book.txt" in " ".join(done.stderr.split())
 
@@ -163,17 +164,19 @@ def test_rows_of_a_run_are_shown_together_or_by_name(run_dir):
 
 
 def test_several_sets_go_on_one_page(run_dir, tmp_path):
-    sets = [run_dir / "rows" / name for name in ("short", "tangled")]
+    sets = [run_dir / "datasets" / name for name in ("short", "tangled")]
     assert look("rows", *sets, "--html", tmp_path / "look.html") == f"page: {tmp_path / 'look.html'}\n"
     page = (tmp_path / "look.html").read_text()
     assert "<h1>short</h1>" in page
     assert "<h1>tangled</h1>" in page
 
 
-def test_a_folder_called_as_a_command_is_reached_by_its_path(run_dir, monkeypatch):
+def test_a_folder_called_as_a_command_is_reached_by_its_path(run_dir, tmp_path, monkeypatch):
+    shutil.copytree(run_dir, tmp_path / "run")
+    (tmp_path / "run" / "datasets").rename(tmp_path / "run" / "rows")
+    monkeypatch.chdir(tmp_path / "run")
+    assert "Inspect one with" in look("./rows")
     monkeypatch.chdir(run_dir)
-    assert "Look further with" in look("./rows")
-    # Within a run, both mean the rows that are here.
     assert look("rows").count("━━ row ") == 2
     assert "share of pairs" in look("distances")
 
@@ -201,12 +204,12 @@ def test_distances_as_json_and_as_a_page(run_dir, tmp_path):
 @pytest.mark.parametrize(
     ("args", "wanted"),
     [
-        (["rows", "corpus/books"], "corpus/books holds no rows"),
+        (["rows", "corpus/books"], "corpus/books contains no dataset"),
         (["rows", "nowhere"], "nowhere: no such file or folder"),
         (["rows", ".", "--source", "bookz"], "did you mean 'books'?"),
-        (["distances", "corpus"], "no rows have been made here yet"),
-        (["distances", ".", "--bins", "4K,1K"], "--bins 4K,1K: edges must rise"),
-        (["distances", ".", "--bins", "1,many"], "--bins 1,many: write a size such as 64K"),
+        (["distances", "corpus"], "no datasets have been built here yet"),
+        (["distances", ".", "--bins", "4K,1K"], "--bins 4K,1K: edges must increase"),
+        (["distances", ".", "--bins", "1,many"], "--bins many: write a size such as 64K"),
         (["distances", ".", "--beyond", "0"], "--beyond 0: a size must be between 1 and"),
         (["distances", ".", "--html", "."], "is a folder; name the file to write"),
     ],
@@ -218,14 +221,14 @@ def test_mistakes_of_the_commands_are_one_sentence(args, wanted, run_dir, monkey
 
 def test_help_of_each_command_teaches():
     for command, example in (("rows", "--name utk-2k --index 7"), ("distances", "--beyond 16K")):
-        done = CliRunner().invoke(build_app(), ["look", command, "--help"])
+        done = CliRunner().invoke(build_app(), ["inspect", command, "--help"])
         assert example in done.stdout
-    done = CliRunner().invoke(build_app(), ["look", "-h"])
+    done = CliRunner().invoke(build_app(), ["inspect", "-h"])
     assert "distances" in done.stdout
     assert "--tokenizer" in done.stdout
 
 
 def test_help_teaches_with_examples():
-    done = CliRunner().invoke(build_app(), ["look", "--help"])
+    done = CliRunner().invoke(build_app(), ["inspect", "--help"])
     assert done.exit_code == 0
-    assert "unspool inspect runs/tiny/rows/utk-2k --index 7 --full" in done.stdout
+    assert "unspool inspect runs/tiny/datasets/utk-2k --index 7 --full" in done.stdout
