@@ -15,7 +15,7 @@ from unspool.cli.main import build_app
 # tests/inspect has no __init__.py, because a package of that name would hide Python's own `inspect`.
 sys.path.insert(0, str(Path(__file__).parents[1] / "inspection"))
 
-from run_factory import save_run
+from inspection_factory import save_run
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_an_input_file_is_shown_as_a_source_would_read_it(tmp_path):
         (["corpus/books", "--source", "books"], "--source is for datasets"),
         (["corpus/books", "--html", "."], "is a folder; name the file to write"),
         ([".", "--html", "page.html"], "--html needs one folder"),
-        (["recipe.yaml", "--text", "body"], "is read as kind text, which has no fields"),
+        (["recipe.yaml", "--text", "body"], "is read as kind: text, which has no fields"),
     ],
 )
 def test_every_mistake_is_one_sentence(args, wanted, run_dir, monkeypatch):

@@ -20,7 +20,7 @@ from unspool.data.facts import word_list
 # tests/inspect has no __init__.py, because a package of that name would hide Python's own `inspect`.
 sys.path.insert(0, str(Path(__file__).parents[1] / "inspection"))
 
-from run_factory import pieced_row, save_rows, save_run
+from inspection_factory import pieced_row, save_rows, save_run
 
 NASTY = "<script>alert(1)</script>&.txt".replace("/", "∕")
 

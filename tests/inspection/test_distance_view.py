@@ -6,8 +6,8 @@ from io import StringIO
 from pathlib import Path
 
 import numpy as np
-from run_factory import byte_tokenizer, pieced_row, save_rows, tangled_row
 
+from inspection_factory import byte_tokenizer, pieced_row, save_rows, tangled_row
 from unspool.core.charts import decades
 from unspool.core.formatting import format_share
 from unspool.data.packing.store import Row

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_factory import pieced_row, save_rows, save_run
 
+from inspection_factory import pieced_row, save_rows, save_run
 from unspool.inspection.detokenize import FoundTokenizer, find_tokenizer
 from unspool.inspection.distance_view import count_distances, doublings, read_text, write_distances
 from unspool.inspection.items import Item, Part, Show, Span

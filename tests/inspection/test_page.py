@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_factory import save_run
 
+from inspection_factory import save_run
 from unspool.inspection.detokenize import find_tokenizer
 from unspool.inspection.input_documents import Corpus
 from unspool.inspection.items import Item, Part, Show, Span, Summary

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_factory import TEXTS, byte_tokenizer, save_rows, save_run
 
+from inspection_factory import TEXTS, byte_tokenizer, save_rows, save_run
 from unspool.core.errors import ConfigError, DataError
-from unspool.data.packing.store import Row
+from unspool.data.packing.row import Row
 from unspool.data.tokenize.encoder import build_encoder
 from unspool.inspection.detokenize import FoundTokenizer, find_tokenizer
 from unspool.inspection.input_documents import Corpus, Records

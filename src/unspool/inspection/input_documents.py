@@ -2,19 +2,16 @@
 
 from collections import Counter
 from itertools import islice
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
-from pydantic import TypeAdapter
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.data.corpus.store import CorpusReader
-from unspool.data.sources.base import Bad, Document, Filtered
+from unspool.data.sources.base import Bad, Document, Filtered, read_items
 from unspool.data.sources.base import Item as Record
-from unspool.data.sources.config import FileSource
-from unspool.data.sources.readers import read_units
+from unspool.data.sources.registry import source_for_file
 from unspool.inspection.detokenize import FoundTokenizer
 from unspool.inspection.items import (
     Item,
@@ -108,14 +105,6 @@ def _describe(source: dict[str, object]) -> str:
     return " ".join(str(source[key]) for key in ("kind", "path", "prose") if source.get(key))
 
 
-# The kind of source that reads a file, by its suffix; other files are text.
-KINDS = {
-    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
-    "parquet": (".parquet",),
-    "repos": (".tar.gz", ".tgz", ".tar", ".zip", ".whl"),
-}
-
-
 class Records:
     """A `Collection` of the records of one file."""
 
@@ -123,7 +112,7 @@ class Records:
         self._path, self._files = place.path, place.files
         self._tokenizer = found_tokenizer
         self._seed = seed
-        self._source = _source(self._files[0], field)
+        self._source = source_for_file(self._files[0], field)
         self._read: list[Record] = []
         self._ended = False
 
@@ -205,36 +194,10 @@ class Records:
         return Item(index=index, name=name, among="", facts=[*facts, f"{len(tokens):,} tokens"], parts=[part])
 
     def _load(self, count: int) -> None:
-        self._read = list(islice(read_units(self._source, self._files, self._seed), count))
+        self._read = list(islice(read_items(self._source, self._files, self._seed), count))
         self._ended = len(self._read) < count
         if not self._read:
             raise ConfigError(f"{self._path}: no records found; a source of kind {self._source.kind} would be empty.")
-
-
-def kind_of(path: Path) -> str:
-    return next((kind for kind, endings in KINDS.items() if path.name.lower().endswith(endings)), "text")
-
-
-def _source(path: Path, field: str | None) -> FileSource:
-    settings: dict[str, Any] = {"kind": kind_of(path), "path": str(path)}
-    if field is None and settings["kind"] == "jsonl" and _holds_conversations(path):
-        settings["kind"] = "chat"
-    if field is not None:
-        if settings["kind"] not in ("jsonl", "parquet"):
-            raise ConfigError(f"--text {field}: {path.name} is read as kind {settings['kind']}, which has no fields.")
-        settings["text"] = field
-    source: FileSource = TypeAdapter(FileSource).validate_python(settings)
-    return source
-
-
-def _holds_conversations(path: Path) -> bool:
-    """Whether the first record is readable as kind chat but not as text."""
-    return isinstance(_first(path, "chat"), Document) and not isinstance(_first(path, "jsonl"), Document)
-
-
-def _first(path: Path, kind: str) -> Record | None:
-    source: FileSource = TypeAdapter(FileSource).validate_python({"kind": kind, "path": str(path)})
-    return next(iter(read_units(source, [path])), None)
 
 
 def _part(span: Span) -> Part:

@@ -12,17 +12,16 @@ import pyarrow as pa
 
 from unspool.core.config import nearest
 from unspool.core.errors import ConfigError, DataError
-from unspool.core.kind_titles import (
+from unspool.core.sizes import format_size
+from unspool.data.packing.describe import (
     CONTINUING_MODE,
     PADDING_MODE,
-    has_chunk_marks,
-    keeps_chunk_order,
     packing_mode,
+    recorded_strategies,
     summarize_packing,
 )
-from unspool.core.sizes import format_size
-from unspool.data.packing.config import STRATEGIES
-from unspool.data.packing.store import IGNORE, Row, RowSet, labels
+from unspool.data.packing.row import IGNORE, Row, labels
+from unspool.data.packing.store import RowSet
 from unspool.inspection.detokenize import FoundTokenizer
 from unspool.inspection.items import (
     Item,
@@ -54,7 +53,8 @@ MAX_SCANNED = 20_000
 def has_special_tokens(place: DataPath) -> bool:
     """Whether rows hold special tokens of UTK, which only the right tokenizer distinguishes from text."""
     settings = place.settings.get("dataset")
-    return bool((isinstance(settings, dict) and has_chunk_marks(settings)) or place.counts.get("added_tokens"))
+    strategies = recorded_strategies(settings) if isinstance(settings, dict) else []
+    return any(strategy.uses_tokenizer for strategy in strategies) or bool(place.counts.get("added_tokens"))
 
 
 class Rows:
@@ -74,7 +74,8 @@ class Rows:
         self._has_utk = has_special_tokens(place)
         # Conversations end with their template, not with EOS.
         self._is_chat = "trained_tokens" in place.counts
-        self._pieced = self._has_utk or any(self._settings.get(name) for name in STRATEGIES)
+        self._chunked = [strategy for strategy in recorded_strategies(self._settings) if strategy.moves_chunks]
+        self._pieced = self._has_utk or bool(self._chunked)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -208,7 +209,9 @@ class Rows:
         """The document of each part of a row, numbered from 0, and facts about the part."""
         if row.chunk_ids is not None:
             groups = documents_of(row.chunk_ids)
-            return groups, known_facts(groups, marks, ordered=keeps_chunk_order(self._settings))
+            return groups, known_facts(
+                groups, marks, ordered=any(strategy.keeps_chunk_order for strategy in self._chunked)
+            )
         if marks is not None:
             return [mark.group for mark in marks], read_facts(marks)
         numbers = range(len(row.doc_lens))

@@ -14,8 +14,8 @@ import pyarrow as pa
 from unspool.core.artifacts import read_manifest
 from unspool.core.config import nearest
 from unspool.core.errors import ConfigError, DataError
-from unspool.core.kind_titles import summarize_packing
 from unspool.core.sizes import format_size
+from unspool.data.packing.describe import summarize_packing
 
 Kind = Literal["run", "dataset", "corpus", "records"]
 # Prefixes of the Arrow files of each kind of folder.

@@ -8,7 +8,6 @@ from statistics import fmean, stdev
 import numpy as np
 
 from unspool.core.formatting import MISSING, join_words
-from unspool.core.kind_titles import suite_title
 from unspool.core.sizes import format_count, format_size
 from unspool.core.stats import agresti_min_interval, bootstrap, t_quantile
 from unspool.core.tables import Entry, Table
@@ -24,6 +23,7 @@ from unspool.reporting.measures import (
     winner,
 )
 from unspool.reporting.run_results import BASE, LOSS, Cell, ModelScores, RunResults, task_suite
+from unspool.reporting.suite_titles import suite_title
 
 
 @dataclass(frozen=True, kw_only=True)

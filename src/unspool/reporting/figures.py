@@ -7,11 +7,11 @@ from typing import Any
 
 from unspool.core.charts import Figure, Frame, HeatCell, Heatmap, Point, Series, heatmap, line_chart
 from unspool.core.formatting import MISSING, clip, format_bytes, format_duration, format_percent, join_words
-from unspool.core.kind_titles import RIGHT_OR_WRONG_SUITES, suite_title
 from unspool.core.sizes import format_size
 from unspool.core.tables import Entry, Table, entries
 from unspool.reporting.measures import format_interval, format_n, format_positions, format_value, format_with_interval
 from unspool.reporting.run_results import Artifact, Cell, ModelScores, RunResults
+from unspool.reporting.suite_titles import RIGHT_OR_WRONG_SUITES, suite_title
 
 MAX_TICKS = 8
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from unspool.core.formatting import MISSING, format_percent, format_signed
-from unspool.core.kind_titles import suite_title
 from unspool.core.sizes import format_size
 from unspool.reporting.run_results import LOSS, Cell, ModelScores, RunResults, main_suites
+from unspool.reporting.suite_titles import suite_title
 
 
 def format_value(cell: Cell | None) -> str:

@@ -10,11 +10,12 @@ from typing import Any
 import yaml
 
 from unspool.core.formatting import MISSING, join_words
-from unspool.core.kind_titles import packing_mode, strategy_titles, suite_title
 from unspool.core.sizes import format_count, format_size
 from unspool.core.tables import markdown_lines
+from unspool.data.packing.describe import packing_mode, strategy_titles
 from unspool.reporting.measures import format_positions, format_with_interval
 from unspool.reporting.run_results import BASE, Cell, ModelScores, RunResults, Stage
+from unspool.reporting.suite_titles import suite_title
 
 
 @dataclass(frozen=True, kw_only=True)

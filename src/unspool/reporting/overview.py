@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from unspool.core.charts import Axis, Dot, Figure, Span, scatter
 from unspool.core.formatting import MISSING, format_percent, join_words
-from unspool.core.kind_titles import HELMET_CATEGORY_TITLES, RULER_TASK_GROUPS, suite_title
 from unspool.core.sizes import format_size
 from unspool.core.tables import Entry, Table
 from unspool.evals.suites.helmet.suite import CATEGORIES
 from unspool.reporting.figures import Line, number_entry
 from unspool.reporting.measures import Measure, average, format_with_interval, lowercase_start
 from unspool.reporting.run_results import SHORT, Cell, recall_suites, task_of, task_suite
+from unspool.reporting.suite_titles import HELMET_CATEGORY_TITLES, RULER_TASK_GROUPS, suite_title
 
 HELMET, RULER = "helmet", "ruler"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unspool.core.kind_titles import FIRST_SUITES
+from unspool.reporting.suite_titles import FIRST_SUITES
 
 BASE = "base"
 LOSS = "perplexity"

@@ -9,7 +9,6 @@ from typing import ClassVar
 
 from unspool.core.charts import Figure
 from unspool.core.formatting import excerpt, format_percent, printable
-from unspool.core.kind_titles import suite_title
 from unspool.core.sizes import format_size
 from unspool.core.tables import Table
 from unspool.reporting.comparisons import compare, comparison_table
@@ -30,6 +29,7 @@ from unspool.reporting.measures import key_measures
 from unspool.reporting.overview import category_tables, length_table, trade_off
 from unspool.reporting.rope_section import position_figures, position_tables, ropes
 from unspool.reporting.run_results import Prompt, RunResults, Sample, task_of
+from unspool.reporting.suite_titles import suite_title
 from unspool.reporting.training_section import training_figures, training_table, validation_figures, wrong_steps
 
 Legend = list[tuple[str, int]]  # (label, style)
