@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from unspool.core.artifacts import file_digest
-from unspool.data.sources.config import JsonlSource, TextSource
-from unspool.data.sources.readers import read_strictly, source_units
+from unspool.data.sources.base import FileSource, read_strictly
+from unspool.data.sources.jsonl import text_or_jsonl
 
 SHIPPED = "assets/demo/heldout.jsonl.zst"
 # Longer than tokens are on average in any language we know of, so that enough text is read.
@@ -23,16 +23,13 @@ CHARS_PER_TOKEN = 8
 FEWEST_CHARS = 4_000_000
 
 
-def heldout_source(text: str | None) -> JsonlSource | TextSource:
-    path = str(files("unspool") / SHIPPED) if text is None else text
-    if ".jsonl" in Path(path).name:
-        return JsonlSource.model_validate({"kind": "jsonl", "path": path})
-    return TextSource.model_validate({"kind": "text", "path": path})
+def heldout_source(text: str | None) -> FileSource:
+    return text_or_jsonl(str(files("unspool") / SHIPPED) if text is None else text)
 
 
 def heldout_files(text: str | None, root: Path) -> list[Path]:
     """The files; ConfigError if there are none."""
-    return source_units(heldout_source(text), root)
+    return heldout_source(text).units(root)
 
 
 def heldout_digest(text: str | None, root: Path) -> dict[str, str]:
