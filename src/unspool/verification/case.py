@@ -103,7 +103,7 @@ def _closeness(measured: Measured) -> float:
     return math.inf if math.isnan(measured.error) else measured.error / measured.tolerance
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     name: str
     promise: int

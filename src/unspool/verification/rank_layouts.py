@@ -73,12 +73,8 @@ class RankLayout:
 
 
 def rank_check(ranks: RankGroup) -> Check:
-    return Check(
-        name="ranks",
-        promise=2,
-        what="one step on several ranks (FSDP, Ulysses, ring and combinations), against one rank",
-        measure=partial(check_ranks, ranks=ranks),
-    )
+    what = "one step on several ranks (FSDP, Ulysses, ring and combinations), against one rank"
+    return Check("ranks", 2, what, partial(check_ranks, ranks=ranks))
 
 
 def check_ranks(case: Case, ranks: RankGroup) -> list[Measured]:
