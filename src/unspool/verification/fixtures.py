@@ -19,9 +19,10 @@ from unspool.data.packing.store import Row
 from unspool.models.fuse import compute_in_bf16
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_rope
-from unspool.models.tokenizer import first_line, location, quiet
+from unspool.models.tokenizer import first_line, location, silence_transformers
 from unspool.rope.harpe import Harpe
-from unspool.rope.methods import Abf, RopeMethod, Yarn
+from unspool.rope.methods import Abf, Yarn
+from unspool.rope.tables import RopeMethod
 
 CONTEXT = 512
 WINDOW = 16
@@ -130,7 +131,7 @@ class ModelSpec:
 
     def load_plain(self, device: torch.device) -> Any:
         """The model in plain `transformers` with eager attention; `rope` is not applied."""
-        quiet()
+        silence_transformers()
         try:
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 **location(self.ref), dtype=torch.float32, attn_implementation="eager", use_safetensors=True
@@ -146,7 +147,7 @@ def user_model(ref: str) -> ModelSpec:
 
 def build_small_models(folder: Path, *, seed: int, wide: bool, names: Sequence[str]) -> list[ModelSpec]:
     """Save small models with random weights in `folder`; `wide` for a GPU. The same seed gives the same weights."""
-    quiet()
+    silence_transformers()
     specs = []
     for name in names:
         family = lookup(FAMILIES, name, kind="model")
