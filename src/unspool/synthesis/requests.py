@@ -93,7 +93,7 @@ class RateLimiter:
         self._paused_until = now
 
     def wait(self, tokens: int) -> None:
-        """Return when a request of so many tokens may start."""
+        """Return when a request of this many tokens may start."""
         with self._lock:
             now = self._clock()
             start = max(now, self._paused_until)
@@ -105,7 +105,7 @@ class RateLimiter:
             self._sleep(start - now)
 
     def pause(self, seconds: float) -> None:
-        """Start nothing for so long, because the server asked for it."""
+        """Start no request for this long; servers ask for it with Retry-After."""
         with self._lock:
             self._paused_until = max(self._paused_until, self._clock() + seconds)
 

@@ -68,7 +68,7 @@ KILL_STAGE = _stage("kill", steps=KILL_STEPS, checkpoint_every=1)
 
 
 class _InterruptedError(Exception):
-    """Stands for the end of a process."""
+    """Simulates the end of a process."""
 
 
 class _InterruptedMix(Mix):
@@ -167,7 +167,7 @@ def check_kills(case: Case, *, kills: int) -> list[Measured]:
 
 
 def run_kills(folder: Path, *, kills: int, seed: int, device: torch.device) -> KillResult:
-    """Kill and restart a run until there were so many kills. A run that ends before is compared, and another begins."""
+    """Kill and restart a run until it was killed `kills` times. A run that completes is compared, and another starts."""
     inputs = _inputs(folder, seed=seed)
 
     def run(name: str) -> Callable[[], None]:
@@ -181,7 +181,7 @@ def run_kills(folder: Path, *, kills: int, seed: int, device: torch.device) -> K
     seconds = seconds_of("whole")
     repeatable = True
     if device.type == "cuda":
-        # The first run also compiles kernels; by its time, most kills would come too late.
+        # The first run also compiles kernels; most kills timed by it would be too late.
         seconds = seconds_of("again")
         repeatable = not _differing_files(folder / "again", folder / "whole")
     rng = rng_for(seed, "verify", "kills")

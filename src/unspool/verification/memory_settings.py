@@ -85,7 +85,7 @@ def _in(head: Head, dtype: torch.dtype, device: torch.device | str) -> Head:
 
 
 def _plain(hidden: Tensor, head: Head, labels: Tensor, *, at_once: int) -> list[Tensor]:
-    """Cross-entropy on the logits of so many targets at once."""
+    """Cross-entropy on the logits of `at_once` targets at a time."""
     states, head = _with_gradients(hidden, head)
     targets = (labels != IGNORE).nonzero()[:, 0]
     losses = [

@@ -33,9 +33,7 @@ PROMISES = {
 def build_checks(plain: PlainProcess, *, kills: int = runs.KILLS, ranks: RankGroup | None = None) -> dict[str, Check]:
     """All checks by name. `plain` loads exports, a run is killed `kills` times, `ranks` share a step."""
     checks = [
-        Check(
-            "packing", 1, "loss and gradient of documents in a packed row, against each alone", steps.check_packing
-        ),
+        Check("packing", 1, "loss and gradient of documents in a packed row, against each alone", steps.check_packing),
         Check("isolation", 1, "replacing the text of one document leaves others bitwise equal", steps.check_isolation),
         Check("position-shift", 1, "a document at higher positions, against it at 0", steps.check_position_shift),
         Check("micro-batches", 2, "eight rows in micro-batches of one, four and eight", steps.check_micro_batches),
