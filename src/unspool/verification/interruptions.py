@@ -167,7 +167,7 @@ def check_kills(case: Case, *, kills: int) -> list[Measured]:
 
 
 def run_kills(folder: Path, *, kills: int, seed: int, device: torch.device) -> KillResult:
-    """Kill and restart a run until it was killed `kills` times. A run that completes is compared, and another starts."""
+    """Kill and restart a run until it was killed `kills` times. Completed runs are compared, and another starts."""
     inputs = _inputs(folder, seed=seed)
 
     def run(name: str) -> Callable[[], None]:
