@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from inspection_factory import save_run
 
+from inspection_factory import save_run
 from unspool.inspection.dataset_summary import Summary, length_chart
 from unspool.inspection.detokenize import find_tokenizer
 from unspool.inspection.input_documents import Corpus

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from inspection_factory import TEXTS, byte_tokenizer, save_rows, save_run
 
+from inspection_factory import TEXTS, byte_tokenizer, save_rows, save_run
 from unspool.core.errors import ConfigError, DataError
 from unspool.data.packing.store import Row
 from unspool.data.tokenize.encoder import build_encoder
