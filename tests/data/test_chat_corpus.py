@@ -249,12 +249,12 @@ def test_rows_keep_the_template_for_the_model_that_is_trained_on_them(talks, tmp
     ("way", "module", "name"),
     [
         ("concat", order, "Doc"),
-        ("intact", order, "Doc"),
-        ("fit", order, "Doc"),
-        ("interleave", cip, "Row"),
-        ("negatives", nextlong, "Row"),
-        ("tangle", tangle, "Row"),
-        ("intact", pack, "Row"),
+        ("truncate", order, "Doc"),
+        ("best_fit", order, "Doc"),
+        ("cip", cip, "Row"),
+        ("nextlong", nextlong, "Row"),
+        ("utk", tangle, "Row"),
+        ("truncate", pack, "Row"),
     ],
 )
 def test_a_mask_that_is_one_token_off_would_be_noticed(talks, tmp_path, monkeypatch, way, module, name):
