@@ -172,7 +172,7 @@ def test_several_sets_go_on_one_page(run_dir, tmp_path):
 
 def test_a_folder_called_as_a_command_is_reached_by_its_path(run_dir, monkeypatch):
     monkeypatch.chdir(run_dir)
-    assert "Look further with" in look("./rows")
+    assert "Look further with" in look("./datasets")
     # Within a run, both mean the rows that are here.
     assert look("rows").count("━━ row ") == 2
     assert "share of pairs" in look("distances")

@@ -28,7 +28,7 @@ def measure_of(suite: str, *lengths: int, spans: tuple[tuple[int, int], ...] = (
 
 
 def model(name: str, **answers: dict[str, float]) -> ModelScores:
-    """`model("a", kv_64={...})`: scores by prompt, by suite and length."""
+    """`model("a", key_value_64={...})`: scores by prompt, by suite and length."""
     found = {(key.rpartition("_")[0], int(key.rpartition("_")[2])): scores for key, scores in answers.items()}
     return ModelScores(name=name, cells=(), answers=found)
 
@@ -75,8 +75,8 @@ def test_few_equal_answers_do_not_make_certainty(pair: tuple[float, float]):
 
 
 def test_swapping_the_models_turns_the_sign():
-    one = model("a", kv_64={"p": 1.0, "q": 0.0, "r": 0.0})
-    two = model("b", kv_64={"p": 1.0, "q": 1.0, "r": 1.0})
+    one = model("a", key_value_64={"p": 1.0, "q": 0.0, "r": 0.0})
+    two = model("b", key_value_64={"p": 1.0, "q": 1.0, "r": 1.0})
     there, back = (difference(measure_of("key_value", 64), *pair) for pair in ((one, two), (two, one)))
 
     assert there.value == pytest.approx(2 / 3)
@@ -88,8 +88,8 @@ def test_swapping_the_models_turns_the_sign():
 
 
 def test_only_prompts_that_both_answered_count():
-    one = model("a", kv_64={"p": 1.0, "only a": 0.0}, kv_128={"p": 0.0})
-    two = model("b", kv_64={"p": 0.0, "only b": 1.0, "only b too": 1.0})
+    one = model("a", key_value_64={"p": 1.0, "only a": 0.0}, key_value_128={"p": 0.0})
+    two = model("b", key_value_64={"p": 0.0, "only b": 1.0, "only b too": 1.0})
 
     found = difference(measure_of("key_value", 64), one, two)
     assert (found.value, found.n) == (-1.0, 1)

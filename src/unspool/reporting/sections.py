@@ -134,7 +134,7 @@ def missing(text: str) -> Text:
 def _scores(results: RunResults, lines: list[Line]) -> list[Block]:
     if not results.recall_suites:
         short = category_tables(lines)
-        absent = missing("No recall was scored: add niah or kv to the recipe's evals.")
+        absent = missing("No recall was scored: add niah or key_value to the recipe's evals.")
         return [absent, *([Group(tables=short, wide=True)] if short else [])]
     figures = [recall_figure(lines, suite, results.original_context) for suite in results.main_suites]
     tables = [length_table(lines, suite) for suite in results.main_suites]
