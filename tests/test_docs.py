@@ -18,16 +18,13 @@ from test_imports import BESIDE, ORDER, PACKAGES
 from unspool.cli.main import build_app
 from unspool.core.config import Config
 from unspool.data.corpus.config import EngineConfig
-from unspool.data.packing.config import (
-    CipConfig,
-    DatasetConfig,
-    NextLongConfig,
-    PoseConfig,
-    ReplaceConfig,
-    UpsampleConfig,
-    UtkConfig,
-)
+from unspool.data.packing.config import DatasetConfig, ReplaceConfig
 from unspool.data.sources.registry import SOURCES
+from unspool.data.strategies.cip import CipConfig
+from unspool.data.strategies.nextlong import NextLongConfig
+from unspool.data.strategies.pose import PoseConfig
+from unspool.data.strategies.upsample import UpsampleConfig
+from unspool.data.strategies.utk import UtkConfig
 from unspool.evals.config import (
     HelmetEval,
     InfbenchEval,

@@ -152,9 +152,7 @@ def _counters(prefix: str, opening: str, rng: np.random.Generator, num: int) -> 
         else:
             wording, values[thing] = LOWERS, old - value
         states.append(str(values[thing]))
-        facts.append(
-            prefix.format(step=at + 1, last=at) + wording[picks[at]].format(thing=things[thing], value=value)
-        )
+        facts.append(prefix.format(step=at + 1, last=at) + wording[picks[at]].format(thing=things[thing], value=value))
     return Draft(opening, facts, _counter_questions(Log(things, who, states), rng))
 
 
