@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from unspool.core.stats import score_interval
 from unspool.evals.config import TaskEval
 from unspool.evals.scoring.effective_length import adaptation_rate, effective_length
 from unspool.evals.scoring.ranking import pair_accuracy
-from unspool.evals.stats import interval
 from unspool.evals.suite import Suite, Task
 
 Cell = dict[str, Any]
@@ -113,7 +113,7 @@ def combined(parts: Sequence[Cell]) -> Cell:
 def _task(config: TaskEval, task: Task, length: int, samples: Sequence[Sample]) -> list[Cell]:
     def cell(depth: float | None, chosen: Sequence[Sample]) -> Cell:
         known = [sample["score"] for sample in chosen if sample["score"] is not None]
-        low, high = interval(known) if known else (None, None)
+        low, high = score_interval(known) if known else (None, None)
         return {
             **_head(config, length),
             "task": task.name,
