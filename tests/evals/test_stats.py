@@ -32,7 +32,7 @@ def test_cells_cover_all_depths_together_and_each_alone():
 
 
 def test_what_was_not_scored_is_null_not_zero():
-    (cell,) = accuracy_cells("kv", 256, [], [])
+    (cell,) = accuracy_cells("key_value", 256, [], [])
 
     assert cell["n"] == 0
     assert cell["value"] is cell["low"] is cell["high"] is None

@@ -1,4 +1,4 @@
-"""`unspool eval --position`: a model scored with other positions, without training."""
+"""`unspool eval --rope`: a model scored with other positions, without training."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from unspool.recipe.paths import resolve_path
 from unspool.rope.methods import Abf, Yarn
 
 SHIPPED = "asset:tiny-base"
-LOSS = ["--suite", "loss", "--lengths", "1K", "--samples", "2", "--device", "cpu", "--json"]
+LOSS = ["--suite", "perplexity", "--lengths", "1K", "--samples", "2", "--device", "cpu", "--json"]
 
 
 def scored(*args: str) -> dict:
@@ -69,17 +69,17 @@ def test_a_method_alone_or_with_settings():
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--rope", "yam"], "--position: method = yam: "),
+        (["--rope", "yam"], "--rope: method = yam: "),
         (["--rope", "yam"], "yarn"),
-        (["--rope", "{method: abf, bass: 8e6}"], "--position: bass: unknown key; did you mean 'base'?"),
-        (["--rope", "{method: abf, base: many}"], "--position: base = many: must be "),
+        (["--rope", "{method: abf, bass: 8e6}"], "--rope: bass: unknown key; did you mean 'base'?"),
+        (["--rope", "{method: abf, base: many}"], "--rope: base = many: must be "),
         (["--rope", "[yarn"], "cannot be read"),
         (["--rope", "3"], "write a method"),
-        (["--context", "8K"], "give --position too"),
+        (["--context", "8K"], "give --rope too"),
         (["--rope", "yarn", "--context", "much"], "--context 'much'"),
         (["--rope", "yarn", "--suite", "short"], "--context 32K"),
-        (["--rope", "yarn", "--suite", "ruler", "--lm-eval", "tasks"], "--position has no part in it"),
-        (["--rope", "yarn", "--backend", "oracle"], "--position is for --backend transformers"),
+        (["--rope", "yarn", "--suite", "ruler", "--lm-eval", "tasks"], "--rope has no part in it"),
+        (["--rope", "yarn", "--backend", "oracle"], "--rope is for --backend transformers"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(args, says):

@@ -10,7 +10,7 @@ import numpy as np
 from inspection_factory import byte_tokenizer, pieced_row, save_rows, tangled_row
 from unspool.core.charts import decades
 from unspool.core.formatting import format_share
-from unspool.data.packing.store import Row
+from unspool.data.packing.row import Row
 from unspool.inspection.detokenize import FoundTokenizer, find_tokenizer
 from unspool.inspection.distance_view import (
     Distances,

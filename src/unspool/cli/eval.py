@@ -56,7 +56,7 @@ def eval_(
     ],
     suite: Annotated[
         str, typer.Option(help=f"What to measure, comma-separated: {', '.join(SUITES)}; or {SHORT}.")
-    ] = "niah,kv,loss",
+    ] = "niah,key_value,perplexity",
     lengths: Annotated[str, typer.Option(help="Context lengths in tokens, comma-separated.")] = "2K,8K",
     samples: Annotated[
         int | None,
@@ -83,7 +83,7 @@ def eval_(
         typer.Option(help="Held-out text files or a pattern (JSONL or plain); a shipped book by default."),
     ] = None,
     value: Annotated[
-        str | None, typer.Option(help="What is to be recalled: words, numbers (niah) or uuid (kv).")
+        str | None, typer.Option(help="What is to be recalled: words, numbers (niah) or uuid (key_value).")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Keep samples.jsonl and summary.json here; a killed run then goes on.")
@@ -121,8 +121,8 @@ def eval_(
 ) -> None:
     """Score a model by context length.
 
-    niah hides a fact in a book and asks for it; kv asks for values of a
-    long JSON object; loss shows whether text is still predicted better
+    niah hides a fact in a book and asks for it; key_value asks for values of a
+    long JSON object; perplexity shows whether text is still predicted better
     further on in the context. ruler, helmet, lveval, infbench and nocha
     are the suites of the papers, and say up to which length the model
     holds; short runs lm-eval's tasks. Scores come with n and a 95%

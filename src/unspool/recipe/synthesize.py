@@ -55,9 +55,7 @@ class Synthesis:
         self.context = RunContext(loaded=self.loaded)
         check_data_inputs(self.context)
         self.tokenizer = self.context.tokenizer
-        self.out.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.out / "recipe.yaml", dump_recipe(loaded.recipe))
-        self.context.note()
+        self._whole_recipe = loaded.recipe
         self.templates = {
             name: load_templates(None if config.templates is None else Path(loaded.path(config.templates)))
             for name, config in self.sets.items()
@@ -67,6 +65,10 @@ class Synthesis:
             self._files(config)
 
     def corpora(self) -> dict[str, dict[str, Any]]:
+        """Start the run folder and tokenize the documents of all sets; returns the counts by source."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.out / "recipe.yaml", dump_recipe(self._whole_recipe))
+        self.context.note()
         return {name: build_source(self.context, name) for name in self.recipe.sources}
 
     def estimates(self) -> dict[str, Estimate]:

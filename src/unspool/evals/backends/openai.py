@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from http.client import HTTPException, InvalidURL
 from threading import BoundedSemaphore
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from unspool.evals.prompts import Prompt, PromptQuestion
 # Answers of a server that may be others a moment later.
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
 LONGEST_PAUSE = 60.0
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +71,33 @@ def post(
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
     """What the server answers, as JSON."""
-    problem = ""
-    for number in range(patience.attempts):
+    try:
+        return retry(lambda: attempt(url, body, key=key, seconds=patience.seconds), patience, sleep=sleep)
+    except Passing as passing:
+        raise UnspoolError(
+            f"{url} gave no answer in {patience.attempts} attempts ({plain(passing.problem)}). Start the server or "
+            "raise --timeout, and run this again: what was answered is kept."
+        ) from None
+
+
+def retry(
+    call: Callable[[], Result],
+    patience: Patience,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    on_error: Callable[[Passing], None] = lambda error: None,
+) -> Result:
+    """Call until there is no Passing; raises that of the last attempt."""
+    number = 0
+    while True:
         try:
-            return attempt(url, body, key=key, seconds=patience.seconds)
-        except Passing as passing:
-            problem = passing.problem
-            if number + 1 < patience.attempts:
-                sleep(pause_after(number, passing, patience))
-    raise UnspoolError(
-        f"{url} gave no answer in {patience.attempts} attempts ({plain(problem)}). Start the server or raise "
-        "--timeout, and run this again: what was answered is kept."
-    )
+            return call()
+        except Passing as error:
+            on_error(error)
+            if number + 1 >= patience.attempts:
+                raise
+            sleep(pause_after(number, error, patience))
+            number += 1
 
 
 def pause_after(number: int, passing: Passing, patience: Patience) -> float:

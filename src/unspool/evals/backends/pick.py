@@ -45,7 +45,7 @@ class Choice:
 def pick(choice: Choice, *, device: torch.device, dtype: torch.dtype) -> Backend:
     if choice.stretch is not None and choice.kind != "transformers":
         raise ConfigError(
-            f"--position is for --backend transformers; the backend here is {choice.kind}. For other engines, write "
+            f"--rope is for --backend transformers; the backend here is {choice.kind}. For other engines, write "
             "the method's rope_parameters into the config of a copy of the model."
         )
     if choice.processes > 1 and choice.kind != "transformers":
