@@ -70,7 +70,7 @@ def test_nothing_stands_under_the_name_before_the_work_is_done(tmp_path):
     with publish(tmp_path / "datasets", **IDENTITY) as draft:
         (draft.folder / "data.txt").write_text("half")
         assert not (tmp_path / "datasets").exists()
-        assert draft.folder == tmp_path / "rows.partial"
+        assert draft.folder == tmp_path / "datasets.partial"
     assert [path.name for path in tmp_path.iterdir()] == ["datasets"]
 
 
@@ -109,7 +109,7 @@ with publish(Path({str(tmp_path / "datasets")!r}), kind="rows", inputs={{}}, set
 """
     done = subprocess.run([sys.executable, "-c", code], check=False)
     assert done.returncode == -signal.SIGKILL
-    assert (tmp_path / "rows.partial" / "stray").exists(), "the process died too early to test anything"
+    assert (tmp_path / "datasets.partial" / "stray").exists(), "the process died too early to test anything"
     assert stale_reason(tmp_path / "datasets", **IDENTITY) == "not built yet"
 
     make(tmp_path / "datasets")
@@ -155,7 +155,7 @@ def test_killed_at_any_step_of_replacing_neither_the_old_folder_nor_the_new_one_
 
     assert stale_reason(tmp_path / "datasets", **IDENTITY) is None, "the old one or the new one was lost"
     assert text_of(tmp_path / "datasets") in ("old", "new")
-    assert not (tmp_path / "rows.old").exists()
+    assert not (tmp_path / "datasets.old").exists()
     make(tmp_path / "datasets", "newer")
     assert stale_reason(tmp_path / "datasets", **IDENTITY) is None
     assert text_of(tmp_path / "datasets") == "newer"
@@ -164,7 +164,7 @@ def test_killed_at_any_step_of_replacing_neither_the_old_folder_nor_the_new_one_
 
 @pytest.mark.parametrize("mended_by", [lambda out: stale_reason(out, **IDENTITY), lambda out: make(out, "newer")])
 def test_between_the_two_renames_the_finished_draft_takes_the_place(mended_by, tmp_path):
-    for text, name in (("old", "rows.old"), ("new", "rows.partial")):
+    for text, name in (("old", "datasets.old"), ("new", "datasets.partial")):
         make(tmp_path / text, text)
         (tmp_path / text).rename(tmp_path / name)
 
@@ -176,8 +176,8 @@ def test_between_the_two_renames_the_finished_draft_takes_the_place(mended_by, t
 
 def test_where_the_new_folder_had_another_name_or_was_never_finished_the_old_one_comes_back(tmp_path):
     make(tmp_path / "datasets", "old")
-    (tmp_path / "datasets").rename(tmp_path / "rows.old")
-    (tmp_path / "rows.partial").mkdir()
+    (tmp_path / "datasets").rename(tmp_path / "datasets.old")
+    (tmp_path / "datasets.partial").mkdir()
 
     assert stale_reason(tmp_path / "datasets", **IDENTITY) is None
     assert text_of(tmp_path / "datasets") == "old"
@@ -191,7 +191,7 @@ def test_there_is_no_seventh_step_of_replacing(tmp_path, monkeypatch):
 
 def test_a_draft_with_a_manifest_is_still_no_result(tmp_path):
     make(tmp_path / "datasets")
-    (tmp_path / "datasets").rename(tmp_path / "rows.partial")
+    (tmp_path / "datasets").rename(tmp_path / "datasets.partial")
     assert stale_reason(tmp_path / "datasets", **IDENTITY) == "not built yet"
 
 
