@@ -8,6 +8,7 @@ Elsewhere: prompts (tasks/), order (plan.py), right or wrong (score.py), interva
 """
 
 import json
+import logging
 import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ import torch
 
 from unspool.core.artifacts import digest, file_digest, folder_digest, seal, stale_reason, write_atomic
 from unspool.core.errors import ConfigError
-from unspool.core.progress import progress_bar, say
+from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count
 from unspool.data.facts import word_list
 from unspool.evals.backends.base import Backend, BlockBackend, ModelBackend
@@ -31,6 +32,8 @@ from unspool.evals.heldout import heldout_digest
 from unspool.evals.prompts import Prompt, Spool
 from unspool.evals.questions import ROW_TOKENS, Line, suite_of, wording_of
 from unspool.evals.summary import suite_summary
+
+logger = logging.getLogger(__name__)
 
 # Raised when prompts or scoring change, so that older scores are made again.
 SUITE_VERSION = 1
@@ -66,13 +69,13 @@ def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
     identity = _identity(scoring, evals)
     reason = stale_reason(scoring.out_dir, **identity)
     if reason is None:
-        say(f"scores of {scoring.model}: up to date")
+        logger.info(f"scores of {scoring.model}: up to date")
         return _summary(scoring.out_dir)
     plan = Plan(evals, backend.tokenizer, seed=scoring.seed, root=scoring.root)
     if isinstance(backend, ModelBackend | ProcessesBackend):
         backend.planned_tokens = plan.prompt_tokens
     num_samples = sum(unit.num_samples for unit in plan.units)
-    say(
+    logger.info(
         f"scores of {scoring.model} ({reason}): {plan.num_contexts} contexts, {num_samples} samples, "
         f"{format_count(plan.prompt_tokens)} prompt tokens"
     )
@@ -181,7 +184,7 @@ def _score_units(plan: Plan, backend: Backend, path: Path, *, label: str) -> Non
     done = _recover(path, plan.units)
     contexts = sum(unit.num_contexts for unit in plan.units[:done])
     if done:
-        say(f"{label}: {contexts} of {plan.num_contexts} contexts were scored before")
+        logger.info(f"{label}: {contexts} of {plan.num_contexts} contexts were scored before")
     if done < len(plan.units):
         plan.check()
     # Counted in tokens, since a long context takes as much time as many short ones.

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from unspool.core.errors import UnspoolError
+from unspool.core.logging import LOGGER, set_up_logging
 from unspool.evals.backends.base import ModelBackend, Stretch
 from unspool.evals.prompts import Prompt
 
@@ -39,6 +40,7 @@ class Shared:
     planned_tokens: int
     threads: int  # on a CPU
     parent: int
+    log_level: int  # 0: logging was not set up
 
 
 class ProcessesBackend:
@@ -108,6 +110,7 @@ class ProcessesBackend:
             planned_tokens=self.planned_tokens,
             threads=max(1, torch.get_num_threads() // self.width),
             parent=os.getpid(),
+            log_level=LOGGER.level,
         )
         return ProcessPoolExecutor(
             self.width, mp_context=context, initializer=_begin, initargs=(shared, context.Value("i", 0))
@@ -124,6 +127,8 @@ def _begin(shared: Shared, turn: Any) -> None:
     global _backend
     # Ctrl-C reaches all processes; the first one ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if shared.log_level:
+        set_up_logging(shared.log_level)
     threading.Thread(target=_end_with, args=(shared.parent,), daemon=True).start()
     with turn.get_lock():
         number = turn.value
