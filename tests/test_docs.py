@@ -39,7 +39,14 @@ from unspool.data.sources.config import (
     TextbooksSource,
     TextSource,
 )
-from unspool.evals.config import HelmetEval, InfbenchEval, KvEval, LossEval, LvEval, NiahEval, NochaEval, RulerEval
+from unspool.evals.suites.helmet import HelmetEval
+from unspool.evals.suites.infbench import InfbenchEval
+from unspool.evals.suites.key_value import KvEval
+from unspool.evals.suites.lveval import LvEval
+from unspool.evals.suites.niah import NiahEval
+from unspool.evals.suites.nocha import NochaEval
+from unspool.evals.suites.perplexity import LossEval
+from unspool.evals.suites.ruler import RulerEval
 from unspool.models.presets import NewModel
 from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_recipes

@@ -23,9 +23,9 @@ from pydantic import TypeAdapter
 from unspool.core.sizes import format_size, parse_size
 from unspool.data.sources.config import JsonlSource
 from unspool.data.sources.readers import read_strictly
+from unspool.evals.backends.transformers import window_losses
 from unspool.evals.prompts import encode, opening_ids
 from unspool.evals.stats import Z
-from unspool.evals.suites.perplexity import window_losses
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_position
 from unspool.models.tokenizer import load_tokenizer

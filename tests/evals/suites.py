@@ -8,9 +8,10 @@ from transformers import PreTrainedTokenizerFast
 
 from unspool.core.rng import rng_for
 from unspool.data.facts import word_list
-from unspool.evals.suite import Ask, Asked, Mode, Suite, Task
+from unspool.evals.suite import Ask, Asked, Mode, Task
 from unspool.evals.suites.helmet import generated, json_kv
 from unspool.evals.suites.helmet.instructions import BOOKS, CITE, RERANK
+from unspool.evals.task_suite import TaskSuite
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -39,7 +40,9 @@ def oracle(asked: Asked) -> str:
     return str(asked.meta.get("oracle", " ".join(asked.references)))
 
 
-def prompts_digest(suite: Suite, tokenizer: PreTrainedTokenizerFast, lengths: list[int], mode: Mode = "fixed") -> str:
+def prompts_digest(
+    suite: TaskSuite, tokenizer: PreTrainedTokenizerFast, lengths: list[int], mode: Mode = "fixed"
+) -> str:
     """Of the first two prompts of every task at every length, but for tasks that are another suite's."""
     sources = suite.load(tokenizer, {})
     digest = hashlib.sha256()

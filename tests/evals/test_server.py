@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from unspool.core.errors import ConfigError, UnspoolError
-from unspool.evals import questions
+from unspool.evals import suites
 from unspool.evals.backends.mock import Oracle
 from unspool.evals.backends.openai import OpenAiBackend, Patience, Server, plain, post
-from unspool.evals.config import LossEval, RulerEval
 from unspool.evals.run import Scoring, score
+from unspool.evals.suites.perplexity import LossEval
+from unspool.evals.suites.ruler import RulerEval
 
 from .toy import TOY
 
@@ -72,7 +73,7 @@ def url(talk: Talk) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    monkeypatch.setitem(questions.SUITES, "ruler", TOY)
+    monkeypatch.setitem(suites.SUITES, "ruler", TOY)
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def test_what_others_wrote_is_one_printable_line():
 def test_losses_cannot_be_asked_of_a_server(url, scoring, tokenizer):
     config = LossEval.model_validate({"suite": "loss", "length": 256, "samples": 1})
 
-    with pytest.raises(ConfigError, match="suite loss needs a model in this process"):
+    with pytest.raises(ConfigError, match="suite loss needs token losses"):
         score(replace(scoring, evals=[config]), backend_of(url, tokenizer))
 
 

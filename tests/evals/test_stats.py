@@ -4,7 +4,8 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from unspool.evals.stats import Difference, accuracy_cells, bootstrap, interval, loss_cells, paired_difference, wilson
+from unspool.evals.stats import bootstrap, interval, wilson
+from unspool.evals.summary import accuracy_cells, loss_cells
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def window(*values: float, n: int = 64, length: int = 128) -> dict:
 
 
 def test_loss_cells_average_tokens_and_take_their_interval_from_windows():
-    cells = loss_cells(128, [window(3.0, 2.0), window(5.0, 2.0), window(9.0, length=64)])
+    cells = loss_cells("loss", 128, [window(3.0, 2.0), window(5.0, 2.0), window(9.0, length=64)])
 
     assert [(cell["from"], cell["to"], cell["value"], cell["n"]) for cell in cells] == [
         (0, 64, 4.0, 128),
@@ -82,7 +83,7 @@ def test_loss_cells_average_tokens_and_take_their_interval_from_windows():
 
 
 def test_one_window_gives_a_mean_without_an_interval():
-    cells = loss_cells(128, [window(3.0, 2.0)])
+    cells = loss_cells("loss", 128, [window(3.0, 2.0)])
 
     assert [cell["value"] for cell in cells] == [3.0, 2.0]
     assert all(cell["low"] is None and cell["high"] is None for cell in cells)
@@ -113,24 +114,3 @@ def test_a_bootstrap_covers_the_true_mean_about_as_often_as_it_says():
         hits += low <= 0.5 <= high
 
     assert 175 <= hits <= 199
-
-
-def test_pairs_are_prompts_that_both_answered():
-    before = [{"hash": str(at), "score": 0.0} for at in range(10)]
-    after = [{"hash": str(at), "score": float(at % 2)} for at in range(5, 15)]
-    after[0]["score"] = None
-
-    found = paired_difference(before, after)
-
-    assert (found.n, found.value) == (4, 0.5) and found.low < 0.5 < found.high
-    assert paired_difference(before, []) == Difference(value=None, low=None, high=None, n=0)
-
-
-def test_pairing_is_sharper_than_two_separate_intervals():
-    rng = np.random.default_rng(2)
-    hard = rng.random(200)
-    before = [{"hash": str(at), "score": float(score > 0.5)} for at, score in enumerate(hard)]
-    after = [{"hash": str(at), "score": float(score > 0.45)} for at, score in enumerate(hard)]
-
-    assert paired_difference(before, after).low > 0
-    assert interval([s["score"] for s in before])[1] > interval([s["score"] for s in after])[0]

@@ -3,7 +3,7 @@
 import json
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
@@ -11,40 +11,17 @@ from unspool.cli.eval_options import print_table
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import parse_size
-from unspool.evals.config import (
-    Eval,
-    HelmetEval,
-    InfbenchEval,
-    KvEval,
-    LossEval,
-    LvEval,
-    NiahEval,
-    NochaEval,
-    RulerEval,
-    TaskEval,
-    WordedEval,
-)
+from unspool.evals.backends.base import BACKENDS, Backend, BackendOptions, RopeOverride, build_backend
+from unspool.evals.config import EvalConfig
+from unspool.evals.suites import SUITES
 from unspool.recipe.paths import resolve_path
 
 if TYPE_CHECKING:
     import torch
 
-    from unspool.evals.backends.base import Backend, Stretch
-
-# Which suites know which kind of value.
-VALUES = {"numbers": {"niah"}, "uuid": {"kv"}, "words": {"niah", "kv"}}
 DEVICES = ("auto", "cpu", "cuda")
-TASK_SUITES: dict[str, type[TaskEval]] = {
-    "ruler": RulerEval,
-    "helmet": HelmetEval,
-    "lveval": LvEval,
-    "infbench": InfbenchEval,
-    "nocha": NochaEval,
-}
-SUITES: dict[str, Any] = {"niah": NiahEval, "kv": KvEval, "loss": LossEval, **TASK_SUITES}
-WORDED = tuple(name for name, entry in TASK_SUITES.items() if issubclass(entry, WordedEval))
+TASK_SUITES = tuple(name for name, suite in SUITES.items() if suite.tasks)
 SHORT = "short"
-BACKENDS = ("transformers", "vllm", "openai", "oracle", "empty", "adversarial")
 ENDPOINTS = ("completions", "chat", "text")
 FAILED = 1
 SAMPLES = 20
@@ -141,123 +118,114 @@ def eval_(
         unspool eval MODEL --suite short --tasks hellaswag,arc_challenge
     """
     model = resolve_path(model, Path())
-    stretch = _stretch(position, context, None if suite.strip() == SHORT else lengths)
+    rope = _rope_override(position, context, None if suite.strip() == SHORT else lengths)
+    paths = _paths(path or [])
     if suite.strip() == SHORT:
         if processes > 1:
             raise ConfigError(f"--suite {SHORT} runs lm-eval in one process; leave --processes out.")
-        _short(
-            model,
-            tasks,
-            stretch=stretch,
-            samples=samples,
-            include=_paths(path or []).get("tasks"),
-            device=device,
-            out=out,
-            as_json=as_json,
-        )
+        summary = _score_short(model, tasks, rope, samples=samples, include=paths.get("tasks"), device=device, out=out)
+        _print(summary, as_json)
         return
-    options = {
-        "tasks": [name.strip() for name in (tasks or "").split(",") if name.strip()],
-        "mode": mode,
-        "chat": chat,
-        "paths": _paths(path or []),
-        "wording": wording,
-        "answer_tokens": answer_tokens,
-    }
-    evals = chosen_evals(suite, lengths, samples=samples or SAMPLES, text=text, value=value, options=options)
-    if backend not in BACKENDS:
-        raise ConfigError(f"--backend {backend!r} is not known; use {', '.join(BACKENDS)}.")
-    # Here and not above: torch and transformers take seconds to import, which `--help` should not.
-    from unspool.evals.backends.pick import Choice, pick
-
-    choice = Choice(
+    evals = chosen_evals(
+        suite,
+        lengths,
+        samples=samples or SAMPLES,
+        text=text,
+        value=value,
+        tasks=_names(tasks),
+        mode=mode,
+        chat=chat,
+        paths=paths,
+        wording=wording,
+        answer_tokens=answer_tokens,
+    )
+    lookup(BACKENDS, backend, kind="--backend")
+    lookup({name: name for name in ENDPOINTS}, endpoint, kind="--endpoint")
+    if lm_eval is not None:
+        if rope is not None:
+            raise ConfigError("--position cannot be combined with --lm-eval, which writes tasks for any model.")
+        if processes > 1:
+            raise ConfigError("--processes cannot be combined with --lm-eval, which only writes tasks.")
+        _write_tasks(model, evals, seed, lm_eval)
+        return
+    target, dtype = device_and_dtype(device)
+    options = BackendOptions(
         kind=backend,
         model=model,
         url=url,
         model_name=model_name,
-        endpoint=lookup({name: name for name in ENDPOINTS}, endpoint, kind="--endpoint"),
+        endpoint=endpoint,
         requests=requests,
         timeout=timeout,
-        stretch=stretch,
+        rope=rope,
         processes=processes,
+        device=target,
+        dtype=dtype,
     )
-    if lm_eval is not None:
-        if stretch is not None:
-            raise ConfigError("--lm-eval writes tasks for any model, so --position has no part in it; leave it out.")
-        if processes > 1:
-            raise ConfigError("--lm-eval only writes tasks and answers nothing; leave --processes out.")
-        _write_tasks(model, evals, seed, lm_eval)
-        return
-    target, dtype = device_and_dtype(device)
-    chosen = pick(choice, device=target, dtype=dtype)
+    chosen = build_backend(options)
     if parity:
-        _parity(
-            chosen,
-            pick(Choice(kind="transformers", model=model, stretch=stretch), device=target, dtype=dtype),
-            evals,
-            seed,
-            as_json,
-        )
+        ours = BackendOptions(model=model, rope=rope, device=target, dtype=dtype)
+        _compare(chosen, build_backend(ours), evals, seed, as_json)
         return
     name = Path(model).name or model
-    name = name if stretch is None else stretch.name_of(name)
+    name = name if rope is None else rope.name_of(name)
     if out is not None:
         _check_out(out)
-        summary = _score(choice.identity, chosen, name, evals, out, seed=seed)
+        summary = _score(options.identity, chosen, name, evals, out, seed=seed)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            summary = _score(choice.identity, chosen, name, evals, Path(folder) / "scores", seed=seed)
-    if as_json:
-        typer.echo(json.dumps(summary, indent=1))
-    else:
-        print_table(summary)
+            summary = _score(options.identity, chosen, name, evals, Path(folder) / "scores", seed=seed)
+    _print(summary, as_json)
 
 
-def chosen_evals(
-    suites: str,
-    lengths: str,
-    *,
-    samples: int,
-    text: str | None,
-    value: str | None,
-    options: dict[str, Any] | None = None,
-) -> list[Eval]:
-    """The evals of a recipe that the options stand for; `options` are of suites that consist of tasks."""
-    names = list(dict.fromkeys(name.strip() for name in suites.split(",") if name.strip()))
-    sizes = _lengths(lengths)
+def chosen_evals(suites: str, lengths: str, **options: Any) -> list[EvalConfig]:
+    """Build the entries of `evals` that the options stand for: every suite gets those that its config class has."""
+    names, sizes = list(dict.fromkeys(_names(suites))), _lengths(lengths)
     if not names or not sizes:
         raise ConfigError("eval needs at least one suite and one length, such as --suite niah --lengths 2K,8K.")
-    for name in names:
-        lookup(SUITES, name, kind="--suite")
-    takers = lookup(VALUES, value, kind="--value") if value else set()
-    if value and not takers & set(names):
-        raise ConfigError(f"--value {value} is for {' and '.join(sorted(takers))}; the suites here are {suites}.")
-    if (options or {}).get("tasks") and len(TASK_SUITES.keys() & set(names)) != 1:
+    chosen = {name: lookup(SUITES, name, kind="--suite") for name in names}
+    with_tasks = [name for name, suite in chosen.items() if suite.tasks]
+    if options.get("tasks") and len(with_tasks) != 1:
         raise ConfigError(f"--tasks needs exactly one suite that has tasks: {', '.join(TASK_SUITES)} or {SHORT}.")
-    if (options or {}).get("wording") and [name for name in names if name in TASK_SUITES] not in [[n] for n in WORDED]:
-        raise ConfigError(f"--wording is for one suite at a time, of these: {', '.join(WORDED)}.")
-    return [_eval(name, sizes, samples, text, value if name in takers else None, options or {}) for name in names]
+    worded = [name for name, suite in SUITES.items() if "wording" in suite.config.model_fields]
+    if options.get("wording") and with_tasks not in [[name] for name in worded]:
+        raise ConfigError(f"--wording is for one suite at a time, of these: {', '.join(worded)}.")
+    value = options.pop("value", None)
+    takers = lookup(_suites_by_value(), value, kind="--value") if value else []
+    if value and not set(takers) & set(names):
+        raise ConfigError(f"--value {value} is for {' and '.join(sorted(takers))}; the suites here are {suites}.")
+    return [_entry(name, sizes, options | ({"value": value} if name in takers else {})) for name in names]
 
 
-def _eval(
-    name: str, lengths: list[int], samples: int, text: str | None, value: str | None, options: dict[str, Any]
-) -> Eval:
-    given: dict[str, Any] = {"suite": name, "samples": samples}
-    if name in TASK_SUITES:
-        for key, allowed in (("mode", ("fixed", "reference")), ("chat", ("auto", "on", "off"))):
-            if options.get(key, allowed[0]) not in allowed:
-                raise ConfigError(f"--{key} {options[key]!r} is not known; use {', '.join(allowed)}.")
-        said = {key: option for key, option in options.items() if key != "wording" or option is not None}
-        chosen: Any = TASK_SUITES[name].model_validate({**given, **said, "lengths": lengths})
-        return chosen  # type: ignore[no-any-return]
-    if value:
-        given["value"] = value
-    if name == "kv":
-        return KvEval(**given, lengths=lengths)
-    if name == "niah":
-        return NiahEval(**given, lengths=lengths, text=text)
-    # Its ranges of positions cover the shorter lengths.
-    return LossEval(**given, length=lengths[-1], text=text)
+def _suites_by_value() -> dict[str, list[str]]:
+    """Which suites know which kind of --value."""
+    found: dict[str, list[str]] = {}
+    for name, suite in SUITES.items():
+        for value in _choices(suite.config, "value"):
+            found.setdefault(value, []).append(name)
+    return found
+
+
+def _choices(config: type[EvalConfig], key: str) -> tuple[str, ...]:
+    """The values that a key of a config class may have; none where it is missing or free."""
+    found = config.model_fields.get(key)
+    return get_args(found.annotation) if found is not None and get_origin(found.annotation) is Literal else ()
+
+
+def _entry(name: str, lengths: list[int], options: dict[str, Any]) -> EvalConfig:
+    config = SUITES[name].config
+    for key, value in options.items():
+        allowed = _choices(config, key)
+        if allowed and value not in allowed:
+            raise ConfigError(f"--{key} {value!r} is not known; use {', '.join(allowed)}.")
+    # A suite with one length measures at all positions up to it.
+    known = {"lengths": lengths, "length": lengths[-1], **options}
+    given = {key: value for key, value in known.items() if key in config.model_fields and value is not None}
+    return config.model_validate({"suite": name, **given})
+
+
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def _lengths(text: str) -> list[int]:
@@ -271,21 +239,20 @@ def _length(text: str, option: str) -> int:
         raise ConfigError(f"{option} {text.strip()!r}: {error}.") from error
 
 
-def _stretch(position: str | None, context: str | None, lengths: str | None) -> "Stretch | None":
+def _rope_override(position: str | None, context: str | None, lengths: str | None) -> RopeOverride | None:
     if position is None:
         if context is not None:
-            raise ConfigError("--context says what --position is to reach; give --position too, such as yarn.")
+            raise ConfigError("--context is the length that --position shall reach; give --position too, such as yarn.")
         return None
     from unspool.cli.eval_options import read_position
-    from unspool.evals.backends.base import Stretch
 
     if context is not None:
         reach = _length(context, "--context")
     elif lengths is not None:
         reach = max(_lengths(lengths), default=0)
     else:
-        raise ConfigError(f"--suite {SHORT} has no lengths, so --position needs the tokens to reach: --context 32K.")
-    return Stretch(position=read_position(position), context=reach)
+        raise ConfigError(f"--suite {SHORT} has no lengths, so --position needs a context length: --context 32K.")
+    return RopeOverride(position=read_position(position), context=reach)
 
 
 def _paths(given: list[str]) -> dict[str, str]:
@@ -310,7 +277,7 @@ def _check_out(out_dir: Path) -> None:
 
 
 def _score(
-    identity: str, backend: "Backend", name: str, evals: list[Eval], out_dir: Path, *, seed: int
+    identity: str, backend: Backend, name: str, evals: list[EvalConfig], out_dir: Path, *, seed: int
 ) -> dict[str, Any]:
     from unspool.evals.run import Scoring, score
 
@@ -319,12 +286,12 @@ def _score(
     )
 
 
-def _parity(first: "Backend", second: "Backend", evals: list[Eval], seed: int, as_json: bool) -> None:
+def _compare(first: Backend, second: Backend, evals: list[EvalConfig], seed: int, as_json: bool) -> None:
     from unspool.evals.backends.openai import plain
-    from unspool.evals.backends.pick import compare
-    from unspool.evals.contexts import Plan, runnable
+    from unspool.evals.plan import EvalPlan
+    from unspool.evals.run import compare_backends
 
-    found = compare(Plan(runnable(evals), first.tokenizer, seed=seed, root=Path.cwd()), first, second)
+    found = compare_backends(EvalPlan(evals, first.tokenizer, seed=seed, root=Path.cwd()), first, second)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=1))
     else:
@@ -336,36 +303,39 @@ def _parity(first: "Backend", second: "Backend", evals: list[Eval], seed: int, a
         raise typer.Exit(FAILED)
 
 
-def _write_tasks(model: str, evals: list[Eval], seed: int, out_dir: Path) -> None:
-    from unspool.evals.contexts import Plan, runnable
+def _write_tasks(model: str, evals: list[EvalConfig], seed: int, out_dir: Path) -> None:
+    from unspool.evals.plan import EvalPlan
     from unspool.evals.suites.short import write_tasks
     from unspool.models.tokenizer import load_tokenizer
 
-    if not all(isinstance(config, TaskEval) for config in evals):
+    if not all(SUITES[config.suite].tasks for config in evals):
         raise ConfigError(f"--lm-eval is for suites that have tasks: {', '.join(TASK_SUITES)}.")
-    names = write_tasks(Plan(runnable(evals), load_tokenizer(model), seed=seed, root=Path.cwd()), out_dir)
+    names = write_tasks(EvalPlan(evals, load_tokenizer(model), seed=seed, root=Path.cwd()), out_dir)
     typer.echo(f"lm-eval run --include_path {out_dir} --tasks {','.join(names)}")
 
 
-def _short(
+def _score_short(
     model: str,
     tasks: str | None,
+    rope: RopeOverride | None,
     *,
-    stretch: "Stretch | None",
     samples: int | None,
     include: str | None,
     device: str,
     out: Path | None,
-    as_json: bool,
-) -> None:
+) -> dict[str, Any]:
     from unspool.evals.suites.short import TASKS, run_short
 
-    names = [name.strip() for name in tasks.split(",") if name.strip()] if tasks else list(TASKS)
     target, dtype = device_and_dtype(device)
-    summary = run_short(model, names, samples=samples, include=include, device=target, dtype=dtype, stretch=stretch)
+    names = _names(tasks) or list(TASKS)
+    summary = run_short(model, names, samples=samples, include=include, device=target, dtype=dtype, rope=rope)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return summary
+
+
+def _print(summary: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(summary, indent=1))
     else:

@@ -88,7 +88,7 @@ def _judge(url: str | None, model_name: str | None, model: str | None, requests:
         server = Server(url=url, model=model_name, patience=Patience(seconds=timeout), width=requests)
         return Judge(name=model_name, ask=lambda prompt: server.chat(prompt, REPLY_TOKENS), width=requests)
     from unspool.cli.eval import device_and_dtype
-    from unspool.evals.backends.base import ModelBackend
+    from unspool.evals.backends.transformers import ModelBackend
     from unspool.evals.judge.run import local_judge
 
     assert model is not None

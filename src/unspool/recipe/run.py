@@ -25,7 +25,7 @@ from unspool.data.corpus.executors import check_engine
 from unspool.data.packing.build import build_rows
 from unspool.data.packing.config import RowsConfig
 from unspool.data.sources.config import RecallSource, Source, SyntheticSource
-from unspool.evals.contexts import Plan, runnable
+from unspool.evals.plan import EvalPlan
 from unspool.evals.run import Scoring, score_model
 from unspool.models.load import model_digest, original_context
 from unspool.models.presets import NewModel
@@ -279,8 +279,7 @@ class Run(Preparation):
 
     def _check_evals(self) -> None:
         """Find a suite that cannot work (too short a text or length) now, not after hours of training."""
-        evals = runnable(self.loaded.evals())
-        Plan(evals, self.tokenizer, seed=self.recipe.seed, root=Path()).check()
+        EvalPlan(self.loaded.evals(), self.tokenizer, seed=self.recipe.seed, root=Path()).check()
 
     def _original_context(self) -> int:
         return original_context(self.model) if isinstance(self.model, str) else self.model.context

@@ -20,8 +20,7 @@ from unspool.core.artifacts import digest
 from unspool.core.errors import ConfigError
 from unspool.evals.backends.base import Backend
 from unspool.evals.backends.openai import Passing, Patience, attempt
-from unspool.evals.prompts import Asker, Prompt, Question, encode
-from unspool.evals.questions import ROW_TOKENS
+from unspool.evals.prompts import Prompt, PromptEncoder, Question, encode
 from unspool.evals.suite import Asked
 from unspool.synthesis.config import Fault, LocalGenerator, MockGenerator, ServerGenerator
 from unspool.synthesis.requests import CHARS_PER_TOKEN, Answering, Asking, Pace, Replies, Reply, Request
@@ -73,7 +72,7 @@ class LocalAnswering:
 
     def _next_row(self) -> list[_Waiting]:
         """The first that waits, and others for which there is room and whose reply may be as long."""
-        room = int(getattr(self._backend, "row_tokens", ROW_TOKENS))
+        room = self._backend.row_tokens
         longest = self._waiting[0][0].max_tokens
         row: list[_Waiting] = []
         for request, future in self._waiting:
@@ -119,13 +118,13 @@ class LocalAnswering:
         )
 
     @cached_property
-    def _asker(self) -> Asker:
-        return Asker(self._backend.tokenizer)
+    def _encoder(self) -> PromptEncoder:
+        return PromptEncoder(self._backend.tokenizer)
 
     def _ids(self, request: Request) -> np.ndarray:
-        chat = self._asker.has_template
+        chat = self._encoder.has_template
         begin = request.begin if chat or not request.begin else f"\n\n{request.begin}"
-        return self._asker.ids(Asked(context=request.prompt, question="", references=("",), prefix=begin), chat=chat)
+        return self._encoder.ids(Asked(context=request.prompt, question="", references=("",), prefix=begin), chat=chat)
 
 
 # A generator that only pretends: replies made by rule from what it is asked.

@@ -1,10 +1,8 @@
-"""Any server that speaks OpenAI's HTTP interface: vLLM, SGLang, llama.cpp, TGI, hosted ones.
+"""Any server with OpenAI's HTTP interface: vLLM, SGLang, llama.cpp, TGI, hosted ones.
 
-In: prompts, an address. Out: answers, greedy.
-Promise: to the completions endpoint go token ids, so that what the server reads is what the hashes name; servers that
-take no ids get text. The chat endpoint gets words, and puts its own template around them: there the answer's first
-words end the user's message, since not every server can go on from an assistant's.
-Elsewhere: attempts and errors (http.py).
+The completions endpoint gets token ids, so that the server reads exactly what the hashes name; servers that take no
+ids get text. The chat endpoint gets text and applies its own template: there the answer prefix ends the user's
+message, since not every server can continue an assistant's message.
 """
 
 import json
@@ -24,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from unspool.core.errors import ConfigError, UnspoolError
+from unspool.evals.backends.base import Backend, BackendOptions
 from unspool.evals.prompts import Prompt, Question
 
 # One POST of JSON, tried again where that may help.
@@ -189,40 +188,50 @@ class Server:
         return choice
 
 
-class OpenAiBackend:
+class OpenAiBackend(Backend):
     def __init__(self, server: Server, tokenizer: Any) -> None:
         self.server, self.tokenizer = server, tokenizer
         self.width = server.width
-        # Several prompts may be under way, each with several questions.
+        # Several prompts may be in progress, each with several questions.
         self._slots = BoundedSemaphore(server.width)
 
     def answers(self, prompt: Prompt) -> list[str]:
-        def one(question: Question) -> str:
+        def answer(question: Question) -> str:
             with self._slots:
-                return send(question)
-
-        def send(question: Question) -> str:
-            ids = np.concatenate([prompt.context_ids, question.ids]).tolist()
-            if self.server.endpoint == "completions":
-                return self.server.complete(ids, prompt.answer_tokens)
-            if self.server.endpoint == "text":
-                return self.server.complete(self._words(question, ids), prompt.answer_tokens)
-            return self.server.chat(self._words(question, ids), prompt.answer_tokens)
+                return self._answer(prompt, question)
 
         if len(prompt.questions) == 1:
-            return [one(prompt.questions[0])]
+            return [answer(prompt.questions[0])]
         with ThreadPoolExecutor(self.width) as pool:
-            return list(pool.map(one, prompt.questions))
+            return list(pool.map(answer, prompt.questions))
 
-    def window_losses(self, ids: np.ndarray) -> np.ndarray:
-        raise ConfigError("suite loss needs a model in this process, not a server; leave it out or drop --backend.")
+    def _answer(self, prompt: Prompt, question: Question) -> str:
+        ids = np.concatenate([prompt.context_ids, question.ids]).tolist()
+        if self.server.endpoint == "completions":
+            return self.server.complete(ids, prompt.answer_tokens)
+        if question.text is None:
+            text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        else:
+            text = question.text.prompt + question.text.asked.prefix
+        ask = self.server.complete if self.server.endpoint == "text" else self.server.chat
+        return ask(text, prompt.answer_tokens)
 
-    def _words(self, question: Question, ids: list[int]) -> str:
-        if question.words is None:
-            return str(self.tokenizer.decode(ids, skip_special_tokens=True))
-        return question.words.text + question.words.asked.prefix
+
+def build(options: BackendOptions) -> OpenAiBackend:
+    from unspool.models.tokenizer import load_tokenizer
+
+    if options.url is None:
+        raise ConfigError("--backend openai needs the server's address, such as --url http://localhost:8000/v1.")
+    server = Server(
+        url=options.url,
+        model=options.model_name or options.model,
+        endpoint=options.endpoint,
+        width=options.requests,
+        patience=Patience(seconds=options.timeout),
+    )
+    return OpenAiBackend(server, load_tokenizer(options.model))
 
 
 def _text(value: Any) -> str:
-    # Some servers say null for an answer of no tokens.
+    # Some servers give null for an answer of no tokens.
     return value if isinstance(value, str) else ""

@@ -15,17 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from unspool.core.artifacts import read_manifest, seal, write_atomic
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.progress import progress_bar, say
 from unspool.core.sizes import format_count
 from unspool.evals.backends.base import Backend
-from unspool.evals.config import Eval
+from unspool.evals.config import eval_adapter
 from unspool.evals.judge.protocols import REPLY_TOKENS, Call, Reply, calls, score
-from unspool.evals.prompts import Asker, Prompt, Question
-from unspool.evals.run import SAMPLES, SUMMARY, summary_of
+from unspool.evals.prompts import Prompt, PromptEncoder, Question
+from unspool.evals.run import SAMPLES, SUMMARY, summarize
 from unspool.evals.suite import Asked
 
 JUDGEMENTS = "judgements.jsonl"
@@ -158,9 +156,9 @@ def _calls(samples: Sequence[Sample]) -> Iterator[Call]:
 def _write_back(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     manifest = read_manifest(folder)
     assert manifest is not None, "only folders with a manifest are judged"
-    evals = [TypeAdapter[Any](Eval).validate_python(entry) for entry in manifest["settings"]["evals"]]
+    evals = [eval_adapter().validate_python(entry) for entry in manifest["settings"]["evals"]]
     model = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["model"]
-    summary = summary_of(model, evals, samples)
+    summary = summarize(model, evals, samples)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(folder, partial)
@@ -249,15 +247,15 @@ def _kappa(pairs: Sequence[tuple[int, int]], weight: Any) -> float | None:
 
 
 def local_judge(backend: Backend) -> Callable[[str], str]:
-    asker = Asker(backend.tokenizer)
-    if not asker.has_template:
+    encoder = PromptEncoder(backend.tokenizer)
+    if not encoder.has_template:
         raise ConfigError(
             "the judge's tokenizer has no chat template; use a model that was trained to follow instructions."
         )
 
     def ask(prompt: str) -> str:
         asked = Asked(context=prompt, question="", references=("",))
-        ids = asker.ids(asked, chat=True)
+        ids = encoder.ids(asked, chat=True)
         question = Question(ids=ids[-1:], reference="", depth=None)
         made = Prompt(
             suite="judge",

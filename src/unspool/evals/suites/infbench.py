@@ -10,13 +10,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
+from unspool.evals.config import TaskEval
 from unspool.evals.fill import Meter, fill, room, spread
-from unspool.evals.suite import Ask, Asked, Suite, Task
+from unspool.evals.suite import Ask, Asked, Task
 from unspool.evals.suites.helmet.json_kv import uuids
+from unspool.evals.task_suite import TaskSuite
 
 VERSION = 1
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
@@ -145,4 +147,12 @@ TASKS = {
         score=score_kv,
     ),
 }
-SUITE = Suite(name="infbench", version=VERSION, tasks=TASKS, load=load)
+
+
+class InfbenchEval(TaskEval):
+    """∞Bench's key tasks: passkeys, numbers and values far into the context."""
+
+    suite: Literal["infbench"]
+
+
+SUITE = TaskSuite(name="infbench", title="∞Bench", config=InfbenchEval, version=VERSION, tasks=TASKS, load=load)

@@ -1,22 +1,24 @@
 """Key-value recall: one JSON object as long as the context, then questions about some of its keys.
 
-In: settings, words, length, seed, index. Out: `Prompt`, the asked keys spread over the object.
-Promise: keys are distinct; every key asked for is as drawn.
-Price: objects grow by whole pairs; what is left of the length goes into longer keys that nobody asks for.
+The asked keys are spread over the object. Objects grow by whole pairs; keys that nobody asks for are lengthened to
+reach the length.
 """
 
 import uuid
 from collections.abc import Callable
 from itertools import cycle
+from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
 from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
 from unspool.data.facts import distinct_keys, pair_question, pairs_text
-from unspool.evals.config import KvEval
+from unspool.evals.config import EvalConfig, Lengths
+from unspool.evals.context_suite import ContextSuite
+from unspool.evals.heldout import Materials
 from unspool.evals.prompts import (
-    Materials,
     Prompt,
     Question,
     answer_room,
@@ -35,8 +37,14 @@ CORRECTIONS = 8
 FILLER = "-x"
 
 
-def num_contexts(config: KvEval) -> int:
-    return -(-config.samples // config.questions)
+class KvEval(EvalConfig):
+    """JSON key-value recall: one object as long as the context, several keys asked for."""
+
+    suite: Literal["kv"]
+    lengths: Lengths
+    samples: int = Field(20, ge=1, description="questions per length")
+    questions: int = Field(4, ge=1, description="questions per object")
+    value: Literal["uuid", "words"] = "uuid"
 
 
 def prompt(config: KvEval, materials: Materials, *, length: int, seed: int, index: int) -> Prompt:
@@ -132,3 +140,13 @@ def _pairs(config: KvEval, words: list[str], count: int, rng: np.random.Generato
     # A value equal to its own key could be guessed without reading the object.
     after = {word: words[(at + 1) % len(words)] for at, word in enumerate(words)}
     return [(key, after[value] if value == key else value) for key, value in zip(keys, values, strict=True)]
+
+
+SUITE = ContextSuite(
+    name="kv",
+    title="Key-value recall",
+    config=KvEval,
+    measure="accuracy",
+    build=prompt,
+    questions_per_context=lambda config: config.questions,
+)

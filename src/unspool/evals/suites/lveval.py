@@ -16,12 +16,14 @@ from typing import Any, Literal, cast
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
+from unspool.evals.config import WordedEval
 from unspool.evals.fill import Meter, Remembered, fill, room, spread
 from unspool.evals.scoring.keywords import Language, Words, filtered_rouge_l, gated_f1, plain_f1
-from unspool.evals.suite import Ask, Asked, Suite, Task
+from unspool.evals.suite import Ask, Asked, Task
 from unspool.evals.suites.helmet import generated
 from unspool.evals.suites.helmet.generated import filler
 from unspool.evals.suites.helmet.records import one_of, read_records, strings
+from unspool.evals.task_suite import TaskSuite
 from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text, Wording, literal
 
 # The instructions of LV-Eval's tasks, in words of our own: before the article, between it and the question, after.
@@ -357,4 +359,18 @@ def _task(name: str) -> Task:
     )
 
 
-SUITE = Suite(name="lveval", version=VERSION, tasks={name: _task(name) for name in PROMPTS}, load=load, wording=FORMS)
+class LvEval(WordedEval):
+    """LV-Eval: questions on long articles, scored by keywords and F1."""
+
+    suite: Literal["lveval"]
+
+
+SUITE = TaskSuite(
+    name="lveval",
+    title="LV-Eval",
+    config=LvEval,
+    version=VERSION,
+    tasks={name: _task(name) for name in PROMPTS},
+    load=load,
+    wording=FORMS,
+)

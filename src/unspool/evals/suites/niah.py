@@ -1,23 +1,23 @@
 """Needle in a haystack: facts hidden in prose, each asked for at the end.
 
-In: settings, held-out prose, length, seed, index. Out: `Prompt`, one question per fact.
-Promise: facts stand between sentences wherever that keeps them at the depth asked for, else
-between lines or words; keys and values are distinct; the depth recorded is where the fact really stands.
-Price: the prose is cut where the length ends, sometimes within a word.
+A fact is placed between sentences where that keeps it at its depth, else between lines or words. The recorded depth is
+where the fact really is. The prose is cut where the length ends, sometimes within a word.
 """
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
 from unspool.data.facts import distinct_keys, fact, question
-from unspool.evals.config import NiahEval
+from unspool.evals.config import EvalConfig, Lengths
+from unspool.evals.context_suite import ContextSuite
+from unspool.evals.heldout import Heldout, Materials
 from unspool.evals.prompts import (
-    Materials,
     Prompt,
     Question,
     answer_room,
@@ -34,6 +34,20 @@ CORRECTIONS = 8
 _SENTENCE_END = re.compile(r"[.!?][\"'”’)]*\s+|\n\s*\n\s*")
 # Where a fact may stand, best first: after a sentence or paragraph, after a line, after a word.
 _BORDERS = (_SENTENCE_END, re.compile(r"\n+"), re.compile(r"\s+"))
+
+
+class NiahEval(EvalConfig):
+    """Needle in a haystack: facts hidden in prose at every depth, asked for at the end."""
+
+    suite: Literal["niah"]
+    lengths: Lengths
+    samples: int = Field(20, ge=1, description="questions per length, spread evenly over depths")
+    depths: int = Field(5, ge=1, description="how many depths between the start and the end")
+    needles: int = Field(1, ge=1, description="facts per haystack, each asked for")
+    value: Literal["numbers", "words"] = "numbers"
+    text: str | None = Field(
+        None, description="JSONL or text files for the haystack; the shipped held-out book if none"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +84,6 @@ class Prose:
     def end(self, num_tokens: int) -> int:
         cut = int(self.starts[num_tokens]) if num_tokens < len(self.starts) else len(self.text)
         return len(self.text[:cut].rstrip())
-
-
-def num_contexts(config: NiahEval) -> int:
-    return -(-config.samples // config.needles)
 
 
 def depth_grid(config: NiahEval) -> list[float]:
@@ -190,3 +200,15 @@ def _hide(prose: Prose, hidden: list[tuple[str, Needle]], config: NiahEval, num_
 def _joined(before: str, after: str) -> str:
     needs_space = before and after and not before[-1].isspace() and not after[0].isspace()
     return f"{before} {after}" if needs_space else before + after
+
+
+SUITE = ContextSuite(
+    name="niah",
+    title="Needle recall",
+    config=NiahEval,
+    measure="accuracy",
+    build=prompt,
+    questions_per_context=lambda config: config.needles,
+    depths=depth_grid,
+    heldout=lambda config: Heldout(config.text, max(config.lengths)),
+)

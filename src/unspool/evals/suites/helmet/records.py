@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,10 @@ from unspool.core.errors import ConfigError, DataError
 from unspool.data.sources.base import Bad
 from unspool.data.sources.files import nothing_found
 from unspool.data.sources.jsonl import records
-from unspool.data.strategies.retrieval import BM25, best
 from unspool.evals.scoring.answers import normalize
+
+if TYPE_CHECKING:
+    from unspool.data.strategies.retrieval import BM25
 
 Record = Mapping[str, Any]
 
@@ -175,7 +177,10 @@ class Pool:
         self._more = more
 
     @cached_property
-    def _index(self) -> tuple[BM25, dict[str, int]]:
+    def _index(self) -> tuple["BM25", dict[str, int]]:
+        # Late, because suites are imported to check recipes, which does not need bm25s.
+        from unspool.data.strategies.retrieval import BM25
+
         words: dict[str, int] = {}
         chunks = [
             np.array([words.setdefault(word, len(words)) for word in _WORD.findall(f"{title} {text}".lower())])
@@ -185,6 +190,8 @@ class Pool:
 
     def ranked(self, question: str) -> Iterator[Passage]:
         """All passages: the most like the question first, then the rest in their own order, then generated ones."""
+        from unspool.data.strategies.retrieval import best
+
         bm25, words = self._index
         query = np.array([words[word] for word in _WORD.findall(question.lower()) if word in words], dtype=np.int64)
         scores = np.round(bm25.scores(query).astype(np.float64) * STEPS) if len(query) else np.zeros(len(self.passages))

@@ -7,12 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
+from typing import Literal
 
-from unspool.evals.suite import Ask, Asked, Suite, Task
+from unspool.evals.config import WordedEval
+from unspool.evals.suite import Ask, Asked, Task
 from unspool.evals.suites import ruler
 from unspool.evals.suites.helmet import alce, books, icl, json_kv, rag, rerank
 from unspool.evals.suites.helmet.datasets import BOOKS, CITE, LABELS, RAG, Sources, load
 from unspool.evals.suites.helmet.instructions import FORMS
+from unspool.evals.task_suite import TaskSuite
+
+
+class HelmetEval(WordedEval):
+    """HELMET: recall, RAG, re-ranking, citations, long questions, summaries, many-shot labels."""
+
+    suite: Literal["helmet"]
+
 
 # HELMET's three needle tasks: RULER's, with less room for the answer and never through the chat template.
 
@@ -152,4 +162,13 @@ TASKS: dict[str, Task] = {
     **{name: _book(name) for name in BOOKS},
     **{name: _icl(name) for name in LABELS},
 }
-SUITE = Suite(name="helmet", version=VERSION, tasks=TASKS, load=load, categories=CATEGORIES, wording=FORMS)
+SUITE = TaskSuite(
+    name="helmet",
+    title="HELMET",
+    config=HelmetEval,
+    version=VERSION,
+    tasks=TASKS,
+    load=load,
+    categories=CATEGORIES,
+    wording=FORMS,
+)

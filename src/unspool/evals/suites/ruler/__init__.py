@@ -4,10 +4,21 @@ In: a tokenizer, and what users bring by path. Out: `SUITE`.
 Elsewhere: what the modes do and how they compare with RULER's own code (docs/ruler.md).
 """
 
-from unspool.evals.suite import Suite, Task
+from typing import Literal
+
+from unspool.evals.config import WordedEval
+from unspool.evals.suite import Task
 from unspool.evals.suites.ruler import needles, qa, tracing, word_counts
 from unspool.evals.suites.ruler.haystacks import load
 from unspool.evals.suites.ruler.task_texts import FORMS, match_all, match_any
+from unspool.evals.task_suite import TaskSuite
+
+
+class RulerEval(WordedEval):
+    """RULER: needles, variable tracing, word counting and questions at any length."""
+
+    suite: Literal["ruler"]
+
 
 _TASKS = (
     *(
@@ -58,4 +69,12 @@ _TASKS = (
     ),
 )
 
-SUITE = Suite(name="ruler", version=1, tasks={task.name: task for task in _TASKS}, load=load, wording=FORMS)
+SUITE = TaskSuite(
+    name="ruler",
+    title="RULER",
+    config=RulerEval,
+    version=1,
+    tasks={task.name: task for task in _TASKS},
+    load=load,
+    wording=FORMS,
+)

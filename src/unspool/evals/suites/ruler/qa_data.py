@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet
 import zstandard
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
 from unspool.data.sources.config import HfSource
-from unspool.data.sources.readers import source_units
 
 # The records of a file of questions, whatever it is packed in.
 
@@ -31,6 +29,9 @@ _HUB = "hub:"
 
 def records(path: str, *, default_split: str) -> Iterator[dict[str, Any]]:
     if path.startswith(_HUB):
+        # Late here and below, because suites are imported to check recipes, which does not need pyarrow.
+        from unspool.data.sources.readers import source_units
+
         name, _, config = path.removeprefix(_HUB).partition("@")
         options = {"kind": "hf", "path": name, "split": default_split} | ({"config": config} if config else {})
         for file in source_units(HfSource.model_validate(options), Path()):
@@ -43,6 +44,8 @@ def records(path: str, *, default_split: str) -> Iterator[dict[str, Any]]:
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet
+
     try:
         if path.suffix == ".parquet":
             rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
