@@ -220,8 +220,8 @@ def choose_policy(shape: dict[str, Any], length: int, host_bytes: int) -> Memory
     )
     # A toy gets tiles and heads to divide as well.
     return MemoryPolicy(
-        recompute="full",
-        recompute_every=every,
+        activation_checkpointing="full",
+        layers_per_checkpoint=every,
         offload=True,
         mlp_tiles=min(TILE, length // 4),
         attention_heads_at_once=min(KV_HEADS_AT_ONCE, shape["num_key_value_heads"]),
@@ -252,7 +252,8 @@ def build(shape: dict[str, Any], length: int, device: torch.device) -> Any:
 
 def describe(policy: MemoryPolicy) -> str:
     return (
-        f"recompute {policy.recompute}, a checkpoint per {policy.recompute_every}, offload, tiles of "
+        f"recompute {policy.activation_checkpointing}, a checkpoint per {policy.layers_per_checkpoint}, offload, "
+        "tiles of "
         f"{format_size(policy.mlp_tiles or 0)}, {policy.attention_heads_at_once} KV heads at once"
     )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from unspool.training.optim.adamw import Rates, Trained, build_trained, collect, update_all
+from unspool.training.optim.adamw import ParamState, Rates, build_trained, collect, update_all
 from unspool.training.optim.adamw8bit import Quantized
 
 RESULTS = Path(__file__).parent / "results" / "optimizers.json"
@@ -96,7 +96,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 def _parameter(
     number: int, shape: tuple[int, ...], weights: str, states: str, in_bf16: bool, device: torch.device
-) -> Trained:
+) -> ParamState:
     weight = torch.zeros(shape, device=device, dtype=torch.bfloat16 if weights == "bf16" else torch.float32)
     computed = weight.to(torch.bfloat16) if in_bf16 and weights == "fp32" else None
     return build_trained(
@@ -114,7 +114,7 @@ def _fitting(shapes: list[tuple[int, ...]], per_parameter: int, room: float) -> 
     return kept
 
 
-def _bytes(one: Trained) -> int:
+def _bytes(one: ParamState) -> int:
     """Weight and moments are read and written, the gradient is read, the copy written."""
     both = [one.weight]
     for moment in (one.first, one.second):

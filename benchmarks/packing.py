@@ -3,7 +3,7 @@
     python benchmarks/packing.py [--tokens 64M] [--save]
 
 Made-up documents: short ones of about 600 tokens, long ones of about 100K. `pack` is packing alone, `build` is
-everything that `unspool rows` does after the corpus: shuffling, reading, packing, Arrow files, checksums. Both count
+everything that `unspool pack` does after the corpus: shuffling, reading, packing, Arrow files, checksums. Both count
 tokens of the corpus. With `--save`, the numbers go to benchmarks/results/packing.json.
 """
 
@@ -27,7 +27,7 @@ from unspool.core.sizes import format_size, parse_size
 from unspool.data.corpus.store import CorpusWriter, open_corpus
 from unspool.data.mixture import ModelShape, arrange, imbalance, row_cost
 from unspool.data.packing.build import build_rows
-from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.pack import PACKERS, Doc, Tally
 
 RESULTS = Path(__file__).parent / "results" / "packing.json"
@@ -78,7 +78,7 @@ def measure(mode: str, row_len: int, corpora: dict[str, Path], out: Path) -> dic
     pack_seconds = time.perf_counter() - began
 
     shares = {name: float(reader.num_tokens) for name, reader in readers.items()}
-    config = RowsConfig.model_validate({"from": shares, "length": row_len, "pack": mode})
+    config = DatasetConfig.model_validate({"from": shares, "length": row_len, "pack": mode})
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     began = time.perf_counter()
     counts = build_rows(config, corpora, out, tokenizer=tokenizer, seed=0)

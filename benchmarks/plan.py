@@ -26,7 +26,7 @@ from unspool.training.config import StageConfig
 
 MEMORY_GOAL, TIME_GOAL = 0.10, 0.15
 # One row of 8K, nothing recomputed.
-SHORT = {"8b-8k": Case(shape=LLAMA_8B, length=8192, settings=LARGE | {"recompute": "none"})}
+SHORT = {"8b-8k": Case(shape=LLAMA_8B, length=8192, settings=LARGE | {"activation_checkpointing": "none"})}
 PLANNED: dict[str, Case] = {name: (SHORT | CASES)[name] for name in ("8b-8k", "8b-64k", "8b-128k", "135m-32k")}
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/prep.py [--tokenizers FOLDER...] [--texts BOOKS.jsonl.zst...] [--sizes 64M 256M] [--save]
 
-For every tokenizer: tokenising speed of the chosen route against `tokenizers` in this process, then `unspool corpus`
+For every tokenizer: tokenising speed of the chosen route against `tokenizers` in this process, then `unspool tokenize`
 as a user runs it, with two workers, over as much text as each size says (the texts are repeated, each time cut at
 other places). Speed is text over wall-clock time from start to end of the command, imports included; memory is the
 largest sum of all its processes' resident sets, sampled 20 times a second; file pages that two of them map count twice.
@@ -98,7 +98,7 @@ def measure_build(texts: list[str], tokenizer: str, size: int) -> dict[str, floa
             "out": str(folder / "run"),
             "engine": {"workers": 2},
             "sources": {"books": {"kind": "jsonl", "path": str(folder / "*.jsonl.zst")}},
-            "rows": {"r": {"from": "books", "length": "8K", "pack": "concat"}},
+            "rows": {"r": {"from": "books", "length": "8K", "packing": "concat"}},
             "stages": [{"name": "s", "context": "8K", "mix": {"r": 1.0}, "tokens": "8K", "batch": "8K", "lr": 1e-4}],
         }
         (folder / "recipe.yaml").write_text(json.dumps(recipe))

@@ -3,7 +3,7 @@
     python benchmarks/strategies.py [--tokens 32M] [--save]
 
 Made-up documents: short ones of about 600 tokens, long ones of about 100K, words as frequent as Zipf's law has them.
-`alone` fills rows from documents in memory; `build` is everything that `unspool rows` does after the corpus. Both are
+`alone` fills rows from documents in memory; `build` is everything that `unspool pack` does after the corpus. Both are
 million tokens of rows per second of processor time, the best of several runs, and `×` is the time per token over that
 of plain packing. Negatives are measured on fewer tokens, and what their index and their retrieval take is told apart.
 With `--save`, the numbers go to benchmarks/results/strategies.json.
@@ -29,10 +29,10 @@ from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size, parse_size
 from unspool.data.corpus.store import CorpusReader, CorpusWriter, open_corpus
 from unspool.data.packing.build import build_rows
-from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.pack import Doc, RowStream, Tally
 from unspool.data.packing.store import BATCH_TOKENS
-from unspool.data.strategies.base import Means, build_strategy, finish_rows
+from unspool.data.strategies.base import PackingInputs, build_strategy, finish_rows
 from unspool.data.strategies.nextlong import build_negatives
 from unspool.data.strategies.upsample import draw_uses, spread
 
@@ -41,13 +41,13 @@ ASSETS = Path(unspool.__file__).parent / "assets"
 PLAIN = "plain"
 STRATEGIES: dict[str, dict[str, Any]] = {
     PLAIN: {},
-    "tangle": {"tangle": {}},
-    "tangle, per row": {"tangle": {"per": "row", "split": "equal"}},
-    "interleave 2": {"interleave": {"pieces": 2}},
-    "interleave 8": {"interleave": {"pieces": 8}},
+    "utk": {"utk": {}},
+    "tangle, per row": {"utk": {"per": "row", "split": "equal"}},
+    "interleave 2": {"cip": {"pieces": 2}},
+    "interleave 8": {"cip": {"pieces": 8}},
     "upsample ×5": {"upsample": {"above": "32K", "times": 5}},
     "upsample, Fu": {"upsample": {"above": "4K", "times": 1, "keep": 0.1}},
-    "skips": {"skips": {"target": "256K"}},
+    "pose": {"pose": {"target": "256K"}},
     "attention full": {"attention": "full"},
 }
 REPEATS = 3
@@ -64,7 +64,7 @@ def main() -> None:
         results: dict[str, Any] = {
             "machine": platform.machine(),
             "strategies": list(measure_strategies(Path(folder), args.tokens, tokenizer)),
-            "negatives": list(measure_negatives(Path(folder), args.retrieval_tokens, tokenizer)),
+            "nextlong": list(measure_negatives(Path(folder), args.retrieval_tokens, tokenizer)),
         }
     if args.save:
         RESULTS.parent.mkdir(exist_ok=True)
@@ -103,8 +103,8 @@ def measure(
 ) -> dict[str, Any]:
     readers = {source: open_corpus(path) for source, path in corpora.items()}
     shares = {source: float(reader.num_tokens) for source, reader in readers.items()}
-    config = RowsConfig.model_validate({"from": shares, "length": row_len, **options})
-    means = Means(readers=readers, tokenizer=tokenizer, pad=0, seed=0, name=out.name)
+    config = DatasetConfig.model_validate({"from": shares, "length": row_len, **options})
+    means = PackingInputs(readers=readers, tokenizer=tokenizer, pad=0, seed=0, name=out.name)
     alone = best(lambda: run_alone(config, means) * row_len)
 
     def build() -> int:
@@ -120,18 +120,18 @@ def measure(
     }
 
 
-def run_alone(config: RowsConfig, means: Means) -> int:
+def run_alone(config: DatasetConfig, means: PackingInputs) -> int:
     """Fill rows from documents in memory, and count them."""
     strategy = build_strategy(config, means)
     rng = rng_for(0, "skips")
-    rows = strategy.pack(documents(config, means.readers), config.length, Tally())
+    rows = strategy.pack(documents(config, means.readers), config.seq_len, Tally())
     count = 0
-    while batch := list(islice(rows, max(1, BATCH_TOKENS // config.length))):
+    while batch := list(islice(rows, max(1, BATCH_TOKENS // config.seq_len))):
         count += len(finish_rows(batch, config, rng))
     return count
 
 
-def documents(config: RowsConfig, readers: dict[str, CorpusReader]) -> Iterator[Doc]:
+def documents(config: DatasetConfig, readers: dict[str, CorpusReader]) -> Iterator[Doc]:
     for source, reader in readers.items():
         if config.upsample is None:
             yield from (Doc(tokens, source, number) for number, tokens in enumerate(reader))
@@ -147,10 +147,10 @@ def measure_negatives(folder: Path, tokens: int, tokenizer: PreTrainedTokenizerF
         name = f"negatives-{row_len}"
         write_corpus(folder / name, draw_lens(row_len, tokens, rng_for(0, "strategies", name)))
         readers = {name: open_corpus(folder / name)}
-        config = RowsConfig.model_validate({"from": name, "length": row_len, "negatives": {}})
-        assert config.negatives is not None
+        config = DatasetConfig.model_validate({"from": name, "length": row_len, "nextlong": {}})
+        assert config.nextlong is not None
         began = time.process_time()
-        negatives = build_negatives(config.negatives, readers, keep_rest=True, embed=None)
+        negatives = build_negatives(config.nextlong, readers, keep_rest=True, embed=None)
         index_seconds = time.process_time() - began
         timed = Timed(negatives._retriever.search)
         negatives._retriever.search = timed

@@ -56,7 +56,11 @@ SMOLLM2_135M = {
     "tie_word_embeddings": True,
 }
 DEVICE = torch.device("cuda")
-LARGE = {"optimizer": {"weights": "bf16", "states": "8bit"}, "recompute": "keep-attention", "compile": True}
+LARGE = {
+    "optimizer": {"weights": "bf16", "states": "8bit"},
+    "activation_checkpointing": "keep-attention",
+    "compile": True,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +238,7 @@ def random_row(case: Case, docs: tuple[int, ...], seed: int) -> Row:
     rng = np.random.default_rng(seed)
     tokens = rng.integers(case.shape["vocab_size"], size=case.length, dtype=np.uint32)
     lens = np.array(docs, dtype=np.int32)
-    return Row(tokens=tokens, doc_lens=lens, loss_mask=None, source="random", attention="documents")
+    return Row(tokens=tokens, doc_lens=lens, loss_mask=None, source="random", attention="intra_document")
 
 
 def timed(case: Case, model: Any, step: Callable[..., Callable[[], float]], *, profile: bool) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def random_row(doc_lens: Sequence[int], seed: int, *, mask: float | None = None,
 
 
 def save_rows(folder: Path, rows: Sequence[Row], *, added_tokens: Mapping[str, int] | None = None) -> Path:
-    """A rows artefact, as `data.rows` publishes it."""
+    """A rows artifact, as `data.rows` publishes it."""
     masked = any(row.loss_mask is not None for row in rows)
     with publish(folder, kind="rows", inputs={}, settings={}) as draft:
         with RowWriter(draft.folder, row_len=len(rows[0].tokens), masked=masked) as writer:
@@ -208,35 +208,35 @@ SMALL_SIZE = {
 
 MINI = """\
 name: mini
-model: {size: 4M, tokenizer: asset:tiny-base, context: 64}
+model: {size: 4M, tokenizer: asset:tiny-base, context_length: 64}
 engine: {workers: 1}
 sources:
   books: {kind: jsonl, path: books.jsonl}
-rows:
-  long: {from: books, length: 128}
-  tangled: {from: books, length: 128, tangle: {min_split: 32}}
+datasets:
+  long: {from: books, seq_len: 128}
+  tangled: {from: books, seq_len: 128, utk: {min_split: 32}}
 stages:
-  - {name: first, context: 128, mix: {long: 1}, tokens: 768, batch: 256, lr: 1e-3, checkpoint_every: 1}
+  - {name: first, context_length: 128, mix: {long: 1}, tokens: 768, batch_tokens: 256, lr: 1e-3, checkpoint_every: 1}
   - name: abf
-    start: first
-    context: 128
-    position: {method: abf, base: 1e5}
+    init: first
+    context_length: 128
+    rope: {method: abf, base: 1e5}
     mix: {long: 1}
     tokens: 512
-    batch: 256
+    batch_tokens: 256
     lr: 1e-3
   - name: utk
-    start: first
-    context: 128
-    position: {method: harpe, low: 1e4, high: 1e5}
+    init: first
+    context_length: 128
+    rope: {method: harpe, low: 1e4, high: 1e5}
     mix: {tangled: 0.5, long: 0.5}
     tokens: 512
-    batch: 256
+    batch_tokens: 256
     lr: 1e-3
 evals:
   - {suite: niah, lengths: [128], samples: 2, value: words, text: held-out.jsonl}
-  - {suite: kv, lengths: [128], samples: 2, value: words}
-  - {suite: loss, length: 128, samples: 2, text: held-out.jsonl}
+  - {suite: key_value, lengths: [128], samples: 2, value: words}
+  - {suite: perplexity, length: 128, samples: 2, text: held-out.jsonl}
 """
 
 

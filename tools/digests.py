@@ -34,7 +34,7 @@ COLUMNS = (
     ("tokens", "token_ids", "input_ids"),
     ("doc_lens", "document_lengths", "doc_lengths"),
     ("loss_mask",),
-    ("chunk_ids", "piece_docs", "chunk_docs", "chunk_labels", "chunk_documents"),
+    ("chunk_ids", "chunk_ids", "chunk_docs", "chunk_labels", "chunk_documents"),
     ("positions", "position_ids"),
 )
 # Names, which are no numbers. Their values may be reworded, and what they say shows in the trained weights.

@@ -2,7 +2,7 @@
 
     python tools/kill_corpus.py RECIPE WORK_FOLDER [--kills 10] [--seed 0] [--set sources.books.limit=1M ...]
 
-Runs `unspool rows RECIPE --set out=WORK_FOLDER/whole` once, undisturbed. Then runs it with out=WORK_FOLDER/killed-0
+Runs `unspool pack RECIPE --set out=WORK_FOLDER/whole` once, undisturbed. Then runs it with out=WORK_FOLDER/killed-0
 again and again, each time killing the whole process group with SIGKILL at a random moment of the time the first run
 was at work. A run that ends before its moment closes its folder, and the next kills go to killed-1 and so on. When all
 kills are done the last folder is finished, and the Arrow files of every folder are compared with those of the first.

@@ -1,4 +1,4 @@
-"""`unspool ablate`: a whole study through the command; shared work, kills, failures, and the same bytes as `run`."""
+"""`unspool study`: a whole study through the command; shared work, kills, failures, and the same bytes as `run`."""
 
 import json
 import random
@@ -17,17 +17,17 @@ name: mini-study
 recipe: mini.yaml
 set:
   model: model
-  rows: {long: {from: books, length: 128}}
-  stages: [{name: train, context: 128, mix: {long: 1}, tokens: 256, batch: 256, lr: 1e-3}]
+  datasets: {long: {from: books, seq_len: 128}}
+  stages: [{name: train, context_length: 128, mix: {long: 1}, tokens: 256, batch_tokens: 256, lr: 1e-3}]
   evals:
     - {suite: niah, lengths: [192], samples: 4, needles: 2, value: words, text: held-out.jsonl}
-    - {suite: loss, length: 128, samples: 3, text: held-out.jsonl}
+    - {suite: perplexity, length: 128, samples: 3, text: held-out.jsonl}
 arms:
   plain:
   abf:
-    set: {stages.train.position: {method: abf, base: 1e5}}
+    set: {stages.train.rope: {method: abf, base: 1e5}}
   tangled:
-    set: {rows.long.tangle: {min_split: 32}}
+    set: {datasets.long.utk: {min_split: 32}}
     seeds: [0]
 """
 RUNS = ["plain-s0", "plain-s1", "abf-s0", "abf-s1", "tangled-s0"]
@@ -65,7 +65,7 @@ def invoke(*args: str) -> Result:
 
 def results(out: Path) -> dict[str, bytes]:
     """Everything but what tells the time: weights, rows, documents, samples, summaries and their manifests."""
-    kept = ("stages/*/model/*", "corpus/*/*", "rows/*/*", "scores/*/*")
+    kept = ("stages/*/model/*", "corpus/*/*", "datasets/*/*", "scores/*/*")
     return {str(path.relative_to(out)): path.read_bytes() for each in kept for path in out.glob(each) if path.is_file()}
 
 
@@ -284,7 +284,7 @@ def test_what_was_run_elsewhere_is_compared_without_its_data(study, finished, tm
             ["--set", "stages.0.lr=fast"],
             "error: --set stages.0.lr=fast: arm plain: stages.0.lr = fast: must be a number",
         ),
-        (["--only", "tangle"], "error: --only tangle: no arm is called 'tangle'; did you mean 'tangled'?"),
+        (["--only", "tangle"], "error: --only utk: no arm is called 'tangle'; did you mean 'tangled'?"),
         (["--set", "device=cuda"], "device: cuda is not available here"),
     ],
 )

@@ -14,10 +14,10 @@ name: small
 model: org/name
 sources:
   books: {kind: jsonl, path: books.jsonl}
-rows:
-  long: {from: books, length: 4K}
+datasets:
+  long: {from: books, seq_len: 4K}
 stages:
-  - {name: one, context: 4K, mix: {long: 1}, tokens: 1M, batch: 16K, lr: 1e-5}
+  - {name: one, context_length: 4K, mix: {long: 1}, tokens: 1M, batch_tokens: 16K, lr: 1e-5}
 """
 
 
@@ -54,7 +54,7 @@ def test_a_valid_recipe_passes_so_that_the_failures_below_mean_something(tmp_pat
 @pytest.mark.parametrize(
     ("old", "new", "wanted"),
     [
-        ("length: 4K", "lenght: 4K", "small.yaml:6: rows.long.lenght: unknown key; did you mean 'length'?"),
+        ("length: 4K", "lenght: 4K", "small.yaml:6: datasets.long.lenght: unknown key; did you mean 'length'?"),
         ("kind: jsonl", "kind: jsnol", "small.yaml:4: sources.books.kind = jsnol: not known; did you mean 'jsonl'?"),
         ("tokens: 1M", "tokens: 64Q", "small.yaml:8: stages.0.tokens = 64Q: unit 'Q' is not known"),
         ("lr: 1e-5", "lr: fast", "small.yaml:8: stages.0.lr = fast: must be a number above 0"),

@@ -1,4 +1,4 @@
-"""`unspool look` from the command line: what it prints, what it writes, and one sentence for every mistake."""
+"""`unspool inspect` from the command line: what it prints, what it writes, and one sentence for every mistake."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from unspool.cli.main import build_app
 
 # tests/inspect has no __init__.py, because a package of that name would hide Python's own `inspect`.
-sys.path.insert(0, str(Path(__file__).parents[1] / "inspect"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "inspection"))
 
 from look_factory import save_run
 
@@ -39,7 +39,7 @@ def refused(*args: object) -> str:
 def test_a_run_lists_what_it_holds_and_the_commands_work(run_dir):
     shown = look(run_dir)
     assert "3 documents" in shown
-    commands = [line.split()[2] for line in shown.splitlines() if line.startswith("  unspool look ")]
+    commands = [line.split()[2] for line in shown.splitlines() if line.startswith("  unspool inspect ")]
     assert [Path(path).name for path in commands] == ["books", "short", "tangled"]
     for path in commands:
         assert look(path, "--count", 1)
@@ -56,7 +56,7 @@ def test_a_run_is_listed_by_source_and_as_json(run_dir):
 
 
 def test_rows_are_shown_with_borders_and_the_number_of_rows(run_dir):
-    shown = look(run_dir / "rows" / "short", "--count", 2)
+    shown = look(run_dir / "datasets" / "short", "--count", 2)
     assert "── document 1 of " in shown
     assert shown.count("━━ row ") == 2
     assert "━━ row 0 of 0–" in shown
@@ -85,7 +85,7 @@ def test_json_holds_texts_as_they_are(run_dir):
 
 
 def test_a_page_is_written_and_named(run_dir, tmp_path):
-    shown = look(run_dir / "rows" / "tangled", "--html", tmp_path / "look.html")
+    shown = look(run_dir / "datasets" / "tangled", "--html", tmp_path / "look.html")
     assert shown == f"page: {tmp_path / 'look.html'}\n"
     assert "Ab12Cd" in (tmp_path / "look.html").read_text()
 
@@ -102,10 +102,10 @@ def test_an_input_file_is_shown_as_a_source_would_read_it(tmp_path):
     ("args", "wanted"),
     [
         (["nowhere"], "nowhere: no such file or folder"),
-        (["rows/short", "--index", "99"], "--index 99: there are "),
-        (["rows/short", "--source", "bookz"], "did you mean 'books'?"),
-        (["rows/short", "--text", "body"], "--text is for JSONL and Parquet files"),
-        (["rows/short", "--tokenizer", "corpus"], "no tokenizer could be loaded"),
+        (["datasets/short", "--index", "99"], "--index 99: there are "),
+        (["datasets/short", "--source", "bookz"], "did you mean 'books'?"),
+        (["datasets/short", "--text", "body"], "--text is for JSONL and Parquet files"),
+        (["datasets/short", "--tokenizer", "corpus"], "no tokenizer could be loaded"),
         (["corpus/books", "--source", "books"], "--source is for rows"),
         (["corpus/books", "--html", "."], "is a folder; name the file to write"),
         ([".", "--html", "page.html"], "--html shows one folder"),
@@ -156,7 +156,7 @@ def test_rows_of_a_run_are_shown_together_or_by_name(run_dir):
     assert (shown.count("━━ row "), shown.count("tokenizer: ")) == (2, 2)
     only = look("rows", run_dir, "--name", "tangled")
     assert "part 1 of 2 of document 1" in only
-    assert "rows/short" not in only
+    assert "datasets/short" not in only
     values = json.loads(look("rows", run_dir, "--json", "--count", 1))
     assert [Path(each["path"]).name for each in values] == ["short", "tangled"]
     assert "did you mean 'tangled'?" in refused("rows", run_dir, "--name", "tangeld")
@@ -179,7 +179,7 @@ def test_a_folder_called_as_a_command_is_reached_by_its_path(run_dir, monkeypatc
 
 
 def test_options_may_stand_before_the_path(run_dir):
-    assert look("--count", 1, run_dir / "rows" / "short").count("━━ row ") == 1
+    assert look("--count", 1, run_dir / "datasets" / "short").count("━━ row ") == 1
 
 
 def test_distances_are_printed_as_a_table_with_both_kinds_of_numbers(run_dir):
@@ -228,4 +228,4 @@ def test_help_of_each_command_teaches():
 def test_help_teaches_with_examples():
     done = CliRunner().invoke(build_app(), ["look", "--help"])
     assert done.exit_code == 0
-    assert "unspool look runs/tiny/rows/utk-2k --index 7 --full" in done.stdout
+    assert "unspool inspect runs/tiny/rows/utk-2k --index 7 --full" in done.stdout

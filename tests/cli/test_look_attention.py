@@ -1,4 +1,4 @@
-"""`unspool look attention` from the command line: the shipped model and another, pages, and mistakes."""
+"""`unspool inspect attention` from the command line: the shipped model and another, pages, and mistakes."""
 
 import base64
 import json
@@ -18,7 +18,7 @@ from unspool.cli.main import build_app
 from unspool.data.facts import word_list
 
 # tests/inspect has no __init__.py, because a package of that name would hide Python's own `inspect`.
-sys.path.insert(0, str(Path(__file__).parents[1] / "inspect"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "inspection"))
 
 from look_factory import pieced_row, save_rows, save_run
 
@@ -168,7 +168,7 @@ def test_long_texts_are_pooled_to_the_points_asked_for(models, texts):
 
 
 def test_a_row_is_looked_at_as_it_is_trained_on(models, tmp_path):
-    folder = save_rows(tmp_path / "rows", [pieced_row([40, 60, 50], [0, 1, 0])], interleave={"pieces": 2})
+    folder = save_rows(tmp_path / "rows", [pieced_row([40, 60, 50], [0, 1, 0])], cip={"pieces": 2})
     values = json.loads(look(models[0], "--row", f"{folder}:0", "--beyond", 30, "--json"))
     assert values["attention"] == "full"
     assert values["pieces"] == [
@@ -226,10 +226,10 @@ def test_models_that_cannot_be_compared_are_refused(models, texts):
 
 def test_rows_that_do_not_fit_are_refused(models, tmp_path):
     run_dir = save_run(tmp_path / "run")
-    assert "such as rows/utk:0" in refused(models[0], "--row", run_dir / "rows" / "short")
+    assert "such as rows/utk:0" in refused(models[0], "--row", run_dir / "datasets" / "short")
     assert "several rows sets" in refused(models[0], "--row", f"{run_dir}:0")
     assert "counted from 0" in refused(models[0], "--row", f"{run_dir / 'rows' / 'short'}:999")
     assert "--docs, --length" in refused(models[0], "--row", f"{run_dir / 'rows' / 'short'}:0", "--length", 100)
     skipping = pieced_row([60, 60], [0, 1], positions=np.arange(120, dtype=np.int32) * 2)
-    folder = save_rows(tmp_path / "skips", [skipping], skips={})
+    folder = save_rows(tmp_path / "skips", [skipping], pose={})
     assert "without skips" in refused(models[0], "--row", f"{folder}:0")

@@ -1,4 +1,4 @@
-"""`unspool position`: advice that a recipe can take as it stands."""
+"""`unspool rope`: advice that a recipe can take as it stands."""
 
 import json
 
@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from factory import build_model, build_tokenizer, save_folder
 from unspool.cli.main import build_app
 from unspool.models.export import save_model
-from unspool.models.rotary import apply_position
+from unspool.models.rotary import apply_rope
 from unspool.rope.bound import bound, first_negative
 from unspool.rope.harpe import Harpe
-from unspool.rope.methods import Abf, Position, Yarn
+from unspool.rope.methods import Abf, RopeMethod, Yarn
 from unspool.rope.tables import shape_of
 
 METHODS = ["unchanged", "abf", "ntk", "pi", "dynamic", "ntk-by-parts", "yarn", "llama3", "harpe"]
@@ -47,8 +47,8 @@ def test_each_method_is_advised_with_a_line_that_comes_to_what_is_said(advice):
         }
     )
     for each in advice["methods"][1:]:
-        pasted = TypeAdapter(Position).validate_python(yaml.safe_load(each["line"])["position"])
-        settled = pasted.settle(rope, 2048)
+        pasted = TypeAdapter(RopeMethod).validate_python(yaml.safe_load(each["line"])["position"])
+        settled = pasted.resolve(rope, 2048)
         assert settled.parameters == each["parameters"]
         assert settled.max_positions == each["max_positions"]
         tables = settled.tables(rope, 2048).inv_freq.astype(float)
@@ -96,7 +96,7 @@ def test_models_that_have_been_extended_are_counted_from_their_original_length(t
         "abf": Abf(method="abf", base=1e5),
     }.items():
         model = build_model(head_dim=16)
-        apply_position(model, position, 128)
+        apply_rope(model, position, 128)
         save_model(model, build_tokenizer(), tmp_path / name, dtype=torch.float32)
 
         found = json.loads(shown("--model", tmp_path / name, "--context", "512", "--json"))

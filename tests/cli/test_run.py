@@ -95,7 +95,7 @@ def test_stages_can_be_trained_alone(recipe, tmp_path):
         (["--set", "model.tokenizer=./none"], "model.tokenizer = ./none: no such file or folder"),
         (["--set", "evals.0.text=none.jsonl"], "evals.0.text = none.jsonl: no such file or folder"),
         (["--set", "engine.kind=slurm"], "use kind: local"),
-        (["--set", "stages.0.batch=100"], "batch must be a multiple of context"),
+        (["--set", "stages.0.batch_tokens=100"], "batch must be a multiple of context"),
     ],
 )
 @pytest.mark.parametrize("verb", ["run", "train"])

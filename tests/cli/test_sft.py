@@ -26,14 +26,14 @@ TEMPLATE = (
 )
 RECIPE = """\
 name: talks
-model: {{size: 4M, tokenizer: asset:tiny-base, context: 128}}
+model: {{size: 4M, tokenizer: asset:tiny-base, context_length: 128}}
 engine: {{workers: 1}}
 sources:
   talks: {{kind: chat, path: talks.jsonl, template: plain.jinja}}
-rows:
-  chat: {{from: talks, length: 128, pack: intact}}
+datasets:
+  chat: {{from: talks, seq_len: 128, packing: truncate}}
 stages:
-  - {{name: sft, context: 128, mix: {{chat: 1}}, tokens: {tokens}, batch: {tokens}, lr: 1e-3}}
+  - {{name: sft, context_length: 128, mix: {{chat: 1}}, tokens: {tokens}, batch_tokens: {tokens}, lr: 1e-3}}
 """
 
 
@@ -67,7 +67,7 @@ def run(tmp_path_factory) -> Path:
     result = invoke("rows", str(recipe), "--set", f"out={out}")
     assert result.exit_code == 0, result.output
     assert "trained" in result.stdout
-    recipe.write_text(RECIPE.format(tokens=128 * len(open_rows(out / "rows" / "chat"))))
+    recipe.write_text(RECIPE.format(tokens=128 * len(open_rows(out / "datasets" / "chat"))))
     result = invoke("train", str(recipe), "--set", f"out={out}")
     assert result.exit_code == 0, result.output
     return folder
@@ -78,7 +78,7 @@ def first_loss(run: Path, *, masked: bool) -> float:
     model_config = load_recipe(run / "talks.yaml").recipe.model
     tokenizer = load_tokenizer(resolve_path(model_config.tokenizer, run))
     model = build_new(model_config, tokenizer, seed=load_recipe(run / "talks.yaml").recipe.seed)
-    rows = open_rows(run / "out" / "rows" / "chat")
+    rows = open_rows(run / "out" / "datasets" / "chat")
     total, count = 0.0, 0
     for index in range(len(rows)):
         row = rows[index]
@@ -106,7 +106,7 @@ def test_the_loss_counts_the_assistants_tokens_only(run):
 
 
 def test_the_counts_say_how_much_is_trained_on(run):
-    counts = read_manifest(run / "out" / "rows" / "chat")["counts"]
+    counts = read_manifest(run / "out" / "datasets" / "chat")["counts"]
     assert 0 < counts["trained_tokens"] < 0.7 * counts["tokens"]
     assert counts["untrained_rows"] == 0
 
@@ -117,7 +117,7 @@ def test_a_second_time_nothing_is_done(run):
 
 
 def test_looking_shows_what_is_trained_on(run):
-    shown = invoke("look", str(run / "out" / "rows" / "chat"), "--index", "0").stdout
+    shown = invoke("look", str(run / "out" / "datasets" / "chat"), "--index", "0").stdout
     assert "⟦…⟧ is trained on" in shown
     told = invoke("look", str(run / "out" / "corpus" / "talks"), "--index", "0", "--json").stdout
     (part,) = json.loads(told)["items"][0]["parts"]

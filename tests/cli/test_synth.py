@@ -138,7 +138,7 @@ def test_a_stage_reads_it_and_is_trained_on_answers_only(made):
                 "out": str(folder / "sft"),
                 "engine": {"workers": 1},
                 "sources": {"made": {"kind": "chat", "path": str(synth_dir), "template": "plain.jinja"}},
-                "rows": {"made": {"from": "made", "length": 512, "pack": "intact"}},
+                "rows": {"made": {"from": "made", "length": 512, "packing": "truncate"}},
                 "stages": [],
             }
         )

@@ -36,7 +36,7 @@ def recipe_in(folder: Path, *, kind: str = "chat", path: str = "synth:long", **m
     recipe = json.loads(written.read_text())
     recipe["sources"]["talks"] = {"kind": kind, "path": path} | ({"template": "plain.jinja"} if kind == "chat" else {})
     recipe |= {
-        "rows": {"talks": {"from": "talks", "length": 512, "pack": "fit"}},
+        "rows": {"talks": {"from": "talks", "length": 512, "packing": "best_fit"}},
         "stages": [STAGE],
         "device": "cpu",
     } | more
@@ -50,7 +50,7 @@ def test_one_command_generates_packs_and_trains_and_does_it_once(tmp_path):
     assert done.exit_code == 0, done.output
     out = tmp_path / "run"
     assert (out / "synth/long/manifest.json").is_file()
-    assert any(row.loss_mask is not None and row.loss_mask.any() for row in open_rows(out / "rows/talks"))
+    assert any(row.loss_mask is not None and row.loss_mask.any() for row in open_rows(out / "datasets/talks"))
     assert (out / "stages/sft/model/model.safetensors").is_file()
 
     replies = (out / "replies/synth.jsonl").read_bytes()

@@ -15,7 +15,7 @@ def draws(*name: str | int, seed: int = 0, count: int = 8) -> list[int]:
 
 
 def test_the_numbers_are_the_same_on_every_machine_and_in_every_version():
-    # Rows, mixes and prompts made earlier depend on them: change these only with the format of all artefacts.
+    # Rows, mixes and prompts made earlier depend on them: change these only with the format of all artifacts.
     assert draws("mix", "books", 0, count=3) == [4259332832, 2776980419, 455728449]
 
 

@@ -9,7 +9,7 @@ from itertools import count, pairwise
 
 import numpy as np
 
-from unspool.data.packing.config import TangleConfig
+from unspool.data.packing.config import UtkConfig
 from unspool.data.strategies.utk.special_tokens import DrawLabels
 
 
@@ -17,7 +17,7 @@ from unspool.data.strategies.utk.special_tokens import DrawLabels
 class SlowRow:
     tokens: list[int] = field(default_factory=list)
     doc_lens: list[int] = field(default_factory=list)
-    piece_docs: list[int] = field(default_factory=list)
+    chunk_ids: list[int] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)  # of documents, as far as the row holds them
     documents: list[int] = field(default_factory=list)  # their numbers
     cut: bool = False  # the last one goes on after the row
@@ -28,7 +28,7 @@ class _Entry:
     hops: int
     points: list[float]
     labels: list[list[int]]
-    luck: float
+    draws: float
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _Unit:
 def slow_rows(
     docs: Sequence[np.ndarray],
     row_len: int,
-    config: TangleConfig,
+    config: UtkConfig,
     knots: Mapping[str, int],
     draw_labels: DrawLabels,
     rng: np.random.Generator,
@@ -60,7 +60,7 @@ def slow_rows(
     rows = []
     while True:
         row_entry = _entry(config, row_rng, row_labels, None)
-        splits = config.per == "document" or row_entry.luck < config.probability
+        splits = config.per == "document" or row_entry.draws < config.probability
         row, units, room = SlowRow(), [], row_len
         while room:
             if not waiting:
@@ -85,23 +85,23 @@ def _labels(draw_labels: DrawLabels, rng: np.random.Generator) -> Iterator[list[
         yield from (label.tolist() for label in draw_labels(1024, rng))
 
 
-def _entry(config: TangleConfig, rng: np.random.Generator, labels: Iterator[list[int]], length: int | None) -> _Entry:
-    luck, kind = rng.random(), rng.random()
+def _entry(config: UtkConfig, rng: np.random.Generator, labels: Iterator[list[int]], length: int | None) -> _Entry:
+    draws, kind = rng.random(), rng.random()
     points = [rng.random() for _ in range(max(config.hops) - 1)]
     total = 0.0
     for hops, share in config.hops.items():  # noqa: B007
         total += share / sum(config.hops.values())
         if kind < total:
             break
-    if config.per == "document" and luck >= config.probability:
+    if config.per == "document" and draws >= config.probability:
         hops = 1
     if length is not None and length < max(config.min_split, hops):
         hops = 1
     drawn = [next(labels) for _ in range(hops)] if hops > 1 and config.backtrace else []
-    return _Entry(hops, points, drawn, luck)
+    return _Entry(hops, points, drawn, draws)
 
 
-def _fit(text: list[int], entry: _Entry, room: int, config: TangleConfig, splits: bool) -> tuple[_Unit, int]:
+def _fit(text: list[int], entry: _Entry, room: int, config: UtkConfig, splits: bool) -> tuple[_Unit, int]:
     """What of a document enters a row with this room, and what it costs."""
     hops = entry.hops if splits and len(text) >= max(config.min_split, entry.hops) else 1
     marks = 0
@@ -121,7 +121,7 @@ def _fit(text: list[int], entry: _Entry, room: int, config: TangleConfig, splits
     return _Unit(text[:size], _bounds(size, hops, entry.points, config), []), room
 
 
-def _bounds(length: int, hops: int, draws: list[float], config: TangleConfig) -> list[int]:
+def _bounds(length: int, hops: int, draws: list[float], config: UtkConfig) -> list[int]:
     if config.split == "equal":
         return [length * number // hops for number in range(hops + 1)]
     free = list(range(1, length))
@@ -129,7 +129,7 @@ def _bounds(length: int, hops: int, draws: list[float], config: TangleConfig) ->
     return [0, *sorted(points), length]
 
 
-def _write(row: SlowRow, units: list[_Unit], config: TangleConfig, knots: list[int], rng: np.random.Generator) -> None:
+def _write(row: SlowRow, units: list[_Unit], config: UtkConfig, knots: list[int], rng: np.random.Generator) -> None:
     opening, closing, solution, following, ending, *cuts = knots
     pieces = [(doc, part) for doc, unit in enumerate(units) for part in range(len(unit.bounds) - 1)]
     places = [rng.random() for _ in pieces]
@@ -156,7 +156,7 @@ def _write(row: SlowRow, units: list[_Unit], config: TangleConfig, knots: list[i
                 row.tokens += ([following] if index else []) + label
             row.tokens.append(ending)
         row.doc_lens.append(len(row.tokens) - before)
-        row.piece_docs.append(doc)
+        row.chunk_ids.append(doc)
 
 
 def slow_mask(tokens: Sequence[int], knots: Mapping[str, int], eos: int) -> list[bool]:
@@ -202,12 +202,12 @@ class SlowPiece:
 
 
 def slow_pieces(
-    tokens: Sequence[int], doc_lens: Sequence[int], piece_docs: Sequence[int], knots: Mapping[str, int]
+    tokens: Sequence[int], doc_lens: Sequence[int], chunk_ids: Sequence[int], knots: Mapping[str, int]
 ) -> list[SlowPiece]:
     """The pieces of a row, read one token at a time."""
     opening, closing, solution, _, _, *cuts = knots.values()
     pieces, start = [], 0
-    for length, doc in zip(doc_lens, piece_docs, strict=True):
+    for length, doc in zip(doc_lens, chunk_ids, strict=True):
         todo = list(tokens[start : start + length])
         label, part, text, has_tail = None, 0, [], False
         if todo[0] == opening:

@@ -16,7 +16,7 @@ from unspool.data.corpus.config import EngineConfig
 from unspool.data.corpus.store import CorpusReader, CorpusWriter, open_corpus
 from unspool.data.packing import order, pack
 from unspool.data.packing.build import build_rows
-from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.store import IGNORE, labels, open_rows
 from unspool.data.sources.base import Message
 from unspool.data.sources.config import ChatSource, JsonlSource
@@ -74,7 +74,7 @@ def talks(tmp_path_factory) -> Path:
 
 
 def rows(talks: Path, out: Path, **config: Any) -> tuple[dict[str, Any], list[Any]]:
-    settings = RowsConfig.model_validate({"from": "talks", "length": 256} | config)
+    settings = DatasetConfig.model_validate({"from": "talks", "length": 256} | config)
     corpora = {name: talks / name for name in ("talks", "books")}
     counts = build_rows(settings, corpora, out / "rows", tokenizer=chat_tokenizer(NAME), seed=0)
     built = open_rows(out / "rows")
@@ -157,17 +157,17 @@ def test_conversations_without_a_template_are_refused_before_any_work(tmp_path):
 # Rows
 
 WAYS: dict[str, dict[str, Any]] = {
-    "concat": {"pack": "concat"},
-    "intact": {"pack": "intact"},
-    "whole": {"pack": "whole", "length": 32},
-    "fit": {"pack": "fit"},
-    "interleave": {"pack": "intact", "interleave": {"pieces": 2}},
-    "tangle": {"pack": "intact", "tangle": {"min_split": 32, "probability": 1}},
-    "negatives": {"pack": "intact", "negatives": {"chunk": 32}},
+    "concat": {"packing": "concat"},
+    "intact": {"packing": "truncate"},
+    "whole": {"packing": "single_doc", "length": 32},
+    "fit": {"packing": "best_fit"},
+    "cip": {"packing": "truncate", "cip": {"pieces": 2}},
+    "utk": {"packing": "truncate", "utk": {"min_split": 32, "probability": 1}},
+    "nextlong": {"packing": "truncate", "nextlong": {"chunk": 32}},
     "upsample": {"upsample": {"above": 64, "times": 2}},
-    "skips": {"skips": {"target": 1024}},
+    "pose": {"pose": {"target": 1024}},
     "limit": {"limit": 1024},
-    "longest": {"pack": "concat", "interleave": {"pieces": 2, "longest": 48}},
+    "longest": {"packing": "concat", "cip": {"pieces": 2, "longest": 48}},
 }
 
 
@@ -193,7 +193,7 @@ def check_rows(found: list[Any], counts: dict[str, Any]) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_masks_stay_with_their_tokens_however_rows_are_filled(talks, tmp_path, way):
     counts, found = rows(talks, tmp_path, **WAYS[way])
-    if way == "tangle":  # marks and labels of pieces are asked for as ever
+    if way == "utk":  # marks and labels of pieces are asked for as ever
         marks = list(counts["added_tokens"].values())
         assert any(np.isin(row.tokens, marks).any() for row in found), "nothing was tangled"
         text = [row.tokens[row.loss_mask & ~np.isin(row.tokens, marks)] for row in found]
@@ -204,7 +204,7 @@ def test_masks_stay_with_their_tokens_however_rows_are_filled(talks, tmp_path, w
 
 
 def test_a_mix_with_plain_text_trains_on_all_of_that(talks, tmp_path):
-    _, found = rows(talks, tmp_path, **{"from": {"talks": 0.5, "books": 0.5}, "pack": "concat"})
+    _, found = rows(talks, tmp_path, **{"from": {"talks": 0.5, "books": 0.5}, "packing": "concat"})
     books = [doc.tobytes() for doc in open_corpus(talks / "books")]
     whole = 0
     for row in found:
@@ -223,7 +223,7 @@ def test_rows_in_which_nothing_is_asked_for_are_dropped_and_counted(tmp_path):
     long = [Message("user", prose(600, seed=1).upper()), Message("assistant", "yes")]
     save_talks(tmp_path / "talks.jsonl", [*TALKS[:20], long])
     corpus(tmp_path)
-    counts, found = rows(tmp_path, tmp_path, pack="concat", length=64)
+    counts, found = rows(tmp_path, tmp_path, packing="concat", length=64)
     assert counts["dropped"]["untrained"] >= 4 * 64
     assert counts["untrained_rows"] == 0
     assert counts["tokens_in"] == counts["tokens"] + sum(counts["dropped"].values())
@@ -234,12 +234,12 @@ def test_too_short_rows_say_so(tmp_path):
     save_talks(tmp_path / "talks.jsonl", [[Message("user", prose(90, seed=1)), Message("assistant", "yes")]])
     corpus(tmp_path)
     with pytest.raises(DataError, match="no row of 64 holds a token that is trained on"):
-        rows(tmp_path, tmp_path, pack="intact", length=64)
+        rows(tmp_path, tmp_path, packing="truncate", length=64)
 
 
 def test_rows_keep_the_template_for_the_model_that_is_trained_on_them(talks, tmp_path):
     rows(talks, tmp_path)
-    assert (tmp_path / "rows" / "chat_template.jinja").read_text() == chat_tokenizer(NAME).chat_template
+    assert (tmp_path / "datasets" / "chat_template.jinja").read_text() == chat_tokenizer(NAME).chat_template
 
 
 # The checks above can fail
@@ -271,7 +271,7 @@ def test_a_mask_that_is_one_token_off_would_be_noticed(talks, tmp_path, monkeypa
     monkeypatch.setattr(module, name, shifted)
     counts, found = rows(talks, tmp_path, **WAYS[way])
     with pytest.raises(AssertionError):
-        if way == "tangle":
+        if way == "utk":
             marks = list(counts["added_tokens"].values())
             text = [row.tokens[row.loss_mask & ~np.isin(row.tokens, marks)] for row in found]
             said = chat_tokenizer(NAME).decode(np.concatenate(text).tolist())

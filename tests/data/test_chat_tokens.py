@@ -203,7 +203,8 @@ def test_tokens_shifted_by_a_second_bos_would_be_noticed(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["qwen2.5", "smollm2", "gemma"])
 def test_training_on_the_newline_after_a_turn_would_be_noticed(name, monkeypatch):
-    monkeypatch.setattr(chat, "mark_trained", lambda *args: chat.mark_trained(*args).replace("\ufdd1\n", "\n\ufdd1"))
+    mark_trained = chat.mark_trained
+    monkeypatch.setattr(chat, "mark_trained", lambda *args: mark_trained(*args).replace("\ufdd1\n", "\n\ufdd1"))
     monkeypatch.setattr(chat, "_turn_end", lambda text, start, stop: stop)
     broken(name)
 

@@ -176,7 +176,7 @@ STOPS_IN_SHARD_3 = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from data.test_corpus import ReadDocuments, build, corpus, steps
+from data.test_corpus import ReadDocuments, build, corpus, pipeline
 
 def stopping(self, data=None, rank=0, world_size=1, original=ReadDocuments.run):
     for number, document in enumerate(original(self, data, rank, world_size)):
@@ -186,7 +186,7 @@ def stopping(self, data=None, rank=0, world_size=1, original=ReadDocuments.run):
         yield document
 
 corpus.GROUP_BYTES = 1
-steps.BATCH_CHARS = 1
+pipeline.BATCH_CHARS = 1
 ReadDocuments.run = stopping
 build(Path(sys.argv[1]), "killed")
 """

@@ -17,13 +17,13 @@ EDGES = [1, 2, 4, 8, 16, 32, 64, 128]
 def by_hand(row: Row, is_text: np.ndarray | None, edges: list[int]) -> list[int]:
     """All pairs of tokens, one by one."""
     piece = np.repeat(np.arange(len(row.doc_lens)), row.doc_lens)
-    doc = piece if row.piece_docs is None else row.piece_docs[piece]
+    doc = piece if row.chunk_ids is None else row.chunk_ids[piece]
     position = np.arange(len(row.tokens)) if row.positions is None else row.positions
     counts = [0] * len(edges)
     for one, other in combinations(range(len(row.tokens)), 2):
         if is_text is not None and not (is_text[one] and is_text[other]):
             continue
-        if doc[one] != doc[other] or (row.attention == "documents" and piece[one] != piece[other]):
+        if doc[one] != doc[other] or (row.attention == "intra_document" and piece[one] != piece[other]):
             continue
         distance = abs(int(position[other]) - int(position[one]))
         for place, (low, high) in enumerate(pairwise([*edges, 1 << 60])):
@@ -44,7 +44,7 @@ def rows(draw: st.DrawFn) -> tuple[Row, np.ndarray | None]:
         loss_mask=None,
         source="books",
         attention=draw(st.sampled_from(["full", "documents"])),
-        piece_docs=None if docs is None else np.array(docs, dtype=np.int32),
+        chunk_ids=None if docs is None else np.array(docs, dtype=np.int32),
         positions=None if skips is None else np.cumsum(skips).astype(np.int32),
     )
     return row, None if texts is None else np.array(texts, dtype=np.bool_)

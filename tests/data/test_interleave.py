@@ -13,7 +13,7 @@ from unspool.data.strategies.cip import interleave_rows
 def plain_row(doc_lens: list[int]) -> Row:
     """Token 100·d + i is the i-th of document d."""
     tokens = np.concatenate([100 * doc + np.arange(size, dtype=np.uint32) for doc, size in enumerate(doc_lens)])
-    return Row(tokens.astype(np.uint32), np.array(doc_lens, dtype=np.int32), None, "a", "documents")
+    return Row(tokens.astype(np.uint32), np.array(doc_lens, dtype=np.int32), None, "a", "intra_document")
 
 
 def interleave_row(row: Row, pieces: int) -> Row:
@@ -33,14 +33,14 @@ def test_all_first_pieces_come_first_then_all_second_ones():
 
     assert row.tokens.tolist() == [0, 1, 100, 101, 102, 200, 2, 3, 103, 104, 105, 201]
     assert row.doc_lens.tolist() == [2, 3, 1, 2, 3, 1]
-    assert row.piece_docs.tolist() == [0, 1, 2, 0, 1, 2]
+    assert row.chunk_ids.tolist() == [0, 1, 2, 0, 1, 2]
     assert (row.attention, row.source, row.loss_mask) == ("full", "a", None)
 
 
 def test_pieces_are_equal_to_within_a_token_and_short_documents_stay_whole_in_front():
     row = interleave_row(plain_row([7, 2, 3]), 3)
 
-    assert row.piece_docs.tolist() == [0, 1, 2, 0, 2, 0, 2]
+    assert row.chunk_ids.tolist() == [0, 1, 2, 0, 2, 0, 2]
     assert row.doc_lens.tolist() == [2, 2, 1, 2, 1, 3, 1]
     assert row.tokens.tolist() == [0, 1, 100, 101, 200, 2, 3, 201, 4, 5, 6, 202]
 
@@ -56,14 +56,14 @@ def test_a_row_keeps_its_tokens_and_the_order_inside_documents(doc_lens, pieces)
     row = interleave_row(plain_row(doc_lens), pieces)
 
     assert row.doc_lens.sum() == len(row.tokens) == sum(doc_lens)
-    owners = np.repeat(row.piece_docs, row.doc_lens)
+    owners = np.repeat(row.chunk_ids, row.doc_lens)
     for doc, size in enumerate(doc_lens):
         assert row.tokens[owners == doc].tolist() == list(range(100 * doc, 100 * doc + size))
-        mine = row.doc_lens[row.piece_docs == doc]
+        mine = row.doc_lens[row.chunk_ids == doc]
         assert len(mine) == (pieces if size >= pieces else 1)
         assert mine.max() - mine.min() <= 1
     # Round after round through the documents: a number that falls begins a new round.
-    assert (np.diff(row.piece_docs) <= 0).sum() <= pieces - 1
+    assert (np.diff(row.chunk_ids) <= 0).sum() <= pieces - 1
 
 
 @given(
@@ -83,7 +83,7 @@ def test_rows_have_the_asked_length_and_no_token_is_lost(lens, row_len, pieces, 
 
     assert len(rows) == len(packed)
     assert all(len(row.tokens) == row_len == row.doc_lens.sum() for row in rows)
-    assert all(len(row.piece_docs) == len(row.doc_lens) for row in rows)
+    assert all(len(row.chunk_ids) == len(row.doc_lens) for row in rows)
     assert tally.added == 0
     # A generator that never began has drawn nothing.
     drawn = sum(lens) if stop else 0
@@ -110,4 +110,4 @@ def test_several_rows_at_once_give_what_they_give_one_by_one(rows, pieces):
         alone = interleave_row(row, pieces)
         assert made.tokens.tolist() == alone.tokens.tolist()
         assert made.doc_lens.tolist() == alone.doc_lens.tolist()
-        assert made.piece_docs.tolist() == alone.piece_docs.tolist()
+        assert made.chunk_ids.tolist() == alone.chunk_ids.tolist()

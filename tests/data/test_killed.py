@@ -23,7 +23,7 @@ from unspool.data.corpus import build as corpus
 from unspool.data.corpus.build import build_corpus
 from unspool.data.corpus.config import EngineConfig
 from unspool.data.packing.build import build_rows
-from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.config import DatasetConfig
 from unspool.data.sources.config import FileSource, JsonlSource, ReposSource
 
 from .conftest import build_tokenizer, prose
@@ -34,7 +34,7 @@ SOURCES: dict[str, FileSource] = {
 }
 ROWS: dict[str, dict[str, Any]] = {
     "long": {"from": {"books": 0.8, "code": 0.2}, "length": 512},
-    "tangled": {"from": "books", "length": 512, "tangle": {"min_split": 32}},
+    "tangled": {"from": "books", "length": 512, "utk": {"min_split": 32}},
 }
 
 
@@ -54,13 +54,13 @@ def write_inputs(root: Path, *, num_files: int, documents: int) -> None:
 
 
 def build(root: Path, out: Path) -> None:
-    """Corpora with two workers, then rows: what `unspool rows` does."""
+    """Corpora with two workers, then rows: what `unspool pack` does."""
     corpus.GROUP_BYTES = 1
     tokenizer = build_tokenizer()
     for name, source in SOURCES.items():
         build_corpus(source, out / name, tokenizer=tokenizer, root=root / "in", engine=EngineConfig(workers=2), seed=0)
     for name, config in ROWS.items():
-        rows = RowsConfig.model_validate(config)
+        rows = DatasetConfig.model_validate(config)
         build_rows(rows, {source: out / source for source in SOURCES}, out / name, tokenizer=tokenizer, seed=0)
 
 

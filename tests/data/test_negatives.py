@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from unspool.core.errors import DataError
 from unspool.data.corpus.store import CorpusReader, CorpusWriter
-from unspool.data.packing.config import NegativesConfig
+from unspool.data.packing.config import NextLongConfig
 from unspool.data.packing.pack import Doc, Tally
 from unspool.data.strategies import nextlong
 from unspool.data.strategies.nextlong import build_negatives, stretches
@@ -47,7 +47,7 @@ def inside(part, whole):
 
 
 def build(readers, chunk, *, keep_rest=True, longest=None):
-    return build_negatives(NegativesConfig(chunk=chunk, longest=longest), readers, keep_rest=keep_rest, embed=None)
+    return build_negatives(NextLongConfig(chunk=chunk, longest=longest), readers, keep_rest=keep_rest, embed=None)
 
 
 @settings(max_examples=60, deadline=None)
@@ -84,9 +84,9 @@ def test_rows_hold_a_document_in_order_with_chunks_of_others_between(
         assert len(row.tokens) == row_len == row.doc_lens.sum()
         assert row.doc_lens.min() > 0 and row.attention == "full" and row.loss_mask is None
         parts = pieces(row)
-        mine = [part for part, number in zip(parts, row.piece_docs, strict=True) if number == 0]
-        others = [part for part, number in zip(parts, row.piece_docs, strict=True) if number]
-        assert row.piece_docs[0] == 0 and len(mine) >= 2 and others
+        mine = [part for part, number in zip(parts, row.chunk_ids, strict=True) if number == 0]
+        others = [part for part, number in zip(parts, row.chunk_ids, strict=True) if number]
+        assert row.chunk_ids[0] == 0 and len(mine) >= 2 and others
         assert max(map(len, parts)) <= chunk
         text = np.concatenate(mine)
         text_tokens += len(text)
@@ -94,14 +94,14 @@ def test_rows_hold_a_document_in_order_with_chunks_of_others_between(
         # Random tokens: a text is a stretch of one document only.
         (home,) = [number for number, doc in enumerate(docs) if inside(text, doc)]
         homes = {}
-        for part, number in zip(parts, row.piece_docs.tolist(), strict=True):
+        for part, number in zip(parts, row.chunk_ids.tolist(), strict=True):
             if number and len(part) >= 4:
                 (other,) = [index for index, doc in enumerate(docs) if inside(part, doc)]
                 assert other != home
                 assert homes.setdefault(number, other) == other
         assert len(set(homes.values())) == len(homes)
         assert len({part.tobytes() for part in others}) == len(others)
-        assert sorted(set(row.piece_docs.tolist())) == list(range(row.piece_docs.max() + 1))
+        assert sorted(set(row.chunk_ids.tolist())) == list(range(row.chunk_ids.max() + 1))
         assert row.source.split("+")[0] == ("a" if home < half else "b")
     tokens_in = sum(len(doc.tokens) for doc in drawn)
     assert tokens_in + tally.added == row_len * len(rows) + tally.dropped.total()
@@ -126,13 +126,13 @@ def test_every_chunk_is_followed_by_the_most_similar_one_of_another_document(fol
         assert row.doc_lens.tolist() == [100] * 9
         topic = [int(part[0]) // 1000 for part in pieces(row)]
         assert topic[0:3] == topic[0:1] * 3 and topic[3:6] == topic[3:4] * 3 and topic[6:9] == topic[6:7] * 3
-        assert [number == 0 for number in row.piece_docs] == [True, False, False] * 3
+        assert [number == 0 for number in row.chunk_ids] == [True, False, False] * 3
 
 
 def test_negatives_are_spread_evenly(folder):
     readers = {"a": corpus(folder, "even", random_docs([400] * 30))}
     row = next(build(readers, 50).pack(numbered(readers), 1600, Tally()))
-    own = np.flatnonzero(row.piece_docs == 0)
+    own = np.flatnonzero(row.chunk_ids == 0)
     assert np.diff(own).tolist() == [4] * 7
 
 
@@ -144,7 +144,7 @@ def test_copies_of_the_document_are_never_negatives(folder):
     built = build(readers, 50)
     row = next(built.pack(numbered(readers)[:1], 1600, Tally()))
     assert built.cost["copies_left_out"] >= 2
-    for part, number in zip(pieces(row), row.piece_docs, strict=True):
+    for part, number in zip(pieces(row), row.chunk_ids, strict=True):
         assert number == 0 or not inside(part[:20], docs[0])
 
 
@@ -176,7 +176,7 @@ def test_long_documents_are_cut_to_a_quarter_of_the_row(folder):
         tally = Tally()
         rows = list(build(readers, 50, keep_rest=keep_rest).pack(numbered(readers)[:1], 800, tally))
         assert len(rows) == num_rows and tally.dropped["cut"] == cut
-        assert [int(row.doc_lens[row.piece_docs == 0].sum()) for row in rows] == [200] * num_rows
+        assert [int(row.doc_lens[row.chunk_ids == 0].sum()) for row in rows] == [200] * num_rows
 
 
 def test_documents_of_one_chunk_serve_only_as_negatives(folder):

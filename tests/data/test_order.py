@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from unspool.data.corpus.store import CorpusReader, CorpusWriter
-from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.order import Order
 
 
@@ -29,7 +29,7 @@ def readers(tmp_path):
 
 
 def order_of(readers, *, seed: int = 0, arrays: bool = False, most_tokens: int | None = None, **config) -> Order:
-    given = RowsConfig.model_validate({"from": "a", "length": 512, **config})
+    given = DatasetConfig.model_validate({"from": "a", "length": 512, **config})
     used = {name: readers[name] for name in given.shares}
     return Order(given, used, seed=seed, name="rows", arrays=arrays, most_tokens=most_tokens)
 
@@ -73,7 +73,7 @@ def test_documents_that_are_not_kept_never_come_and_are_counted(readers):
 
 
 def test_long_is_a_matter_of_whole_documents_not_of_the_parts_that_longest_makes(readers):
-    config = {"upsample": FIVE_TIMES, "interleave": {"longest": 40}}
+    config = {"upsample": FIVE_TIMES, "cip": {"longest": 40}}
     order = order_of(readers, **config)
     starts = Counter(firsts(order))
     lens = readers["a"].lens

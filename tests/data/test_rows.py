@@ -11,7 +11,7 @@ from unspool.core.errors import DataError
 from unspool.data.corpus.store import CorpusWriter, open_corpus
 from unspool.data.lengths import add_up, histogram, imbalance_of
 from unspool.data.packing.build import build_rows
-from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.store import RowWriter, open_rows
 from unspool.data.strategies.utk.special_tokens import KNOTS
 
@@ -36,7 +36,7 @@ def corpora(tmp_path):
 
 
 def build(corpora, tokenizer, out: Path, seed: int = 0, **config) -> dict:
-    rows = RowsConfig.model_validate({"from": "a", "length": 32, **config})
+    rows = DatasetConfig.model_validate({"from": "a", "length": 32, **config})
     return build_rows(rows, corpora, out, tokenizer=tokenizer, seed=seed)
 
 
@@ -47,20 +47,20 @@ TANGLE = {"min_split": 8, "probability": 1.0, "hops": {2: 1.0}}
     "config",
     [
         {},
-        {"pack": "intact"},
-        {"pack": "whole"},
-        {"pack": "whole", "from": {"a": 0.7, "b": 0.3}, "length": 12},
+        {"packing": "truncate"},
+        {"packing": "single_doc"},
+        {"packing": "single_doc", "from": {"a": 0.7, "b": 0.3}, "length": 12},
         {"from": {"a": 0.5, "b": 0.5}, "limit": 1000},
-        {"pack": "fit"},
-        {"pack": "fit", "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
-        {"tangle": TANGLE, "length": 128},
-        {"tangle": {**TANGLE, "longest": 10}, "length": 128},
-        {"tangle": TANGLE, "length": 128, "pack": "intact", "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
-        {"negatives": {"chunk": 8}, "length": 64},
-        {"negatives": {"chunk": 8, "longest": 20}, "length": 64, "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
-        {"interleave": {}},
-        {"interleave": {"pieces": 3, "longest": 20}, "pack": "intact", "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
-        {"attention": "full", "skips": {"target": 100}},
+        {"packing": "best_fit"},
+        {"packing": "best_fit", "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
+        {"utk": TANGLE, "length": 128},
+        {"utk": {**TANGLE, "longest": 10}, "length": 128},
+        {"utk": TANGLE, "length": 128, "packing": "truncate", "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
+        {"nextlong": {"chunk": 8}, "length": 64},
+        {"nextlong": {"chunk": 8, "longest": 20}, "length": 64, "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
+        {"cip": {}},
+        {"cip": {"pieces": 3, "longest": 20}, "packing": "truncate", "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
+        {"attention": "full", "pose": {"target": 100}},
     ],
 )
 def test_tokens_in_plus_added_are_tokens_in_rows_plus_dropped(corpora, tokenizer, tmp_path, config):
@@ -95,12 +95,12 @@ UPSAMPLE = {"above": 15, "times": 2.5, "keep": 0.5}
     "config",
     [
         {},
-        {"pack": "intact"},
-        {"pack": "whole", "length": 12},
-        {"pack": "fit"},
-        {"tangle": TANGLE, "length": 128},
-        {"interleave": {"pieces": 2, "longest": 10}, "length": 128},
-        {"skips": {"target": 1000}},
+        {"packing": "truncate"},
+        {"packing": "single_doc", "length": 12},
+        {"packing": "best_fit"},
+        {"utk": TANGLE, "length": 128},
+        {"cip": {"pieces": 2, "longest": 10}, "length": 128},
+        {"pose": {"target": 1000}},
     ],
 )
 def test_upsampling_goes_with_everything_and_the_counts_still_add_up(corpora, tokenizer, tmp_path, config, limit):
@@ -157,60 +157,60 @@ def test_upsampling_says_how_much_longer_documents_get(corpora, tokenizer, tmp_p
 
 
 def test_rows_with_negatives_say_what_they_cost(corpora, tokenizer, tmp_path, capfd):
-    counts = build(corpora, tokenizer, tmp_path / "out", negatives={"chunk": 8}, length=64)
+    counts = build(corpora, tokenizer, tmp_path / "out", nextlong={"chunk": 8}, length=64)
     row = open_rows(tmp_path / "out")[0]
 
     assert counts["strategy"]["name"] == "negatives"
     assert counts["strategy"]["tokens_added"] == counts["tokens_added"] > counts["tokens"] / 4
     assert row.attention == "full"
-    assert (row.piece_docs == 0).sum() >= 2, "the document is in several pieces"
+    assert (row.chunk_ids == 0).sum() >= 2, "the document is in several pieces"
     assert "index built in" in capfd.readouterr().err
     assert "seconds" not in json.dumps(counts), "the manifest must be the same for every run"
 
 
 def test_interleaved_rows_attend_fully_and_cost_nothing(corpora, tokenizer, tmp_path):
-    counts = build(corpora, tokenizer, tmp_path / "out", interleave={"pieces": 3}, length=128)
+    counts = build(corpora, tokenizer, tmp_path / "out", cip={"pieces": 3}, length=128)
     row = open_rows(tmp_path / "out")[0]
 
     assert counts["strategy"] == {"name": "interleave", "tokens_added": 0}
     assert (row.attention, row.loss_mask, row.positions) == ("full", None, None)
-    assert len(row.piece_docs) == len(row.doc_lens) > row.piece_docs.max() + 1
-    owners = np.repeat(row.piece_docs, row.doc_lens)
-    for doc in range(row.piece_docs.max() + 1):
+    assert len(row.chunk_ids) == len(row.doc_lens) > row.chunk_ids.max() + 1
+    owners = np.repeat(row.chunk_ids, row.doc_lens)
+    for doc in range(row.chunk_ids.max() + 1):
         assert (np.diff(row.tokens[owners == doc].astype(np.int64)) == 1).all()
 
 
 def test_skips_give_positions_to_whatever_attends_to_itself(corpora, tokenizer, tmp_path):
     def rows(name: str, **config) -> list:
-        counts = build(corpora, tokenizer, tmp_path / name, skips={"target": 1000}, **config)
+        counts = build(corpora, tokenizer, tmp_path / name, pose={"target": 1000}, **config)
         return [open_rows(tmp_path / name)[index] for index in range(counts["rows"])]
 
-    for row in rows("documents", pack="fit", length=64):
+    for row in rows("documents", packing="best_fit", length=64):
         starts = np.cumsum(row.doc_lens) - row.doc_lens
         assert np.flatnonzero(row.positions == 0).tolist() == starts.tolist()
     full = rows("full", attention="full")
     assert all((np.diff(row.positions) >= 1).all() and row.attention == "full" for row in full)
     assert 900 < max(int(row.positions.max()) for row in full) < 1000
     assert len({int(row.positions.max()) for row in full}) > 10
-    interleaved = rows("interleaved", interleave={})
+    interleaved = rows("interleaved", cip={})
     assert all((np.diff(row.positions) >= 1).all() for row in interleaved)
 
 
 def test_attention_of_a_rows_set_is_what_it_asks_for(corpora, tokenizer, tmp_path):
     build(corpora, tokenizer, tmp_path / "out", attention="full")
-    build(corpora, tokenizer, tmp_path / "plain", attention="documents")
+    build(corpora, tokenizer, tmp_path / "plain", attention="intra_document")
     assert open_rows(tmp_path / "out")[0].attention == "full"
-    assert open_rows(tmp_path / "plain")[0].attention == "documents"
+    assert open_rows(tmp_path / "plain")[0].attention == "intra_document"
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        {"tangle": TANGLE, "length": 128},
-        {"interleave": {}},
-        {"negatives": {"chunk": 8}, "length": 64},
-        {"upsample": UPSAMPLE, "pack": "fit"},
-        {"skips": {"target": 100, "chunks": 3}},
+        {"utk": TANGLE, "length": 128},
+        {"cip": {}},
+        {"nextlong": {"chunk": 8}, "length": 64},
+        {"upsample": UPSAMPLE, "packing": "best_fit"},
+        {"pose": {"target": 100, "chunks": 3}},
     ],
 )
 def test_the_same_seed_gives_the_same_files(corpora, tokenizer, tmp_path, config):
@@ -237,7 +237,7 @@ def test_rows_follow_the_shares_of_their_sources(corpora, tokenizer, tmp_path):
 
 
 def test_whole_rows_follow_the_shares_although_short_documents_are_dropped(corpora, tokenizer, tmp_path):
-    build(corpora, tokenizer, tmp_path / "out", **{"from": {"a": 1, "b": 1}, "length": 16, "pack": "whole"})
+    build(corpora, tokenizer, tmp_path / "out", **{"from": {"a": 1, "b": 1}, "length": 16, "packing": "single_doc"})
     rows = open_rows(tmp_path / "out")
     firsts = np.array([rows[index].tokens[0] for index in range(len(rows))])
     assert (firsts < 200_000).mean() == pytest.approx(0.5, abs=0.05)
@@ -284,7 +284,7 @@ def test_the_counts_say_what_is_in_the_rows(corpora, tokenizer, tmp_path, pack):
 
 
 def test_fit_drops_nothing_and_pads_with_eos(corpora, tokenizer, tmp_path):
-    counts = build(corpora, tokenizer, tmp_path / "out", **{"from": "b", "pack": "fit", "length": 64})
+    counts = build(corpora, tokenizer, tmp_path / "out", **{"from": "b", "packing": "best_fit", "length": 64})
     rows = [open_rows(tmp_path / "out")[index] for index in range(counts["rows"])]
     assert counts["dropped"] == {}
     assert counts["truncated"] == 0
@@ -295,7 +295,7 @@ def test_fit_drops_nothing_and_pads_with_eos(corpora, tokenizer, tmp_path):
 
 
 def test_a_limit_keeps_the_shares_under_fit(corpora, tokenizer, tmp_path):
-    build(corpora, tokenizer, tmp_path / "out", **{"from": {"a": 3, "b": 1}, "limit": 2000, "pack": "fit"})
+    build(corpora, tokenizer, tmp_path / "out", **{"from": {"a": 3, "b": 1}, "limit": 2000, "packing": "best_fit"})
     rows = open_rows(tmp_path / "out")
     tokens = np.concatenate([rows[index].tokens for index in range(len(rows))])
     assert (tokens[tokens >= 100_000] < 200_000).mean() == pytest.approx(0.75, abs=0.04)
@@ -320,13 +320,13 @@ def test_an_error_while_writing_reaches_the_caller(corpora, tokenizer, tmp_path,
 
 @pytest.mark.parametrize("pack", ["whole", "fit"])
 def test_what_cannot_be_tangled_is_refused(pack):
-    with pytest.raises(ValidationError, match=f"pack: {pack} .* use concat or intact"):
-        RowsConfig.model_validate({"from": "a", "length": 128, "pack": pack, "tangle": TANGLE})
+    with pytest.raises(ValidationError, match=f"packing: {pack} .* use concat or intact"):
+        DatasetConfig.model_validate({"from": "a", "length": 128, "pack": pack, "utk": TANGLE})
 
 
 def test_tangled_rows_attend_fully_and_name_the_tokens_they_add(corpora, tokenizer, tmp_path):
     size = len(tokenizer)
-    counts = build(corpora, tokenizer, tmp_path / "out", tangle=TANGLE, length=128)
+    counts = build(corpora, tokenizer, tmp_path / "out", utk=TANGLE, length=128)
     row = open_rows(tmp_path / "out")[0]
 
     assert len(tokenizer) == size, "the caller's tokenizer was changed"
@@ -341,7 +341,7 @@ def test_tangled_rows_attend_fully_and_name_the_tokens_they_add(corpora, tokeniz
 def test_longest_lets_pieces_of_long_documents_share_a_row_with_others(corpora, tokenizer, tmp_path):
     write_corpus(corpora["b"], [5000, 5000], start=200_000)
     tangle = {"probability": 0.0, "longest": 16}
-    build(corpora, tokenizer, tmp_path / "out", **{"from": "b", "tangle": tangle, "length": 4096})
+    build(corpora, tokenizer, tmp_path / "out", **{"from": "b", "utk": tangle, "length": 4096})
     row = open_rows(tmp_path / "out")[0]
     starts = row.tokens[np.cumsum(row.doc_lens) - row.doc_lens]
     assert row.doc_lens.max() == 16
@@ -371,11 +371,13 @@ def test_rows_are_rebuilt_only_when_something_changed(corpora, tokenizer, tmp_pa
 def test_too_little_text_is_refused(corpora, tokenizer, tmp_path):
     with pytest.raises(DataError, match=r"rows out: .* tokens do not fill one row of 64K"):
         build(corpora, tokenizer, tmp_path / "out", length="64K")
-    with pytest.raises(DataError, match=r"rows out: pack: whole needs documents of at least 64 .* source a has 59;"):
-        build(corpora, tokenizer, tmp_path / "out", length=64, pack="whole")
+    with pytest.raises(
+        DataError, match=r"rows out: packing: single_doc needs documents of at least 64 .* source a has 59;"
+    ):
+        build(corpora, tokenizer, tmp_path / "out", length=64, packing="single_doc")
     assert not (tmp_path / "out").exists()
 
 
 def test_the_manifest_is_plain_json(corpora, tokenizer, tmp_path):
-    build(corpora, tokenizer, tmp_path / "out", tangle=TANGLE, length=128)
+    build(corpora, tokenizer, tmp_path / "out", utk=TANGLE, length=128)
     assert json.loads((tmp_path / "out/manifest.json").read_text())["settings"]["rows"]["from"] == "a"

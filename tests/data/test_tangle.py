@@ -9,7 +9,7 @@ from itertools import count, islice
 import numpy as np
 import pytest
 
-from unspool.data.packing.config import RowsConfig, TangleConfig
+from unspool.data.packing.config import DatasetConfig, UtkConfig
 from unspool.data.packing.pack import Doc, Tally
 from unspool.data.packing.store import IGNORE, Row, labels
 from unspool.data.strategies.utk import tangle
@@ -47,7 +47,7 @@ def fake_labels():
 
 
 def tangler(seed: int = 0, keep_rest: bool = True, **settings) -> Tangler:
-    config = TangleConfig(**{"min_split": 8, **settings})
+    config = UtkConfig(**{"min_split": 8, **settings})
     return Tangler(config, IDS, fake_labels(), np.random.default_rng(seed), keep_rest)
 
 
@@ -57,11 +57,11 @@ def tangled(lens: list[int], row_len: int, seed: int = 0, *, keep_rest: bool = T
 
 
 def pieces_of(row: Row):
-    return slow_pieces(row.tokens.tolist(), row.doc_lens.tolist(), row.piece_docs.tolist(), IDS)
+    return slow_pieces(row.tokens.tolist(), row.doc_lens.tolist(), row.chunk_ids.tolist(), IDS)
 
 
 def back(row: Row) -> list[list[int]]:
-    return [doc.tolist() for doc in untangle(row.tokens, row.doc_lens, row.piece_docs, IDS)]
+    return [doc.tolist() for doc in untangle(row.tokens, row.doc_lens, row.chunk_ids, IDS)]
 
 
 # One row
@@ -84,7 +84,7 @@ def test_one_row_written_out_by_hand():
     ]
     # fmt: on
     assert row.doc_lens.tolist() == [9, 4, 20, 7]
-    assert row.piece_docs.tolist() == [0, 1, 0, 2]
+    assert row.chunk_ids.tolist() == [0, 1, 0, 2]
 
 
 def test_the_last_document_gets_the_right_solution_where_the_public_code_gives_a_wrong_one():
@@ -153,7 +153,7 @@ def test_split_points_and_hops_are_spread_as_configured():
     parts, points = [], []
     for row in rows:
         pieces = pieces_of(row)
-        for doc in range(1, max(row.piece_docs)):  # the first and the last may be cut
+        for doc in range(1, max(row.chunk_ids)):  # the first and the last may be cut
             mine = [piece for piece in pieces if piece.doc == doc]
             parts.append(len(mine))
             points += [len(piece.text) for piece in mine if piece.part == 0 and len(mine) == 2]
@@ -181,7 +181,7 @@ def test_per_row_all_documents_of_a_row_are_split_or_none(probability):
     split = []
     for row in rows:
         whole = {piece.doc for piece in pieces_of(row) if piece.part == 0 and not piece.has_tail}
-        docs = set(range(1, int(max(row.piece_docs)) - 1))  # those that neither the row's beginning nor its end touches
+        docs = set(range(1, int(max(row.chunk_ids)) - 1))  # those that neither the row's beginning nor its end touches
         assert not docs & whole or docs <= whole
         split.append(not docs & whole)
     assert np.mean(split) == pytest.approx(probability, abs=0.08)
@@ -189,7 +189,7 @@ def test_per_row_all_documents_of_a_row_are_split_or_none(probability):
 
 def test_pieces_are_shuffled_over_the_row():
     row = tangled([50] * 12, 400, seed=3, probability=1.0, backtrace=False)[0]
-    assert row.piece_docs.tolist() != sorted(row.piece_docs.tolist())
+    assert row.chunk_ids.tolist() != sorted(row.chunk_ids.tolist())
 
 
 def test_the_rest_of_a_cut_document_opens_the_next_row_or_is_dropped():
@@ -247,7 +247,7 @@ def test_a_stream_that_is_closed_early_gave_the_first_rows_and_counts_what_it_dr
 
 
 def test_the_same_seed_gives_the_same_rows_and_another_does_not(tokenizer):
-    config = RowsConfig.model_validate({"from": "a", "length": 512, "tangle": {"min_split": 16}})
+    config = DatasetConfig.model_validate({"from": "a", "length": 512, "utk": {"min_split": 16}})
     docs = [Doc(doc % 300 + 3, "a") for doc in documents([70] * 40)]
 
     def rows(seed: int) -> list[bytes]:
@@ -262,7 +262,7 @@ def test_tangling_brings_the_knots_that_its_hops_need(tokenizer):
     size = len(tokenizer)
     docs = [Doc(np.append(np.arange(70, dtype=np.uint32) + 3, np.uint32(tokenizer.eos_token_id)), "a")] * 40
     for hops, num_knots in ((2, 9), (3, 9), (8, 19)):
-        config = RowsConfig.model_validate({"from": "a", "length": 512, "tangle": {"min_split": 16, "hops": {hops: 1}}})
+        config = DatasetConfig.model_validate({"from": "a", "length": 512, "utk": {"min_split": 16, "hops": {hops: 1}}})
         made = build_tangler(config, copy.deepcopy(tokenizer), np.random.default_rng(0))
         assert list(made.knots.values()) == list(range(size, size + num_knots))
         used = {token for row in made.pack(docs, 512, Tally()) for token in row.tokens.tolist() if token >= size}
@@ -307,7 +307,7 @@ def test_no_two_pieces_of_a_row_share_a_label(min_split):
     def draw(wanted: int, rng: np.random.Generator) -> list[np.ndarray]:
         return [np.array([500 + number % 400, 1000 + number // 400]) for number in islice(numbers, wanted)]
 
-    config = TangleConfig(probability=1.0, hops={8: 1.0}, min_split=min_split)
+    config = UtkConfig(probability=1.0, hops={8: 1.0}, min_split=min_split)
     docs = [Doc(np.arange(2000, 2016, dtype=np.uint32), "s")] * 12_000
     rows = list(Tangler(config, IDS, draw, np.random.default_rng(0), True).pack(docs, 1 << 18, Tally()))
     assert len(rows) == 3
@@ -322,11 +322,11 @@ def test_no_two_pieces_of_a_row_share_a_label(min_split):
 
 
 def test_tangling_whole_rows_is_refused():
-    with pytest.raises(ValueError, match="pack: whole puts one document in a row"):
-        RowsConfig.model_validate({"from": "a", "length": "4K", "pack": "whole", "tangle": {}})
+    with pytest.raises(ValueError, match="packing: single_doc puts one document in a row"):
+        DatasetConfig.model_validate({"from": "a", "length": "4K", "packing": "single_doc", "utk": {}})
 
 
 @pytest.mark.parametrize("hops", [{}, {1: 1.0}, {9: 1.0}, {2: -1.0}, {2: 0.0}])
 def test_hops_are_two_to_eight_pieces_with_shares(hops):
     with pytest.raises(ValueError, match="hops needs counts of 2 to 8 with positive shares"):
-        TangleConfig(hops=hops)
+        UtkConfig(hops=hops)

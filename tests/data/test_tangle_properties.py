@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from unspool.data.packing.config import TangleConfig
+from unspool.data.packing.config import UtkConfig
 from unspool.data.packing.pack import Doc, Tally
 from unspool.data.packing.store import IGNORE, Row, labels
 from unspool.data.strategies.utk.special_tokens import knot_ids, label_drawer
@@ -94,7 +94,7 @@ def cases(draw) -> SimpleNamespace:
         body = text[: -1 if len(text) <= length else length - 1]
         docs.append(body.copy() if name == CUT and len(body) else np.append(body, np.uint32(made.eos)))
     hops = draw(st.sampled_from([{2: 1.0}, {3: 1.0}, {2: 0.5, 3: 0.5}, {8: 1.0}, {2: 1.0, 5: 2.0, 8: 1.0}]))
-    config = TangleConfig(
+    config = UtkConfig(
         probability=draw(st.sampled_from([0.0, 0.5, 1.0])),
         per=draw(st.sampled_from(["document", "row"])),
         hops=hops,
@@ -149,7 +149,7 @@ def check(case: SimpleNamespace) -> None:
     check_accounts(case, slow)
     for row, expected in zip(case.rows, slow, strict=False):
         assert len(row.tokens) == case.row_len == row.doc_lens.sum()
-        pieces = slow_pieces(row.tokens.tolist(), row.doc_lens.tolist(), row.piece_docs.tolist(), case.made.knots)
+        pieces = slow_pieces(row.tokens.tolist(), row.doc_lens.tolist(), row.chunk_ids.tolist(), case.made.knots)
         check_documents(case, row, expected)
         check_order(case, pieces)
         check_solutions(case, row, pieces, cut=len(expected.texts) - 1 if expected.cut else None)
@@ -162,9 +162,9 @@ def check_same(case, slow):
     for row, expected in zip(case.rows, slow, strict=False):
         assert row.tokens.tolist() == expected.tokens
         assert row.doc_lens.tolist() == expected.doc_lens
-        assert row.piece_docs.tolist() == expected.piece_docs
+        assert row.chunk_ids.tolist() == expected.chunk_ids
         assert (row.attention, row.source) == ("full", "s")
-        assert (row.tokens.dtype, row.doc_lens.dtype, row.piece_docs.dtype) == (np.uint32, np.int32, np.int32)
+        assert (row.tokens.dtype, row.doc_lens.dtype, row.chunk_ids.dtype) == (np.uint32, np.int32, np.int32)
 
 
 def check_accounts(case, slow):
@@ -181,7 +181,7 @@ def check_accounts(case, slow):
 
 def check_documents(case, row, expected):
     """Untangling gives every document of the row, the cut one as far as the row holds it."""
-    back = untangle(row.tokens, row.doc_lens, row.piece_docs, case.made.knots)
+    back = untangle(row.tokens, row.doc_lens, row.chunk_ids, case.made.knots)
     assert [doc.tolist() for doc in back] == expected.texts
     for number, text in zip(expected.documents[1:-1], back[1:-1], strict=False):
         assert np.array_equal(text, case.docs[number]), "only the first and the last document of a row may be cut"

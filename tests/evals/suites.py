@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from unspool.core.rng import rng_for
 from unspool.data.facts import word_list
-from unspool.evals.suite import Ask, Asked, Mode, Task
+from unspool.evals.suite import Ask, Mode, Question, Task
 from unspool.evals.suites.helmet import generated, json_kv
 from unspool.evals.suites.helmet.instructions import BOOKS, CITE, RERANK
 from unspool.evals.task_suite import TaskSuite
@@ -31,12 +31,12 @@ def english_tokenizer() -> PreTrainedTokenizerFast:
     return train_tokenizer(texts, vocab_size=3000, bos=False)
 
 
-def num_tokens(tokenizer: PreTrainedTokenizerFast, task: Task, asked: Asked) -> int:
+def num_tokens(tokenizer: PreTrainedTokenizerFast, task: Task, asked: Question) -> int:
     text = asked.context + asked.question + asked.prefix
     return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) + task.answer_tokens
 
 
-def oracle(asked: Asked) -> str:
+def oracle(asked: Question) -> str:
     return str(asked.meta.get("oracle", " ".join(asked.references)))
 
 

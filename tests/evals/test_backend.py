@@ -17,9 +17,9 @@ from unspool.evals.backends.transformers import ModelBackend
 from unspool.evals.plan import EvalPlan
 from unspool.evals.run import Scoring, score_model
 from unspool.evals.suites import niah
-from unspool.evals.suites.key_value import KvEval
+from unspool.evals.suites.key_value import KeyValueEval
 from unspool.evals.suites.niah import NiahEval
-from unspool.evals.suites.perplexity import LossEval
+from unspool.evals.suites.perplexity import PerplexityEval
 from unspool.evals.suites.ruler import RulerEval
 from unspool.models.generation import batch_limits
 
@@ -51,8 +51,8 @@ def scoring(tmp_path: Path, documents: list[str]) -> Scoring:
     (tmp_path / "held.txt").write_text(documents[0])
     evals = [
         NiahEval.model_validate({"suite": "niah", "lengths": [256], "samples": 4, "needles": 2, "text": "held.txt"}),
-        KvEval.model_validate({"suite": "kv", "lengths": [256], "samples": 4, "value": "words"}),
-        LossEval.model_validate({"suite": "loss", "length": 256, "samples": 2, "text": "held.txt"}),
+        KeyValueEval.model_validate({"suite": "key_value", "lengths": [256], "samples": 4, "value": "words"}),
+        PerplexityEval.model_validate({"suite": "perplexity", "length": 256, "samples": 2, "text": "held.txt"}),
     ]
     return Scoring(model="base", model_hash="m", evals=evals, seed=0, out_dir=tmp_path / "scores", root=tmp_path)
 

@@ -12,9 +12,9 @@ from unspool.cli.eval_options import table_row
 from unspool.core.errors import ConfigError
 from unspool.evals import suites
 from unspool.evals.backends import mock, transformers
-from unspool.evals.suites.key_value import KvEval
+from unspool.evals.suites.key_value import KeyValueEval
 from unspool.evals.suites.niah import NiahEval
-from unspool.evals.suites.perplexity import LossEval
+from unspool.evals.suites.perplexity import PerplexityEval
 from unspool.evals.suites.ruler import RulerEval
 from unspool.models import tokenizer as model_tokenizer
 
@@ -41,17 +41,17 @@ def held_out(tmp_path: Path, documents: list[str]) -> str:
 
 
 def test_options_become_the_evals_of_a_recipe():
-    niah, kv, loss = chosen_evals("niah,kv,loss", "8K, 2K", samples=5, text="held.txt", value="words")
+    niah, kv, loss = chosen_evals("niah,key_value,perplexity", "8K, 2K", samples=5, text="held.txt", value="words")
 
     assert isinstance(niah, NiahEval) and niah.lengths == [2048, 8192] and niah.text == "held.txt"
-    assert isinstance(kv, KvEval) and kv.lengths == [2048, 8192]
-    assert isinstance(loss, LossEval) and loss.length == 8192 and loss.text == "held.txt"
+    assert isinstance(kv, KeyValueEval) and kv.lengths == [2048, 8192]
+    assert isinstance(loss, PerplexityEval) and loss.length == 8192 and loss.text == "held.txt"
     assert niah.value == kv.value == "words"
     assert niah.samples == kv.samples == loss.samples == 5
 
 
 def test_a_value_only_one_suite_knows_leaves_the_others_alone():
-    niah, kv = chosen_evals("niah,kv", "2K", **{**OPTIONS, "value": "uuid"})
+    niah, kv = chosen_evals("niah,key_value", "2K", **{**OPTIONS, "value": "uuid"})
 
     assert (niah.value, kv.value) == ("numbers", "uuid")
 
@@ -65,7 +65,7 @@ def test_a_value_only_one_suite_knows_leaves_the_others_alone():
         ("niah", "0", None, "--lengths '0': a size must be"),
         ("niah", ",", None, "at least one suite and one length"),
         ("niah", "2K", "word", "Did you mean 'words'"),
-        ("niah,loss", "2K", "uuid", "--value uuid is for kv; the suites here are niah,loss"),
+        ("niah,perplexity", "2K", "uuid", "--value uuid is for key_value; the suites here are niah,perplexity"),
     ],
 )
 def test_wrong_options_are_explained(suites, lengths, value, message):
@@ -79,13 +79,13 @@ def test_the_table_shows_every_cell_with_n_and_interval(command, held_out):
     assert shown.exit_code == 0, shown.output
     rows = [line.replace("│", " ").split() for line in shown.stdout.splitlines()]
     assert ["niah", "256", "all", "100%", "57%", "to", "100%", "5"] in rows
-    assert ["kv", "512", "all", "100%", "57%", "to", "100%", "5"] in rows
-    assert any(row[:4] == ["loss", "512", "0–64", "32.000"] for row in rows)
+    assert ["key_value", "512", "all", "100%", "57%", "to", "100%", "5"] in rows
+    assert any(row[:4] == ["perplexity", "512", "0–64", "32.000"] for row in rows)
 
 
 def test_json_is_the_summary_and_nothing_else(command, held_out, tmp_path):
     out = tmp_path / "scores"
-    arguments = ("M", "--suite", "kv", "--lengths", "256", "--value", "words", "--json", "--out", str(out))
+    arguments = ("M", "--suite", "key_value", "--lengths", "256", "--value", "words", "--json", "--out", str(out))
     shown = command(*arguments)
 
     assert json.loads(shown.stdout) == json.loads((out / "summary.json").read_text())
@@ -95,7 +95,7 @@ def test_json_is_the_summary_and_nothing_else(command, held_out, tmp_path):
 def test_a_folder_with_other_files_is_not_replaced(command, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
 
-    shown = command("M", "--suite", "kv", "--lengths", "256", "--value", "words", "--out", str(tmp_path))
+    shown = command("M", "--suite", "key_value", "--lengths", "256", "--value", "words", "--out", str(tmp_path))
 
     assert isinstance(shown.exception, ConfigError)
     assert "holds no scores" in str(shown.exception)
@@ -103,7 +103,7 @@ def test_a_folder_with_other_files_is_not_replaced(command, tmp_path):
 
 
 def test_an_unknown_device_is_refused(command):
-    shown = command("M", "--suite", "kv", "--lengths", "256", "--device", "tpu")
+    shown = command("M", "--suite", "key_value", "--lengths", "256", "--device", "tpu")
 
     assert isinstance(shown.exception, ConfigError)
     assert "use auto, cpu, cuda" in str(shown.exception)
@@ -204,8 +204,8 @@ def test_a_shipped_model_is_named_as_in_a_recipe(monkeypatch):
     app.command("eval")(eval_)
     run = CliRunner().invoke
 
-    run(app, ["asset:tiny-base", "--suite", "kv", "--lengths", "256"])
-    wrong = run(app, ["asset:tiny-bace", "--suite", "kv", "--lengths", "256"])
+    run(app, ["asset:tiny-base", "--suite", "key_value", "--lengths", "256"])
+    wrong = run(app, ["asset:tiny-bace", "--suite", "key_value", "--lengths", "256"])
 
     assert (Path(asked[0].model) / "config.json").is_file() and len(asked) == 1
     assert "did you mean 'asset:tiny-base'?" in str(wrong.exception)

@@ -9,7 +9,7 @@ from tests.evals.suites import byte_tokenizer
 from unspool.core.errors import ConfigError
 from unspool.evals import fill
 from unspool.evals.fill import Meter, Remembered, room, spread
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def meter() -> Meter:
 def test_tokens_are_counted_as_the_tokenizer_counts_them(meter: Meter):
     assert meter.count("four") == 4
     assert meter.count("né") == 3  # bytes
-    whole = Asked(context="ab", question="cd", prefix="e", references=())
+    whole = Question(context="ab", question="cd", prefix="e", references=())
     assert meter.whole(whole) == 5
 
 
@@ -59,11 +59,11 @@ def test_nothing_exceeds_the_limit(limit: int, sizes: list[int], wrong: int):
     counter = _METER
     built = 0
 
-    def build(budget: int) -> Asked:
+    def build(budget: int) -> Question:
         nonlocal built
         built += 1
         text = "".join(counter.take(["x" * size + " " for size in sizes], budget + wrong))
-        return Asked(context=text, question="why? ", references=())
+        return Question(context=text, question="why? ", references=())
 
     try:
         asked = fill.fill(build, counter, limit, what="test", length=limit)

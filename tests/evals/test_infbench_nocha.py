@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.evals.scoring.ranking import pair_accuracy
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites import infbench, nocha
 from unspool.evals.suites.infbench import score_kv, score_number
 from unspool.evals.task_suite import TaskSuite
@@ -48,8 +48,8 @@ def test_depths_are_spread(english: PreTrainedTokenizerFast):
 
 
 def test_numbers_and_values_count_whole():
-    def asked(reference: str, mode: str = "fixed") -> Asked:
-        return Asked(context="", question="", references=(reference,), meta={"mode": mode})
+    def asked(reference: str, mode: str = "fixed") -> Question:
+        return Question(context="", question="", references=(reference,), meta={"mode": mode})
 
     assert score_number(" 12345.", asked(" 12345")) == 1
     assert score_number(" 123456", asked(" 12345")) == score_number("no", asked(" 12345")) == 0

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from unspool.core.errors import ConfigError
 from unspool.data.facts import pair_question
 from unspool.evals.heldout import Materials
-from unspool.evals.prompts import Prompt, Question, prompt_hash
-from unspool.evals.suites.key_value import KvEval, prompt
+from unspool.evals.prompts import Prompt, PromptQuestion, prompt_hash
+from unspool.evals.suites.key_value import KeyValueEval, prompt
 
 UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
 
-def kv(**options) -> KvEval:
-    return KvEval.model_validate({"suite": "kv", "lengths": [512], "value": "words", **options})
+def kv(**options) -> KeyValueEval:
+    return KeyValueEval.model_validate({"suite": "key_value", "lengths": [512], "value": "words", **options})
 
 
 def pairs_of(made: Prompt, materials: Materials) -> list[tuple[str, str]]:
@@ -24,7 +24,7 @@ def pairs_of(made: Prompt, materials: Materials) -> list[tuple[str, str]]:
     return json.loads(text, object_pairs_hook=list)
 
 
-def asked_key(asked: Question, materials: Materials) -> str:
+def asked_key(asked: PromptQuestion, materials: Materials) -> str:
     text = "\n" + materials.tokenizer.decode(asked.ids)
     key = text.split('"')[1]
     assert text == pair_question(key)

@@ -12,7 +12,7 @@ from unspool.evals.backends import transformers
 from unspool.evals.backends.transformers import window_losses
 from unspool.evals.heldout import Materials
 from unspool.evals.prompts import encode
-from unspool.evals.suites.perplexity import LossEval, windows
+from unspool.evals.suites.perplexity import PerplexityEval, windows
 from unspool.models.loss import bucket_losses
 
 SHAPE = {
@@ -27,8 +27,8 @@ SHAPE = {
 }
 
 
-def loss_eval(**options) -> LossEval:
-    return LossEval.model_validate({"suite": "loss", **options})
+def loss_eval(**options) -> PerplexityEval:
+    return PerplexityEval.model_validate({"suite": "perplexity", **options})
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,9 @@ from unspool.core.errors import ConfigError, UnspoolError
 from unspool.evals.backends.transformers import ModelBackend, ProcessesBackend
 from unspool.evals.plan import EvalPlan
 from unspool.evals.run import Scoring, score
-from unspool.evals.suites.key_value import KvEval
+from unspool.evals.suites.key_value import KeyValueEval
 from unspool.evals.suites.niah import NiahEval
-from unspool.evals.suites.perplexity import LossEval
+from unspool.evals.suites.perplexity import PerplexityEval
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
 MODEL = Path(__file__).parents[2] / "src/unspool/assets/tiny-base"
@@ -34,8 +34,8 @@ def scoring(tmp_path: Path, documents: list[str]) -> Scoring:
         NiahEval.model_validate(
             {"suite": "niah", "lengths": [192, 256], "samples": 6, "value": "words", "text": "held.txt"}
         ),
-        KvEval.model_validate({"suite": "kv", "lengths": [256], "samples": 6, "value": "words"}),
-        LossEval.model_validate({"suite": "loss", "length": 256, "samples": 3, "text": "held.txt"}),
+        KeyValueEval.model_validate({"suite": "key_value", "lengths": [256], "samples": 6, "value": "words"}),
+        PerplexityEval.model_validate({"suite": "perplexity", "length": 256, "samples": 3, "text": "held.txt"}),
     ]
     return Scoring(model="base", model_hash="m", evals=evals, seed=0, out_dir=tmp_path / "one", root=tmp_path)
 
@@ -65,7 +65,7 @@ def test_two_processes_give_the_bytes_of_one_and_go_on_after_one_of_them_has_die
 def test_what_a_process_raises_is_what_the_command_says(tmp_path):
     backend = ProcessesBackend(str(tmp_path / "none"), **CPU, width=2)
     plan = EvalPlan(
-        [KvEval.model_validate({"suite": "kv", "lengths": [256], "samples": 4, "value": "words"})],
+        [KeyValueEval.model_validate({"suite": "key_value", "lengths": [256], "samples": 4, "value": "words"})],
         ModelBackend(str(MODEL), **CPU).tokenizer,
         seed=0,
         root=tmp_path,

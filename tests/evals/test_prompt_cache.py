@@ -11,13 +11,15 @@ from unspool.evals import suites
 from unspool.evals.backends.mock import Oracle
 from unspool.evals.prompts import PromptCache
 from unspool.evals.run import Scoring, score
-from unspool.evals.suite import Asked
+from unspool.evals.suite import Question
 from unspool.evals.suites.ruler import RulerEval
 from unspool.evals.task_suite import TaskSuite
 
 from .toy import TOY
 
-ASKED = Asked(context="Δ text " * 50, question="?", references=("a", "b"), depth=0.5, meta={"ids": {"1": 2}, "t": (1,)})
+ASKED = Question(
+    context="Δ text " * 50, question="?", references=("a", "b"), depth=0.5, meta={"ids": {"1": 2}, "t": (1,)}
+)
 IDS = np.arange(1000, dtype=np.uint32)
 
 

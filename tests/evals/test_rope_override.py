@@ -1,4 +1,4 @@
-"""`unspool eval --position`: a model scored with other positions, without training."""
+"""`unspool eval --rope`: a model scored with other positions, without training."""
 
 import json
 from pathlib import Path
@@ -7,17 +7,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from unspool.cli.eval_options import read_position
+from unspool.cli.eval_options import read_rope
 from unspool.cli.main import build_app
 from unspool.evals.backends.base import BackendOptions, RopeOverride
 from unspool.models.load import load_model
-from unspool.models.rotary import apply_position
+from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import load_tokenizer
 from unspool.recipe.paths import resolve_path
 from unspool.rope.methods import Abf, Yarn
 
 SHIPPED = "asset:tiny-base"
-LOSS = ["--suite", "loss", "--lengths", "1K", "--samples", "2", "--device", "cpu", "--json"]
+LOSS = ["--suite", "perplexity", "--lengths", "1K", "--samples", "2", "--device", "cpu", "--json"]
 
 
 def scored(*args: str) -> dict:
@@ -35,11 +35,11 @@ def refused(*args: str) -> str:
 def test_scores_are_those_of_a_folder_that_has_the_positions_in_its_config(tmp_path):
     ref = resolve_path(SHIPPED, tmp_path)
     model = load_model(ref, device=torch.device("cpu"), dtype=torch.float32)
-    apply_position(model, Yarn(method="yarn"), 1024)
+    apply_rope(model, Yarn(method="yarn"), 1024)
     model.save_pretrained(tmp_path / "yarn")
     load_tokenizer(ref).save_pretrained(tmp_path / "yarn")
 
-    wanted, found, plain = scored(str(tmp_path / "yarn")), scored(SHIPPED, "--position", "yarn"), scored(SHIPPED)
+    wanted, found, plain = scored(str(tmp_path / "yarn")), scored(SHIPPED, "--rope", "yarn"), scored(SHIPPED)
 
     assert found["cells"] == wanted["cells"] != plain["cells"]
     assert (found["model"], plain["model"]) == ("tiny-base+yarn", "tiny-base")
@@ -52,7 +52,7 @@ def test_scores_of_one_method_and_context_are_not_taken_for_those_of_another():
     ways = [
         {},
         *(
-            {"rope": RopeOverride(position=position, context=context)}
+            {"rope": RopeOverride(rope=position, context_length=context)}
             for position in (Yarn(method="yarn"), Abf(method="abf", base=2e4), Abf(method="abf", base=3e4))
             for context in (1024, 2048)
         ),
@@ -61,27 +61,27 @@ def test_scores_of_one_method_and_context_are_not_taken_for_those_of_another():
 
 
 def test_a_method_alone_or_with_settings():
-    assert read_position("yarn") == Yarn(method="yarn")
-    assert read_position("{method: abf, base: 8e6}") == Abf(method="abf", base=8e6)
+    assert read_rope("yarn") == Yarn(method="yarn")
+    assert read_rope("{method: abf, base: 8e6}") == Abf(method="abf", base=8e6)
 
 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--position", "yam"], "--position: method = yam: "),
-        (["--position", "yam"], "yarn"),
-        (["--position", "{method: abf, bass: 8e6}"], "--position: bass: unknown key; did you mean 'base'?"),
-        (["--position", "{method: abf, base: many}"], "--position: base = many: must be "),
-        (["--position", "[yarn"], "cannot be read"),
-        (["--position", "3"], "write a method"),
-        (["--context", "8K"], "give --position too"),
-        (["--position", "yarn", "--context", "much"], "--context 'much'"),
-        (["--position", "yarn", "--suite", "short"], "--context 32K"),
+        (["--rope", "yam"], "--rope: method = yam: "),
+        (["--rope", "yam"], "yarn"),
+        (["--rope", "{method: abf, bass: 8e6}"], "--rope: bass: unknown key; did you mean 'base'?"),
+        (["--rope", "{method: abf, base: many}"], "--rope: base = many: must be "),
+        (["--rope", "[yarn"], "cannot be read"),
+        (["--rope", "3"], "write a method"),
+        (["--context", "8K"], "give --rope too"),
+        (["--rope", "yarn", "--context", "much"], "--context 'much'"),
+        (["--rope", "yarn", "--suite", "short"], "--context 32K"),
         (
-            ["--position", "yarn", "--suite", "ruler", "--lm-eval", "tasks"],
-            "--position cannot be combined with --lm-eval",
+            ["--rope", "yarn", "--suite", "ruler", "--lm-eval", "tasks"],
+            "--rope cannot be combined with --lm-eval",
         ),
-        (["--position", "yarn", "--backend", "oracle"], "--position works with --backend transformers only"),
+        (["--rope", "yarn", "--backend", "oracle"], "--rope works with --backend transformers only"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(args, says):

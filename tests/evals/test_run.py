@@ -9,9 +9,9 @@ from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError, DataError
 from unspool.evals import run
 from unspool.evals.run import Scoring, score
-from unspool.evals.suites.key_value import KvEval
+from unspool.evals.suites.key_value import KeyValueEval
 from unspool.evals.suites.niah import NiahEval
-from unspool.evals.suites.perplexity import LossEval
+from unspool.evals.suites.perplexity import PerplexityEval
 
 from .oracles import Killed, Oracle, Rambler, Silent
 
@@ -25,8 +25,8 @@ def scoring(tmp_path: Path, documents: list[str]) -> Scoring:
         NiahEval.model_validate(
             {"suite": "niah", "lengths": [256, 512], "samples": 6, "depths": 3, "value": "words", "text": "held/*.txt"}
         ),
-        KvEval.model_validate({"suite": "kv", "lengths": [256], "samples": 6, "value": "words"}),
-        LossEval.model_validate({"suite": "loss", "length": 256, "samples": 3, "text": "held/*.txt"}),
+        KeyValueEval.model_validate({"suite": "key_value", "lengths": [256], "samples": 6, "value": "words"}),
+        PerplexityEval.model_validate({"suite": "perplexity", "length": 256, "samples": 3, "text": "held/*.txt"}),
     ]
     return Scoring(model="base", model_hash="m", evals=evals, seed=0, out_dir=tmp_path / "scores/base", root=tmp_path)
 
@@ -50,7 +50,7 @@ def test_an_oracle_scores_100_with_every_cell_filled(scoring, tokenizer):
         ("niah", 512, 0.0, 1.0, 2),
         ("niah", 512, 0.5, 1.0, 2),
         ("niah", 512, 1.0, 1.0, 2),
-        ("kv", 256, None, 1.0, 6),
+        ("key_value", 256, None, 1.0, 6),
     ]
     losses = [cell for cell in summary["cells"] if cell["metric"] == "loss"]
     assert [(cell["from"], cell["to"], cell["value"], cell["n"]) for cell in losses] == [
@@ -73,13 +73,13 @@ def test_samples_say_what_was_asked_and_answered(scoring, tokenizer):
     samples = samples_of(scoring)
     assert len({(sample["suite"], sample["length"], sample["index"]) for sample in samples}) == len(samples) == 21
     assert len({sample["hash"] for sample in samples}) == len(samples)
-    asked = [sample for sample in samples if sample["suite"] != "loss"]
+    asked = [sample for sample in samples if sample["suite"] != "perplexity"]
     names = ["suite", "length", "depth", "index", "hash", "prompt_tokens", "reference", "output", "score"]
     longest = {name: max(s["length"] for s in asked if s["suite"] == name) for name in {s["suite"] for s in asked}}
     prompts = {True: ["prompt"], False: []}
     assert all(list(s) == names + prompts[s["length"] == longest[s["suite"]]] for s in asked)
     assert all(sample["prompt_tokens"] < sample["length"] for sample in asked)
-    assert all(sample["depth"] is None for sample in samples if sample["suite"] == "kv")
+    assert all(sample["depth"] is None for sample in samples if sample["suite"] == "key_value")
     assert [sample["index"] for sample in asked if sample["length"] == 512] == list(range(6))
 
 
@@ -95,7 +95,7 @@ def test_another_tokenizer_gives_other_prompts(scoring, tokenizer, coarse_tokeni
 
 
 def replace_lengths(config):
-    if isinstance(config, LossEval):
+    if isinstance(config, PerplexityEval):
         return config
     return config.model_copy(update={"lengths": [512]})
 
@@ -185,7 +185,7 @@ def test_what_is_planned_is_said_before_work_starts(scoring, tokenizer, monkeypa
 
 
 def test_a_length_that_cannot_work_is_found_before_the_model_is_used(scoring, tokenizer):
-    config = KvEval.model_validate({"suite": "kv", "lengths": [256, 16], "samples": 4, "value": "words"})
+    config = KeyValueEval.model_validate({"suite": "key_value", "lengths": [256, 16], "samples": 4, "value": "words"})
     backend = Oracle(tokenizer)
 
     with pytest.raises(ConfigError, match="length 16 is too short"):

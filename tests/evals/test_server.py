@@ -15,7 +15,7 @@ from unspool.evals import suites
 from unspool.evals.backends.mock import Oracle
 from unspool.evals.backends.openai import OpenAiBackend, Patience, Server, plain, post
 from unspool.evals.run import Scoring, score
-from unspool.evals.suites.perplexity import LossEval
+from unspool.evals.suites.perplexity import PerplexityEval
 from unspool.evals.suites.ruler import RulerEval
 
 from .toy import TOY
@@ -173,9 +173,9 @@ def test_what_others_wrote_is_one_printable_line():
 
 
 def test_losses_cannot_be_asked_of_a_server(url, scoring, tokenizer):
-    config = LossEval.model_validate({"suite": "loss", "length": 256, "samples": 1})
+    config = PerplexityEval.model_validate({"suite": "perplexity", "length": 256, "samples": 1})
 
-    with pytest.raises(ConfigError, match="suite loss needs token losses"):
+    with pytest.raises(ConfigError, match="suite perplexity needs token losses"):
         score(replace(scoring, evals=[config]), backend_of(url, tokenizer))
 
 

@@ -91,7 +91,7 @@ def test_tasks_run_with_our_model(lm_eval, model_dir):  # noqa: F811
 
 
 def test_tasks_run_with_positions_that_are_tried_without_training(lm_eval, model_dir):  # noqa: F811
-    rope = RopeOverride(position=Abf(method="abf", base=5e5), context=2048)
+    rope = RopeOverride(rope=Abf(method="abf", base=5e5), context_length=2048)
     summary = run_short(str(model_dir), ["hellaswag"], samples=1, include=None, **CPU, rope=rope)
 
     assert lm_eval["lm"]["pretrained"].config.rope_parameters["rope_theta"] == 5e5

@@ -43,7 +43,7 @@ def test_cells_cover_all_depths_together_and_each_alone():
         sample(0.0, depth=0.0),
         sample(1.0, depth=1.0),
         sample(0.0, depth=1.0, length=512),
-        sample(0.0, suite="kv"),
+        sample(0.0, suite="key_value"),
     ]
 
     cells = accuracy_cells("niah", 256, [0.0, 0.5, 1.0], samples)
@@ -59,7 +59,7 @@ def test_cells_cover_all_depths_together_and_each_alone():
 
 
 def test_what_was_not_scored_is_null_not_zero():
-    (cell,) = accuracy_cells("kv", 256, [], [])
+    (cell,) = accuracy_cells("key_value", 256, [], [])
 
     assert cell["n"] == 0
     assert cell["value"] is cell["low"] is cell["high"] is None
@@ -67,11 +67,11 @@ def test_what_was_not_scored_is_null_not_zero():
 
 def window(*values: float, n: int = 64, length: int = 128) -> dict:
     losses = [{"from": 64 * at, "to": 64 * at + 64, "value": value, "n": n} for at, value in enumerate(values)]
-    return {"suite": "loss", "length": length, "losses": losses}
+    return {"suite": "perplexity", "length": length, "losses": losses}
 
 
 def test_loss_cells_average_tokens_and_take_their_interval_from_windows():
-    cells = loss_cells("loss", 128, [window(3.0, 2.0), window(5.0, 2.0), window(9.0, length=64)])
+    cells = loss_cells("perplexity", 128, [window(3.0, 2.0), window(5.0, 2.0), window(9.0, length=64)])
 
     assert [(cell["from"], cell["to"], cell["value"], cell["n"]) for cell in cells] == [
         (0, 64, 4.0, 128),
@@ -83,7 +83,7 @@ def test_loss_cells_average_tokens_and_take_their_interval_from_windows():
 
 
 def test_one_window_gives_a_mean_without_an_interval():
-    cells = loss_cells("loss", 128, [window(3.0, 2.0)])
+    cells = loss_cells("perplexity", 128, [window(3.0, 2.0)])
 
     assert [cell["value"] for cell in cells] == [3.0, 2.0]
     assert all(cell["low"] is None and cell["high"] is None for cell in cells)

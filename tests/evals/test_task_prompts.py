@@ -60,7 +60,7 @@ def test_short_prompts_share_a_row_without_a_context(scoring, tokenizer):
 def test_base_prompts_are_the_ids_of_the_joined_text(tokenizer):
     made = planned(entry(), tokenizer, seed=0)
     wanted = QuestionId(task="lone", length=256, index=3)
-    asked, prompt = made.asked(wanted), prompt_of(made, wanted)
+    asked, prompt = made.question(wanted), prompt_of(made, wanted)
 
     ids = [*prompt.context_ids.tolist(), *prompt.questions[0].ids.tolist()]
     assert ids == tokenizer(asked.context + asked.question + asked.prefix)["input_ids"]
@@ -78,7 +78,7 @@ def chatty(tokenizer):
 def test_chat_prompts_are_those_of_the_template_with_the_answer_begun(chatty):
     made = planned(entry(), chatty, seed=0)
     wanted = QuestionId(task="lone", length=256, index=3)
-    asked, line = made.asked(wanted), made.prompt_line(wanted)
+    asked, line = made.question(wanted), made.prompt_line(wanted)
     prompt = prompt_of(made, wanted)
 
     turns = [{"role": "user", "content": asked.context + asked.question}]
@@ -91,7 +91,7 @@ def test_chat_prompts_are_those_of_the_template_with_the_answer_begun(chatty):
 
 def test_a_text_that_spells_a_control_token_is_only_text(chatty):
     made = planned(entry(chat="on", tasks=["labelled"]), chatty, seed=0)
-    asked = replace(made.asked(QuestionId(task="labelled", length=256, index=0)), context="It is <end> now.")
+    asked = replace(made.question(QuestionId(task="labelled", length=256, index=0)), context="It is <end> now.")
 
     ids = made.encoder.ids(asked, chat=True).tolist()
 

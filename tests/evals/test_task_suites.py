@@ -112,7 +112,7 @@ def test_a_mean_gives_every_task_the_same_weight(scoring, tokenizer):
 
     class LoneOnly(Oracle):
         def answer(self, prompt, question):
-            return super().answer(prompt, question) if "number" in question.text.asked.question else ""
+            return super().answer(prompt, question) if "number" in question.text.question.question else ""
 
     config = entry(tasks=["lone", "labelled"], samples=40)
     summary = score(replace(scoring, evals=[config]), LoneOnly(tokenizer))
@@ -138,7 +138,7 @@ def test_categories_are_means_of_their_tasks_and_the_whole_is_their_mean(scoring
 
     class NoLabels(Oracle):
         def answer(self, prompt, question):
-            return "" if "colour" in question.text.asked.question else super().answer(prompt, question)
+            return "" if "colour" in question.text.question.question else super().answer(prompt, question)
 
     [suite] = score(replace(scoring, evals=[entry(lengths=[256])]), NoLabels(tokenizer))["suites"]
     means = {one["name"]: one for one in suite["means"]}

@@ -108,7 +108,7 @@ def test_a_file_names_its_words_its_tokens_and_nothing_else_changes(tmp_path: Pa
     plain, given = (ruler.SUITE.plan(one, inputs) for one in (entry, entry.model_copy(update={"wording": path})))
     vt, cwe = (QuestionId(task=task, length=2048, index=1) for task in ("vt", "cwe"))
 
-    asked = given.asked(vt)
+    asked = given.question(vt)
     assert asked.question.startswith("Now {think}: who holds ") and asked.prefix == " These 5 do:", "fixed trims"
     assert "Rain fell." in asked.context and "The lake is calm" not in asked.context
     line = given.prompt_line(vt)

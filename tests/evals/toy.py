@@ -8,7 +8,7 @@ from typing import Any
 
 from unspool.core.errors import ConfigError
 from unspool.evals.prompts import encode
-from unspool.evals.suite import Ask, Asked, Task
+from unspool.evals.suite import Ask, Question, Task
 from unspool.evals.suites.ruler import RulerEval
 from unspool.evals.task_suite import TaskSuite
 
@@ -23,11 +23,11 @@ def _filler(tokenizer: Any, tokens: int, name: str) -> str:
     return text
 
 
-def _lone(sources: Any, ask: Ask) -> Asked:
+def _lone(sources: Any, ask: Ask) -> Question:
     value = str(1000 + ask.index)
     end = f"\nWhat is the number of {ask.index}?"
     text = _filler(sources["tokenizer"], ask.length - ask.overhead - 8 - 60, f"The number of {ask.index} is {value}")
-    return Asked(
+    return Question(
         context=text,
         question=end,
         prefix=" It is",
@@ -36,20 +36,20 @@ def _lone(sources: Any, ask: Ask) -> Asked:
     )
 
 
-def _shared(sources: Any, ask: Ask) -> Asked:
+def _shared(sources: Any, ask: Ask) -> Question:
     text = _filler(sources["tokenizer"], ask.length - ask.overhead - 8 - 60, f"Story {ask.index // 4}, end")
-    return Asked(context=text, question=f"\nQuestion {ask.index % 4}?", references=(f"answer{ask.index % 4}",))
+    return Question(context=text, question=f"\nQuestion {ask.index % 4}?", references=(f"answer{ask.index % 4}",))
 
 
-def _labelled(sources: Any, ask: Ask) -> Asked:
+def _labelled(sources: Any, ask: Ask) -> Question:
     label = LABELS[ask.index % 3]
-    return Asked(
+    return Question(
         context=f"Item {ask.index} is {label}.", question=" Its colour:", references=(label,), meta={"label": label}
     )
 
 
-def _judged(sources: Any, ask: Ask) -> Asked:
-    return Asked(
+def _judged(sources: Any, ask: Ask) -> Question:
+    return Question(
         context=f"A story about number {ask.index}.",
         question=" What is it about?",
         references=(f"number {ask.index}",),
@@ -57,11 +57,11 @@ def _judged(sources: Any, ask: Ask) -> Asked:
     )
 
 
-def _score(output: str, asked: Asked) -> float:
+def _score(output: str, asked: Question) -> float:
     return float(asked.references[0] in output)
 
 
-def _half(output: str, asked: Asked) -> float:
+def _half(output: str, asked: Question) -> float:
     return 0.5 * _score(output, asked) + 0.5 * bool(output)
 
 

@@ -41,7 +41,7 @@ def save_rows(folder: Path, rows: list[Row], **settings: Any) -> Path:
     masked = any(row.loss_mask is not None for row in rows)
     about = {"rows": {"length": len(rows[0].tokens), **settings}}
     with publish(folder, kind="rows", inputs={}, settings=about) as draft:
-        pieced, placed = rows[0].piece_docs is not None, rows[0].positions is not None
+        pieced, placed = rows[0].chunk_ids is not None, rows[0].positions is not None
         with RowWriter(
             draft.folder, row_len=len(rows[0].tokens), masked=masked, pieced=pieced, placed=placed
         ) as writer:
@@ -61,7 +61,7 @@ def packed(docs: list[np.ndarray], row_len: int, *, source: str = "books") -> li
     for start in range(0, len(tokens) - row_len + 1, row_len):
         borders = [start, *(end for end in ends.tolist() if start < end < start + row_len), start + row_len]
         lens = np.diff(borders).astype(np.int32)
-        rows.append(Row(tokens[start : start + row_len], lens, None, source, "documents"))
+        rows.append(Row(tokens[start : start + row_len], lens, None, source, "intra_document"))
     return rows
 
 
@@ -79,9 +79,9 @@ def save_run(run_dir: Path) -> Path:
             for number, doc in enumerate(docs, start=1):
                 writer.append(f"books.jsonl:{number}", doc)
         draft.counts = {"documents": len(docs), "tokens": sum(map(len, docs)), "characters": 99}
-    save_rows(run_dir / "rows" / "short", packed(docs, 16), **{"from": "books", "pack": "concat"})
+    save_rows(run_dir / "datasets" / "short", packed(docs, 16), **{"from": "books", "packing": "concat"})
     tangled = [tangled_row(tokenizer)]
-    save_rows(run_dir / "rows" / "tangled", tangled, **{"from": "books", "pack": "concat", "tangle": {"hops": {}}})
+    save_rows(run_dir / "datasets" / "tangled", tangled, **{"from": "books", "packing": "concat", "utk": {"hops": {}}})
     return run_dir
 
 
@@ -112,4 +112,4 @@ def tangled_row(tokenizer: PreTrainedTokenizerFast) -> Row:
 def pieced_row(lens: list[int], docs: list[int], **more: Any) -> Row:
     """A row of pieces whose documents are recorded; its tokens count from 0."""
     row = Row(np.arange(sum(lens), dtype=np.uint32), np.array(lens, dtype=np.int32), None, "books", "full")
-    return replace(row, **{"piece_docs": np.array(docs, dtype=np.int32), **more})
+    return replace(row, **{"chunk_ids": np.array(docs, dtype=np.int32), **more})

@@ -50,7 +50,7 @@ def made_up(names: tuple[str, ...]) -> Attention:
     text = Text(
         tokens=np.zeros(LENGTH, dtype=np.uint32),
         piece_lens=(600, 900, 500),
-        piece_docs=(0, 1, 0),
+        chunk_ids=(0, 1, 0),
         doc_names=(UNBROKEN, "second.txt"),
         origin=UNBROKEN,
         notes=[UNBROKEN],

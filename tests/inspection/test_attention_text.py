@@ -78,7 +78,7 @@ def test_documents_of_several_files_come_in_turn(encoder, tmp_path):
 
 def test_pieces_are_named_by_their_document_and_letters():
     text = Text(
-        tokens=np.zeros(6, dtype=np.uint32), piece_lens=(1, 2, 3), piece_docs=(0, 1, 0), doc_names=("", ""), origin=""
+        tokens=np.zeros(6, dtype=np.uint32), piece_lens=(1, 2, 3), chunk_ids=(0, 1, 0), doc_names=("", ""), origin=""
     )
     assert text.piece_names == ["1a", "2", "1b"]
 

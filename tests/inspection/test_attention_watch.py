@@ -40,7 +40,7 @@ def text_of(doc_lens: tuple[int, ...] = (LENGTH,), seed: int = 0, docs: tuple[in
     docs = docs or tuple(range(len(doc_lens)))
     tokens = random_tokens(sum(doc_lens), seed)[0].numpy().astype(np.uint32)
     names = tuple(f"document {number}" for number in range(max(docs) + 1))
-    return Text(tokens=tokens, piece_lens=doc_lens, piece_docs=docs, doc_names=names, origin="test")
+    return Text(tokens=tokens, piece_lens=doc_lens, chunk_ids=docs, doc_names=names, origin="test")
 
 
 def all_heads(count: int = 8, **changes: Any) -> Look:
@@ -117,12 +117,12 @@ def test_watching_leaves_the_model_and_its_output_as_they_were():
 def test_each_document_alone_gives_its_part_of_a_masked_map():
     lens = (48, 64, 39)
     model, text = build("Llama"), text_of(lens)
-    masked = watch(model, text, all_heads(attention="documents", cell=1, beyond=20))
+    masked = watch(model, text, all_heads(attention="intra_document", cell=1, beyond=20))
     stock = build("Llama", attention="eager")
     start = 0
     for size in lens:
         part = Text(
-            tokens=text.tokens[start : start + size], piece_lens=(size,), piece_docs=(0,), doc_names=("",), origin=""
+            tokens=text.tokens[start : start + size], piece_lens=(size,), chunk_ids=(0,), doc_names=("",), origin=""
         )
         for layer, whole in enumerate(eager(stock, part)):
             for head in range(4):

@@ -30,7 +30,7 @@ UNBROKEN = "x" * 4000
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tangled rows, and text that would burst a page."""
     run_dir = save_run(tmp_path_factory.mktemp("runs") / "small")
-    place = find_place(run_dir / "rows" / "tangled")
+    place = find_place(run_dir / "datasets" / "tangled")
     rows = Rows(place, find_tokenizer(place, None, lambda name: str(run_dir / name)))
     wide = Part(title=UNBROKEN, length=9, facts=[UNBROKEN], spans=[Span(f"<b>{UNBROKEN}\nשלום", "text")])
     ids = Part(title="ids", length=9, spans=[Span(UNBROKEN, "text", True, (7,))])
@@ -81,7 +81,7 @@ def test_a_band_leads_to_its_text_and_next_to_the_next_row(browser, page_file):
 def many_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two pieces of each of twelve documents, as `interleave` puts them."""
     row = pieced_row([40] * 24, [*range(12), *range(12)])
-    folder = save_rows(tmp_path_factory.mktemp("cip") / "rows", [row], interleave={"pieces": 2})
+    folder = save_rows(tmp_path_factory.mktemp("cip") / "rows", [row], cip={"pieces": 2})
     rows = Rows(find_place(folder), Reading())
     path = folder / "look.html"
     path.write_text(render([(rows.summary(), [rows.item(0, Show())])]))
@@ -166,7 +166,7 @@ def test_a_screenshot_of_a_tangled_row_shows_coloured_pieces_knots_and_masked_to
 def test_the_page_of_distances_shows_a_curve_for_each_set(browser, tmp_path):
     sets = []
     for name, docs in (("plain", [0, 0, 1, 1]), ("cip", [0, 1, 0, 1])):
-        folder = save_rows(tmp_path / name, [pieced_row([40] * 4, docs)], interleave={"pieces": 2})
+        folder = save_rows(tmp_path / name, [pieced_row([40] * 4, docs)], cip={"pieces": 2})
         text = read_text(Rows(find_place(folder), Reading()), name)
         sets.append(count_distances(text, doublings(text.reach), [64]))
     write_distances(sets, [64], tmp_path / "distances.html")

@@ -27,7 +27,7 @@ from unspool.inspection.packed_rows import Rows
 from unspool.inspection.run_paths import find_place
 from unspool.inspection.terminal import build_console
 
-CIP = {"interleave": {"pieces": 2}, "pack": "concat"}
+CIP = {"cip": {"pieces": 2}, "packing": "concat"}
 
 
 def counted(
@@ -38,8 +38,8 @@ def counted(
 
 
 def test_interleaving_moves_pairs_apart_and_keeps_their_number(tmp_path):
-    plain = Row(np.zeros(16, np.uint32), np.array([8, 8], np.int32), None, "books", "documents")
-    before = counted(save_rows(tmp_path / "plain", [plain], pack="concat"), (8,))
+    plain = Row(np.zeros(16, np.uint32), np.array([8, 8], np.int32), None, "books", "intra_document")
+    before = counted(save_rows(tmp_path / "plain", [plain], packing="concat"), (8,))
     after = counted(save_rows(tmp_path / "cip", [pieced_row([4, 4, 4, 4], [0, 1, 0, 1])], **CIP), (8,))
     assert (before.total, after.total) == (56, 56)
     assert (before.beyond[8], after.beyond[8]) == (0, 20)
@@ -51,7 +51,7 @@ def test_marks_are_no_text_and_pieces_of_a_document_are_one(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
     row = tangled_row(byte_tokenizer())
     recorded = pieced_row(row.doc_lens.tolist(), [0, 1, 0], tokens=row.tokens, loss_mask=row.loss_mask)
-    folder = save_rows(tmp_path / "rows", [recorded], tangle={"preserve_order": True})
+    folder = save_rows(tmp_path / "rows", [recorded], utk={"preserve_order": True})
     reading = find_tokenizer(find_place(folder), str(tmp_path / "tokenizer"), str)
     assert reading.decoder is not None
     texts = [reading.encoder.encode_plain([text])[0] for text in ("the river runs past", " the old mill")]  # type: ignore[union-attr]
@@ -67,13 +67,13 @@ def test_marks_are_no_text_and_pieces_of_a_document_are_one(tmp_path):
 
 def test_padding_is_no_text(tmp_path):
     mask = np.array([1] * 6 + [0] * 2, dtype=np.bool_)
-    row = Row(np.arange(8, dtype=np.uint32), np.array([6, 2], dtype=np.int32), mask, "books", "documents")
-    assert counted(save_rows(tmp_path / "rows", [row], pack="fit")).total == 15
+    row = Row(np.arange(8, dtype=np.uint32), np.array([6, 2], dtype=np.int32), mask, "books", "intra_document")
+    assert counted(save_rows(tmp_path / "rows", [row], packing="best_fit")).total == 15
 
 
 def test_skipped_positions_are_distances_and_it_is_said(tmp_path):
     row = pieced_row([4], [0], positions=np.array([0, 1, 100, 101], np.int32))
-    each = counted(save_rows(tmp_path / "rows", [row], skips={"target": 128}), (64,))
+    each = counted(save_rows(tmp_path / "rows", [row], pose={"target": 128}), (64,))
     assert each.beyond[64] == 4
     assert each.edges[-1] == 64
     assert "differences of positions" in each.text.notes[0]
@@ -81,8 +81,8 @@ def test_skipped_positions_are_distances_and_it_is_said(tmp_path):
 
 def test_a_sample_of_rows_is_evenly_spaced_and_said(tmp_path):
     lens = [[8], [8], [8], [4, 4], [8]]
-    rows = [Row(np.zeros(8, np.uint32), np.array(each, np.int32), None, "books", "documents") for each in lens]
-    folder = save_rows(tmp_path / "rows", rows, pack="concat")
+    rows = [Row(np.zeros(8, np.uint32), np.array(each, np.int32), None, "books", "intra_document") for each in lens]
+    folder = save_rows(tmp_path / "rows", rows, packing="concat")
     some = counted(folder, rows=3)
     assert (some.total, some.text.counted) == (84, 3)
     assert some.text.notes == ["counted in 3 of 5 rows, evenly spaced"]
@@ -96,8 +96,8 @@ def test_rows_that_do_not_record_their_pieces_say_so(tmp_path):
 
 
 def test_a_share_of_nothing_is_unknown_and_a_small_one_is_not_nothing(tmp_path):
-    row = Row(np.zeros(2, np.uint32), np.array([1, 1], np.int32), None, "books", "documents")
-    each = counted(save_rows(tmp_path / "rows", [row], pack="concat"))
+    row = Row(np.zeros(2, np.uint32), np.array([1, 1], np.int32), None, "books", "intra_document")
+    each = counted(save_rows(tmp_path / "rows", [row], packing="concat"))
     assert each.share(0) is None
     assert [show_share(share) for share in (None, 0.0, 0.00004, 0.0123, 1.0)] == [
         "–",

@@ -65,7 +65,7 @@ def parsed(page: str) -> _Reader:
     return reader
 
 
-@pytest.mark.parametrize("box", ["rows/short", "rows/tangled", "corpus/books"])
+@pytest.mark.parametrize("box", ["datasets/short", "datasets/tangled", "corpus/books"])
 @pytest.mark.parametrize("tokens", [False, True])
 def test_every_link_leads_to_an_anchor_and_every_tag_is_closed(box, tokens, run_dir, tmp_path):
     collection = opened(run_dir, box)
@@ -95,7 +95,7 @@ def test_directions_and_controls_are_made_visible():
 
 
 def test_parts_of_one_document_have_one_colour_and_bands_to_scale(run_dir):
-    rows = opened(run_dir, "rows/tangled")
+    rows = opened(run_dir, "datasets/tangled")
     page = render([(rows.summary(), [rows.item(0, Show())])])
     assert re.findall(r'class="part (c\d)"', page) == ["c0", "c1", "c0"]
     bands = re.findall(r'<rect class="(c\d)" x="([\d.]+)"', page)
@@ -105,7 +105,7 @@ def test_parts_of_one_document_have_one_colour_and_bands_to_scale(run_dir):
 
 
 def test_colour_is_not_all_that_tells_documents_apart(run_dir):
-    rows = opened(run_dir, "rows/tangled")
+    rows = opened(run_dir, "datasets/tangled")
     page = render([(rows.summary(), [rows.item(0, Show())])])
     assert re.findall(r'<b class="doc" title="document (\d+)">', page) == ["1", "2", "1"]
     assert re.findall(r'<b style="left:[\d.]+%">(\d*)</b>', page) == ["1", "2", "1"]
@@ -121,7 +121,7 @@ def test_further_documents_start_over_with_the_colours_and_the_sheet_has_them_al
 
 
 def test_several_sets_share_a_page_and_no_anchor(run_dir, tmp_path):
-    sets = [(opened(run_dir, box), [0]) for box in ("rows/short", "rows/tangled")]
+    sets = [(opened(run_dir, box), [0]) for box in ("datasets/short", "datasets/tangled")]
     write_page(sets, tmp_path / "look.html", tokens=False, full=False)
     reader = parsed((tmp_path / "look.html").read_text())
     assert len(reader.ids) == len(set(reader.ids))
@@ -130,7 +130,7 @@ def test_several_sets_share_a_page_and_no_anchor(run_dir, tmp_path):
 
 
 def test_a_row_with_a_loss_mask_marks_what_has_no_loss(run_dir):
-    rows = opened(run_dir, "rows/tangled")
+    rows = opened(run_dir, "datasets/tangled")
     page = render([(rows.summary(), [rows.item(0, Show())])])
     assert '<span class="knot silent">&lt;|knot:D|&gt;</span><span class="label silent">Ab12Cd</span>' in page
 

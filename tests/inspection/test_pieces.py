@@ -12,7 +12,7 @@ from unspool.inspection.packed_rows import Rows
 from unspool.inspection.run_paths import find_place
 from unspool.inspection.utk_chunks import documents_of, position_fact
 
-CIP = {"interleave": {"pieces": 2}, "pack": "concat"}
+CIP = {"cip": {"pieces": 2}, "packing": "concat"}
 
 
 def shown(folder: Path, reading: Reading | None = None) -> Item:
@@ -34,7 +34,7 @@ def test_pieces_of_interleaved_rows_are_joined_by_what_the_row_records(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "settings", [{"negatives": {"chunk": 2048}}, {"tangle": {"preserve_order": False}}], ids=["negatives", "tangle"]
+    "settings", [{"nextlong": {"chunk": 2048}}, {"utk": {"preserve_order": False}}], ids=["negatives", "tangle"]
 )
 def test_parts_are_not_numbered_where_the_row_does_not_keep_their_order(settings, tmp_path):
     item = shown(save_rows(tmp_path / "rows", [pieced_row([3, 4, 3], [0, 1, 0])], **settings))
@@ -47,7 +47,7 @@ def test_what_the_row_records_goes_before_what_solutions_say(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
     row = tangled_row(byte_tokenizer())
     recorded = pieced_row(row.doc_lens.tolist(), [4, 2, 4], tokens=row.tokens, loss_mask=row.loss_mask)
-    folder = save_rows(tmp_path / "rows", [recorded], tangle={"preserve_order": False})
+    folder = save_rows(tmp_path / "rows", [recorded], utk={"preserve_order": False})
     reading = find_tokenizer(find_place(folder), str(tmp_path / "tokenizer"), str)
     item = shown(folder, reading)
     assert [part.facts for part in item.parts] == [
@@ -63,8 +63,8 @@ def test_documents_are_numbered_as_they_appear():
 
 def test_skipped_positions_are_told_per_document(tmp_path):
     positions = np.array([0, 1, 2, 90, 91, 0, 1, 40], dtype=np.int32)
-    row = pieced_row([5, 3], [0, 1], positions=positions, attention="documents", piece_docs=None)
-    item = shown(save_rows(tmp_path / "rows", [row], skips={"target": 128}, pack="concat"))
+    row = pieced_row([5, 3], [0, 1], positions=positions, attention="intra_document", chunk_ids=None)
+    item = shown(save_rows(tmp_path / "rows", [row], pose={"target": 128}, packing="concat"))
     assert [part.facts for part in item.parts] == [["positions 0–2, then 90–91"], ["positions 0–1, then 40"]]
     assert "positions up to 91" in item.facts
     facts = dict(Rows(find_place(tmp_path / "rows"), Reading()).summary().facts)

@@ -46,9 +46,9 @@ def text_with(item: Item, role: str) -> str:
 
 
 def test_rows_show_every_token_and_a_character_cut_by_a_row_as_replacements(run_dir):
-    rows = opened(run_dir / "rows" / "short")
+    rows = opened(run_dir / "datasets" / "short")
     shown = [[text_of(part) for part in rows.item(index, ALL).parts] for index in range(len(rows))]
-    decoder = read_by(run_dir / "rows" / "short").decoder
+    decoder = read_by(run_dir / "datasets" / "short").decoder
     assert decoder is not None
     assert shown == [
         [decoder.text(doc) for doc in np.split(row.tokens, np.cumsum(row.doc_lens)[:-1])]
@@ -60,7 +60,7 @@ def test_rows_show_every_token_and_a_character_cut_by_a_row_as_replacements(run_
 
 
 def test_a_document_that_goes_on_in_the_next_row_is_called_cut_at_both_ends(run_dir):
-    rows = opened(run_dir / "rows" / "short")
+    rows = opened(run_dir / "datasets" / "short")
     items = [rows.item(index, ALL) for index in range(len(rows))]
     firsts = [item.parts[0].facts for item in items]
     ends = [item.parts[-1].facts for item in items]
@@ -78,9 +78,10 @@ def test_with_bos_a_missing_beginning_is_a_cut_under_any_packing(tmp_path):
     (doc,) = build_encoder(tokenizer).encode(["日本語 and the river"])
     assert len(doc) > 12
     rows = [
-        Row(part, np.array([4], dtype=np.int32), None, "books", "documents") for part in (doc[:4], doc[4:8], doc[-4:])
+        Row(part, np.array([4], dtype=np.int32), None, "books", "intra_document")
+        for part in (doc[:4], doc[4:8], doc[-4:])
     ]
-    folder = save_rows(tmp_path / "rows", rows, pack="whole")
+    folder = save_rows(tmp_path / "rows", rows, packing="single_doc")
     shown = Rows(find_place(folder), read_by(folder, str(tmp_path / "tokenizer")))
     facts = [shown.item(index, ALL).parts[0].facts for index in range(3)]
     assert facts == [["cut at the end"], ["cut at the start", "cut at the end"], ["cut at the start"]]
@@ -88,7 +89,7 @@ def test_with_bos_a_missing_beginning_is_a_cut_under_any_packing(tmp_path):
 
 def test_the_share_of_tokens_with_loss_counts_what_training_asks_for(tmp_path):
     mask = np.array([1, 0, 0, 1, 1, 1, 1, 1], dtype=np.bool_)
-    row = Row(np.arange(8, dtype=np.uint32), np.array([5, 3], dtype=np.int32), mask, "books", "documents")
+    row = Row(np.arange(8, dtype=np.uint32), np.array([5, 3], dtype=np.int32), mask, "books", "intra_document")
     item = opened(save_rows(tmp_path / "rows", [row])).item(0, ALL)
     # Not asked for: the first of each document, and the two that are masked.
     assert "loss on 50.0% of tokens" in item.facts
@@ -97,8 +98,8 @@ def test_the_share_of_tokens_with_loss_counts_what_training_asks_for(tmp_path):
 
 def test_padding_is_not_a_document(tmp_path):
     mask = np.array([1] * 6 + [0] * 2, dtype=np.bool_)
-    row = Row(np.arange(8, dtype=np.uint32), np.array([6, 2], dtype=np.int32), mask, "books", "documents")
-    rows = opened(save_rows(tmp_path / "rows", [row], pack="fit"))
+    row = Row(np.arange(8, dtype=np.uint32), np.array([6, 2], dtype=np.int32), mask, "books", "intra_document")
+    rows = opened(save_rows(tmp_path / "rows", [row], packing="best_fit"))
     item = rows.item(0, ALL)
     assert [part.title for part in item.parts] == ["document 1 of 1", "padding"]
     assert "2 tokens of padding" in item.facts
@@ -106,7 +107,7 @@ def test_padding_is_not_a_document(tmp_path):
 
 
 def test_a_tangled_row_tells_its_parts_labels_and_solution(run_dir):
-    item = opened(run_dir / "rows" / "tangled").item(0, ALL)
+    item = opened(run_dir / "datasets" / "tangled").item(0, ALL)
     assert [part.title for part in item.parts] == ["piece 1 of 3", "piece 2 of 3", "piece 3 of 3"]
     assert item.parts[0].facts == ["part 1 of 2 of document 1", "label Ab12Cd"]
     assert item.parts[1].facts == ["not split"]
@@ -124,7 +125,7 @@ def test_a_tangled_row_tells_its_parts_labels_and_solution(run_dir):
 
 def test_rows_are_chosen_by_source(tmp_path):
     def row(source: str) -> Row:
-        return Row(np.arange(4, dtype=np.uint32), np.array([4], dtype=np.int32), None, source, "documents")
+        return Row(np.arange(4, dtype=np.uint32), np.array([4], dtype=np.int32), None, source, "intra_document")
 
     rows = opened(save_rows(tmp_path / "rows", [row("books"), row("wiki"), row("books+wiki"), row("books")]))
     assert rows.pick(indices=[], count=9, seed=0, source="wiki") == [1, 2]
@@ -206,7 +207,7 @@ def test_of_several_tokenizers_the_recorded_one_is_taken(tmp_path):
     (run_dir / "model").rename(run_dir / "moved")
     byte_tokenizer(bos=True).save_pretrained(run_dir / "stages" / "a" / "model")
     byte_tokenizer().save_pretrained(run_dir / "stages" / "b" / "model")
-    reading = read_by(run_dir / "rows" / "short")
+    reading = read_by(run_dir / "datasets" / "short")
     assert (reading.name, reading.notes) == (str(run_dir / "stages" / "b" / "model"), [])
 
 
@@ -255,7 +256,7 @@ def test_a_text_file_with_a_tokenizer_is_shown_as_tokens(tmp_path):
 
 def test_a_wrong_name_suggests_the_nearest(run_dir):
     with pytest.raises(ConfigError, match=r"no such file or folder; did you mean .*rows/tangled"):
-        find_place(run_dir / "rows" / "tangeld")
+        find_place(run_dir / "datasets" / "tangeld")
 
 
 def test_an_empty_folder_and_one_with_other_things_are_refused(tmp_path):
@@ -283,13 +284,13 @@ def test_arrow_files_of_others_are_a_data_error(run_dir, tmp_path):
     with pytest.raises(DataError, match="hold no rows of unspool"):
         Rows(find_place(tmp_path), Reading())
     (tmp_path / "rows-00000.arrow").rename(tmp_path / "docs-00000.arrow")
-    (tmp_path / "docs-00000.arrow").write_bytes((run_dir / "rows" / "short" / "rows-00000.arrow").read_bytes())
+    (tmp_path / "docs-00000.arrow").write_bytes((run_dir / "datasets" / "short" / "rows-00000.arrow").read_bytes())
     with pytest.raises(DataError, match="hold no documents of unspool"):
         Corpus(find_place(tmp_path), Reading())
 
 
 def test_files_cut_short_never_end_in_a_traceback(run_dir, tmp_path):
-    data = (run_dir / "rows" / "short" / "rows-00000.arrow").read_bytes()
+    data = (run_dir / "datasets" / "short" / "rows-00000.arrow").read_bytes()
     path = tmp_path / "rows-00000.arrow"
     for size in range(0, len(data), 97):
         path.write_bytes(data[:size])
@@ -300,7 +301,7 @@ def test_files_cut_short_never_end_in_a_traceback(run_dir, tmp_path):
 def test_flipped_bits_end_in_a_data_error_or_in_other_tokens(run_dir, tmp_path):
     rng = np.random.default_rng(0)
     refused = 0
-    for box, name in (("rows/tangled", "rows-00000.arrow"), ("corpus/books", "docs-00000.arrow")):
+    for box, name in (("datasets/tangled", "rows-00000.arrow"), ("corpus/books", "docs-00000.arrow")):
         data = (run_dir / box / name).read_bytes()
         reading = read_by(run_dir / box)
         for at in rng.choice(len(data), size=60, replace=False).tolist():
@@ -320,8 +321,8 @@ def test_flipped_bits_end_in_a_data_error_or_in_other_tokens(run_dir, tmp_path):
 
 def test_rows_whose_documents_do_not_add_up_are_a_data_error(run_dir, tmp_path):
     path = tmp_path / "rows-00000.arrow"
-    data = (run_dir / "rows" / "tangled" / "rows-00000.arrow").read_bytes()
-    lens = opened(run_dir / "rows" / "tangled").row(0).doc_lens
+    data = (run_dir / "datasets" / "tangled" / "rows-00000.arrow").read_bytes()
+    lens = opened(run_dir / "datasets" / "tangled").row(0).doc_lens
     assert data.count(lens.tobytes()) == 1
     path.write_bytes(data.replace(lens.tobytes(), (lens + 1).tobytes()))
     with pytest.raises(DataError, match="row 0: its documents do not add up"):

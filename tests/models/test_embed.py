@@ -9,7 +9,7 @@ import unspool
 from factory import CPU, build_model, save_folder
 from unspool.core.errors import ConfigError
 from unspool.data.corpus.store import CorpusReader, CorpusWriter
-from unspool.data.packing.config import NegativesConfig
+from unspool.data.packing.config import NextLongConfig
 from unspool.data.packing.pack import Doc, Tally
 from unspool.data.strategies.nextlong import build_negatives
 from unspool.models.embed import Embedder
@@ -70,7 +70,7 @@ def test_negatives_by_embeddings_of_the_bundled_model(tmp_path):
         for number, doc in enumerate(docs):
             writer.append(str(number), doc)
     readers = {"a": CorpusReader([tmp_path / "docs.arrow"])}
-    config = NegativesConfig(chunk=64, longest=128, retriever="embeddings", model=TINY)
+    config = NextLongConfig(chunk=64, longest=128, retriever="embeddings", model=TINY)
     built = build_negatives(
         config, readers, keep_rest=True, embed=Embedder(TINY, tokenizer=tokenizer, device=torch.device("cpu"))
     )
@@ -85,4 +85,4 @@ def test_negatives_by_embeddings_of_the_bundled_model(tmp_path):
         parts = np.split(row.tokens, np.cumsum(row.doc_lens)[:-1])
         about = ["sea" if set(part.tolist()) <= sea else "kitchen" for part in parts]
         assert about == ["sea"] * 3 + ["kitchen"] * 3
-        assert row.piece_docs.tolist()[0::3] == [0, 0] and set(parts[-1].tolist()) <= kitchen
+        assert row.chunk_ids.tolist()[0::3] == [0, 0] and set(parts[-1].tolist()) <= kitchen

@@ -22,10 +22,10 @@ from unspool.models.memory.offload import Offloader
 from unspool.models.memory.policy import MemoryPolicy
 
 KEEP = {
-    "attention": MemoryPolicy(recompute="keep-attention"),
-    "groups": MemoryPolicy(recompute="keep-attention", recompute_every=2),
-    "products": MemoryPolicy(recompute="keep-attention", keep_products=LAYERS),
-    "host": MemoryPolicy(recompute="keep-attention", keep_products=LAYERS, keep_on_host=LAYERS),
+    "attention": MemoryPolicy(activation_checkpointing="keep-attention"),
+    "groups": MemoryPolicy(activation_checkpointing="keep-attention", layers_per_checkpoint=2),
+    "products": MemoryPolicy(activation_checkpointing="keep-attention", keep_products=LAYERS),
+    "host": MemoryPolicy(activation_checkpointing="keep-attention", keep_products=LAYERS, keep_on_host=LAYERS),
 }
 
 
@@ -70,7 +70,7 @@ def on_gpu(policy):
     apply_memory(model, policy)
     return trained(model, (8192, 100, 1, 900, 1047), (64,) * 4, (2048,) * 2)
 
-kept = on_gpu(MemoryPolicy(recompute="keep-attention", keep_products=5))
+kept = on_gpu(MemoryPolicy(activation_checkpointing="keep-attention", keep_products=5))
 print(apart(kept, on_gpu(MemoryPolicy())))
 """
 
@@ -216,7 +216,7 @@ def model_with(attention: str, policy: MemoryPolicy) -> Any:
 def test_stock_attention_is_kept():
     wanted = trained(model_with("sdpa", MemoryPolicy()), (64,))
     calls = []
-    for policy in (MemoryPolicy(recompute="full"), KEEP["attention"]):
+    for policy in (MemoryPolicy(activation_checkpointing="full"), KEEP["attention"]):
         model = model_with("sdpa", policy)
         with Watch() as watch:
             found = trained(model, (64,))
@@ -232,6 +232,8 @@ def test_a_function_without_a_kernel_that_can_be_kept_is_refused():
 
     AttentionInterface.register("plain", plain)
 
-    with pytest.raises(ConfigError, match=r"recompute: attention 'plain' runs no kernel .*set recompute to full"):
+    with pytest.raises(
+        ConfigError, match=r"activation_checkpointing: attention 'plain' runs no kernel .*set recompute to full"
+    ):
         forward(model_with("plain", KEEP["attention"]))
-    forward(model_with("plain", MemoryPolicy(recompute="full", attention_heads_at_once=1))).backward()
+    forward(model_with("plain", MemoryPolicy(activation_checkpointing="full", attention_heads_at_once=1))).backward()

@@ -57,5 +57,5 @@ def test_too_little_memory_is_a_result_that_says_how_far_it_got(benchmark, monke
 def test_checkpoints_fit_into_host_memory(benchmark, length, every):
     policy = benchmark.choose_policy(benchmark.LLAMA_8B, length, 120 * GIB)
 
-    assert policy.recompute_every == every
+    assert policy.layers_per_checkpoint == every
     assert (-(-32 // every) - 1) * length * 4096 * 2 <= 0.7 * 120 * GIB

@@ -14,31 +14,41 @@ from unspool.models.memory import checkpointing, offload, tiling
 from unspool.models.memory import kept as keep
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
-from unspool.models.rotary import apply_position
+from unspool.models.rotary import apply_rope
 from unspool.rope.harpe import Harpe
 
 # The same kernels on the same numbers: the same bits.
 EXACT = {
-    "full": MemoryPolicy(recompute="full"),
-    "keep-attention": MemoryPolicy(recompute="keep-attention"),
-    "groups": MemoryPolicy(recompute="full", recompute_every=2),
-    "groups that keep": MemoryPolicy(recompute="keep-attention", recompute_every=3),
-    "one group": MemoryPolicy(recompute="full", recompute_every=99),
-    "offload": MemoryPolicy(recompute="full", offload=True),
-    "offload groups": MemoryPolicy(recompute="keep-attention", recompute_every=2, offload=True),
+    "full": MemoryPolicy(activation_checkpointing="full"),
+    "keep-attention": MemoryPolicy(activation_checkpointing="keep-attention"),
+    "groups": MemoryPolicy(activation_checkpointing="full", layers_per_checkpoint=2),
+    "groups that keep": MemoryPolicy(activation_checkpointing="keep-attention", layers_per_checkpoint=3),
+    "one group": MemoryPolicy(activation_checkpointing="full", layers_per_checkpoint=99),
+    "offload": MemoryPolicy(activation_checkpointing="full", offload=True),
+    "offload groups": MemoryPolicy(activation_checkpointing="keep-attention", layers_per_checkpoint=2, offload=True),
     "heads": MemoryPolicy(attention_heads_at_once=1),
-    "products": MemoryPolicy(recompute="keep-attention", keep_products=LAYERS),
-    "some products": MemoryPolicy(recompute="keep-attention", keep_products=3, attention_heads_at_once=1),
-    "products on the host": MemoryPolicy(recompute="keep-attention", keep_products=4, keep_on_host=2, offload=True),
+    "products": MemoryPolicy(activation_checkpointing="keep-attention", keep_products=LAYERS),
+    "some products": MemoryPolicy(
+        activation_checkpointing="keep-attention", keep_products=3, attention_heads_at_once=1
+    ),
+    "products on the host": MemoryPolicy(
+        activation_checkpointing="keep-attention", keep_products=4, keep_on_host=2, offload=True
+    ),
 }
-ALL = MemoryPolicy(recompute="keep-attention", recompute_every=2, offload=True, mlp_tiles=10, attention_heads_at_once=1)
+ALL = MemoryPolicy(
+    activation_checkpointing="keep-attention",
+    layers_per_checkpoint=2,
+    offload=True,
+    mlp_tiles=10,
+    attention_heads_at_once=1,
+)
 # Sums over tiles are made in another order.
 ROUNDED = {
     "tiles": MemoryPolicy(mlp_tiles=10),
-    "tiles, recomputed": MemoryPolicy(recompute="full", mlp_tiles=10),
+    "tiles, recomputed": MemoryPolicy(activation_checkpointing="full", mlp_tiles=10),
     "all": ALL,
     "all, full": MemoryPolicy(
-        recompute="full", recompute_every=2, offload=True, mlp_tiles=10, attention_heads_at_once=1
+        activation_checkpointing="full", layers_per_checkpoint=2, offload=True, mlp_tiles=10, attention_heads_at_once=1
     ),
 }
 ROUNDING = 1e-5
@@ -83,7 +93,7 @@ def test_all_settings_together_give_the_same_in_every_family(family):
 def test_heads_with_bases_of_their_own_keep_them_when_computed_in_turn(policy):
     wanted, found = build(), build()
     for model in (wanted, found):
-        apply_position(model, Harpe(method="harpe", low=1e3, high=1e6), 64)
+        apply_rope(model, Harpe(method="harpe", low=1e3, high=1e6), 64)
     apply_memory(found, policy)
 
     assert apart(trained(found), trained(wanted)) < ROUNDING
@@ -190,7 +200,7 @@ def test_tiles_bound_what_an_mlp_computes_inside():
     wide = {"intermediate_size": 640, "num_hidden_layers": 2}
     largest = {}
     for tile in (None, 16):
-        policy = MemoryPolicy(recompute="full", mlp_tiles=tile)
+        policy = MemoryPolicy(activation_checkpointing="full", mlp_tiles=tile)
         model = build(policy=policy, **wide)
         for weight in model.parameters():
             weight.requires_grad_(weight.shape[0] == 300)  # gradients of weights would be the largest otherwise
@@ -210,7 +220,11 @@ def backward_of_states(model):
 def test_tiles_lower_the_peak_of_a_whole_pass():
     peaks = {}
     for tile in (None, 16):
-        model = build(policy=MemoryPolicy(recompute="full", mlp_tiles=tile), intermediate_size=640, num_hidden_layers=2)
+        model = build(
+            policy=MemoryPolicy(activation_checkpointing="full", mlp_tiles=tile),
+            intermediate_size=640,
+            num_hidden_layers=2,
+        )
         with Watch(with_peak=True) as watch:
             backward_of_states(model)
         peaks[tile] = watch.peak
@@ -229,7 +243,7 @@ def test_tiles_let_go_of_their_input_when_they_are_done_with_it():
 
 
 def test_an_mlp_in_tiles_is_computed_twice_and_not_three_times():
-    model = build(policy=MemoryPolicy(recompute="full", mlp_tiles=16))
+    model = build(policy=MemoryPolicy(activation_checkpointing="full", mlp_tiles=16))
     counted = []
     for layer in model.base_model.layers:
         layer.mlp.act_fn.register_forward_hook(lambda *_: counted.append(1))
@@ -288,9 +302,9 @@ def products(policy: MemoryPolicy) -> int:
 
 def test_a_layer_that_keeps_its_products_computes_none_again():
     """Seven products a layer: none is computed again but the last, for which the recomputation is not run so far."""
-    nothing, kept = MemoryPolicy(), MemoryPolicy(recompute="keep-attention", keep_products=2)
+    nothing, kept = MemoryPolicy(), MemoryPolicy(activation_checkpointing="keep-attention", keep_products=2)
 
-    assert products(MemoryPolicy(recompute="keep-attention")) == products(nothing) + 6 * LAYERS
+    assert products(MemoryPolicy(activation_checkpointing="keep-attention")) == products(nothing) + 6 * LAYERS
     assert products(kept) == products(nothing) + 6 * (LAYERS - 2)
 
 
@@ -299,7 +313,7 @@ def test_results_wait_in_host_memory_and_come_back_a_layer_ahead(monkeypatch):
     fetch, take = offload.Offloader.fetch, offload.Offloader.take
     monkeypatch.setattr(offload.Offloader, "fetch", lambda *args: events.append("fetch") or fetch(*args))
     monkeypatch.setattr(offload.Offloader, "take", lambda *args: events.append("take") or take(*args))
-    policy = MemoryPolicy(recompute="keep-attention", keep_products=LAYERS, keep_on_host=LAYERS)
+    policy = MemoryPolicy(activation_checkpointing="keep-attention", keep_products=LAYERS, keep_on_host=LAYERS)
 
     trained(build(policy=policy))
 
@@ -356,13 +370,16 @@ def test_compiled_parts_work_under_tiles_recompute_and_offload(plain, monkeypatc
     ("settings", "sentence"),
     [
         ({"offload": True}, "offload moves the checkpoints of recomputed layers.*set recompute to full"),
-        ({"recompute_every": 2}, "recompute_every=2 .*set recompute to full"),
-        ({"recompute": "full", "recompute_every": 0}, "recompute_every=0 must be at least 1"),
+        ({"layers_per_checkpoint": 2}, "layers_per_checkpoint=2 .*set recompute to full"),
+        (
+            {"activation_checkpointing": "full", "layers_per_checkpoint": 0},
+            "layers_per_checkpoint=0 must be at least 1",
+        ),
         ({"mlp_tiles": 0}, "mlp_tiles=0"),
         ({"attention_heads_at_once": -1}, "attention_heads_at_once=-1"),
         ({"keep_products": 1}, "keep_products=1 .*needs recompute keep-attention"),
-        ({"recompute": "keep-attention", "keep_products": 1, "mlp_tiles": 8}, "no mlp_tiles"),
-        ({"recompute": "keep-attention", "keep_products": 1, "keep_on_host": 2}, "between 0 and 1"),
+        ({"activation_checkpointing": "keep-attention", "keep_products": 1, "mlp_tiles": 8}, "no mlp_tiles"),
+        ({"activation_checkpointing": "keep-attention", "keep_products": 1, "keep_on_host": 2}, "between 0 and 1"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings, sentence):
@@ -401,7 +418,7 @@ def test_a_model_that_does_something_between_layers_cannot_share_checkpoints():
     model = build(policy=EXACT["groups"])
     model.base_model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] * 2, *args[1:]))
 
-    with pytest.raises(ConfigError, match=r"recompute_every: something happens .*set recompute_every to 1"):
+    with pytest.raises(ConfigError, match=r"layers_per_checkpoint: something happens .*set layers_per_checkpoint to 1"):
         forward(model)
 
 
@@ -417,4 +434,4 @@ def test_layers_that_are_not_found_are_refused():
     model.base_model.layers = nn.Sequential(*model.base_model.layers)
 
     with pytest.raises(ConfigError, match="LlamaForCausalLM keeps its layers elsewhere"):
-        apply_memory(model, MemoryPolicy(recompute="full"))
+        apply_memory(model, MemoryPolicy(activation_checkpointing="full"))

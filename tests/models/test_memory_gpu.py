@@ -19,14 +19,18 @@ pytestmark = [
 SIZE = {"hidden_size": 256, "intermediate_size": 1024, "max_position_embeddings": 8192, "initializer_range": 0.02}
 DOC_LENS = (2048, 100, 1, 900, 1047)
 POLICIES = {
-    "full": MemoryPolicy(recompute="full"),
-    "keep-attention": MemoryPolicy(recompute="keep-attention"),
-    "offload": MemoryPolicy(recompute="full", offload=True),
-    "offload groups": MemoryPolicy(recompute="keep-attention", recompute_every=2, offload=True),
+    "full": MemoryPolicy(activation_checkpointing="full"),
+    "keep-attention": MemoryPolicy(activation_checkpointing="keep-attention"),
+    "offload": MemoryPolicy(activation_checkpointing="full", offload=True),
+    "offload groups": MemoryPolicy(activation_checkpointing="keep-attention", layers_per_checkpoint=2, offload=True),
     "heads": MemoryPolicy(attention_heads_at_once=1),
     "tiles": MemoryPolicy(mlp_tiles=500),
     "all": MemoryPolicy(
-        recompute="keep-attention", recompute_every=2, offload=True, mlp_tiles=500, attention_heads_at_once=1
+        activation_checkpointing="keep-attention",
+        layers_per_checkpoint=2,
+        offload=True,
+        mlp_tiles=500,
+        attention_heads_at_once=1,
     ),
 }
 # bf16 has 8 bits; kernels that add up gradients in any order differ by about one of them.

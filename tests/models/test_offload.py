@@ -9,7 +9,7 @@ from unspool.models.memory.kept import Kept, Key
 from unspool.models.memory.offload import Offloader, Stored, is_dense
 from unspool.models.memory.policy import MemoryPolicy
 
-OFFLOAD = MemoryPolicy(recompute="full", offload=True)
+OFFLOAD = MemoryPolicy(activation_checkpointing="full", offload=True)
 
 
 def test_tensors_of_any_size_and_dtype_come_back_in_the_opposite_order():

@@ -16,9 +16,9 @@ from factory import CPU, SHAPE, build_model, build_tokenizer, random_tokens, sav
 from unspool.core.errors import ConfigError
 from unspool.models.export import save_model
 from unspool.models.load import load_model
-from unspool.models.rotary import apply_base, apply_head_bases, apply_position, rope_shape
+from unspool.models.rotary import apply_base, apply_head_bases, apply_rope, rope_shape
 from unspool.rope.harpe import Harpe
-from unspool.rope.methods import Abf, Position, Unchanged
+from unspool.rope.methods import Abf, RopeMethod, Unchanged
 
 from .rotary_cases import CLOSE, FAMILIES, logits, plain_rope
 
@@ -61,7 +61,7 @@ def test_a_raised_base_keeps_the_part_of_each_head_that_is_rotated():
 def test_a_raised_base_replaces_an_older_scaling():
     model = build_model(rope_parameters=LLAMA3)
 
-    apply_position(model, Abf(method="abf", base=8e6), 256)
+    apply_rope(model, Abf(method="abf", base=8e6), 256)
 
     assert model.config.rope_parameters == plain_rope(8e6)
     torch.testing.assert_close(logits(model), logits(build_model(rope_parameters=plain_rope(8e6))), **CLOSE)
@@ -72,7 +72,7 @@ def test_unchanged_changes_nothing_but_the_context(rope):
     model = build_model(rope_parameters=rope)
     before = logits(model)
 
-    apply_position(model, Unchanged(), 256)
+    apply_rope(model, Unchanged(), 256)
 
     assert torch.equal(logits(model), before)
     assert model.config.max_position_embeddings == 256
@@ -84,7 +84,7 @@ def test_unchanged_changes_nothing_but_the_context(rope):
 def test_the_longest_context_never_shrinks(position):
     model = build_model()
 
-    apply_position(model, position, 16)
+    apply_rope(model, position, 16)
 
     assert model.config.max_position_embeddings == 64
 
@@ -104,10 +104,10 @@ def test_the_longest_context_never_shrinks(position):
 )
 def test_a_scaling_that_depends_on_the_longest_context_is_not_stretched_in_silence(rope):
     model = build_model(rope_parameters=rope)
-    apply_position(model, Unchanged(), 64)
+    apply_rope(model, Unchanged(), 64)
 
     with pytest.raises(ConfigError, match=f"{rope['rope_type']} scaling changes.*use method abf"):
-        apply_position(model, Unchanged(), 65)
+        apply_rope(model, Unchanged(), 65)
 
 
 # Scalings
@@ -124,16 +124,16 @@ SCALED = {
 
 
 def scaled(method: str, **more):
-    return TypeAdapter(Position).validate_python({"method": method} | SCALED[method] | more)
+    return TypeAdapter(RopeMethod).validate_python({"method": method} | SCALED[method] | more)
 
 
 @pytest.mark.parametrize("method", SCALED)
 def test_a_scaled_model_is_what_plain_transformers_loads_from_its_folder(method, tmp_path):
     model = build_model()
     shape, before = rope_shape(model.config), logits(model, random_tokens(200))
-    settled = scaled(method).settle(shape, 256)
+    settled = scaled(method).resolve(shape, 256)
 
-    apply_position(model, scaled(method), 256)
+    apply_rope(model, scaled(method), 256)
 
     save_model(model, build_tokenizer(), tmp_path, dtype=torch.float32)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -153,11 +153,11 @@ def test_a_scaled_model_is_what_plain_transformers_loads_from_its_folder(method,
 @pytest.mark.parametrize("method", ["pi", "yarn", "longrope", "llama3"])
 def test_a_second_stage_counts_from_the_true_original_length(method):
     model = build_model()
-    apply_position(model, scaled(method), 128)
-    apply_position(model, scaled(method), 256)
+    apply_rope(model, scaled(method), 128)
+    apply_rope(model, scaled(method), 256)
 
     fresh = build_model()
-    apply_position(fresh, scaled(method), 256)
+    apply_rope(fresh, scaled(method), 256)
     assert model.config.rope_parameters == fresh.config.rope_parameters
     assert model.config.rope_parameters["factor"] == 4
     assert torch.equal(logits(model), logits(fresh))
@@ -166,11 +166,11 @@ def test_a_second_stage_counts_from_the_true_original_length(method):
 @pytest.mark.parametrize("method", ["yarn", "longrope", "dynamic"])
 def test_a_longer_context_under_a_scaling_that_depends_on_it_must_be_said(method):
     model = build_model()
-    apply_position(model, scaled(method), 128)
+    apply_rope(model, scaled(method), 128)
     before = dict(model.config.rope_parameters)
 
     with pytest.raises(ConfigError, match=f"{method} scaling changes.*{method} anew"):
-        apply_position(model, Unchanged(), 256)
+        apply_rope(model, Unchanged(), 256)
 
     assert model.config.rope_parameters == before
 
@@ -180,7 +180,7 @@ def test_global_layers_of_gemma_are_extended_and_sliding_ones_keep_their_positio
     local = model.base_model.rotary_emb.sliding_attention_inv_freq.clone()
     before = dict(model.config.rope_parameters["sliding_attention"])
 
-    apply_position(model, scaled("yarn"), 256)
+    apply_rope(model, scaled("yarn"), 256)
 
     assert model.config.rope_parameters["sliding_attention"] == before
     assert model.config.rope_parameters["full_attention"]["rope_type"] == "yarn"
@@ -191,7 +191,7 @@ def test_global_layers_of_gemma_are_extended_and_sliding_ones_keep_their_positio
         found, again = (getattr(each.base_model.rotary_emb, f"{name}_inv_freq") for each in (model, plain))
         assert torch.equal(found, again)
     shape = rope_shape(build_gemma().config)
-    wanted = scaled("yarn").settle(shape, 256).tables(shape).inv_freq
+    wanted = scaled("yarn").resolve(shape, 256).tables(shape).inv_freq
     np.testing.assert_allclose(model.base_model.rotary_emb.full_attention_inv_freq.numpy(), wanted, rtol=1e-6)
 
 
@@ -213,18 +213,18 @@ def test_other_families_are_scaled_by_their_configs_alone(family, method, tmp_pa
     model = build_model(family, pad_token_id=0)
     shape = rope_shape(model.config)
 
-    apply_position(model, scaled(method), 256)
+    apply_rope(model, scaled(method), 256)
 
     save_model(model, build_tokenizer(), tmp_path, dtype=torch.float32)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).base_model.rotary_emb
     assert torch.equal(model.base_model.rotary_emb.inv_freq, again.inv_freq)
-    wanted = scaled(method).settle(shape, 256).tables(shape).inv_freq
+    wanted = scaled(method).resolve(shape, 256).tables(shape).inv_freq
     np.testing.assert_allclose(again.inv_freq.numpy(), wanted, rtol=1e-6, atol=1e-9)
 
 
 def test_a_scaling_that_an_architecture_forbids_is_refused_before_training():
     with pytest.raises(ConfigError, match=r"'phi3' does not allow rope_type 'yarn'.*use method abf"):
-        apply_position(build_model("Phi3", pad_token_id=0), scaled("yarn"), 256)
+        apply_rope(build_model("Phi3", pad_token_id=0), scaled("yarn"), 256)
 
 
 @pytest.mark.parametrize("wrong", ["ignores", "bfloat16"])
@@ -240,7 +240,7 @@ def test_a_model_that_makes_other_frequencies_of_the_settings_is_refused(wrong, 
 
     monkeypatch.setattr(kind, "__init__", other)
     with pytest.raises(ConfigError, match="computes other frequencies from rope_type 'linear'"):
-        apply_position(model, scaled("pi"), 256)
+        apply_rope(model, scaled("pi"), 256)
 
 
 def test_a_model_without_rotary_positions_is_refused(tmp_path):
@@ -259,7 +259,7 @@ def test_a_model_without_rotary_positions_is_refused(tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_raised_base_gives_the_same_logits_in_plain_transformers(family, tmp_path):
     model = build_model(family)
-    apply_position(model, Abf(method="abf", base=8e6), 256)
+    apply_rope(model, Abf(method="abf", base=8e6), 256)
 
     save_model(model, build_tokenizer(), tmp_path, dtype=torch.float32)
 

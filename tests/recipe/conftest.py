@@ -12,25 +12,25 @@ model: org/name
 sources:
   books: {kind: jsonl, path: data/*.jsonl}
   wiki: {kind: text, path: wiki}
-rows:
-  long: {from: books, length: 4K, pack: whole}
+datasets:
+  long: {from: books, seq_len: 4K, packing: single_doc}
   short:
     from: {books: 0.3, wiki: 0.7}
-    length: 1K
+    seq_len: 1K
 stages:
   - name: first
-    context: 4K
-    position: {method: abf, base: 8e6}
+    context_length: 4K
+    rope: {method: abf, base: 8e6}
     mix: {long: 0.6, short: 0.4}
     tokens: 1M
-    batch: 16K
+    batch_tokens: 16K
     lr: 1e-5
   - name: second.run
-    start: first
-    context: 4K
+    init: first
+    context_length: 4K
     mix: {long: 1}
     tokens: 1M
-    batch: 16K
+    batch_tokens: 16K
     lr: 2e-5
 evals:
   - {suite: niah, lengths: [1K, 4K]}

@@ -41,18 +41,23 @@ def test_shares_of_a_mix_add_up_to_one(name):
 
 def test_prolong_follows_table_9():
     first, second, sft = (load(name).stages[0] for name in ("prolong-64k", "prolong-512k", "prolong-sft"))
-    assert (first.context, first.position.base, first.tokens, first.batch, first.lr) == (
+    assert (first.context_length, first.rope.base, first.tokens, first.batch_tokens, first.lr) == (
         64 * K,
         8e6,
         20 * B,
         4 * M,
         1e-5,
     )
-    assert (second.context, second.position.base, second.tokens, second.batch) == (512 * K, 1.28e8, 20 * B, 8 * M)
-    assert (sft.tokens, sft.batch, sft.lr, sft.warmup, sft.lr_floor) == (B, 4 * M, 2e-5, 0.05, 0.1)
-    assert all(stage.attention == "documents" for stage in (first, second, sft))
+    assert (second.context_length, second.rope.base, second.tokens, second.batch_tokens) == (
+        512 * K,
+        1.28e8,
+        20 * B,
+        8 * M,
+    )
+    assert (sft.tokens, sft.batch_tokens, sft.lr, sft.warmup_ratio, sft.min_lr_ratio) == (B, 4 * M, 2e-5, 0.05, 0.1)
+    assert all(stage.attention == "intra_document" for stage in (first, second, sft))
     assert first.mix == {"repos-64k": 0.3, "books-64k": 0.3, "textbooks-64k": 0.03, "short": 0.37}
-    assert sum(load("prolong-64k").rows["short"].shares.values()) == pytest.approx(0.37)
+    assert sum(load("prolong-64k").datasets["short"].shares.values()) == pytest.approx(0.37)
     repos, books = (second.mix[f"{name}-512k"] + second.mix[f"{name}-64k"] for name in ("repos", "books"))
     assert (repos, books) == (pytest.approx(0.3), pytest.approx(0.3))
 
@@ -66,10 +71,10 @@ def test_both_stages_of_prolong_read_the_same_sources_as_what_they_are():
 def test_utk_and_harpe_follow_their_papers():
     utk, harpe = load("utk-128k"), load("harpe-128k").stages[0]
     stage = utk.stages[0]
-    assert stage.warmup * stage.steps == 200
-    assert utk.rows["tangled"].tangle is not None and utk.rows["tangled"].tangle.probability == 0.8
-    assert (stage.position.base, stage.attention) == (5e6, "full")
-    assert (harpe.position.low, harpe.position.high, harpe.position.order) == (1e6, 5e6, "descending")
+    assert stage.warmup_ratio * stage.steps == 200
+    assert utk.datasets["tangled"].utk is not None and utk.datasets["tangled"].utk.probability == 0.8
+    assert (stage.rope.base, stage.attention) == (5e6, "full")
+    assert (harpe.rope.low, harpe.rope.high, harpe.rope.order) == (1e6, 5e6, "descending")
     assert (harpe.tokens, harpe.lr) == (6 * B, 2e-5)
 
 
@@ -77,23 +82,23 @@ def test_utk_and_harpe_follow_their_papers():
 def test_the_two_arms_of_a_comparison_differ_in_their_rows_only(name):
     recipe = load(name)
     abf, utk = recipe.stages[:2]
-    assert abf.start == utk.start == "model"
+    assert abf.init == utk.init == "model"
     same = {"name", "mix"}
     assert abf.model_dump(exclude=same) == utk.model_dump(exclude=same)
-    assert any(recipe.rows[rows].tangle for rows in utk.mix)
-    assert not any(recipe.rows[rows].tangle for rows in abf.mix)
+    assert any(recipe.datasets[rows].utk for rows in utk.mix)
+    assert not any(recipe.datasets[rows].utk for rows in abf.mix)
 
 
 def test_the_third_arm_of_the_demo_differs_in_its_positions_only():
     _, utk, both = load("tiny").stages
     same = {"name", "position"}
     assert utk.model_dump(exclude=same) == both.model_dump(exclude=same)
-    assert (utk.position.method, both.position.method) == ("abf", "harpe")
+    assert (utk.rope.method, both.rope.method) == ("abf", "harpe")
 
 
 def test_smollm2_trains_on_whole_batches_of_held_apart_books():
     recipe = load("smollm2-32k")
-    assert [stage.tokens % stage.batch for stage in recipe.stages] == [0, 0]
+    assert [stage.tokens % stage.batch_tokens for stage in recipe.stages] == [0, 0]
     assert [stage.steps for stage in recipe.stages] == [120, 120]
     trained_on = {source.path for source in recipe.sources.values()}
     assert trained_on.isdisjoint({entry.text for entry in recipe.evals if hasattr(entry, "text")})

@@ -17,9 +17,14 @@ MISTAKES = {
         "length: 4K",
         "lenght: 4K",
         7,
-        ["rows.long.lenght", "unknown key", "did you mean 'length'?"],
+        ["datasets.long.lenght", "unknown key", "did you mean 'length'?"],
     ),
-    "misspelt optional key": ("pack: whole", "pak: whole", 7, ["rows.long.pak", "did you mean 'pack'?", "tangle"]),
+    "misspelt optional key": (
+        "packing: single_doc",
+        "pak: whole",
+        7,
+        ["datasets.long.pak", "did you mean 'pack'?", "tangle"],
+    ),
     "misspelt top-level key": ("evals:", "eval:", 26, ["eval: unknown key", "did you mean 'evals'?"]),
     "yaml 1.1 boolean as a key": ("    lr: 1e-5", "    lr: 1e-5\n    on: 3", 19, ["stages.0.on", "unknown key"]),
     "unknown kind": (
@@ -28,7 +33,7 @@ MISTAKES = {
         4,
         ["sources.books.kind = jsnol", "did you mean 'jsonl'?", "parquet"],
     ),
-    "unknown method": ("method: abf", "method: abff", 14, ["stages.0.position.method = abff", "did you mean 'abf'?"]),
+    "unknown method": ("method: abf", "method: abff", 14, ["stages.0.rope.method = abff", "did you mean 'abf'?"]),
     "unknown suite": (
         "suite: niah",
         "suite: rulr",
@@ -36,11 +41,16 @@ MISTAKES = {
         ["evals.0.suite = rulr", "did you mean 'ruler'?", "infbench, kv, loss"],
     ),
     "missing kind": ("kind: jsonl, ", "", 4, ["sources.books.kind: missing", "jsonl, mds, parquet"]),
-    "unknown choice": ("pack: whole", "pack: hole", 7, ["rows.long.pack = hole", "did you mean 'whole'?", "concat"]),
+    "unknown choice": (
+        "packing: single_doc",
+        "packing: hole",
+        7,
+        ["datasets.long.packing = hole", "did you mean 'whole'?", "concat"],
+    ),
     "wrong unit": ("tokens: 1M", "tokens: 64Q", 16, ["stages.0.tokens = 64Q", "unit 'Q'", "K, M, B and T"]),
-    "not a size": ("length: 1K", "length: long", 10, ["rows.short.length = long", "64K"]),
-    "size of zero": ("length: 1K", "length: 0", 10, ["rows.short.length = 0", "between 1"]),
-    "endless size": ("length: 1K", "length: 1e999", 10, ["rows.short.length = inf", "64K"]),
+    "not a size": ("length: 1K", "length: long", 10, ["datasets.short.seq_len = long", "64K"]),
+    "size of zero": ("length: 1K", "length: 0", 10, ["datasets.short.seq_len = 0", "between 1"]),
+    "endless size": ("length: 1K", "length: 1e999", 10, ["datasets.short.seq_len = inf", "64K"]),
     "missing required key": ("    lr: 1e-5\n", "", 12, ["stages.0.lr: missing", "a number above 0"]),
     "missing top-level key": ("model: org/name\n", "", 1, ["model: missing", "Hub id"]),
     "text for a number": ("lr: 1e-5", "lr: fast", 18, ["stages.0.lr = fast", "must be a number above 0"]),
@@ -53,86 +63,91 @@ MISTAKES = {
     "value for a list": ("[1K, 4K]", "1K", 27, ["evals.0.lengths = 1K", "a list with at least one entry"]),
     "empty list": ("[1K, 4K]", "[]", 27, ["evals.0.lengths", "at least one entry"]),
     "number for a union": ("model: org/name", "model: 7", 2, ["model = 7", "must be text or a mapping"]),
-    "part of a union": ("model: org/name", "model: {size: 4M, context: 256}", 2, ["model.tokenizer: missing"]),
+    "part of a union": ("model: org/name", "model: {size: 4M, context_length: 256}", 2, ["model.tokenizer: missing"]),
     "key given twice": ("name: small", "name: small\nname: other", 2, ["name", "already given on line 1"]),
     "tag": ("name: small", "name: !!python/name:os.system x", 1, ["name", "tag", "not allowed"]),
-    "class's own check": ("batch: 16K", "batch: 5K", 17, ["stages.0.batch = 5K", "a multiple of context"]),
-    "wrong share": ("wiki: 0.7", "wiki: -1", 9, ["rows.short.from", "every share must be above 0"]),
-    "share that is no number": ("wiki: 0.7", "wiki: most", 9, ["rows.short.from.wiki = most", "must be a number"]),
-    "unknown source": ("from: books", "from: boks", 7, ["rows.long.from", "'boks'", "did you mean 'books'?"]),
-    "unknown source with a share": ("wiki: 0.7", "wki: 0.7", 9, ["rows.short.from.wki", "did you mean 'wiki'?"]),
+    "class's own check": (
+        "batch_tokens: 16K",
+        "batch_tokens: 5K",
+        17,
+        ["stages.0.batch_tokens = 5K", "a multiple of context"],
+    ),
+    "wrong share": ("wiki: 0.7", "wiki: -1", 9, ["datasets.short.from", "every share must be above 0"]),
+    "share that is no number": ("wiki: 0.7", "wiki: most", 9, ["datasets.short.from.wiki = most", "must be a number"]),
+    "unknown source": ("from: books", "from: boks", 7, ["datasets.long.from", "'boks'", "did you mean 'books'?"]),
+    "unknown source with a share": ("wiki: 0.7", "wki: 0.7", 9, ["datasets.short.from.wki", "did you mean 'wiki'?"]),
     "unknown rows": ("short: 0.4", "shrt: 0.4", 15, ["stages.0.mix.shrt", "did you mean 'short'?", "long, short"]),
     "rows that do not divide": (
         "length: 1K",
         "length: 3K",
         15,
-        ["stages.0.mix.short", "3K", "4K", "rows.short.length"],
+        ["stages.0.mix.short", "3K", "4K", "datasets.short.seq_len"],
     ),
     "unknown validation rows": (
         "    mix: {long: 1}",
-        "    mix: {long: 1}\n    validation: {rows: shrot}",
+        "    mix: {long: 1}\n    validation: {dataset: shrot}",
         23,
-        ["stages.1.validation.rows", "did you mean 'short'?", "long, short"],
+        ["stages.1.validation.dataset", "did you mean 'short'?", "long, short"],
     ),
     "validation rows that are trained on": (
         "    mix: {long: 1}",
-        "    mix: {long: 1}\n    validation: {rows: long}",
+        "    mix: {long: 1}\n    validation: {dataset: long}",
         23,
-        ["stages.1.validation.rows = long", "are in the mix", "another source"],
+        ["stages.1.validation.dataset = long", "are in the mix", "another source"],
     ),
     "validation rows longer than the context": (
-        "    context: 4K\n    mix: {long: 1}",
-        "    context: 2K\n    validation: {rows: long}\n    mix: {short: 1}",
+        "    context_length: 4K\n    mix: {long: 1}",
+        "    context_length: 2K\n    validation: {dataset: long}\n    mix: {short: 1}",
         22,
-        ["stages.1.validation.rows", "4K", "2K", "rows.long.length"],
+        ["stages.1.validation.dataset", "4K", "2K", "datasets.long.seq_len"],
     ),
     "unknown refit rows": (
         "    mix: {long: 1}",
-        "    mix: {long: 1}\n    refit: {rows: shrot, after: 8, lr: 1e-3}",
+        "    mix: {long: 1}\n    attention_distillation: {datasets: shrot, after: 8, lr: 1e-3}",
         23,
-        ["stages.1.refit.rows", "did you mean 'short'?", "long, short"],
+        ["stages.1.attention_distillation.datasets", "did you mean 'short'?", "long, short"],
     ),
     "unknown refit rows with a share": (
         "    mix: {long: 1}",
-        "    mix: {long: 1}\n    refit: {rows: {lng: 1}, after: 8, lr: 1e-3}",
+        "    mix: {long: 1}\n    attention_distillation: {datasets: {lng: 1}, after: 8, lr: 1e-3}",
         23,
-        ["stages.1.refit.rows.lng", "did you mean 'long'?"],
+        ["stages.1.attention_distillation.datasets.lng", "did you mean 'long'?"],
     ),
     "a refit batch that is no multiple of its rows": (
         "    mix: {long: 1}",
-        "    mix: {long: 1}\n    refit: {rows: short, after: 8, batch: 1500, lr: 1e-3}",
+        "    mix: {long: 1}\n    attention_distillation: {datasets: short, after: 8, batch_tokens: 1500, lr: 1e-3}",
         23,
-        ["stages.1.refit.batch = 1500", "multiple", "1K"],
+        ["stages.1.attention_distillation.batch_tokens = 1500", "multiple", "1K"],
     ),
     "a refit batch beside training that is no multiple of its rows": (
         "    mix: {long: 1}",
-        "    mix: {long: 1}\n    refit: {rows: short, during: 1, during_batch: 1500}",
+        "    mix: {long: 1}\n    attention_distillation: {datasets: short, during: 1, during_batch_tokens: 1500}",
         23,
-        ["stages.1.refit.during_batch = 1500", "multiple", "1K"],
+        ["stages.1.attention_distillation.during_batch_tokens = 1500", "multiple", "1K"],
     ),
     "a refit before training without other positions": (
         "    mix: {long: 1}",
-        "    mix: {long: 1}\n    refit: {rows: short, before: 8, lr: 1e-3}",
+        "    mix: {long: 1}\n    attention_distillation: {datasets: short, before: 8, lr: 1e-3}",
         23,
-        ["stages.1.refit.before = 8", "refit.before has nothing to do while position is unchanged"],
+        ["stages.1.attention_distillation.before = 8", "refit.before has nothing to do while position is unchanged"],
     ),
     "unknown tracker": (
         "    mix: {long: 1}",
-        "    mix: {long: 1}\n    track: [tensorbord]",
+        "    mix: {long: 1}\n    loggers: [tensorbord]",
         23,
-        ["stages.1.track.0 = tensorbord", "did you mean 'tensorboard'?"],
+        ["stages.1.loggers.0 = tensorbord", "did you mean 'tensorboard'?"],
     ),
     "unknown start": (
-        "start: first",
-        "start: frist",
+        "init: first",
+        "init: frist",
         20,
-        ["stages.1.start", "did you mean 'first'?", "previous, model"],
+        ["stages.1.init", "did you mean 'first'?", "previous, model"],
     ),
-    "start from oneself": ("start: first", "start: second.run", 20, ["stages.1.start", "does not come before"]),
-    "same stage name": ("name: second.run\n    start: first", "name: first", 19, ["stages.1.name", "already the name"]),
+    "start from oneself": ("init: first", "init: second.run", 20, ["stages.1.init", "does not come before"]),
+    "same stage name": ("name: second.run\n    init: first", "name: first", 19, ["stages.1.name", "already the name"]),
     "reserved stage name": ("name: second.run", "name: base", 19, ["stages.1.name", "'base'", "something else"]),
     "name that is no folder": ("name: small", "name: a/b", 1, ["name", "'a/b'", "cannot name a folder"]),
-    "rows named like work": ("short:\n", "short.partial:\n", 8, ["rows.short.partial", "cannot name a folder"]),
+    "rows named like work": ("short:\n", "short.partial:\n", 8, ["datasets.short.partial", "cannot name a folder"]),
 }
 
 
@@ -156,32 +171,32 @@ def test_no_wording_of_the_validator_reaches_the_user(mistake, problems):
 
 
 def test_a_model_from_scratch_cannot_be_refitted_in_the_stage_it_begins_with(valid):
-    refit = "    refit: {rows: short, after: 8, lr: 1e-3}\n    mix:"
-    text = VALID.replace("model: org/name", "model: {size: 4M, tokenizer: org/name, context: 256}")
+    refit = "    attention_distillation: {datasets: short, after: 8, lr: 1e-3}\n    mix:"
+    text = VALID.replace("model: org/name", "model: {size: 4M, tokenizer: org/name, context_length: 256}")
     valid.write_text(text.replace("    mix:", refit))
 
     with pytest.raises(ConfigError) as error:
         load_recipe(valid)
 
     (sentence,) = str(error.value).split("\n")
-    assert "stages.0.refit: a new model attends to nothing yet" in sentence
+    assert "stages.0.attention_distillation: a new model attends to nothing yet" in sentence
 
 
 def test_refit_rows_that_skip_positions_or_do_not_divide_are_refused(valid):
-    refit = "    refit: {rows: {short: 1, odd: 1, far: 1}, after: 8, lr: 1e-3}\n    mix: {long: 1}"
-    more = "  odd: {from: books, length: 3K}\n  far: {from: books, length: 4K, skips: {target: 16K}}\nstages:"
+    refit = "    attention_distillation: {datasets: {short: 1, odd: 1, far: 1}, after: 8, lr: 1e-3}\n    mix: {long: 1}"
+    more = "  odd: {from: books, seq_len: 3K}\n  far: {from: books, seq_len: 4K, pose: {target: 16K}}\nstages:"
     valid.write_text(VALID.replace("    mix: {long: 1}", refit).replace("stages:", more))
 
     with pytest.raises(ConfigError) as error:
         load_recipe(valid)
 
     far, odd = sorted(str(error.value).split("\n"))
-    assert "stages.1.refit.rows.far" in far and "(skips)" in far
-    assert "stages.1.refit.rows.odd" in odd and "3K" in odd and "4K" in odd
+    assert "stages.1.attention_distillation.datasets.far" in far and "(skips)" in far
+    assert "stages.1.attention_distillation.datasets.odd" in odd and "3K" in odd and "4K" in odd
 
 
 def test_every_problem_is_told_at_once_in_the_order_of_the_file(valid):
-    broken = VALID.replace("kind: jsonl", "kind: jsnol").replace("pack: whole", "pak: whole")
+    broken = VALID.replace("kind: jsonl", "kind: jsnol").replace("packing: single_doc", "pak: whole")
     valid.write_text(broken.replace("short: 0.4", "shrt: 0.4").replace("lr: 2e-5", "lr: fast"))
     with pytest.raises(ConfigError) as error:
         load_recipe(valid)
@@ -253,13 +268,13 @@ def test_numbers_of_yaml_1_2_are_numbers_and_words_of_yaml_1_1_are_words(valid):
     recipe = load_recipe(valid).recipe
     assert recipe.stages[0].lr == 1e-5
     assert recipe.stages[0].tokens == 1_000_000
-    assert recipe.stages[0].position.base == 8e6
+    assert recipe.stages[0].rope.base == 8e6
     assert set(recipe.sources) == {"books", "no"}
 
 
 def test_a_name_of_digits_works_as_a_key(valid):
     valid.write_text(VALID.replace("wiki: {", "2024: {").replace("wiki: 0.7", "2024: 0.7"))
-    assert load_recipe(valid).recipe.rows["short"].shares == {"books": 0.3, "2024": 0.7}
+    assert load_recipe(valid).recipe.datasets["short"].shares == {"books": 0.3, "2024": 0.7}
 
 
 def test_the_loaded_recipe_knows_its_text_and_its_folder(valid):
@@ -323,9 +338,11 @@ def test_a_model_folder_must_hold_a_model_and_a_hub_id_is_left_alone(valid, tmp_
 
 def test_a_tracker_that_is_not_installed_is_refused_before_work_starts(valid, monkeypatch):
     write_inputs(valid.parent)
-    loaded = load_recipe(valid, ["stages.1.track=[wandb]"])
+    loaded = load_recipe(valid, ["stages.1.loggers=[wandb]"])
     monkeypatch.setattr(load, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"stages.1.track: wandb is not installed here; pip install 'unspool\[track"):
+    with pytest.raises(
+        ConfigError, match=r"stages.1.loggers: wandb is not installed here; pip install 'unspool\[track"
+    ):
         check_inputs(loaded)
     monkeypatch.setattr(load, "find_spec", lambda name: object())
     check_inputs(loaded)

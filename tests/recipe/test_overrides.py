@@ -17,19 +17,23 @@ def test_what_the_file_leaves_out_can_be_set(valid):
     sets = [
         "seed=7",
         "engine.workers=4",
-        "rows.short.tangle.min_split=256",
-        "stages.1.position={method: abf, base: 5e5}",
+        "datasets.short.utk.min_split=256",
+        "stages.1.rope={method: abf, base: 5e5}",
     ]
     recipe = load_recipe(valid, sets).recipe
     assert (recipe.seed, recipe.engine.workers) == (7, 4)
-    assert recipe.rows["short"].tangle is not None and recipe.rows["short"].tangle.min_split == 256
-    assert recipe.stages[1].position.base == 5e5
+    assert recipe.datasets["short"].utk is not None and recipe.datasets["short"].utk.min_split == 256
+    assert recipe.stages[1].rope.base == 5e5
 
 
 def test_whole_entries_can_be_added(valid):
-    sets = ["rows.more={from: wiki, length: 2K}", "stages.1.mix.more=0.5", "evals.1={suite: kv, lengths: [1K]}"]
+    sets = [
+        "datasets.more={from: wiki, seq_len: 2K}",
+        "stages.1.mix.more=0.5",
+        "evals.1={suite: key_value, lengths: [1K]}",
+    ]
     recipe = load_recipe(valid, sets).recipe
-    assert recipe.rows["more"].length == 2048
+    assert recipe.datasets["more"].seq_len == 2048
     assert recipe.stages[1].mix == {"long": 1, "more": 0.5}
     assert [entry.suite for entry in recipe.evals] == ["niah", "kv"]
 
@@ -55,8 +59,8 @@ def test_a_later_override_wins(valid):
         "stages.0.mix={long: [": "not valid YAML",
         "stages.0.lr=fast": "stages.0.lr = fast: must be a number above 0",
         "stages.0.tokens=64Q": "stages.0.tokens = 64Q: unit 'Q' is not known",
-        "stages.0.position={method: abff}": "stages.0.position.method = abff: not known; did you mean 'abf'?",
-        "stages.1.position.base=1e6": "stages.1.position.method: missing",
+        "stages.0.rope={method: abff}": "stages.0.rope.method = abff: not known; did you mean 'abf'?",
+        "stages.1.rope.base=1e6": "stages.1.rope.method: missing",
         "stages.0.mix.shrt=1": "stages.0.mix.shrt: rows 'shrt' is not known; did you mean 'short'?",
         "stages.0.mix={long: 1, long: 2}": "stages.0.mix.long: this key is already given",
     }.items(),

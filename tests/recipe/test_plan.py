@@ -70,16 +70,18 @@ def test_sources_get_all_tokens_of_all_stages():
     for name in bundled_recipes():
         loaded = load_recipe(name)
         found = plan_data(loaded)
-        wanted = sum(stage.steps * stage.batch for stage in loaded.recipe.stages)
+        wanted = sum(stage.steps * stage.batch_tokens for stage in loaded.recipe.stages)
         assert sum(source.tokens for source in found.sources) == pytest.approx(wanted), name
         for stage in loaded.recipe.stages:
-            assert sum(use.tokens for use in found.stages[stage.name]) == pytest.approx(stage.steps * stage.batch)
+            assert sum(use.tokens for use in found.stages[stage.name]) == pytest.approx(
+                stage.steps * stage.batch_tokens
+            )
 
 
 def test_rows_that_are_built_are_counted_as_attention_sees_them(mini, tmp_path):
     rows = [random_row((100, 28), 0), random_row((64, 64), 1), random_row((128,), 2, attention="full")]
-    save_rows(tmp_path / "run" / "rows" / "long", rows)
-    save_rows(tmp_path / "run" / "rows" / "tangled", [random_row((50, 78), 3, attention="full")])
+    save_rows(tmp_path / "run" / "datasets" / "long", rows)
+    save_rows(tmp_path / "run" / "datasets" / "tangled", [random_row((50, 78), 3, attention="full")])
     found = plan_data(load_recipe(mini))
     (use,) = found.stages["first"]
     squares = 100**2 + 28**2 + 2 * 64**2 + 128**2
@@ -92,7 +94,7 @@ def test_rows_that_are_built_are_counted_as_attention_sees_them(mini, tmp_path):
 
     whole = plan_data(load_recipe(mini, ["stages.0.attention=full"]))
     assert whole.stages["first"][0].document_len == 128
-    longer = plan_data(load_recipe(mini, ["rows.long.length=64"]))
+    longer = plan_data(load_recipe(mini, ["datasets.long.seq_len=64"]))
     assert not longer.lengths_are_counted("first"), "these rows are of another length than the recipe now wants"
 
 
@@ -213,7 +215,7 @@ def test_faster_settings_keep_the_optimizer_and_are_faster():
 
 def test_settings_are_spelled_as_a_recipe_reads_them():
     stage = load_recipe("prolong-64k").recipe.stages[0]
-    policy = MemoryPolicy(recompute="full", offload=True, mlp_tiles=16384)
+    policy = MemoryPolicy(activation_checkpointing="full", offload=True, mlp_tiles=16384)
     parallel = stage.parallel.model_copy(update={"ulysses": 8})
     words = set_words(0, stage, stage.model_copy(update={**vars(policy), "parallel": parallel}))
     assert words == [

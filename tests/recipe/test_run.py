@@ -73,8 +73,8 @@ def test_every_box_of_the_recipe_is_there(whole):
 
     assert boxes == [
         "corpus/books",
-        "rows/long",
-        "rows/tangled",
+        "datasets/long",
+        "datasets/tangled",
         "scores/abf",
         "scores/first",
         "scores/utk",
@@ -242,7 +242,7 @@ def test_paths_are_found_beside_the_recipe_wherever_it_is_run_from(place, recipe
 
 
 def test_a_stage_takes_model_and_moments_of_the_one_it_starts_from(recipe, whole):
-    prepared = Run(load_recipe(recipe, [f"out={whole}", "stages.utk.start=previous"]))
+    prepared = Run(load_recipe(recipe, [f"out={whole}", "stages.utk.init=previous"]))
     first, abf, utk = prepared.recipe.stages
 
     assert prepared._inputs(first).model == prepared.model
@@ -253,7 +253,7 @@ def test_a_stage_takes_model_and_moments_of_the_one_it_starts_from(recipe, whole
 
 
 def test_a_stage_that_starts_from_the_model_takes_no_moments(recipe, whole):
-    prepared = Run(load_recipe(recipe, [f"out={whole}", "stages.abf.start=model"]))
+    prepared = Run(load_recipe(recipe, [f"out={whole}", "stages.abf.init=base"]))
 
     inputs = prepared._inputs(prepared.recipe.stages[1])
     assert (inputs.model, inputs.moments) == (prepared.model, None)
@@ -296,8 +296,8 @@ def test_a_model_folder_is_scored_before_and_after(recipe, tmp_path):
     out = tmp_path / "out"
     sets = [
         f"model={folder}",
-        "stages=[{name: one, context: 128, mix: {long: 1}, tokens: 256, batch: 256, lr: 1e-3}]",
-        "evals=[{suite: loss, length: 128, samples: 2, text: held-out.jsonl}]",
+        "stages=[{name: one, context_length: 128, mix: {long: 1}, tokens: 256, batch_tokens: 256, lr: 1e-3}]",
+        "evals=[{suite: perplexity, length: 128, samples: 2, text: held-out.jsonl}]",
     ]
 
     outcome = run(recipe, out, *sets)

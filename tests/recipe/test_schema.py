@@ -18,7 +18,7 @@ from .conftest import VALID
 
 def test_a_recipe_built_in_python_is_checked_as_well():
     data = yaml.load(VALID, CoreLoader)
-    assert Recipe.model_validate(data).stages[1].start == "first"
+    assert Recipe.model_validate(data).stages[1].init == "first"
     data["stages"][1]["mix"] = {"lng": 1}
     with pytest.raises(ValidationError, match="did you mean 'long'"):
         Recipe.model_validate(data)
@@ -26,7 +26,7 @@ def test_a_recipe_built_in_python_is_checked_as_well():
 
 def test_text_that_looks_like_a_number_survives_writing_and_reading(valid, tmp_path):
     recipe = load_recipe(
-        valid, ["sources.wiki.path='8e6'", "model='1e5'", "sources.books.path='null'", "rows.short.limit=1e6"]
+        valid, ["sources.wiki.path='8e6'", "model='1e5'", "sources.books.path='null'", "datasets.short.limit=1e6"]
     )
     copy = tmp_path / "copy.yaml"
     copy.write_text(dump_recipe(recipe.recipe))
@@ -34,29 +34,29 @@ def test_text_that_looks_like_a_number_survives_writing_and_reading(valid, tmp_p
 
 
 def test_tangled_rows_are_welcome_in_a_stage_with_document_attention(valid):
-    recipe = load_recipe(valid, ["rows.short.tangle={min_split: 256}"]).recipe
-    assert recipe.stages[0].attention == "documents"
+    recipe = load_recipe(valid, ["datasets.short.utk={min_split: 256}"]).recipe
+    assert recipe.stages[0].attention == "intra_document"
 
 
 def test_every_strategy_is_welcome_in_a_stage_with_document_attention(valid):
     for strategy in ("interleave={}", "negatives={chunk: 256}"):
-        assert load_recipe(valid, [f"rows.short.{strategy}"]).recipe.stages[0].attention == "documents"
+        assert load_recipe(valid, [f"datasets.short.{strategy}"]).recipe.stages[0].attention == "intra_document"
 
 
 def test_positions_beyond_the_context_of_a_stage_are_refused(valid, problems):
-    assert load_recipe(valid, ["rows.short.skips={target: 4K}"])
-    (sentence,) = problems(sets=["rows.short.skips={target: 8K}"])
+    assert load_recipe(valid, ["datasets.short.pose={target: 4K}"])
+    (sentence,) = problems(sets=["datasets.short.pose={target: 8K}"])
     assert "stages.0.mix.short" in sentence
-    assert "positions up to 8K, beyond the stage's context of 4K; lower rows.short.skips.target or raise" in sentence
+    assert "positions up to 8K, beyond the stage's context of 4K; lower datasets.short.pose.target or raise" in sentence
 
 
 def test_positions_of_documents_are_refused_where_the_row_is_one(valid, problems):
-    skips, full = "rows.short.skips={target: 4K}", "stages.0.attention=full"
+    skips, full = "datasets.short.pose={target: 4K}", "stages.0.attention=full"
     (sentence,) = problems(sets=[skips, full])
     assert "positions begin anew in every document" in sentence
-    assert "rows.short.attention: full" in sentence
-    assert load_recipe(valid, [skips, full, "rows.short.attention=full"])
-    assert load_recipe(valid, [skips, full, "rows.short.interleave={}"])
+    assert "datasets.short.attention: full" in sentence
+    assert load_recipe(valid, [skips, full, "datasets.short.attention=full"])
+    assert load_recipe(valid, [skips, full, "datasets.short.cip={}"])
 
 
 def test_the_default_output_folder_is_named_after_the_recipe(valid):

@@ -60,7 +60,7 @@ def test_arms_are_the_recipe_with_changes_under_every_seed(study):
     assert recipes["plain-s1"].seed == 1
     assert recipes["plain-s1"].out == Path("runs/rates/plain-s1")
     assert [recipes[name].stages[0].lr for name in ("plain-s0", "faster-s0")] == [1e-5, 1e-4]
-    assert recipes["longer-s3"].rows["long"].pack == "concat"
+    assert recipes["longer-s3"].datasets["long"].packing == "concat"
     assert [run.stage for run in found.runs] == ["second.run"] * 4 + ["first"]
     assert found.against == {"plain": [], "faster": ["plain"], "longer": ["plain"]}
 
@@ -88,11 +88,11 @@ def test_a_grid_is_the_product_of_its_values_with_the_arms(study):
 def test_a_grid_can_sweep_a_share_that_begins_at_none(study):
     study.write_text(
         "name: rates\nrecipe: small.yaml\nseeds: [0]\n"
-        "grid: {rows.long.replace: {none: null, some: {with: wiki, share: 0.1}}}\n"
+        "grid: {datasets.long.replace: {none: null, some: {with: wiki, share: 0.1}}}\n"
     )
     found = load_study(study)
     assert found.arms == ["none", "some"]
-    assert [run.loaded.recipe.rows["long"].shares for run in found.runs] == [
+    assert [run.loaded.recipe.datasets["long"].shares for run in found.runs] == [
         {"books": 1.0},
         pytest.approx({"books": 0.9, "wiki": 0.1}),
     ]
@@ -144,7 +144,7 @@ def test_runs_are_chosen_by_arm_or_by_name(study):
         (
             "from: books,",
             "from: book,",
-            "rates.yaml:12: arm longer: rows.long.from: source 'book' is not known; did you",
+            "rates.yaml:12: arm longer: datasets.long.from: source 'book' is not known; did you",
         ),
         (
             "stage: first",
@@ -167,7 +167,7 @@ def test_every_mistake_is_one_sentence_with_its_line(mistakes, old, new, wanted)
 
 
 def test_several_mistakes_are_told_at_once(mistakes):
-    lines = mistakes("stages.first.lr: 1e-4", "stages.first.lr: -1, stages.0.clip: 0, evals.0.samples: 0")
+    lines = mistakes("stages.first.lr: 1e-4", "stages.first.lr: -1, stages.0.max_grad_norm: 0, evals.0.samples: 0")
     assert len(lines) == 3
     assert all(line.startswith("rates.yaml:8: arm faster: ") for line in lines)
 
@@ -232,20 +232,20 @@ def test_arms_share_what_has_the_same_inputs_and_nothing_else(study):
 
     assert boxes["plain-s0"] == boxes["faster-s0"], "the learning rate changes no data"
     assert boxes["plain-s0"]["corpus/books"] == boxes["plain-s1"]["corpus/books"], "no seed in a corpus of files"
-    for box in ("rows/long", "rows/short", "scores/base"):
+    for box in ("datasets/long", "datasets/short", "scores/base"):
         assert boxes["plain-s0"][box] != boxes["plain-s1"][box], "these depend on the seed"
     assert boxes["longer-s3"]["corpus/wiki"] == boxes["plain-s0"]["corpus/wiki"]
-    assert boxes["longer-s3"]["rows/long"] != boxes["plain-s0"]["rows/long"]
+    assert boxes["longer-s3"]["datasets/long"] != boxes["plain-s0"]["datasets/long"]
 
 
 @pytest.mark.parametrize(
     ("change", "changed"),
     [
-        ("sources.books.limit=1M", {"corpus/books", "rows/long", "rows/short"}),
-        ("rows.long.limit=1M", {"rows/long"}),
+        ("sources.books.limit=1M", {"corpus/books", "datasets/long", "datasets/short"}),
+        ("datasets.long.limit=1M", {"datasets/long"}),
         ("evals.0.samples=3", {"scores/base"}),
-        ("model=org/other", {"corpus/books", "corpus/wiki", "rows/long", "rows/short", "scores/base"}),
-        ("stages.0.position.base=4e6", set()),
+        ("model=org/other", {"corpus/books", "corpus/wiki", "datasets/long", "datasets/short", "scores/base"}),
+        ("stages.0.rope.base=4e6", set()),
     ],
 )
 def test_a_key_depends_on_everything_the_content_depends_on(valid, change, changed):
@@ -271,8 +271,8 @@ def test_the_smollm2_study_has_the_arms_and_controls_of_the_papers():
     assert seeds == {arm: [0, 1] if arm in ("abf", "utk") else [0] for arm in found.arms}
     recipes = {run.arm: run.loaded.recipe for run in found.runs}
     assert len({recipe.stages[0].tokens for recipe in recipes.values()}) == 1, "equal tokens"
-    assert recipes["ct"].stages[0].position.method == "unchanged"
-    assert recipes["harpe-shared"].stages[0].position.shared
+    assert recipes["ct"].stages[0].rope.method == "unchanged"
+    assert recipes["harpe-shared"].stages[0].rope.shared
     assert "harpe-shared" in found.against["harpe"]
 
 

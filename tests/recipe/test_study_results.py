@@ -92,7 +92,7 @@ def test_questions_on_one_context_are_one_prompt(tmp_path):
     folder = save_scores(
         tmp_path / "scores",
         [*kv, *tasks],
-        [{"suite": "kv", "lengths": [128], "questions": 4}, {"suite": "ruler", "lengths": [128]}],
+        [{"suite": "key_value", "lengths": [128], "questions": 4}, {"suite": "ruler", "lengths": [128]}],
         [{"hash": f"ruler{index}", "context": "same" if index < 2 else "other"} for index in range(3)],
     )
     found = read_answers(folder)

@@ -46,19 +46,19 @@ engine: {kind: local, workers: 2}
 sources:
   books: {kind: jsonl, path: "asset:books.jsonl.zst", text: text}   # <b>escaped</b> & shown as it is
   recall: {kind: recall, tokens: 512K, length: [256, 2K], prose: "asset:books.jsonl.zst"}
-rows:
-  books-2k: {from: books, length: 2K, pack: whole}
-  books-utk: {from: books, length: 2K, pack: whole, tangle: {min_split: 128}}
-  short: {from: {books: 0.5, recall: 0.5}, length: 2K, pack: concat}
+datasets:
+  books-2k: {from: books, seq_len: 2K, packing: single_doc}
+  books-utk: {from: books, seq_len: 2K, packing: single_doc, utk: {min_split: 128}}
+  short: {from: {books: 0.5, recall: 0.5}, seq_len: 2K, packing: concat}
 stages:
-  - {name: abf, start: model, context: 2K, position: {method: abf, base: 2e5}, mix: {books-2k: 0.6, short: 0.4},
-     tokens: 960K, batch: 16K, lr: 4e-4}
-  - {name: utk, start: model, context: 2K, position: {method: abf, base: 2e5}, mix: {books-utk: 0.6, short: 0.4},
-     tokens: 960K, batch: 16K, lr: 4e-4}
+  - {name: abf, init: base, context_length: 2K, rope: {method: abf, base: 2e5}, mix: {books-2k: 0.6, short: 0.4},
+     tokens: 960K, batch_tokens: 16K, lr: 4e-4}
+  - {name: utk, init: base, context_length: 2K, rope: {method: abf, base: 2e5}, mix: {books-utk: 0.6, short: 0.4},
+     tokens: 960K, batch_tokens: 16K, lr: 4e-4}
 evals:
   - {suite: niah, lengths: [256, 512, 1K, 2K], samples: 40, depths: 5}
-  - {suite: kv, lengths: [256, 512, 1K, 2K], samples: 40}
-  - {suite: loss, length: 2K, samples: 8}
+  - {suite: key_value, lengths: [256, 512, 1K, 2K], samples: 40}
+  - {suite: perplexity, length: 2K, samples: 8}
 """
 
 
@@ -172,7 +172,7 @@ def fake_scores(name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         samples += [fake_sample("kv", length, None, i, right=i < found) for i in range(40)]
     for (start, stop), loss in zip(BUCKETS, LOSSES[name], strict=True):
         half = 0.35 / math.sqrt(stop / 64)
-        cell = {"suite": "loss", "metric": "loss", "length": 2048, "from": start, "to": stop}
+        cell = {"suite": "perplexity", "metric": "loss", "length": 2048, "from": start, "to": stop}
         cells.append({**cell, "value": loss, "n": 8 * (stop - start), "low": loss - half, "high": loss + half})
     if name == "base":
         samples[-40]["output"] = SCRIPT
@@ -187,7 +187,7 @@ def fake_windows(name: str) -> list[dict[str, Any]]:
     for index, shift in enumerate(hard + own):
         found = zip(BUCKETS, LOSSES[name], strict=True)
         losses = [{"from": a, "to": b, "value": loss + shift, "n": b - a} for (a, b), loss in found]
-        sample = {"suite": "loss", "length": 2048, "depth": None, "index": index, "hash": f"window {index}"}
+        sample = {"suite": "perplexity", "length": 2048, "depth": None, "index": index, "hash": f"window {index}"}
         samples.append({**sample, "prompt_tokens": 2048, "score": losses[-1]["value"], "losses": losses})
     return samples
 

@@ -24,9 +24,9 @@ def tables_of(results: RunResults) -> dict[str, Table]:
     return {table.caption: table for table in audit(results).tables}
 
 
-def change(run: Path, artefact: str, **counts: object) -> None:
+def change(run: Path, artifact: str, **counts: object) -> None:
     """Rewrite counts of a manifest; None takes one away, as older runs lack it."""
-    path = run / artefact / "manifest.json"
+    path = run / artifact / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["counts"] |= counts
     manifest["counts"] = {name: value for name, value in manifest["counts"].items() if value is not None}
@@ -44,7 +44,7 @@ def test_records_and_tokens_add_up(fake_run: Path):
 
 
 def test_a_lost_token_and_a_lost_record_are_pointed_out(fake_run: Path):
-    change(fake_run, "rows/short", tokens=320 * 2048 - 1)
+    change(fake_run, "datasets/short", tokens=320 * 2048 - 1)
     change(fake_run, "corpus/books", records=213)
     results = gather(fake_run)
 
@@ -57,7 +57,7 @@ def test_a_lost_token_and_a_lost_record_are_pointed_out(fake_run: Path):
 
 def test_what_an_older_run_did_not_count_is_a_dash(fake_run: Path):
     change(fake_run, "corpus/books", records=None, quarantined=None, filtered=None, lengths=None)
-    change(fake_run, "rows/short", tokens_added=None, dropped=None)
+    change(fake_run, "datasets/short", tokens_added=None, dropped=None)
     results = gather(fake_run)
 
     assert column(tables_of(results)["Documents"], "adds up") == {"books": "–", "recall": "yes"}
@@ -67,7 +67,7 @@ def test_what_an_older_run_did_not_count_is_a_dash(fake_run: Path):
 
 def test_the_mix_that_came_is_counted_in_tokens(fake_run: Path):
     # Short rows of half the length: 3 · 2048 of 4 · 2048 tokens are long, 75%.
-    change(fake_run, "rows/short", rows=640)
+    change(fake_run, "datasets/short", rows=640)
     mix = tables_of(gather(fake_run))["Mix"]
 
     assert (column(mix, "asked")["abf · books-2k"], column(mix, "came")["abf · books-2k"]) == ("60%", "75%")

@@ -96,7 +96,7 @@ def test_validation_is_read_with_the_farthest_positions_that_hold_tokens(fake_ru
 
 def test_stages_know_what_they_continue(fake_run: Path):
     recipe = fake_run / "recipe.yaml"
-    recipe.write_text(recipe.read_text().replace("name: utk, start: model", "name: utk"))
+    recipe.write_text(recipe.read_text().replace("name: utk, init: base", "name: utk"))
 
     results = gather(fake_run)
     assert [stage.parent for stage in results.stages] == [None, "abf"]
@@ -115,7 +115,7 @@ def test_samples_are_the_first_of_each_depth_at_the_longest_length(fake_run: Pat
 
 def test_lines_that_are_no_questions_are_left_out(fake_run: Path):
     cells, samples = fake_scores("base")
-    window = {"suite": "loss", "length": 2048, "depth": None, "index": 0, "hash": "x", "score": 3.5, "losses": []}
+    window = {"suite": "perplexity", "length": 2048, "depth": None, "index": 0, "hash": "x", "score": 3.5, "losses": []}
     write_scores(fake_run, "base", cells, [*samples, window])
 
     base = gather(fake_run).before
@@ -139,12 +139,12 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, exists: bool):
         ("run.json", "{", "run.json is missing or not JSON"),
         ("run.json", '{"seconds": 3}', "run.json is not readable"),
         ("run.json", "[]", "run.json should hold a JSON object"),
-        ("scores/abf/summary.json", '{"cells": [{"suite": "kv"}]}', "summary.json: cell 0 is not readable"),
+        ("scores/abf/summary.json", '{"cells": [{"suite": "key_value"}]}', "summary.json: cell 0 is not readable"),
         ("scores/abf/samples.jsonl", '{"reference": "a", "output": "b"}', "samples.jsonl: line 1 is not a sample"),
         ("stages/abf/metrics.jsonl", '{"step": 1}', "metrics.jsonl: line 1 is not a training step"),
         ("stages/abf/metrics.jsonl", '{"step": 1, "to', "metrics.jsonl: line 1 is not JSON"),
         ("stages/abf/validation.jsonl", '{"step": 1}', "validation.jsonl: line 1 is not a validation"),
-        ("rows/short/manifest.json", "{", "manifest.json is damaged"),
+        ("datasets/short/manifest.json", "{", "manifest.json is damaged"),
     ],
 )
 def test_a_damaged_file_is_named(fake_run: Path, file: str, text: str, message: str):

@@ -14,7 +14,7 @@ from .fake_run import recall_cell, write_scores
 
 
 def loss_cell(start: int, stop: int, value: float, half: float) -> dict[str, Any]:
-    cell = {"suite": "loss", "metric": "loss", "length": 2048, "from": start, "to": stop, "n": 8 * (stop - start)}
+    cell = {"suite": "perplexity", "metric": "loss", "length": 2048, "from": start, "to": stop, "n": 8 * (stop - start)}
     return {**cell, "value": value, "low": value - half, "high": value + half}
 
 
@@ -120,8 +120,8 @@ def test_models_that_answered_other_questions_are_pointed_out(fake_run: Path):
 
 
 def test_pooled_loss_is_weighted_by_tokens_and_keeps_the_widest_interval():
-    one = Cell(suite="loss", metric="loss", length=256, start=0, stop=64, value=4.0, n=100, low=3.8, high=4.2)
-    two = Cell(suite="loss", metric="loss", length=256, start=64, stop=256, value=3.0, n=300, low=2.9, high=3.1)
+    one = Cell(suite="perplexity", metric="loss", length=256, start=0, stop=64, value=4.0, n=100, low=3.8, high=4.2)
+    two = Cell(suite="perplexity", metric="loss", length=256, start=64, stop=256, value=3.0, n=300, low=2.9, high=3.1)
 
     pooled = pool([one, two])
     assert pooled is not None
@@ -131,7 +131,7 @@ def test_pooled_loss_is_weighted_by_tokens_and_keeps_the_widest_interval():
 
 
 def test_pooling_nothing_is_missing():
-    assert pool([Cell(suite="loss", metric="loss", length=256, start=0, stop=64, value=None, n=0)]) is None
+    assert pool([Cell(suite="perplexity", metric="loss", length=256, start=0, stop=64, value=None, n=0)]) is None
 
 
 def test_the_lower_loss_wins_only_when_intervals_are_apart(simple_run: Path):

@@ -148,7 +148,7 @@ def test_a_missing_part_is_said_and_the_rest_is_shown(fake_run: Path, removed: s
 
 def test_a_run_that_only_has_a_recipe_gives_a_page(tmp_path: Path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "recipe.yaml").write_text("name: fresh\nstages:\n  - {name: a, context: 2K}\n")
+    (tmp_path / "run" / "recipe.yaml").write_text("name: fresh\nstages:\n  - {name: a, context_length: 2K}\n")
 
     text = page_of(tmp_path / "run").text
     for sentence in ("No scores yet", "No training steps yet", "No corpus or rows", "not trained yet"):

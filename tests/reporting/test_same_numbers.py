@@ -79,7 +79,7 @@ def test_json_has_every_step_and_the_recipe_and_is_strict(fake_run: Path):
     json.dumps(run, allow_nan=False)
     assert [len(stage["steps"]) for stage in run["stages"]] == [60, 60]
     assert run["recipe"] == (fake_run / "recipe.yaml").read_text()
-    assert {one["path"] for one in run["artefacts"]} >= {"corpus/books", "rows/short", "stages/abf", "scores/utk"}
+    assert {one["path"] for one in run["artifacts"]} >= {"corpus/books", "datasets/short", "stages/abf", "scores/utk"}
     assert run["stages"][0]["mix_came"] == pytest.approx({"books-2k": 0.6, "short": 0.4})
 
 
@@ -89,7 +89,7 @@ def test_every_key_of_the_json_is_documented(fake_run: Path):
     found = as_plain([gather(fake_run), gather(fake_run)])
     (run, _) = found["runs"]
     parts = [found, run, found["together"], run["models"][0], run["models"][0]["samples"][0], run["data"]]
-    parts += [run[key][0] for key in ("measures", "comparisons", "stages", "positions", "artefacts")]
+    parts += [run[key][0] for key in ("measures", "comparisons", "stages", "positions", "artifacts")]
     parts += run["models"][0]["cells"]
 
     assert {key for part in parts for key in part} - named == set()

@@ -24,7 +24,7 @@ def test_percents_never_claim_all_or_nothing_by_rounding(value: float | None, te
 
 def test_values_carry_their_interval_and_missing_ones_a_dash():
     recall = Cell(suite="niah", metric="accuracy", length=2048, value=0.85, n=40, low=0.71, high=0.93)
-    alone = Cell(suite="loss", metric="loss", length=2048, start=0, stop=64, value=3.702, n=64)
+    alone = Cell(suite="perplexity", metric="loss", length=2048, start=0, stop=64, value=3.702, n=64)
 
     assert show_full(recall) == "85% (71–93)"
     assert show_full(alone) == "3.70"

@@ -60,7 +60,7 @@ def test_tables_are_those_of_transformers(head_dim, partial, base):
     shape = shape_of(plain.to_dict())
     for position in methods(dim):
         for context_len in (16 * K, 96 * K, 1024 * K):
-            settled = position.settle(shape, context_len)
+            settled = position.resolve(shape, context_len)
             parameters = settled.parameters | ({"partial_rotary_factor": partial} if partial != 1 else {})
             for seq_len in (None, 8 * K, 8 * K + 1, context_len):
                 wanted, factor = theirs(parameters, plain, settled.max_positions, seq_len)
@@ -96,7 +96,7 @@ def test_frequencies_are_powers_of_the_base_computed_by_hand_and_rounded_once():
 def test_old_fields_and_rope_parameters_are_read_to_the_same_tables_by_us_and_by_transformers(head_dim, partial):
     shape = shape_of(config(head_dim, partial, 5e5).to_dict())
     for position in methods(int(head_dim * partial)):
-        settled = position.settle(shape, 64 * K)
+        settled = position.resolve(shape, 64 * K)
         parameters = settled.parameters | ({"partial_rotary_factor": partial} if partial != 1 else {})
         beside = {"hidden_size": 4 * head_dim, "head_dim": head_dim, "num_attention_heads": 4}
         beside |= {"num_key_value_heads": 2, "max_position_embeddings": settled.max_positions}

@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from unspool.core.errors import ConfigError
-from unspool.rope.methods import Position, Unchanged
+from unspool.rope.methods import RopeMethod, Unchanged
 from unspool.rope.tables import RopeShape
 
 K = 1024
@@ -16,11 +16,11 @@ SHAPE = RopeShape(rotary_dim=128, num_kv_heads=4, base=500_000.0, original_len=8
 
 
 def position(**plain):
-    return TypeAdapter(Position).validate_python(plain)
+    return TypeAdapter(RopeMethod).validate_python(plain)
 
 
 def settled(context_len=64 * K, rope=SHAPE, **plain):
-    return position(**plain).settle(rope, context_len)
+    return position(**plain).resolve(rope, context_len)
 
 
 def test_unchanged_is_the_default_method():
@@ -124,9 +124,9 @@ def test_longrope_takes_its_factors_from_the_recipe_or_from_a_file(tmp_path):
 
     for file in (plain, nested):
         read = position(method="longrope", file=str(file))
-        assert read.settle(SHAPE, 64 * K) == given.settle(SHAPE, 64 * K)
+        assert read.resolve(SHAPE, 64 * K) == given.resolve(SHAPE, 64 * K)
         assert position(**read.model_dump()) == read, "a recipe that was written down must be read again"
-    found = given.settle(SHAPE, 64 * K)
+    found = given.resolve(SHAPE, 64 * K)
     short, long = (found.tables(SHAPE, length) for length in (8 * K, 8 * K + 1))
     assert short.inv_freq / long.inv_freq == pytest.approx(np.full(64, 4.0))
     assert short.attention_factor == pytest.approx(math.sqrt(1 + math.log(8) / math.log(8 * K)))
@@ -157,7 +157,7 @@ def test_impossible_settings_are_refused(plain, wanted):
 
 @pytest.mark.parametrize("method", ["ntk", "pi", "dynamic", "ntk-by-parts", "yarn", "llama3"])
 def test_a_context_that_needs_no_extension_is_refused(method):
-    with pytest.raises(ConfigError, match=f"position {method}: context 4K is shorter .* 8K.*use method unchanged"):
+    with pytest.raises(ConfigError, match=f"rope {method}: context 4K is shorter .* 8K.*use method unchanged"):
         settled(4 * K, method=method)
 
 

@@ -39,7 +39,7 @@ def load(folder: Path, text: str) -> Templates:
         ("ask: {sumary: '{part}'}", "did you mean 'summary'?"),
         ("ask: {summary: 'Sum up.'}", "lacks {part}"),
         ("ask: {join: '{summaries} {part}'}", "has {part}; places here: {summaries}"),
-        ("ask: {summary: {text: '{part}', start: x}}", "key 'start' is not known"),
+        ("ask: {summary: {text: '{part}', init: x}}", "key 'start' is not known"),
         ("ask: {summary: {begin: x}}", "must be a text"),
         ("ask: {summary: {text: '{part}', begin: ['']}}", "first words"),
         ("ask: {summary: {text: '{part}', tokens: 0}}", "at least 1"),

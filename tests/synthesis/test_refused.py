@@ -58,13 +58,13 @@ def test_clean_texts_are_not_taken_for_evaluations():
 
 
 def test_what_the_suites_of_a_recipe_ask_is_known():
-    from unspool.evals.suites.key_value import KvEval
+    from unspool.evals.suites.key_value import KeyValueEval
     from unspool.evals.suites.niah import NiahEval
 
     tokenizer = load_tokenizer(resolve_path("asset:tiny-base", Path()))
     evals = [
         NiahEval.model_validate({"suite": "niah", "lengths": [512], "samples": 2}),
-        KvEval.model_validate({"suite": "kv", "lengths": [512], "samples": 2}),
+        KeyValueEval.model_validate({"suite": "key_value", "lengths": [512], "samples": 2}),
     ]
     texts = list(eval_texts(evals, tokenizer, seed=0, root=Path()))
     evaluations = Evaluations(13)

@@ -22,8 +22,11 @@ from .stage_runs import LONG, SHORT, run
 @pytest.fixture(scope="session")
 def materials(tmp_path_factory) -> StageInputs:
     folder = tmp_path_factory.mktemp("materials")
-    rows = {"long": save_rows(folder / "rows" / "long", LONG), "short": save_rows(folder / "rows" / "short", SHORT)}
-    return StageInputs(model=str(save_folder(folder / "model")), rows=rows)
+    rows = {
+        "long": save_rows(folder / "datasets" / "long", LONG),
+        "short": save_rows(folder / "datasets" / "short", SHORT),
+    }
+    return StageInputs(model=str(save_folder(folder / "model")), datasets=rows)
 
 
 @pytest.fixture(scope="session")
@@ -42,5 +45,7 @@ def text_rows(tmp_path_factory) -> Path:
         texts = [json.loads(line)["text"] for line in stream.read(400_000).splitlines()[:-1]]
     tokens = np.array(tokenizer("\n".join(texts))["input_ids"][: 64 * 256], dtype=np.uint32).reshape(64, 256)
     lens = np.array([256], dtype=np.int32)
-    rows = [Row(tokens=row, doc_lens=lens, loss_mask=None, source="books", attention="documents") for row in tokens]
+    rows = [
+        Row(tokens=row, doc_lens=lens, loss_mask=None, source="books", attention="intra_document") for row in tokens
+    ]
     return save_rows(tmp_path_factory.mktemp("rows") / "short", rows)

@@ -15,7 +15,7 @@ from unspool.training.stage import StageInputs, run_stage
 GOLDEN = Path(__file__).parent / "golden_loss.json"
 STEPS = 40
 STAGE = build_stage(
-    context=64, mix={"words": 0.75, "counts": 0.25}, tokens=STEPS * 256, batch=256, micro_batch=128, lr=1e-2
+    context=64, mix={"words": 0.75, "counts": 0.25}, tokens=STEPS * 256, batch=256, micro_batch_tokens=128, lr=1e-2
 )
 
 
@@ -29,7 +29,7 @@ def train_golden(folder: Path) -> list[float]:
         build_tokenizer().save_pretrained(folder / "tokenizer")
         new = NewModel.model_validate({"size": "4M", "tokenizer": str(folder / "tokenizer"), "context": 64})
         rows = {"words": save_rows(folder / "words", _words()), "counts": save_rows(folder / "counts", _counts())}
-        run_stage(STAGE, StageInputs(model=new, rows=rows), folder / "one", seed=0, device=CPU)
+        run_stage(STAGE, StageInputs(model=new, datasets=rows), folder / "one", seed=0, device=CPU)
     finally:
         SIZES["4M"] = true_size
         torch.set_num_threads(threads)
@@ -54,5 +54,5 @@ def _row(tokens: np.ndarray, doc_lens: tuple[int, ...]) -> Row:
         doc_lens=np.array(doc_lens, dtype=np.int32),
         loss_mask=None,
         source="made-up",
-        attention="documents",
+        attention="intra_document",
     )

@@ -39,7 +39,7 @@ def start(mode: dict[str, str], *, family: str = "llama", **changes: Any) -> tup
 
 def take(model: Any, updater: Updater, stage: StageConfig, steps: range) -> list[StepResult]:
     """Every step has a row of its own, so that one that is left out or done twice shows."""
-    per_step = stage.batch // stage.context
+    per_step = stage.batch_tokens // stage.context_length
     return [
         train_step(
             model,

@@ -2,7 +2,7 @@ import numpy as np
 import torch
 
 from factory import random_row
-from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.store import IGNORE, labels
 from unspool.data.strategies.base import finish_rows
 from unspool.training.batch import build_batch, row_sums
@@ -11,7 +11,7 @@ ROWS = [random_row((5, 3), 1, mask=0.3), random_row((8,), 2), random_row((4, 4),
 
 
 def test_rows_become_one_sequence_in_which_positions_restart_with_every_document():
-    batch = build_batch(ROWS, attention="documents")
+    batch = build_batch(ROWS, attention="intra_document")
 
     assert batch.tokens.tolist() == [token for row in ROWS for token in row.tokens.tolist()]
     # The last row attends in full, so its two pieces are one document.
@@ -54,10 +54,10 @@ def test_row_sums_keep_a_small_row_beside_a_huge_one():
 
 def test_positions_of_rows_arrive_in_the_batch():
     """Rows of 8 tokens with the positions of 64, eight of them to a context of 64."""
-    config = RowsConfig.model_validate({"from": "a", "length": 8, "attention": "full", "skips": {"target": 64}})
+    config = DatasetConfig.model_validate({"from": "a", "length": 8, "attention": "full", "pose": {"target": 64}})
     skipped = finish_rows([random_row((5, 3), seed) for seed in range(7)], config, np.random.default_rng(0))
     plain = random_row((5, 3), 7)
-    batch = build_batch([*skipped, plain], attention="documents")
+    batch = build_batch([*skipped, plain], attention="intra_document")
 
     assert batch.doc_lens == (8,) * 7 + (5, 3)
     expected = np.concatenate([row.positions for row in skipped])

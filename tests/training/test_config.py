@@ -8,9 +8,9 @@ from unspool.rope.methods import Unchanged
 def test_sizes_and_defaults_are_read():
     stage = build_stage(context="1K", batch="4K", tokens="1M")
 
-    assert (stage.context, stage.batch, stage.steps) == (1024, 4096, 256)
-    assert stage.position == Unchanged()
-    assert stage.start == "previous"
+    assert (stage.context_length, stage.batch_tokens, stage.steps) == (1024, 4096, 256)
+    assert stage.rope == Unchanged()
+    assert stage.init == "previous"
 
 
 def test_a_last_step_that_would_not_be_full_is_left_out():
@@ -21,25 +21,40 @@ def test_a_last_step_that_would_not_be_full_is_left_out():
     ("changes", "wanted"),
     [
         ({"batch": 48}, r"batch must be a multiple of context \(32 tokens\)"),
-        ({"micro_batch": 48}, "micro_batch must be a multiple of context and divide batch"),
-        ({"batch": 96, "micro_batch": 64}, "micro_batch must be a multiple of context and divide batch"),
+        ({"micro_batch_tokens": 48}, "micro_batch must be a multiple of context and divide batch"),
+        ({"batch": 96, "micro_batch_tokens": 64}, "micro_batch must be a multiple of context and divide batch"),
         ({"tokens": 32}, "tokens must be at least one batch"),
         ({"mix": {}}, "every share must be above 0"),
         ({"mix": {"long": 0}}, "every share must be above 0"),
         ({"lr": 0}, "greater than 0"),
-        ({"lr_for": {"mlp": -1e-3}}, "every lr must be 0 or more"),
-        ({"claim": 64}, "claim must not exceed context"),
-        ({"claim": 16, "position": {"method": "yarn"}}, "claim cannot be below context with method yarn"),
-        ({"refit": {"rows": "short", "before": 8, "lr": 1e-3}}, r"refit\.before has nothing to do while position is"),
-        ({"refit": {"rows": "short", "lr": 1e-3}}, "give before or after, numbers of steps, or during, a weight"),
-        ({"refit": {"rows": {"short": 0}, "after": 8, "lr": 1e-3}}, "name rows, or rows with shares above 0"),
-        ({"refit": {"rows": "", "after": 8, "lr": 1e-3}}, "name rows, or rows with shares above 0"),
-        ({"refit": {"rows": "short", "after": 8}}, "give lr, the highest rate of its own steps"),
+        ({"lr_overrides": {"mlp": -1e-3}}, "every lr must be 0 or more"),
+        ({"export_context_length": 64}, "claim must not exceed context"),
         (
-            {"refit": {"rows": "held", "after": 8, "lr": 1e-3}, "validation": {"rows": "held"}},
+            {"export_context_length": 16, "position": {"method": "yarn"}},
+            "claim cannot be below context with method yarn",
+        ),
+        (
+            {"attention_distillation": {"datasets": "short", "before": 8, "lr": 1e-3}},
+            r"refit\.before has nothing to do while position is",
+        ),
+        (
+            {"attention_distillation": {"datasets": "short", "lr": 1e-3}},
+            "give before or after, numbers of steps, or during, a weight",
+        ),
+        (
+            {"attention_distillation": {"datasets": {"short": 0}, "after": 8, "lr": 1e-3}},
+            "name rows, or rows with shares above 0",
+        ),
+        (
+            {"attention_distillation": {"datasets": "", "after": 8, "lr": 1e-3}},
+            "name rows, or rows with shares above 0",
+        ),
+        ({"attention_distillation": {"datasets": "short", "after": 8}}, "give lr, the highest rate of its own steps"),
+        (
+            {"attention_distillation": {"datasets": "held", "after": 8, "lr": 1e-3}, "validation": {"rows": "held"}},
             r"validation\.rows held are in refit\.rows",
         ),
-        ({"warmup": 1}, "less than 1"),
+        ({"warmup_ratio": 1}, "less than 1"),
         ({"name": "../out"}, "pattern"),
         ({"attention": "window"}, "'documents' or 'full'"),
         ({"learning_rate": 1}, "Extra inputs"),
@@ -51,7 +66,12 @@ def test_impossible_stages_are_refused(changes, wanted):
 
 
 def test_a_refit_has_shares_and_a_smaller_rate_after_training():
-    refit = build_stage(refit={"rows": "short", "after": 8, "lr": 4e-3}).refit
+    refit = build_stage(refit={"rows": "short", "after": 8, "lr": 4e-3}).attention_distillation
 
     assert (refit.shares, refit.lr_after, refit.before) == ({"short": 1.0}, 1e-3, 0)
-    assert build_stage(refit={"rows": {"a": 3, "b": 1}, "after": 8, "lr": 1, "after_lr": 2}).refit.lr_after == 2
+    assert (
+        build_stage(
+            attention_distillation={"rows": {"a": 3, "b": 1}, "after": 8, "lr": 1, "after_lr": 2}
+        ).attention_distillation.lr_after
+        == 2
+    )

@@ -62,11 +62,15 @@ def test_states_on_one_device_are_those_that_the_page_on_memory_tells():
 def test_checkpoints_are_what_a_forward_pass_leaves(every):
     """Two lengths, since some things are kept that do not grow."""
     layers = 6
-    model = build(policy=MemoryPolicy(recompute="full", recompute_every=every), num_hidden_layers=layers)
-    more = build(policy=MemoryPolicy(recompute="full", recompute_every=every), num_hidden_layers=2 * layers)
+    model = build(
+        policy=MemoryPolicy(activation_checkpointing="full", layers_per_checkpoint=every), num_hidden_layers=layers
+    )
+    more = build(
+        policy=MemoryPolicy(activation_checkpointing="full", layers_per_checkpoint=every), num_hidden_layers=2 * layers
+    )
     # The difference of two models: what does not grow with layers (embedding, last norm, positions) goes away.
     found = kept_bytes(more, (ROW,)) - kept_bytes(model, (ROW,))
-    settings = Settings(offload=False, recompute_every=every)
+    settings = Settings(offload=False, layers_per_checkpoint=every)
     wanted = [memory(shape_of(one), ONE, ROW, settings).checkpoints * IN_FP32 for one in (more, model)]
     assert found == wanted[0] - wanted[1]
 

@@ -23,7 +23,7 @@ LLAMA_8B = Shape(
     num_layers=32, hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8, head_dim=128, vocabulary=128256
 )
 BF16 = {"optimizer": {"weights": "bf16", "states": "8bit"}}
-KEEP = {"recompute": "keep-attention"}
+KEEP = {"activation_checkpointing": "keep-attention"}
 
 
 def held_of(changes: dict[str, Any], tokens: int, rows: int = 1) -> Held:
@@ -45,18 +45,21 @@ def held_of(changes: dict[str, Any], tokens: int, rows: int = 1) -> Held:
     ("changes", "tokens", "rows", "shape"),
     [
         ({}, 512, 1, {}),
-        ({"recompute": "full"}, 512, 1, {}),
+        ({"activation_checkpointing": "full"}, 512, 1, {}),
         (KEEP | {"keep_products": 2}, 512, 1, {}),
-        ({"recompute": "full", "recompute_every": 2}, 512, 1, {}),
-        ({"recompute": "full", "mlp_tiles": 64}, 512, 1, {}),
-        ({"recompute": "full", "attention_heads_at_once": 2}, 512, 1, {}),
-        ({"recompute": "full"}, 512, 2, {}),
-        ({"recompute": "full"}, 128, 3, {"hidden_size": 128, "intermediate_size": 448}),
+        ({"activation_checkpointing": "full", "layers_per_checkpoint": 2}, 512, 1, {}),
+        ({"activation_checkpointing": "full", "mlp_tiles": 64}, 512, 1, {}),
+        ({"activation_checkpointing": "full", "attention_heads_at_once": 2}, 512, 1, {}),
+        ({"activation_checkpointing": "full"}, 512, 2, {}),
+        ({"activation_checkpointing": "full"}, 128, 3, {"hidden_size": 128, "intermediate_size": 448}),
         ({"compile": True}, 512, 1, {}),
-        pytest.param({"compile": True, "recompute": "full"}, 512, 1, {}, marks=pytest.mark.slow),
+        pytest.param({"compile": True, "activation_checkpointing": "full"}, 512, 1, {}, marks=pytest.mark.slow),
         ({"compile": True} | KEEP | {"keep_products": 2}, 512, 1, {}),
         (
-            {"optimizer": {"weights": "bf16", "states": "8bit", "step": "in-backward"}, "recompute": "full"},
+            {
+                "optimizer": {"weights": "bf16", "states": "8bit", "step": "in-backward"},
+                "activation_checkpointing": "full",
+            },
             128,
             1,
             {"hidden_size": 128, "intermediate_size": 448},
@@ -83,10 +86,10 @@ def test_a_forgotten_part_would_be_noticed(monkeypatch):
 
 POLICIES = [
     MemoryPolicy(),
-    MemoryPolicy(recompute="full"),
-    MemoryPolicy(recompute="keep-attention", keep_products=20, keep_on_host=9, offload=True),
-    MemoryPolicy(recompute="full", offload=True, mlp_tiles=16 * K, attention_heads_at_once=2),
-    MemoryPolicy(recompute="full", recompute_every=2, offload=True),
+    MemoryPolicy(activation_checkpointing="full"),
+    MemoryPolicy(activation_checkpointing="keep-attention", keep_products=20, keep_on_host=9, offload=True),
+    MemoryPolicy(activation_checkpointing="full", offload=True, mlp_tiles=16 * K, attention_heads_at_once=2),
+    MemoryPolicy(activation_checkpointing="full", layers_per_checkpoint=2, offload=True),
 ]
 
 
@@ -107,12 +110,12 @@ def test_each_setting_takes_less_than_the_one_before():
         footprint(LLAMA_8B, Held(tokens=64 * K, policy=policy)).device
         for policy in (
             MemoryPolicy(),
-            MemoryPolicy(recompute="keep-attention", keep_products=16),
-            MemoryPolicy(recompute="keep-attention", keep_products=16, keep_on_host=8),
-            MemoryPolicy(recompute="keep-attention"),
-            MemoryPolicy(recompute="full"),
-            MemoryPolicy(recompute="full", offload=True),
-            MemoryPolicy(recompute="full", offload=True, mlp_tiles=16 * K),
+            MemoryPolicy(activation_checkpointing="keep-attention", keep_products=16),
+            MemoryPolicy(activation_checkpointing="keep-attention", keep_products=16, keep_on_host=8),
+            MemoryPolicy(activation_checkpointing="keep-attention"),
+            MemoryPolicy(activation_checkpointing="full"),
+            MemoryPolicy(activation_checkpointing="full", offload=True),
+            MemoryPolicy(activation_checkpointing="full", offload=True, mlp_tiles=16 * K),
         )
     ]
     assert found == sorted(found, reverse=True)
@@ -121,14 +124,17 @@ def test_each_setting_takes_less_than_the_one_before():
 def test_numbers_that_other_files_set_are_theirs():
     assert cost_memory.MOST_LEAVING == offload.MOST_LEAVING
     count = cost_memory._Count(
-        LLAMA_8B, Held(tokens=1, policy=MemoryPolicy(recompute="keep-attention", keep_products=20, keep_on_host=9))
+        LLAMA_8B,
+        Held(
+            tokens=1, policy=MemoryPolicy(activation_checkpointing="keep-attention", keep_products=20, keep_on_host=9)
+        ),
     )
     assert count.hosts == checkpointing.host_layers(32, keep=20, on_host=9)
 
 
 def test_a_sequence_of_256k_took_what_is_computed():
     """Measured on one H200, 8B shape, forward and backward without an optimizer: 53 GiB there, 67 on the host."""
-    policy = MemoryPolicy(recompute="full", offload=True, mlp_tiles=16 * K, attention_heads_at_once=2)
+    policy = MemoryPolicy(activation_checkpointing="full", offload=True, mlp_tiles=16 * K, attention_heads_at_once=2)
     held = Held(tokens=256 * K, policy=policy, weights="bf16", states="8bit", compiled=False)
     found = footprint(LLAMA_8B, held)
     assert (found.device - found.optimizer) / GIB == pytest.approx(53, rel=0.05)
@@ -137,7 +143,7 @@ def test_a_sequence_of_256k_took_what_is_computed():
 
 def test_several_ranks_hold_about_what_the_tables_of_scaling_say():
     layout = Layout(replicate=1, shard=1, ring=1, ulysses=8)
-    policy = MemoryPolicy(recompute="full", offload=True, mlp_tiles=16 * K)
+    policy = MemoryPolicy(activation_checkpointing="full", offload=True, mlp_tiles=16 * K)
     found = footprint(LLAMA_8B, Held(tokens=64 * K, layout=layout, policy=policy))
     table = cost.memory(LLAMA_8B, layout, 512 * K)
     assert found.device == pytest.approx(table.device, rel=0.15)
@@ -160,7 +166,7 @@ def test_some_room_is_left_on_every_device():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("policy", [{}, {"recompute": "full"}, KEEP | {"keep_products": 2}])
+@pytest.mark.parametrize("policy", [{}, {"activation_checkpointing": "full"}, KEEP | {"keep_products": 2}])
 def test_a_gpu_holds_what_is_computed(policy):
     shape = Shape(
         num_layers=4, hidden=1024, intermediate=3584, num_heads=16, num_kv_heads=4, head_dim=64, vocabulary=32000

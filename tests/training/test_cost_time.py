@@ -34,11 +34,15 @@ H200 = pace_of(REFERENCE)
 @pytest.mark.parametrize(
     ("shape", "held", "measured"),
     [
-        # LOG.md: forward and backward of 8B, and whole steps of 135M.
-        (LLAMA_8B, Held(tokens=64 * K, policy=MemoryPolicy(recompute="keep-attention"), **BF16), 13.3),
-        (LLAMA_8B, Held(tokens=64 * K, policy=MemoryPolicy(recompute="full"), **BF16), 15.4),
-        (LLAMA_8B, Held(tokens=64 * K, policy=MemoryPolicy(recompute="keep-attention"), compiled=False, **BF16), 14.2),
-        (LLAMA_8B, Held(tokens=128 * K, policy=MemoryPolicy(recompute="keep-attention"), **BF16), 41.6),
+        # benchmarks/README.md: forward and backward of 8B, and whole steps of 135M.
+        (LLAMA_8B, Held(tokens=64 * K, policy=MemoryPolicy(activation_checkpointing="keep-attention"), **BF16), 13.3),
+        (LLAMA_8B, Held(tokens=64 * K, policy=MemoryPolicy(activation_checkpointing="full"), **BF16), 15.4),
+        (
+            LLAMA_8B,
+            Held(tokens=64 * K, policy=MemoryPolicy(activation_checkpointing="keep-attention"), compiled=False, **BF16),
+            14.2,
+        ),
+        (LLAMA_8B, Held(tokens=128 * K, policy=MemoryPolicy(activation_checkpointing="keep-attention"), **BF16), 41.6),
         (SMOLLM2, Held(tokens=32 * K, micro_batches=4), 4 * 32 * K / 83_269),
     ],
 )
@@ -63,7 +67,7 @@ def test_operations_are_those_that_mfu_counts(family):
 
 
 def test_longer_contexts_cost_more_and_faster_devices_less():
-    held = Held(tokens=64 * K, policy=MemoryPolicy(recompute="full"))
+    held = Held(tokens=64 * K, policy=MemoryPolicy(activation_checkpointing="full"))
     by_length = [
         step_seconds(LLAMA_8B, held, Documents(tokens=1, squares=n).of(64 * K), H200).step for n in (K, 64 * K)
     ]
@@ -73,7 +77,7 @@ def test_longer_contexts_cost_more_and_faster_devices_less():
 
 
 def test_slow_copies_are_waited_for():
-    policy = MemoryPolicy(recompute="full", offload=True)
+    policy = MemoryPolicy(activation_checkpointing="full", offload=True)
     held = Held(tokens=2 * K, policy=policy, **BF16)
     docs = documents([2 * K])
     assert step_seconds(LLAMA_8B, held, docs, H200).waiting == 0
@@ -83,7 +87,7 @@ def test_slow_copies_are_waited_for():
 
 def test_heads_that_are_exchanged_take_time_and_ranks_share_the_rest():
     layout = Layout(replicate=1, shard=1, ring=1, ulysses=8)
-    policy = MemoryPolicy(recompute="full")
+    policy = MemoryPolicy(activation_checkpointing="full")
     one = step_seconds(LLAMA_8B, Held(tokens=512 * K, policy=policy), documents([512 * K]), H200)
     eight = step_seconds(LLAMA_8B, Held(tokens=64 * K, layout=layout, policy=policy), documents([512 * K]), H200)
     assert eight.attention == pytest.approx(one.attention / 8)
@@ -104,7 +108,7 @@ def test_devices_are_found_by_their_drivers_names():
 def test_a_few_layers_are_measured_with_the_stages_own_settings(tmp_path):
     """On a CPU, which has no rates: the path and the file, not the numbers."""
     shape = shape_of(build_model(**SMALL | {"num_hidden_layers": 8}))
-    stage = build_stage(context=64, batch=128, tokens=128, recompute="keep-attention", keep_products=4)
+    stage = build_stage(context=64, batch=128, tokens=128, activation_checkpointing="keep-attention", keep_products=4)
     found = measure(shape, stage, Documents(tokens=1, squares=32.0), REFERENCE, torch.device("cpu"))
     assert (found.tokens, found.document_len, found.num_layers) == (64, 32, (2, 4))
     assert min(found.seconds) > 0
@@ -131,7 +135,7 @@ def test_a_calibration_changes_layers_and_the_rest_apart():
 
 
 def test_measuring_a_long_context_stays_short():
-    stage = build_stage(context=512 * K, batch=512 * K, tokens=512 * K, recompute="full")
+    stage = build_stage(context=512 * K, batch=512 * K, tokens=512 * K, activation_checkpointing="full")
     assert measured_tokens(LLAMA_8B, stage, documents([512 * K]), REFERENCE) < 512 * K
-    policy = MemoryPolicy(recompute="keep-attention", keep_products=20, keep_on_host=9)
+    policy = MemoryPolicy(activation_checkpointing="keep-attention", keep_products=20, keep_on_host=9)
     assert (few_layers(policy, 32, 4).keep_products, few_layers(policy, 32, 4).keep_on_host) == (2, 1)

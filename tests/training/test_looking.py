@@ -85,8 +85,8 @@ def test_compiled_code_is_neither_used_nor_changed():
 @pytest.mark.parametrize(
     "memory",
     [
-        {"recompute": "full", "offload": True},
-        {"recompute": "keep-attention", "recompute_every": 2},
+        {"activation_checkpointing": "full", "offload": True},
+        {"activation_checkpointing": "keep-attention", "layers_per_checkpoint": 2},
         {"mlp_tiles": 8, "attention_heads_at_once": 1},
     ],
     ids=str,

@@ -11,8 +11,8 @@ from unspool.models.memory.policy import MemoryPolicy
 from unspool.training.stage import StageInputs, run_stage
 
 SETTINGS = {
-    "recompute": "keep-attention",
-    "recompute_every": 2,
+    "activation_checkpointing": "keep-attention",
+    "layers_per_checkpoint": 2,
     "offload": True,
     "mlp_tiles": "10",
     "attention_heads_at_once": 1,
@@ -23,7 +23,7 @@ SETTINGS = {
 def materials(tmp_path_factory) -> StageInputs:
     folder = tmp_path_factory.mktemp("materials")
     rows = save_rows(folder / "rows", [random_row((20, 12), seed) for seed in range(6)])
-    return StageInputs(model=str(save_folder(folder / "model")), rows={"long": rows})
+    return StageInputs(model=str(save_folder(folder / "model")), datasets={"long": rows})
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,11 @@ def weights(out):
 def test_what_a_recipe_says_reaches_the_model():
     assert build_stage().memory == MemoryPolicy()
     assert build_stage(**SETTINGS).memory == MemoryPolicy(
-        recompute="keep-attention", recompute_every=2, offload=True, mlp_tiles=10, attention_heads_at_once=1
+        activation_checkpointing="keep-attention",
+        layers_per_checkpoint=2,
+        offload=True,
+        mlp_tiles=10,
+        attention_heads_at_once=1,
     )
 
 
@@ -65,15 +69,15 @@ def test_a_stage_finished_before_there_were_more_settings_than_recompute_is_stil
     stage = read_manifest(plain)["settings"]["stage"]
 
     assert stage["recompute"] == "none"
-    assert not {"recompute_every", "offload", "mlp_tiles", "attention_heads_at_once"} & stage.keys()
+    assert not {"layers_per_checkpoint", "offload", "mlp_tiles", "attention_heads_at_once"} & stage.keys()
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
         ({"offload": True}, "offload moves the checkpoints.*set recompute to full or keep-attention"),
-        ({"recompute_every": 4}, "recompute_every=4.*set recompute to full or keep-attention"),
-        ({"recompute": "some"}, "'none', 'keep-attention' or 'full'"),
+        ({"layers_per_checkpoint": 4}, "layers_per_checkpoint=4.*set recompute to full or keep-attention"),
+        ({"activation_checkpointing": "some"}, "'none', 'keep-attention' or 'full'"),
         ({"attention_heads_at_once": 0}, "greater than or equal to 1"),
         ({"mlp_tiles": 0}, "a size must be between 1"),
     ],

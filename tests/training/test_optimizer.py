@@ -54,12 +54,12 @@ def steps_of_torch(num_steps: int) -> dict[str, torch.Tensor]:
             return float(norm)
 
     plain: Any = Plain()
-    take(model, plain, build_stage(batch=64, micro_batch=32), range(num_steps))
+    take(model, plain, build_stage(batch=64, micro_batch_tokens=32), range(num_steps))
     return weights_of(model)
 
 
 def test_fp32_is_torchs_own_adamw_bit_for_bit():
-    model, updater, stage = start(PLAIN, batch=64, micro_batch=32, tokens=64)
+    model, updater, stage = start(PLAIN, batch=64, micro_batch_tokens=32, tokens=64)
 
     results = take(model, updater, stage, range(4))
 
@@ -117,7 +117,7 @@ def test_every_weight_is_trained_once(family):
 
 
 def test_lr_for_trains_parts_at_their_own_rate_and_leaves_others_alone():
-    stage = build_stage(lr=1e-3, weight_decay=0.0, lr_for={"q_proj": 4e-3, "mlp": 0})
+    stage = build_stage(lr=1e-3, weight_decay=0.0, lr_overrides={"q_proj": 4e-3, "mlp": 0})
     model = build_model()
     before = weights_of(model)
 
@@ -133,11 +133,11 @@ def test_lr_for_trains_parts_at_their_own_rate_and_leaves_others_alone():
 
 
 @pytest.mark.parametrize(
-    ("lr_for", "says"), [({"q_prj": 1e-3}, "in no parameter's name"), ({".": 0}, "nothing is trained")]
+    ("lr_overrides", "says"), [({"q_prj": 1e-3}, "in no parameter's name"), ({".": 0}, "nothing is trained")]
 )
-def test_an_lr_for_that_cannot_be_meant_is_refused(lr_for, says):
+def test_an_lr_for_that_cannot_be_meant_is_refused(lr_overrides, says):
     with pytest.raises(ConfigError, match=says):
-        build_updater(build_stage(lr_for=lr_for), build_model())
+        build_updater(build_stage(lr_overrides=lr_overrides), build_model())
 
 
 # Clipping

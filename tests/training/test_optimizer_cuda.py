@@ -8,8 +8,8 @@ import torch
 
 from unspool.training.optim import adamw as adamw_module
 from unspool.training.optim.adamw import (
+    ParamState,
     Rates,
-    Trained,
     build_trained,
     numbers_of,
     rounding_key,
@@ -27,7 +27,7 @@ RATES = Rates(lr=1e-3, betas=(0.9, 0.95), seed=3, scale=0.7)
 KINDS = list(product((torch.float32, torch.bfloat16), (True, False), ((96, 160), (33, 61))))
 
 
-def build_one(dtype: torch.dtype, in_8bit: bool, shape: tuple[int, ...]) -> Trained:
+def build_one(dtype: torch.dtype, in_8bit: bool, shape: tuple[int, ...]) -> ParamState:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(0.02).cuda()
     computed = weight.to(torch.bfloat16) if dtype == torch.float32 else None
     return build_trained("w", weight.to(dtype), computed, share=1.0, decay=0.1, in_8bit=in_8bit)
@@ -38,7 +38,7 @@ def gradient(shape: tuple[int, ...], step: int) -> torch.Tensor:
     return (torch.randn(shape, generator=rng) * 10 ** torch.randn(shape, generator=rng)).to(torch.bfloat16).cuda()
 
 
-def parts(one: Trained) -> dict[str, torch.Tensor]:
+def parts(one: ParamState) -> dict[str, torch.Tensor]:
     found = {"weight": one.weight} | ({} if one.computed is None else {"computed": one.computed})
     for name, moment in (("first", one.first), ("second", one.second)):
         if isinstance(moment, Quantized):

@@ -133,7 +133,10 @@ def test_in_backward_is_the_same_where_nothing_is_clipped(weights, states, famil
 
 @pytest.mark.parametrize(
     "memory",
-    [{"recompute": "full", "recompute_every": 2}, {"recompute": "full", "offload": True, "mlp_tiles": 8}],
+    [
+        {"activation_checkpointing": "full", "layers_per_checkpoint": 2},
+        {"activation_checkpointing": "full", "offload": True, "mlp_tiles": 8},
+    ],
     ids=["shared", "tiled"],
 )
 def test_in_backward_steps_no_weight_that_is_still_needed_where_layers_are_computed_again(memory):
@@ -206,7 +209,7 @@ def test_in_backward_a_gradient_that_is_not_finite_leaves_its_parameter_alone_an
 def test_in_backward_needs_one_micro_batch():
     with pytest.raises(ValidationError, match=r"batch must equal micro_batch \(32 tokens\)"):
         stage_of({"step": "in-backward"}, batch=64, tokens=64)
-    stage_of({"step": "in-backward"}, batch=64, tokens=64, micro_batch=64)
+    stage_of({"step": "in-backward"}, batch=64, tokens=64, micro_batch_tokens=64)
 
 
 # bf16

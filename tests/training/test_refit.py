@@ -1,4 +1,4 @@
-"""A stage with a refit: what it brings, what it leaves alone, and that kills change nothing."""
+"""A stage with a attention_distillation: what it brings, what it leaves alone, and that kills change nothing."""
 
 import json
 import os
@@ -19,12 +19,12 @@ from unspool.data.packing.store import IGNORE, open_rows
 from unspool.models.load import load_model
 from unspool.models.loss import read_head, summed_loss
 from unspool.models.presets import NewModel
-from unspool.models.rotary import apply_position
+from unspool.models.rotary import apply_rope
 from unspool.recipe.load import load_recipe
 from unspool.recipe.run import Run
 from unspool.training.checkpoint.resume import OPTIMIZER
 from unspool.training.distill import distill as refit_module
-from unspool.training.distill.distill import FILE, WEIGHTS, build_refit, check_refit
+from unspool.training.distill.distill import FILE, WEIGHTS, build_distillation, check_refit
 from unspool.training.interrupt import StoppedError
 from unspool.training.optim.base import build_updater
 from unspool.training.stage import StageInputs
@@ -32,19 +32,19 @@ from unspool.training.stage import StageInputs
 from .stage_runs import SHORT, STAGE, assert_same_result, kill_after_step, run
 
 TINY = str(files("unspool") / "assets" / "tiny-base")
-REFIT = {"rows": "short", "before": 3, "after": 2, "batch": 32, "lr": 1e-2}
-WITH = build_stage(**STAGE.model_dump(mode="json", exclude={"refit"}) | {"refit": REFIT})
+REFIT = {"datasets": "short", "before": 3, "after": 2, "batch": 32, "lr": 1e-2}
+WITH = build_stage(**STAGE.model_dump(mode="json", exclude={"refit"}) | {"attention_distillation": REFIT})
 # Queries and keys are not trained, so no checkpoint holds them.
-FROZEN = build_stage(**WITH.model_dump(mode="json") | {"lr_for": {"q_proj": 0, "k_proj": 0}})
+FROZEN = build_stage(**WITH.model_dump(mode="json") | {"lr_overrides": {"q_proj": 0, "k_proj": 0}})
 
 
 def changed(stage, **changes):
-    return build_stage(**stage.model_dump(mode="json") | {"refit": REFIT | changes})
+    return build_stage(**stage.model_dump(mode="json") | {"attention_distillation": REFIT | changes})
 
 
 @pytest.fixture(scope="session")
 def inputs(materials) -> StageInputs:
-    return replace(materials, refit={"short": materials.rows["short"]})
+    return replace(materials, attention_distillation={"short": materials.rows["short"]})
 
 
 @pytest.fixture(scope="session")
@@ -86,14 +86,14 @@ def test_the_shipped_model_gets_back_most_of_what_new_positions_cost_it(text_row
         context=2048,
         batch=2048,
         tokens=2048,
-        refit={"rows": "short", "before": 16, "batch": 512, "lr": 4e-3},
+        attention_distillation={"datasets": "short", "before": 16, "batch": 512, "lr": 4e-3},
     )
     model = load_model(TINY, device=CPU, dtype=torch.float32)
     untouched = loss_inside(model, rows)
-    apply_position(model, stage.position, stage.context)
+    apply_rope(model, stage.rope, stage.context_length)
     disturbed = loss_inside(model, rows)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    refit = build_refit(
+    refit = build_distillation(
         stage,
         model,
         build_updater(stage, model),
@@ -140,8 +140,8 @@ def test_the_bar_says_how_far_it_is(inputs, tmp_path, capsys):
 
     said = capsys.readouterr().err
     assert "stage one: refit before training, 3 steps, 96 tokens\n" in said
-    assert "stage one refit: 3/3  attention KL 0." in said
-    assert "stage one refit: 2/2  attention KL 0." in said
+    assert "stage one attention_distillation: 3/3  attention KL 0." in said
+    assert "stage one attention_distillation: 2/2  attention KL 0." in said
 
 
 def test_passes_of_fewer_tokens_change_nothing_but_rounding(inputs, refitted, tmp_path, monkeypatch):
@@ -159,7 +159,7 @@ def test_passes_of_fewer_tokens_change_nothing_but_rounding(inputs, refitted, tm
 def test_the_teacher_is_what_the_stage_starts_from(inputs, refitted, tmp_path):
     """With the very positions of the stage before, there is nothing to fit, and nothing moves."""
     first = refitted["trained"]
-    second = build_stage(**WITH.model_dump(mode="json") | {"name": "two", "lr_for": {"q_proj": 0, "k_proj": 0}})
+    second = build_stage(**WITH.model_dump(mode="json") | {"name": "two", "lr_overrides": {"q_proj": 0, "k_proj": 0}})
 
     run(replace(inputs, model=str(first / "model"), moments=first / OPTIMIZER), tmp_path / "two", second)
 
@@ -197,7 +197,7 @@ def test_queries_and_keys_that_are_not_trained_are_refitted_all_the_same(inputs,
 
 def test_it_works_on_weights_in_bf16_that_are_updated_in_the_backward_pass(inputs, tmp_path):
     optimizer = {"weights": "bf16", "states": "8bit", "step": "in-backward"}
-    stage = build_stage(**WITH.model_dump(mode="json") | {"optimizer": optimizer, "micro_batch": 64})
+    stage = build_stage(**WITH.model_dump(mode="json") | {"optimizer": optimizer, "micro_batch_tokens": 64})
 
     run(inputs, tmp_path / "one", stage)
 
@@ -209,7 +209,7 @@ def test_it_works_on_weights_in_bf16_that_are_updated_in_the_backward_pass(input
 
 
 def test_after_without_before_needs_no_change_of_positions(inputs, tmp_path):
-    stage = build_stage(mix={"short": 1.0}, refit={"rows": "short", "after": 2, "lr": 1e-3})
+    stage = build_stage(mix={"short": 1.0}, attention_distillation={"rows": "short", "after": 2, "lr": 1e-3})
 
     run(inputs, tmp_path / "one", stage)
 
@@ -306,11 +306,11 @@ def test_another_refit_makes_the_stage_anew_and_none_leaves_its_identity_as_it_w
 
 
 def test_other_rows_of_the_refit_make_the_stage_anew(inputs, tmp_path, capsys):
-    own = build_stage(mix={"long": 1.0}, position={"method": "abf", "base": 5e5}, refit=REFIT)
+    own = build_stage(mix={"long": 1.0}, position={"method": "abf", "base": 5e5}, attention_distillation=REFIT)
     one = replace(inputs, rows={"long": inputs.rows["long"]})
     run(one, tmp_path / "one", own)
 
-    run(replace(one, refit={"short": save_rows(tmp_path / "rows", SHORT[:4])}), tmp_path / "one", own)
+    run(replace(one, attention_distillation={"short": save_rows(tmp_path / "rows", SHORT[:4])}), tmp_path / "one", own)
 
     assert "(changed inputs: rows short)" in capsys.readouterr().err
 
@@ -332,20 +332,20 @@ def test_a_run_refuses_rows_beyond_the_old_context_before_any_work(tmp_path):
     recipe.write_text(
         f"name: mini\nmodel: {TINY}\nout: {tmp_path / 'out'}\n"
         "sources: {books: {kind: jsonl, path: asset:demo/train.jsonl.zst}}\n"
-        "rows: {long: {from: books, length: 2K}, short: {from: books, length: 256}}\n"
-        "stages:\n  - {name: one, context: 2K, position: {method: abf, base: 5e5}, mix: {long: 1}, tokens: 2K, "
-        "batch: 2K, lr: 1e-3, refit: {rows: short, before: 8, lr: 1e-3}}\n"
+        "datasets: {long: {from: books, seq_len: 2K}, short: {from: books, seq_len: 256}}\n"
+        "stages:\n  - {name: one, context_length: 2K, rope: {method: abf, base: 5e5}, mix: {long: 1}, tokens: 2K, "
+        "batch_tokens: 2K, lr: 1e-3, attention_distillation: {datasets: short, before: 8, lr: 1e-3}}\n"
     )
 
-    assert Run(load_recipe(recipe))._inputs(load_recipe(recipe).recipe.stages[0]).refit == {
-        "short": tmp_path / "out" / "rows" / "short"
+    assert Run(load_recipe(recipe))._inputs(load_recipe(recipe).recipe.stages[0]).attention_distillation == {
+        "short": tmp_path / "out" / "datasets" / "short"
     }
     with pytest.raises(ConfigError, match=r"refit\.rows long have 2K tokens, .* context of 256"):
-        Run(load_recipe(recipe, ["stages.one.refit.rows=long"]))
+        Run(load_recipe(recipe, ["stages.one.attention_distillation.datasets=long"]))
 
 
 def test_several_ranks_and_new_models_are_refused():
-    new = NewModel(size="4M", tokenizer=TINY, context=64)
+    new = NewModel(size="4M", tokenizer=TINY, context_length=64)
 
     with pytest.raises(ConfigError, match=r"stage one: refit is not supported on several ranks \(here 2\)"):
         check_refit(WITH, TINY, {}, world_size=2)

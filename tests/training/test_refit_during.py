@@ -14,8 +14,8 @@ from factory import CPU, build_model, build_stage, in_child
 from unspool.core.errors import ConfigError
 from unspool.data.packing.store import open_rows
 from unspool.models.load import load_model
-from unspool.models.rotary import apply_position
-from unspool.training.distill.distill import FILE, Refit, build_refit, check_refit
+from unspool.models.rotary import apply_rope
+from unspool.training.distill.distill import FILE, AttentionDistillation, build_distillation, check_refit
 from unspool.training.metrics.logger import METRICS
 from unspool.training.optim import base
 from unspool.training.optim.base import build_updater
@@ -25,19 +25,27 @@ from .stage_runs import STAGE, assert_same_result, kill_after_step, run
 
 TINY = str(files("unspool") / "assets" / "tiny-base")
 WEIGHT = 0.7
-REFIT = {"rows": "short", "before": 3, "during": WEIGHT, "after": 2, "batch": 32, "during_batch": 16, "lr": 1e-2}
+REFIT = {
+    "datasets": "short",
+    "before": 3,
+    "during": WEIGHT,
+    "after": 2,
+    "batch": 32,
+    "during_batch_tokens": 16,
+    "lr": 1e-2,
+}
 NAN = {"model.layers.0.self_attn.q_proj.weight": torch.tensor(float("nan"))}
 PLAIN = STAGE.model_dump(mode="json", exclude={"refit"})
-WITH = build_stage(**PLAIN | {"refit": REFIT})
+WITH = build_stage(**PLAIN | {"attention_distillation": REFIT})
 
 
 def changed(**changes):
-    return build_stage(**PLAIN | {"refit": REFIT | changes})
+    return build_stage(**PLAIN | {"attention_distillation": REFIT | changes})
 
 
 @pytest.fixture(scope="session")
 def inputs(materials) -> StageInputs:
-    return replace(materials, refit={"short": materials.rows["short"]})
+    return replace(materials, attention_distillation={"short": materials.rows["short"]})
 
 
 @pytest.fixture(scope="session")
@@ -81,7 +89,7 @@ def plain_model(position=None):
     """As `transformers` computes it, with attention that shows its weights."""
     model = build_model()
     if position is not None:
-        apply_position(model, position, STAGE.context)
+        apply_rope(model, position, STAGE.context_length)
     model.set_attn_implementation("eager")
     return model
 
@@ -99,12 +107,12 @@ def test_a_step_has_the_gradient_of_training_and_the_weighted_one_of_the_distanc
     steps = len(taken) // 2
     assert steps == STAGE.steps > 1
 
-    teacher, student = plain_model(), plain_model(STAGE.position)
+    teacher, student = plain_model(), plain_model(STAGE.rope)
     stage = changed(before=0, after=0)
     ours = build_model()
-    apply_position(ours, STAGE.position, STAGE.context)
+    apply_rope(ours, STAGE.rope, STAGE.context_length)
     rows = {"short": open_rows(inputs.rows["short"])}
-    mix = build_refit(
+    mix = build_distillation(
         stage, ours, build_updater(stage, ours), rows, tmp_path, seed=0, order="", load_teacher=build_model
     ).mix
     # Nothing was updated, so that every step has the gradient of the same weights.
@@ -127,10 +135,10 @@ def test_a_step_has_the_gradient_of_training_and_the_weighted_one_of_the_distanc
 def test_before_during_and_after_go_through_the_rows_one_after_the_other(inputs, tmp_path, monkeypatch):
     asked: list[int] = []
     model = build_model()
-    apply_position(model, WITH.position, WITH.context)
+    apply_rope(model, WITH.rope, WITH.context_length)
     rows = {"short": open_rows(inputs.rows["short"])}
     updater = build_updater(WITH, model)
-    refit = build_refit(WITH, model, updater, rows, tmp_path, seed=0, order="", load_teacher=build_model)
+    refit = build_distillation(WITH, model, updater, rows, tmp_path, seed=0, order="", load_teacher=build_model)
     monkeypatch.setattr(type(refit.mix), "slot", lambda mix, index: asked.append(index) or [("short", 0)])
 
     refit.before()
@@ -155,8 +163,12 @@ def test_metrics_tell_the_distance_of_every_step_and_only_where_there_is_one(inp
 
 
 def test_a_distance_that_is_not_a_number_changes_nothing_and_stays_valid_json(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr(Refit, "during", lambda refit: lambda step: refit.updater.add(NAN) or float("nan"))
-    stage = build_stage(**PLAIN | {"refit": REFIT | {"before": 0, "after": 0}, "guard": {"nan": "skip"}})
+    monkeypatch.setattr(
+        AttentionDistillation, "during", lambda refit: lambda step: refit.updater.add(NAN) or float("nan")
+    )
+    stage = build_stage(
+        **PLAIN | {"attention_distillation": REFIT | {"before": 0, "after": 0}, "guard": {"nan": "skip"}}
+    )
 
     run(inputs, tmp_path / "one", stage)
 
@@ -167,7 +179,7 @@ def test_a_distance_that_is_not_a_number_changes_nothing_and_stays_valid_json(in
 def test_the_teacher_is_gone_before_another_is_loaded(inputs, tmp_path, monkeypatch):
     alive: list[int] = []
     teachers: list[weakref.ref] = []
-    load = Refit._teacher
+    load = AttentionDistillation._teacher
 
     def counted(refit):
         alive.append(sum(one() is not None for one in teachers))
@@ -175,7 +187,7 @@ def test_the_teacher_is_gone_before_another_is_loaded(inputs, tmp_path, monkeypa
         teachers.append(weakref.ref(teacher))
         return teacher
 
-    monkeypatch.setattr(Refit, "_teacher", counted)
+    monkeypatch.setattr(AttentionDistillation, "_teacher", counted)
     run(inputs, tmp_path / "one", WITH)
     assert alive == [0, 0, 0]
 
@@ -185,7 +197,7 @@ def test_the_teacher_is_gone_before_another_is_loaded(inputs, tmp_path, monkeypa
 
 def test_queries_and_keys_of_the_shipped_model_stay_near_what_they_attended_to(text_rows, tmp_path):
     """The same steps with a weight that only measures, and with one that counts."""
-    inputs = StageInputs(model=TINY, rows={"short": text_rows}, refit={"short": text_rows})
+    inputs = StageInputs(model=TINY, datasets={"short": text_rows}, attention_distillation={"short": text_rows})
     found = {}
     for weight in (1e-9, 4.0):
         stage = build_stage(
@@ -195,8 +207,8 @@ def test_queries_and_keys_of_the_shipped_model_stay_near_what_they_attended_to(t
             batch=1024,
             tokens=12 * 1024,
             lr=3e-3,
-            lr_for={"q_proj": 3e-3, "k_proj": 3e-3, "model": 0},
-            refit={"rows": "short", "during": weight, "during_batch": 512},
+            lr_overrides={"q_proj": 3e-3, "k_proj": 3e-3, "model": 0},
+            attention_distillation={"rows": "short", "during": weight, "during_batch_tokens": 512},
         )
         run(inputs, tmp_path / str(weight) / "one", stage)
         found[weight] = [line["refit"] for line in metrics(tmp_path / str(weight) / "one")]
@@ -227,14 +239,16 @@ def test_a_killed_stage_ends_with_the_same_bits(step, inputs, undisturbed, tmp_p
 
 
 def test_what_cannot_be_is_refused(inputs, tmp_path):
-    stage = build_stage(**PLAIN | {"refit": REFIT, "optimizer": {"step": "in-backward"}, "micro_batch": 64})
+    stage = build_stage(
+        **PLAIN | {"attention_distillation": REFIT, "optimizer": {"step": "in-backward"}, "micro_batch_tokens": 64}
+    )
     with pytest.raises(ConfigError, match=r"refit\.during adds to gradients that optimizer\.step in-backward has used"):
         check_refit(stage, TINY, {}, world_size=1)
-    frozen = build_stage(**PLAIN | {"refit": REFIT, "lr_for": {"q_proj": 0, "k_proj": 0}})
-    with pytest.raises(ConfigError, match=r"lr_for sets queries and keys to 0; give them a rate"):
+    frozen = build_stage(**PLAIN | {"attention_distillation": REFIT, "lr_overrides": {"q_proj": 0, "k_proj": 0}})
+    with pytest.raises(ConfigError, match=r"lr_overrides sets queries and keys to 0; give them a rate"):
         run(inputs, tmp_path / "one", frozen)
-    with pytest.raises(ConfigError, match=r"refit\.during_batch 40 is not a multiple of its rows' length of 16"):
-        run(inputs, tmp_path / "one", changed(during_batch=40))
+    with pytest.raises(ConfigError, match=r"refit\.during_batch_tokens 40 is not a multiple of its rows' length of 16"):
+        run(inputs, tmp_path / "one", changed(during_batch_tokens=40))
     with pytest.raises(ValueError, match="give before or after, numbers of steps, or during, a weight"):
         changed(before=0, during=0, after=0)
     with pytest.raises(ValueError, match="give lr, the highest rate of its own steps"):
@@ -244,7 +258,9 @@ def test_what_cannot_be_is_refused(inputs, tmp_path):
 
 def test_the_untrained_part_of_a_model_gets_nothing(inputs, tmp_path):
     """Values are trained here and queries are not: only keys are kept near the teacher's."""
-    stage = build_stage(**PLAIN | {"refit": REFIT | {"before": 0, "after": 0}, "lr_for": {"q_proj": 0}})
+    stage = build_stage(
+        **PLAIN | {"attention_distillation": REFIT | {"before": 0, "after": 0}, "lr_overrides": {"q_proj": 0}}
+    )
     run(inputs, tmp_path / "one", stage)
     model = load_model(str(tmp_path / "one" / "model"), device=CPU, dtype=torch.float32)
     start = build_model().state_dict()
@@ -259,7 +275,7 @@ def test_the_untrained_part_of_a_model_gets_nothing(inputs, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("position", [{"method": "abf", "base": 5e5}, {"method": "harpe", "low": 1e5, "high": 5e5}])
 def test_on_cuda_it_follows_the_cpu_to_bfloat16(position, text_rows, tmp_path):
-    inputs = StageInputs(model=TINY, rows={"short": text_rows}, refit={"short": text_rows})
+    inputs = StageInputs(model=TINY, datasets={"short": text_rows}, attention_distillation={"short": text_rows})
     stage = build_stage(
         position=position,
         mix={"short": 1.0},
@@ -267,7 +283,15 @@ def test_on_cuda_it_follows_the_cpu_to_bfloat16(position, text_rows, tmp_path):
         batch=1024,
         tokens=4 * 1024,
         lr=1e-3,
-        refit={"rows": "short", "before": 2, "during": 4.0, "after": 2, "batch": 1024, "during_batch": 512, "lr": 1e-3},
+        attention_distillation={
+            "rows": "short",
+            "before": 2,
+            "during": 4.0,
+            "after": 2,
+            "batch": 1024,
+            "during_batch_tokens": 512,
+            "lr": 1e-3,
+        },
     )
     for device in ("cpu", "cuda"):
         run_stage(stage, inputs, tmp_path / device / "one", seed=0, device=torch.device(device))

@@ -13,7 +13,7 @@ def rates(steps: int, **changes) -> list[float]:
 
 
 def test_rates_are_those_computed_by_hand():
-    found = rates(10, warmup=0.2, lr_floor=0.1)
+    found = rates(10, warmup_ratio=0.2, min_lr_ratio=0.1)
 
     # Two steps up to the peak, then eight down the cosine from 1 to a tenth.
     shares = [0.5, 1.0] + [0.1 + 0.9 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(1, 9)]
@@ -23,7 +23,7 @@ def test_rates_are_those_computed_by_hand():
 
 
 def test_the_peak_is_reached_once_and_never_exceeded():
-    found = rates(40, warmup=0.25)
+    found = rates(40, warmup_ratio=0.25)
 
     assert max(found) == found[9] == 2.0
     assert found[:10] == sorted(found[:10])
@@ -32,11 +32,11 @@ def test_the_peak_is_reached_once_and_never_exceeded():
 
 
 def test_without_warm_up_the_cosine_starts_at_once_and_without_floor_it_ends_at_nothing():
-    found = rates(4, warmup=0, lr_floor=0)
+    found = rates(4, warmup_ratio=0, min_lr_ratio=0)
 
     assert found == pytest.approx([2.0 * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(1, 5)])
     assert found[-1] == pytest.approx(0)
 
 
 def test_a_floor_of_one_is_a_constant_rate():
-    assert rates(5, warmup=0, lr_floor=1) == pytest.approx([2.0] * 5)
+    assert rates(5, warmup_ratio=0, min_lr_ratio=1) == pytest.approx([2.0] * 5)

@@ -49,7 +49,7 @@ def test_a_stage_trains_as_a_plain_loop_over_stock_transformers_does(materials, 
                 total = total + functional.cross_entropy(model(part[None]).logits[0], target, reduction="sum")
                 count += int((target != -100).sum())
         (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), STAGE.clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), STAGE.max_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(STAGE, step)
         optimizer.step()
@@ -116,11 +116,11 @@ def test_a_changed_setting_redoes_the_stage_and_says_which(change, reason, mater
 
 def test_changed_rows_and_a_changed_model_redo_the_stage_and_say_which(materials, finished, tmp_path, capsys):
     rows = save_rows(tmp_path / "short", SHORT[:4])
-    run(StageInputs(model=materials.model, rows=materials.rows | {"short": rows}), finished)
+    run(StageInputs(model=materials.model, datasets=materials.rows | {"short": rows}), finished)
     assert "(changed inputs: rows short)" in capsys.readouterr().err
 
     model = save_folder(tmp_path / "model", build_model(seed=1))
-    run(StageInputs(model=str(model), rows=materials.rows | {"short": rows}), finished)
+    run(StageInputs(model=str(model), datasets=materials.rows | {"short": rows}), finished)
     assert "(changed inputs: model)" in capsys.readouterr().err
 
 
@@ -158,13 +158,13 @@ def test_a_model_that_training_would_get_wrong_is_refused_before_any_step(materi
     model = save_folder(tmp_path / "model", build_model("Granite", logits_scaling=4.0))
 
     with pytest.raises(ConfigError, match="logits after the head"):
-        run(StageInputs(model=str(model), rows=materials.rows), tmp_path / "one")
+        run(StageInputs(model=str(model), datasets=materials.rows), tmp_path / "one")
 
     assert not (tmp_path / "one").exists()
 
 
 def test_a_stage_may_claim_less_than_it_trains_on(materials, tmp_path):
-    run(materials, tmp_path / "one", STAGE.model_copy(update={"claim": 16}))
+    run(materials, tmp_path / "one", STAGE.model_copy(update={"export_context_length": 16}))
 
     config = json.loads((tmp_path / "one" / "model" / "config.json").read_text())
-    assert config["max_position_embeddings"] == 16 < STAGE.context
+    assert config["max_position_embeddings"] == 16 < STAGE.context_length

@@ -27,7 +27,7 @@ def wide(tmp_path_factory) -> StageInputs:
         "long": save_rows(folder / "long", [random_row((20, 12), seed, mask=0.3) for seed in range(7)]),
         "short": save_rows(folder / "short", [random_row((16,), seed) for seed in range(10, 15)]),
     }
-    return StageInputs(model=str(model), rows=rows)
+    return StageInputs(model=str(model), datasets=rows)
 
 
 def losses_of(out: Path) -> list[float]:
@@ -37,7 +37,7 @@ def losses_of(out: Path) -> list[float]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("position", [{"method": "abf", "base": 5e5}, {"method": "harpe", "low": 1e4, "high": 5e5}])
 def test_a_stage_on_cuda_follows_the_cpu_to_bfloat16(position, wide, tmp_path):
-    stage = build_stage(mix=STAGE.mix, tokens=192, micro_batch=64, position=position)
+    stage = build_stage(mix=STAGE.mix, tokens=192, micro_batch_tokens=64, position=position)
     for device in ("cpu", "cuda"):
         run_stage(stage, wide, tmp_path / device / "one", seed=0, device=torch.device(device))
 

@@ -26,8 +26,8 @@ from .stage_runs import STAGE, assert_same_result, kill_after_step, metrics, run
 
 def test_moments_of_an_earlier_stage_are_carried_on_and_only_if_given(materials, never_killed, tmp_path):
     start = str(never_killed / "model")
-    cold = StageInputs(model=start, rows=materials.rows)
-    warm = StageInputs(model=start, rows=materials.rows, moments=never_killed / OPTIMIZER)
+    cold = StageInputs(model=start, datasets=materials.rows)
+    warm = StageInputs(model=start, datasets=materials.rows, moments=never_killed / OPTIMIZER)
 
     run(cold, tmp_path / "cold" / "one")
     run(warm, tmp_path / "warm" / "one")
@@ -41,7 +41,7 @@ def test_moments_of_an_earlier_stage_are_carried_on_and_only_if_given(materials,
 
 
 def test_carried_moments_survive_a_kill(materials, never_killed, tmp_path, monkeypatch):
-    inputs = StageInputs(model=str(never_killed / "model"), rows=materials.rows, moments=never_killed / OPTIMIZER)
+    inputs = StageInputs(model=str(never_killed / "model"), datasets=materials.rows, moments=never_killed / OPTIMIZER)
     run(inputs, tmp_path / "whole" / "one")
     out = tmp_path / "killed" / "one"
     for number in (1, 3):
@@ -60,7 +60,7 @@ def test_tangled_rows_bring_their_tokens_which_start_at_the_mean(materials, tmp_
     for row in rows:
         row.tokens[:9] = np.arange(known, known + 9)
     tangled = save_rows(tmp_path / "tangled", rows, added_tokens=dict(zip(KNOTS, range(known, known + 9), strict=True)))
-    inputs = StageInputs(model=materials.model, rows={"long": tangled})
+    inputs = StageInputs(model=materials.model, datasets={"long": tangled})
     # So small a rate that what comes out is what went in.
     stage = build_stage(tokens=64, lr=1e-12, weight_decay=0)
 
@@ -102,7 +102,7 @@ def test_tokens_in_reserve_become_knots_that_later_stages_find_and_leave_as_they
     rows = {"long": tangled_rows(tmp_path / "tangled", knots)}
     still = build_stage(tokens=64, lr=1e-12, weight_decay=0)
 
-    run(StageInputs(model=model, rows=rows), tmp_path / "one", still)
+    run(StageInputs(model=model, datasets=rows), tmp_path / "one", still)
     before, after = (AutoModelForCausalLM.from_pretrained(place) for place in (model, tmp_path / "one" / "model"))
     old, new = (each.get_input_embeddings().weight.detach() for each in (before, after))
     assert old.shape == new.shape, "nothing is resized"
@@ -111,11 +111,11 @@ def test_tokens_in_reserve_become_knots_that_later_stages_find_and_leave_as_they
 
     # Trained for a while, and then in a second stage that changes nothing.
     run(
-        StageInputs(model=str(tmp_path / "one" / "model"), rows=rows),
+        StageInputs(model=str(tmp_path / "one" / "model"), datasets=rows),
         tmp_path / "two",
         build_stage(tokens=192, lr=1e-2),
     )
-    run(StageInputs(model=str(tmp_path / "two" / "model"), rows=rows), tmp_path / "three", still)
+    run(StageInputs(model=str(tmp_path / "two" / "model"), datasets=rows), tmp_path / "three", still)
     two, three = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").get_input_embeddings().weight.detach()
         for name in ("two", "three")
@@ -132,12 +132,12 @@ def test_rows_that_were_tangled_for_another_tokenizer_are_refused(materials, tmp
     rows = {"plain": materials.rows["long"], "knotty": tangled_rows(tmp_path / "tangled", knots)}
 
     with pytest.raises(ConfigError, match=r"rows knotty: they hold <\|knot:D\|> as token 281, which is token 299 of"):
-        run(StageInputs(model=model, rows=rows), tmp_path / "one", build_stage(mix={"knotty": 1.0}))
+        run(StageInputs(model=model, datasets=rows), tmp_path / "one", build_stage(mix={"knotty": 1.0}))
 
 
 def test_a_model_of_random_weights_is_trained_and_depends_on_the_seed(materials, tmp_path):
     new = NewModel.model_validate({"size": "4M", "tokenizer": materials.model, "context": 32})
-    inputs = StageInputs(model=new, rows=materials.rows)
+    inputs = StageInputs(model=new, datasets=materials.rows)
     stage = build_stage(mix=STAGE.mix, tokens=64)
     for name, seed in (("first", 0), ("again", 0), ("other", 1)):
         run(inputs, tmp_path / name, stage, seed)
@@ -150,7 +150,7 @@ def test_a_model_of_random_weights_is_trained_and_depends_on_the_seed(materials,
 
 
 def test_recompute_changes_memory_not_results(materials, never_killed, tmp_path):
-    run(materials, tmp_path / "one", STAGE.model_copy(update={"recompute": "full"}))
+    run(materials, tmp_path / "one", STAGE.model_copy(update={"activation_checkpointing": "full"}))
 
     found, wanted = (load_file(out / "model" / "model.safetensors") for out in (tmp_path / "one", never_killed))
     for name, tensor in wanted.items():

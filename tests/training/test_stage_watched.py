@@ -67,7 +67,7 @@ def test_a_tracker_that_is_not_there_is_refused_before_any_weight_is_read(materi
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(trackers.importlib, "import_module", missing)
-    stage = STAGE.model_validate(STAGE.model_dump() | {"track": ["wandb"]})
-    with pytest.raises(ConfigError, match="track: wandb cannot be imported here"):
+    stage = STAGE.model_validate(STAGE.model_dump() | {"loggers": ["wandb"]})
+    with pytest.raises(ConfigError, match="loggers: wandb cannot be imported here"):
         run(materials, tmp_path / "one", stage=stage)
     assert not (tmp_path / "one.work").exists()

@@ -82,7 +82,7 @@ def assert_same_grads(found: dict[str, torch.Tensor], wanted: dict[str, torch.Te
 def test_loss_and_gradient_are_those_of_stock_transformers_document_by_document(family):
     loss, grads, by_rows = reference(build_model(family, attention="eager"))
 
-    result, found = step_of(build_model(family), micro_batch=64)
+    result, found = step_of(build_model(family), micro_batch_tokens=64)
 
     assert result.loss == pytest.approx(loss, rel=1e-6)
     assert result.losses == pytest.approx(by_rows, rel=1e-6)
@@ -93,9 +93,9 @@ def test_loss_and_gradient_are_those_of_stock_transformers_document_by_document(
 @pytest.mark.parametrize("micro_batch", [64, 128, 256])
 def test_the_split_into_micro_batches_changes_neither_loss_nor_gradient(micro_batch):
     """8 × 1 against 4 × 2, 2 × 4 and 1 × 8."""
-    alone, wanted = step_of(build_model(), micro_batch=32)
+    alone, wanted = step_of(build_model(), micro_batch_tokens=32)
 
-    together, found = step_of(build_model(), micro_batch=micro_batch)
+    together, found = step_of(build_model(), micro_batch_tokens=micro_batch)
 
     assert together.loss == pytest.approx(alone.loss, rel=1e-6)
     assert_same_grads(found, wanted)
@@ -109,9 +109,11 @@ def test_a_mean_of_micro_batch_means_would_have_been_noticed():
 
 @pytest.mark.parametrize("micro_batch", [32, 128])
 def test_the_order_of_rows_changes_neither_loss_nor_gradient(micro_batch):
-    first, wanted = step_of(build_model(), micro_batch=micro_batch)
+    first, wanted = step_of(build_model(), micro_batch_tokens=micro_batch)
 
-    second, found = step_of(build_model(), [PICKS[at] for at in (6, 2, 7, 0, 5, 1, 4, 3)], micro_batch=micro_batch)
+    second, found = step_of(
+        build_model(), [PICKS[at] for at in (6, 2, 7, 0, 5, 1, 4, 3)], micro_batch_tokens=micro_batch
+    )
 
     assert second.loss == pytest.approx(first.loss, rel=1e-6)
     assert second.losses == pytest.approx(first.losses, rel=1e-6)

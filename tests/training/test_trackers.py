@@ -94,7 +94,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_left_alone(wandb, tmp_path, ca
     tracked.close()
 
     assert capsys.readouterr().err == (
-        "track: wandb failed and is left out from here on (no route to host); metrics.jsonl has everything\n"
+        "loggers: wandb failed and is left out from here on (no route to host); metrics.jsonl has everything\n"
     )
     assert run.finished, "what was sent before is not thrown away"
 
@@ -130,7 +130,9 @@ def test_what_is_not_installed_is_refused_before_any_work(monkeypatch):
     monkeypatch.setattr(trackers.importlib, "import_module", missing)
     check_trackers([])
     for name in ("tensorboard", "wandb"):
-        with pytest.raises(ConfigError, match=rf"track: {name} cannot .*; pip install 'unspool\[track\]', or leave it"):
+        with pytest.raises(
+            ConfigError, match=rf"loggers: {name} cannot .*; pip install 'unspool\[track\]', or leave it"
+        ):
             check_trackers([name])
 
 

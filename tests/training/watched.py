@@ -13,7 +13,7 @@ STEPS = 3
 
 
 def batch_of(seed: int) -> Batch:
-    return build_batch([random_row((20, 12), seed)], attention="documents")
+    return build_batch([random_row((20, 12), seed)], attention="intra_document")
 
 
 def train_once(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> float:

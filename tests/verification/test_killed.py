@@ -39,7 +39,7 @@ def test_nothing_wakes_cuda_before_runs_are_forked(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for module in (torch.cuda, torch.cuda.random):
         monkeypatch.setattr(module, "_lazy_init", woken)
-    assert unspool.verification.interruptions._inputs(tmp_path, seed=0).rows
+    assert unspool.verification.interruptions._inputs(tmp_path, seed=0).datasets
 
 
 def test_a_run_that_fails_says_why(tmp_path, monkeypatch):

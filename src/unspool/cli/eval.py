@@ -33,12 +33,12 @@ def eval_(
     ],
     suite: Annotated[
         str, typer.Option(help=f"What to measure, comma-separated: {', '.join(SUITES)}; or {SHORT}.")
-    ] = "niah,kv,loss",
+    ] = "niah,key_value,perplexity",
     lengths: Annotated[str, typer.Option(help="Context lengths in tokens, comma-separated.")] = "2K,8K",
     samples: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Questions per suite (or task) and length, windows for loss: 20 by default; short: all."
+            min=1, help="Questions per suite (or task) and length, windows for perplexity: 20 by default; short: all."
         ),
     ] = None,
     tasks: Annotated[str | None, typer.Option(help="Tasks of the suite, comma-separated; all by default.")] = None,
@@ -60,17 +60,17 @@ def eval_(
         typer.Option(help="Held-out text files or a pattern (JSONL or plain); a shipped book by default."),
     ] = None,
     value: Annotated[
-        str | None, typer.Option(help="What is to be recalled: words, numbers (niah) or uuid (kv).")
+        str | None, typer.Option(help="What is to be recalled: words, numbers (niah) or uuid (key_value).")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Keep samples.jsonl and summary.json here; a killed run then goes on.")
     ] = None,
-    position: Annotated[
+    rope: Annotated[
         str | None,
         typer.Option(help="Other positions, without training: yarn, ntk, …, or '{method: abf, base: 8e6}'."),
     ] = None,
     context: Annotated[
-        str | None, typer.Option(help="Tokens that --position is to reach; the longest of --lengths by default.")
+        str | None, typer.Option(help="Tokens that --rope is to reach; the longest of --lengths by default.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Other seeds give other prompts.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -113,17 +113,19 @@ def eval_(
 
         unspool eval MODEL --suite ruler --lengths 128K --processes 8   # eight GPUs
 
-        unspool eval MODEL --suite niah --lengths 8K,32K --position yarn
+        unspool eval MODEL --suite niah --lengths 8K,32K --rope yarn
 
         unspool eval MODEL --suite short --tasks hellaswag,arc_challenge
     """
     model = resolve_path(model, Path())
-    rope = _rope_override(position, context, None if suite.strip() == SHORT else lengths)
+    override = _rope_override(rope, context, None if suite.strip() == SHORT else lengths)
     paths = _paths(path or [])
     if suite.strip() == SHORT:
         if processes > 1:
             raise ConfigError(f"--suite {SHORT} runs lm-eval in one process; leave --processes out.")
-        summary = _score_short(model, tasks, rope, samples=samples, include=paths.get("tasks"), device=device, out=out)
+        summary = _score_short(
+            model, tasks, override, samples=samples, include=paths.get("tasks"), device=device, out=out
+        )
         _print(summary, as_json)
         return
     evals = chosen_evals(
@@ -142,8 +144,8 @@ def eval_(
     lookup(BACKENDS, backend, kind="--backend")
     lookup({name: name for name in ENDPOINTS}, endpoint, kind="--endpoint")
     if lm_eval is not None:
-        if rope is not None:
-            raise ConfigError("--position cannot be combined with --lm-eval, which writes tasks for any model.")
+        if override is not None:
+            raise ConfigError("--rope cannot be combined with --lm-eval, which writes tasks for any model.")
         if processes > 1:
             raise ConfigError("--processes cannot be combined with --lm-eval, which only writes tasks.")
         _write_tasks(model, evals, seed, lm_eval)
@@ -157,18 +159,18 @@ def eval_(
         endpoint=endpoint,
         requests=requests,
         timeout=timeout,
-        rope=rope,
+        rope=override,
         processes=processes,
         device=target,
         dtype=dtype,
     )
     chosen = build_backend(options)
     if parity:
-        ours = BackendOptions(model=model, rope=rope, device=target, dtype=dtype)
+        ours = BackendOptions(model=model, rope=override, device=target, dtype=dtype)
         _compare(chosen, build_backend(ours), evals, seed, as_json)
         return
     name = Path(model).name or model
-    name = name if rope is None else rope.name_of(name)
+    name = name if override is None else override.name_of(name)
     if out is not None:
         _check_out(out)
         summary = _score(options.identity, chosen, name, evals, out, seed=seed)
@@ -239,20 +241,20 @@ def _length(text: str, option: str) -> int:
         raise ConfigError(f"{option} {text.strip()!r}: {error}.") from error
 
 
-def _rope_override(position: str | None, context: str | None, lengths: str | None) -> RopeOverride | None:
-    if position is None:
+def _rope_override(rope: str | None, context: str | None, lengths: str | None) -> RopeOverride | None:
+    if rope is None:
         if context is not None:
-            raise ConfigError("--context is the length that --position shall reach; give --position too, such as yarn.")
+            raise ConfigError("--context is the length that --rope shall reach; give --rope too, such as yarn.")
         return None
-    from unspool.cli.eval_options import read_position
+    from unspool.cli.eval_options import read_rope
 
     if context is not None:
         reach = _length(context, "--context")
     elif lengths is not None:
         reach = max(_lengths(lengths), default=0)
     else:
-        raise ConfigError(f"--suite {SHORT} has no lengths, so --position needs a context length: --context 32K.")
-    return RopeOverride(position=read_position(position), context=reach)
+        raise ConfigError(f"--suite {SHORT} has no lengths, so --rope needs a context length: --context 32K.")
+    return RopeOverride(rope=read_rope(rope), context_length=reach)
 
 
 def _paths(given: list[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`--position` of `unspool eval`: a method of a recipe's stages, tried without training."""
+"""`--rope` of `unspool eval`: a method of a recipe's stages, tried without training."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,14 +11,14 @@ from unspool.core.sizes import format_size
 from unspool.recipe.json_schema import sentence, validation_problems
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import Marks
-from unspool.rope.methods import Position
+from unspool.rope.methods import RopeMethod
 
-OPTION = "--position"
+OPTION = "--rope"
 # Where a recipe has it, so that mistakes are told in the recipe's words.
-PLACE = ("stages", 0, "position")
+PLACE = ("stages", 0, "rope")
 
 
-def read_position(text: str) -> Position:
+def read_rope(text: str) -> RopeMethod:
     """`yarn`, or `{method: abf, base: 8e6}`."""
     try:
         value = yaml.safe_load(text)
@@ -30,14 +30,14 @@ def read_position(text: str) -> Position:
     if not isinstance(value, dict):
         raise ConfigError(f"{OPTION} {text!r}: write a method, such as yarn, or {{method: abf, base: 8e6}}.")
     try:
-        found: Position = TypeAdapter[Any](Position).validate_python(value)
+        found: RopeMethod = TypeAdapter[Any](RopeMethod).validate_python(value)
     except ValidationError as error:
         raise ConfigError(_told(value)) from error
     return found
 
 
 def _told(value: dict[str, Any]) -> str:
-    data = {"stages": [{"position": value}]}
+    data = {"stages": [{"rope": value}]}
     try:
         Recipe.model_validate(data)
     except ValidationError as error:
@@ -46,7 +46,7 @@ def _told(value: dict[str, Any]) -> str:
             if problem.place[:3] == PLACE:
                 own = replace(problem, place=problem.place[3:], where=OPTION)
                 return sentence(own, Marks(OPTION), value)
-    raise AssertionError("a position was refused without a sentence")
+    raise AssertionError("a RoPE method was refused without a sentence")
 
 
 # The cells of a summary as a table in the terminal, and below it what suites come to as a whole.

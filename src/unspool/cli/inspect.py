@@ -1,4 +1,4 @@
-"""`unspool look`: see inside corpora, rows and input files."""
+"""`unspool inspect`: see inside corpora, rows and input files."""
 
 import copy
 import json
@@ -35,7 +35,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON, 
 
 
 class Look(TyperGroup):
-    """`unspool look PATH` beside `unspool look COMMAND …`: what is no command is a path."""
+    """`unspool inspect PATH` beside `unspool inspect COMMAND …`: what is no command is a path."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
@@ -66,7 +66,7 @@ def look() -> None:
 def look_at(
     path: Annotated[
         Path,
-        typer.Argument(metavar="PATH", help="A run, a folder of its corpus/ or rows/, or an input file."),
+        typer.Argument(metavar="PATH", help="A run, a folder of its corpus/ or datasets/, or an input file."),
     ],
     index: Index = None,
     count: Count = None,
@@ -87,19 +87,19 @@ def look_at(
     loss (dimmed), and the marks of tangled rows. A run's folder lists
     what there is to look at.
 
-        unspool look runs/tiny
+        unspool inspect runs/tiny
 
-        unspool look runs/tiny/rows/utk-2k --index 7 --full
+        unspool inspect runs/tiny/rows/utk-2k --index 7 --full
 
-        unspool look runs/tiny/rows/utk-2k --html rows.html
+        unspool inspect runs/tiny/rows/utk-2k --html rows.html
 
-        unspool look books.jsonl.zst --tokenizer my-model --tokens
+        unspool inspect books.jsonl.zst --tokenizer my-model --tokens
 
-        unspool look rows runs/tiny --html rows.html
+        unspool inspect rows runs/tiny --html rows.html
 
-        unspool look distances runs/tiny --html distances.html
+        unspool inspect distances runs/tiny --html distances.html
 
-        unspool look attention my-model --text book.txt --html maps.html
+        unspool inspect attention my-model --text book.txt --html maps.html
 
     A folder that is called as one of the commands is reached as ./rows.
     """
@@ -141,11 +141,11 @@ def look_rows(
     solution, its knots, its positions if rows skip some, and (dimmed) the
     tokens without loss. Of a run all rows sets, or those that --name picks.
 
-        unspool look rows runs/tiny
+        unspool inspect rows runs/tiny
 
-        unspool look rows runs/tiny --name utk-2k --index 7
+        unspool inspect rows runs/tiny --name utk-2k --index 7
 
-        unspool look rows runs/tiny/rows/utk-2k runs/other/rows/cip --html rows.html
+        unspool inspect rows runs/tiny/rows/utk-2k runs/other/rows/cip --html rows.html
     """
     from unspool.inspection.packed_rows import Rows
 
@@ -193,7 +193,7 @@ def _opened(place: "Place", *, tokenizer: str | None, field: str | None, seed: i
     if field is not None:
         raise ConfigError("--text is for JSONL and Parquet files; what is in a run's folder is tokenised already.")
     reading = find_reading(place, tokenizer)
-    if place.kind == "rows":
+    if place.kind == "dataset":
         from unspool.inspection.packed_rows import Rows
 
         return Rows(place, reading)

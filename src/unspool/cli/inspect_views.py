@@ -1,4 +1,4 @@
-"""`unspool look attention`: where a model's heads look in a long text, and how far."""
+"""`unspool inspect attention`: where a model's heads look in a long text, and how far."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from unspool.core.config import nearest
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import parse_size
 
-# What the commands of `unspool look` share: which rows sets are meant, and how they are read.
+# What the commands of `unspool inspect` share: which rows sets are meant, and how they are read.
 
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ Paths = Annotated[
     list[Path] | None,
     typer.Argument(
         metavar="RUN|ROWS…",
-        help="Runs, or folders of their rows/; the current folder if none is given.",
+        help="Runs, or folders of their datasets/; the current folder if none is given.",
         show_default=False,
     ),
 ]
@@ -37,11 +37,11 @@ def find_rows(paths: list[Path] | None, names: list[str] | None) -> "list[Place]
     for path in paths or [Path()]:
         place = find_place(path)
         if place.kind == "run":
-            found += [find_place(box.folder) for box in boxes(path) if box.kind == "rows"]
-        elif place.kind == "rows":
+            found += [find_place(box.folder) for box in boxes(path) if box.kind == "dataset"]
+        elif place.kind == "dataset":
             found.append(place)
         else:
-            raise ConfigError(f"{path} holds no rows; give a run or a folder of its rows/.")
+            raise ConfigError(f"{path} holds no rows; give a run or a folder of its datasets/.")
     there = [place.path.name for place in found]
     for name in names or []:
         if name not in there:
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from unspool.inspection.attention.input_text import Cut, Text
     from unspool.inspection.attention.measure import ModelRef
 
-ATTENTIONS = ("full", "documents")
+ATTENTIONS = ("full", "intra_document")
 RANKED_BY = ("far", "same", "share")
 
 
@@ -134,12 +134,12 @@ def attention(
     on the same heads (those of the second that look furthest), with the
     difference. No map of all pairs is ever held.
 
-        unspool look attention my-model --text book.txt --length 8K
+        unspool inspect attention my-model --text book.txt --length 8K
 
-        unspool look attention base extended --text books.jsonl.zst
+        unspool inspect attention base extended --text books.jsonl.zst
         --length 32K --pieces 3 --html attention.html
 
-        unspool look attention my-model --row runs/a/rows/utk:7 --head 22:4
+        unspool inspect attention my-model --row runs/a/rows/utk:7 --head 22:4
     """
     from unspool.inspection.attention.measure import Look
 
@@ -175,7 +175,7 @@ def attention(
         count=heads,
         by=by,
     )
-    if by == "share" and (look.attention != "full" or max(read.piece_docs) == 0):
+    if by == "share" and (look.attention != "full" or max(read.chunk_ids) == 0):
         raise ConfigError(
             "--by share asks how much of far attention stays in the own document, which here is all of it; give "
             "several documents (--docs, --pieces) with --attention full, or rank by far."
@@ -238,7 +238,9 @@ def _row(given: str, model: "ModelRef", cut: "Cut") -> "Text":
         raise ConfigError("--docs, --length and --pieces are for --text; a row is taken as it is.")
     folder, colon, index = given.rpartition(":")
     if not colon or not index.isdigit():
-        raise ConfigError(f"--row {given}: write the folder of a rows set and the number of a row, such as rows/utk:0.")
+        raise ConfigError(
+            f"--row {given}: write the folder of a rows set and the number of a row, such as datasets/utk:0."
+        )
 
     places = find_rows([Path(folder)], None)
     if len(places) > 1:
@@ -277,7 +279,7 @@ def _check_choice(option: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{option} {value}: use {', '.join(allowed[:-1])} or {allowed[-1]}.")
 
 
-# `unspool look distances`: how far apart rows put tokens of one document.
+# `unspool inspect distances`: how far apart rows put tokens of one document.
 
 
 def distances(
@@ -304,11 +306,11 @@ def distances(
     attend to each other, by their distance: as shares, and per row. Marks
     and padding do not count. Several rows sets are shown side by side.
 
-        unspool look distances runs/tiny
+        unspool inspect distances runs/tiny
 
-        unspool look distances runs/tiny --name plain --name utk --beyond 16K
+        unspool inspect distances runs/tiny --name plain --name utk --beyond 16K
 
-        unspool look distances runs/tiny/rows/* --html distances.html
+        unspool inspect distances runs/tiny/rows/* --html distances.html
     """
     edges = _sizes("--bins", bins.split(",")) if bins else []
     thresholds = _sizes("--beyond", beyond or [])

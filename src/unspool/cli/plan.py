@@ -128,7 +128,7 @@ def _measured(loaded: "LoadedRecipe", machine: "Machine", model: str | None) -> 
     from unspool.planning.recipe_plan import plan_recipe
 
     first = plan_recipe(loaded, machine, model=model)
-    longest = max(first.stages, key=lambda planned: planned.stage.context)
+    longest = max(first.stages, key=lambda planned: planned.stage.context_length)
     stage = longest.chosen.stage if longest.chosen else longest.stage
     say(f"measuring a few layers of stage {stage.name} on {machine.gpu.title}, six steps of some seconds …")
     docs = first.data.documents[stage.name]
@@ -182,9 +182,9 @@ def _print_sources(console: "Console", found: "Plan") -> None:
 
 def _print_stage(console: "Console", found: "Plan", planned: "StagePlan", price: float | None) -> None:
     stage, uses = planned.stage, found.data.stages[planned.stage.name]
-    steps = f"{stage.steps} steps of {format_size(stage.batch)} at {format_size(stage.context)}"
+    steps = f"{stage.steps} steps of {format_size(stage.batch_tokens)} at {format_size(stage.context_length)}"
     console.print(f"\nstage {stage.name}", style="bold", end="")
-    console.print(f"  {steps}, {format_count(stage.steps * stage.batch)} tokens")
+    console.print(f"  {steps}, {format_count(stage.steps * stage.batch_tokens)} tokens")
     table = _table("rows", "share", "tokens", "epochs", "documents", "how their length is known")
     for use in uses:
         cells = (
@@ -197,8 +197,8 @@ def _print_stage(console: "Console", found: "Plan", planned: "StagePlan", price:
         table.add_row(use.name, *cells)
     console.print(table)
     flops = f"{format_count(planned.flops_per_token).replace('B', 'G')}FLOP a token"
-    console.print(f"work       {flops}, {planned.flops_per_token * stage.steps * stage.batch:.3g} in all")
-    for line in planned.position:
+    console.print(f"work       {flops}, {planned.flops_per_token * stage.steps * stage.batch_tokens:.3g} in all")
+    for line in planned.rope:
         console.print(f"positions  {line}", soft_wrap=True)
     if planned.problem:
         console.print(f"as written it does not fit: {planned.problem}", style="red", soft_wrap=True)
@@ -244,7 +244,9 @@ def _policy(chosen: "Estimate") -> str:
     from unspool.models.memory.policy import MemoryPolicy
 
     own, plain = asdict(chosen.stage.memory), asdict(MemoryPolicy())
-    words = [f"{name} {value}" for name, value in own.items() if name == "recompute" or value != plain[name]]
+    words = [
+        f"{name} {value}" for name, value in own.items() if name == "activation_checkpointing" or value != plain[name]
+    ]
     optimizer = chosen.stage.optimizer
     words.append(f"optimizer {optimizer.weights} weights, {optimizer.states} states, step {optimizer.step}")
     if chosen.stage.compile:

@@ -31,11 +31,13 @@ def list_recipes(
                 "name": bundled.name,
                 "summary": bundled.summary,
                 "model": recipe.model if isinstance(recipe.model, str) else recipe.model.size,
-                "stages": [{"name": s.name, "context": s.context, "tokens": s.tokens} for s in recipe.stages],
+                "stages": [
+                    {"name": s.name, "context_length": s.context_length, "tokens": s.tokens} for s in recipe.stages
+                ],
                 "path": str(bundled.path),
             }
         )
-    entries.sort(key=lambda entry: max(stage["context"] for stage in entry["stages"]))
+    entries.sort(key=lambda entry: max(stage["context_length"] for stage in entry["stages"]))
     if as_json:
         print(json.dumps(entries, indent=1))
     else:
@@ -47,7 +49,7 @@ def _print_table(entries: list[dict[str, Any]]) -> None:
 
     table = Table("recipe", "context", "tokens", "what it does", box=None, pad_edge=False)
     for entry in entries:
-        contexts = dict.fromkeys(format_size(stage["context"]) for stage in entry["stages"])
+        contexts = dict.fromkeys(format_size(stage["context_length"]) for stage in entry["stages"])
         tokens = [format_size(stage["tokens"]) for stage in entry["stages"]]
         table.add_row(entry["name"], " ".join(contexts), " + ".join(tokens), entry["summary"])
     Console(highlight=False).print(table)

@@ -1,4 +1,4 @@
-"""`unspool position`: what can be said before training about extending a model to a context."""
+"""`unspool rope`: what can be said before training about extending a model to a context."""
 
 import json
 from dataclasses import asdict
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _SPARK = 18
 
 
-def position(
+def rope(
     model: Annotated[str, typer.Option(help="Hub id, folder, .gguf file or asset:NAME; only its config is read.")],
     context: Annotated[str, typer.Option(help="The context to extend to, such as 128K.")],
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page with plots to this file.")] = None,
@@ -30,9 +30,9 @@ def position(
     distance m (Men et al.); each method is shown with the distance up to
     which it is not negative. Nothing is trained and no weights are read.
 
-        unspool position --model HuggingFaceTB/SmolLM2-135M --context 32K
+        unspool rope --model HuggingFaceTB/SmolLM2-135M --context 32K
 
-        unspool position --model asset:tiny-base --context 8K --html page.html
+        unspool rope --model asset:tiny-base --context 8K --html page.html
     """
     try:
         context_len = parse_size(context)

@@ -1,4 +1,4 @@
-"""`unspool run`, and its boxes one by one: `corpus`, `rows`, `train`."""
+"""`unspool run`, and its boxes one by one: `tokenize`, `pack`, `train`."""
 
 import json
 import sys
@@ -42,15 +42,15 @@ def run(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = Fa
     typer.echo(f"\nreport: {outcome.report.absolute()}")
 
 
-def corpus(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = False) -> None:
+def tokenize(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = False) -> None:
     """Only the first box: read and tokenise the documents of every source.
 
     Shows how long the documents are and what became of every record. What
     could not be read is listed in quarantine.jsonl beside the documents.
 
-        unspool corpus my.yaml
+        unspool tokenize my.yaml
 
-        unspool corpus my.yaml --set sources.web.max_bad=0.01 --json
+        unspool tokenize my.yaml --set sources.web.max_bad=0.01 --json
     """
     counts = _prepared(recipe, overrides).corpora()
     if as_json:
@@ -60,13 +60,13 @@ def corpus(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson =
     _print(records_table(counts), length_table(counts))
 
 
-def rows(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = False) -> None:
+def pack(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = False) -> None:
     """The first two boxes: documents, then the training rows made of them.
 
     Shows for every rows set what it holds, how full it is, and where each
     token of its sources went: into a row, or dropped for a named reason.
 
-        unspool rows my.yaml
+        unspool pack my.yaml
     """
     prepared = _prepared(recipe, overrides)
     prepared.corpora()

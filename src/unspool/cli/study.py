@@ -1,4 +1,4 @@
-"""`unspool ablate`: a study of several arms, from one file to a ranked table."""
+"""`unspool study`: a study of several arms, from one file to a ranked table."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from unspool.studies.result_text import kind_of, ranking_rows, show_mean
 SOME_FAILED = 1
 
 
-def ablate(
+def study(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="A study file, or the name of a bundled one.")],
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="ARM", help="Only this arm, or ARM-sSEED. Repeatable.")
@@ -37,11 +37,11 @@ def ablate(
     untouched model are made once where arms have them in common. Safe to kill
     and to run again; an arm that fails does not stop the others.
 
-        unspool ablate tiny --dry-run
+        unspool study tiny --dry-run
 
-        unspool ablate my-study.yaml --set engine.workers=8
+        unspool study my-study.yaml --set engine.workers=8
 
-        unspool ablate my-study.yaml --only utk --only abf-s1
+        unspool study my-study.yaml --only utk --only abf-s1
 
     Each run is also written out as a recipe of its own: recipes/ARM-sSEED.yaml
     in the study's folder. --set changes a value in every arm.
@@ -115,7 +115,7 @@ def _print(*tables: Any) -> None:
         console.print(table, end="\n\n")
 
 
-# The tables of `unspool ablate`: what a study would do, and how its arms came out.
+# The tables of `unspool study`: what a study would do, and how its arms came out.
 
 
 # Measures beside the ranking; more would not fit a terminal, and study.md has them all.

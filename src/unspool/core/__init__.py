@@ -1,1 +1,1 @@
-"""What every other package may use: errors, sizes, configs, artefacts, progress. Imports nothing of ours."""
+"""What every other package may use: errors, sizes, configs, artifacts, progress. Imports nothing of ours."""

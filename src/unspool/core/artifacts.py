@@ -1,4 +1,4 @@
-"""Artefacts: folders published whole or not at all, each with a manifest.
+"""Artifacts: folders published whole or not at all, each with a manifest.
 
 In: a kind, the hashes of its inputs, its settings. Out: a folder with `manifest.json`.
 Promise: a folder that carries a manifest is complete; work in progress stands beside it under

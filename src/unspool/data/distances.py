@@ -36,8 +36,8 @@ def stretches_of(row: Row, is_text: np.ndarray | None = None) -> Stretches:
     lens = row.doc_lens.astype(np.int64)
     starts = np.cumsum(lens) - lens
     docs = np.arange(len(lens))
-    if row.piece_docs is not None and row.attention != "documents":
-        docs = row.piece_docs.astype(np.int64)
+    if row.chunk_ids is not None and row.attention != "intra_document":
+        docs = row.chunk_ids.astype(np.int64)
     if is_text is None and row.positions is None:
         return Stretches(starts, lens, docs)
     positions = np.arange(len(row.tokens)) if row.positions is None else row.positions.astype(np.int64)

@@ -14,7 +14,7 @@ from typing import Any
 from unspool.core.errors import ConfigError
 from unspool.data.tokenize.encoder import Encoder, build_encoder, choose_route
 from unspool.evals.prompts import encode
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 
 # Each trial removes the error that the one before has shown; two are enough nearly always.
 TRIALS = 12
@@ -43,7 +43,7 @@ class Meter:
             return len(encode(self._tokenizer, text))
         return len(self._encoder.encode_plain([text])[0])
 
-    def whole(self, asked: Asked) -> int:
+    def whole(self, asked: Question) -> int:
         """The prompt's tokens, read at once or with the context apart, whichever is more."""
         rest = asked.question + asked.prefix
         return max(self.count(asked.context + rest), self.count(asked.context) + self.count(rest))
@@ -104,10 +104,10 @@ def room(ask: Ask, answer_tokens: int) -> int:
     return ask.length - ask.overhead - answer_tokens
 
 
-def fill(build: Callable[[int], Asked], meter: Meter, limit: int, *, what: str, length: int) -> Asked:
+def fill(build: Callable[[int], Question], meter: Meter, limit: int, *, what: str, length: int) -> Question:
     """The longest question that `build` makes of any budget within the limit."""
     close = max(3, length // 300)
-    best: tuple[int, Asked] | None = None
+    best: tuple[int, Question] | None = None
     # The greatest budget known to fit, the least known not to; more budget hardly ever makes a shorter prompt.
     budget, fits, exceeds = max(0, limit), -1, 2 * max(0, limit) + 2
     last, idle = -1, 0

@@ -18,7 +18,7 @@ import zstandard
 
 from unspool.core.errors import ConfigError
 from unspool.evals.backends.base import ROW_TOKENS
-from unspool.evals.suite import Asked, Task
+from unspool.evals.suite import Question, Task
 
 Match = Literal["start", "contains"]
 # After the reference itself: a closing quote or full stop, and a token or two for tokenizers that split the answer
@@ -30,22 +30,22 @@ EXTRA_ANSWER_TOKENS = 4
 class PromptText:
     """A prompt as text, and whether it goes through a chat template."""
 
-    asked: Asked
+    question: Question
     chat: bool
 
     @property
     def prompt(self) -> str:
-        return self.asked.context + self.asked.question
+        return self.question.context + self.question.question
 
     @property
     def oracle(self) -> str:
         """An answer with a full score."""
-        given = self.asked.meta.get("oracle")
-        return " ".join(self.asked.references) if given is None else str(given)
+        given = self.question.meta.get("oracle")
+        return " ".join(self.question.references) if given is None else str(given)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class PromptQuestion:
     ids: np.ndarray
     reference: str
     depth: float | None
@@ -63,7 +63,7 @@ class Prompt:
     index: int
     """Which context of this suite and length, from 0."""
     context_ids: np.ndarray
-    questions: list[Question]
+    questions: list[PromptQuestion]
     answer_tokens: int
     match: Match
 
@@ -212,7 +212,7 @@ class PromptEncoder:
         head, tail, _ = self._template
         return len(self._with_special(head)) + len(self._with_special(tail)) + _BORDERS
 
-    def ids(self, asked: Asked, *, chat: bool) -> np.ndarray:
+    def ids(self, asked: Question, *, chat: bool) -> np.ndarray:
         if not chat:
             return np.concatenate(
                 [self._opening, encode(self.tokenizer, asked.context + asked.question + asked.prefix)]
@@ -255,7 +255,7 @@ class PromptEncoder:
         return np.array(found, dtype=np.uint32)
 
 
-EncodedQuestion = tuple[Asked, np.ndarray]
+EncodedQuestion = tuple[Question, np.ndarray]
 # More than a suite of 6,500 prompts of 64K tokens takes.
 MOST_BYTES = 2 << 30
 # Text and ids come in long repeats where it matters; higher levels cost more than they save.

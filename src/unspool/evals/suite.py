@@ -41,7 +41,7 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Question:
     """One question as text: the model reads context + question + prefix and continues."""
 
     context: str  # the long part; equal contexts are read once
@@ -59,8 +59,8 @@ class Task:
     name: str
     metric: str  # as shown: "recall", "SubEM", "nDCG@10", …
     answer_tokens: int
-    build: Callable[[Any, Ask], Asked]  # from the suite's sources
-    score: Callable[[str, Asked], float | None]  # 0 to 1; None where a judge has to score
+    build: Callable[[Any, Ask], Question]  # from the suite's sources
+    score: Callable[[str, Question], float | None]  # 0 to 1; None where a judge has to score
     chat: bool = False  # whether the suite asks through the chat template, if the model has one
     size: Callable[[Any], int] | None = None  # number of questions in the sources; None: any number can be generated
     stratum: Callable[[Any, int], Hashable] | None = None  # depth or label of an index, for even subsets

@@ -21,13 +21,13 @@ from unspool.evals.prompts import (
     Prompt,
     PromptCache,
     PromptEncoder,
+    PromptQuestion,
     PromptText,
-    Question,
     excerpt,
     group_prompts,
     prompt_hash,
 )
-from unspool.evals.suite import Ask, Asked, Cell, PlannedEval, PromptLine, QuestionId, Sample, Suite, Task, Unit
+from unspool.evals.suite import Ask, Cell, PlannedEval, PromptLine, Question, QuestionId, Sample, Suite, Task, Unit
 from unspool.evals.summary import suite_summary, task_cells
 from unspool.evals.wording import Forms, Wording, read_wording
 
@@ -104,7 +104,7 @@ class PlannedTasks(PlannedEval):
         worded = None if self.wording is None else self.wording.answer_tokens.get(task.name)
         return self.config.answer_tokens or worded or task.answer_tokens
 
-    def asked(self, question: QuestionId) -> Asked:
+    def question(self, question: QuestionId) -> Question:
         task = self.tasks[question.task]
         # A task leaves room for its own number of answer tokens; the difference is taken off the length.
         overhead = self.encoder.overhead(chat=self.chat[task.name]) + self.answer_tokens(task) - task.answer_tokens
@@ -174,11 +174,11 @@ class PlannedTasks(PlannedEval):
             index=unit.index,
             context_ids=encoded[0][1][:shared],
             questions=[
-                Question(
+                PromptQuestion(
                     ids=ids[shared:],
                     reference="; ".join(asked.references),
                     depth=asked.depth,
-                    text=PromptText(asked=asked, chat=self.chat[task.name]),
+                    text=PromptText(question=asked, chat=self.chat[task.name]),
                 )
                 for asked, ids in encoded
             ],
@@ -194,14 +194,14 @@ class PlannedTasks(PlannedEval):
 
     def texts(self, unit: Unit) -> Iterator[str]:
         for question in unit.questions:
-            asked = self.asked(question)
+            asked = self.question(question)
             yield asked.context
             yield asked.question
             yield from asked.references
 
-    def _sample(self, question_id: QuestionId, prompt: Prompt, question: Question, output: str) -> Sample:
+    def _sample(self, question_id: QuestionId, prompt: Prompt, question: PromptQuestion, output: str) -> Sample:
         assert question.text is not None
-        asked, task = question.text.asked, self.tasks[question_id.task]
+        asked, task = question.text.question, self.tasks[question_id.task]
         length, context = question_id.length, prompt.context_ids
         score = task.score(output, asked)
         sample: Sample = {
@@ -238,7 +238,7 @@ class PlannedTasks(PlannedEval):
         return None if self._cache is None else self._cache.take((id(self), question))
 
     def _encode(self, question: QuestionId) -> EncodedQuestion:
-        asked = self.asked(question)
+        asked = self.question(question)
         ids = self.encoder.ids(asked, chat=self.chat[question.task])
         used = len(ids) + self.answer_tokens(self.tasks[question.task])
         if used > question.length:

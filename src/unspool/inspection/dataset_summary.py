@@ -70,7 +70,7 @@ def show_length(tokens: int) -> str:
 
 def strategies(settings: Mapping[str, Any]) -> list[str]:
     """How rows were made, in the words of their settings."""
-    named = [str(settings.get("pack") or "")]
+    named = [str(settings.get("packing") or "")]
     for name, describe in _STRATEGIES.items():
         chosen = settings.get(name)
         if isinstance(chosen, dict):
@@ -79,11 +79,11 @@ def strategies(settings: Mapping[str, Any]) -> list[str]:
 
 
 _STRATEGIES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "tangle": lambda _: "tangled",
-    "interleave": lambda chosen: f"interleaved in {chosen.get('pieces')} pieces",
-    "negatives": lambda chosen: f"negatives after chunks of {_size(chosen.get('chunk'))}",
+    "utk": lambda _: "tangled",
+    "cip": lambda chosen: f"interleaved in {chosen.get('pieces')} pieces",
+    "nextlong": lambda chosen: f"negatives after chunks of {_size(chosen.get('chunk'))}",
     "upsample": lambda chosen: f"documents from {_size(chosen.get('above'))} upsampled",
-    "skips": lambda chosen: f"positions skipped up to {_size(chosen.get('target'))}",
+    "pose": lambda chosen: f"positions skipped up to {_size(chosen.get('target'))}",
     "replace": lambda chosen: f"a share of {chosen.get('with')}",
 }
 

@@ -36,8 +36,8 @@ MOST_SCANNED = 20_000
 
 def is_tangled(place: Place) -> bool:
     """Whether rows hold marks, which only their tokenizer tells from text."""
-    settings = place.settings.get("rows")
-    return bool((isinstance(settings, dict) and settings.get("tangle")) or place.counts.get("added_tokens"))
+    settings = place.settings.get("dataset")
+    return bool((isinstance(settings, dict) and settings.get("utk")) or place.counts.get("added_tokens"))
 
 
 class Rows:
@@ -47,7 +47,7 @@ class Rows:
         self._place = place
         self._decoder = reading.decoder
         self._reading = reading
-        settings = place.settings.get("rows")
+        settings = place.settings.get("dataset")
         self._settings = settings if isinstance(settings, dict) else {}
         check_files(place.files)
         try:
@@ -132,8 +132,8 @@ class Rows:
         padding = self._padding(row)
         count = len(row.doc_lens) - bool(padding)
         held = f"{count:,} {self._part if count == 1 else self._part + 's'}"
-        if row.piece_docs is not None:
-            num_docs = len(np.unique(row.piece_docs[:count]))
+        if row.chunk_ids is not None:
+            num_docs = len(np.unique(row.chunk_ids[:count]))
             held += f" of {num_docs:,} {'document' if num_docs == 1 else 'documents'}"
         facts = [
             f"{len(row.tokens):,} tokens",
@@ -187,8 +187,8 @@ class Rows:
 
     def _documents(self, row: Row, index: int, marks: list[Piece] | None) -> tuple[list[int], list[list[str]]]:
         """The document of each part of a row, numbered from 0, and what is known of the part."""
-        if row.piece_docs is not None:
-            groups = documents_of(row.piece_docs)
+        if row.chunk_ids is not None:
+            groups = documents_of(row.chunk_ids)
             return groups, known_facts(groups, marks, ordered=self._keeps_order)
         if marks is not None:
             return [mark.group for mark in marks], read_facts(marks)
@@ -221,12 +221,12 @@ class Rows:
     @property
     def _keeps_order(self) -> bool:
         """Whether pieces of one document stand in its order; negatives come in the order of their likeness."""
-        tangle = self._settings.get("tangle")
-        return bool(self._settings.get("interleave") or (isinstance(tangle, dict) and tangle.get("preserve_order")))
+        tangle = self._settings.get("utk")
+        return bool(self._settings.get("cip") or (isinstance(tangle, dict) and tangle.get("preserve_order")))
 
     def _padding(self, row: Row) -> int:
         """Tokens that only fill the row up: `fit` puts them last, as a document that nothing asks for."""
-        if self._settings.get("pack") != "fit" or row.loss_mask is None:
+        if self._settings.get("packing") != "best_fit" or row.loss_mask is None:
             return 0
         length = int(row.doc_lens[-1])
         if self._is_chat and (row.tokens[-length:] != row.tokens[-1]).any():
@@ -245,7 +245,7 @@ class Rows:
             cut_at_start = int(row.tokens[start]) != decoder.bos
         else:
             # Only `concat` continues a document in the next row, and only at its start.
-            in_order = self._settings.get("pack") == "concat" and number == 0 and index > 0
+            in_order = self._settings.get("packing") == "concat" and number == 0 and index > 0
             cut_at_start = in_order and int(self.row(index - 1).tokens[-1]) != decoder.eos
         if cut_at_start:
             cuts.append("cut at the start")

@@ -18,13 +18,13 @@ from unspool.core.config import nearest
 from unspool.core.errors import ConfigError, DataError
 from unspool.inspection.dataset_summary import show_length, strategies
 
-Kind = Literal["run", "rows", "corpus", "records"]
+Kind = Literal["run", "dataset", "corpus", "records"]
 # How the Arrow files of each kind of folder begin.
-PREFIXES: dict[str, Kind] = {"rows-": "rows", "docs-": "corpus"}
+PREFIXES: dict[str, Kind] = {"rows-": "dataset", "docs-": "corpus"}
 # What `unspool synth` writes.
 TALKS = "conversations-*.jsonl.zst"
 WHAT_CAN_BE_SEEN = (
-    "a run's folder, a folder of its corpus/, rows/ or synth/, a rows-*.arrow or docs-*.arrow file, "
+    "a run's folder, a folder of its corpus/, datasets/ or synth/, a rows-*.arrow or docs-*.arrow file, "
     "or an input file such as books.jsonl"
 )
 
@@ -47,11 +47,11 @@ class Box:
     @property
     def settings(self) -> dict[str, Any]:
         """What the recipe says of these rows or of this corpus' source."""
-        return _dict(_dict(self.manifest.get("settings")).get("rows" if self.kind == "rows" else "source"))
+        return _dict(_dict(self.manifest.get("settings")).get("dataset" if self.kind == "dataset" else "source"))
 
     @property
     def sources(self) -> list[str]:
-        given = self.settings.get("from") if self.kind == "rows" else self.folder.name
+        given = self.settings.get("from") if self.kind == "dataset" else self.folder.name
         return list(given) if isinstance(given, dict) else [str(given)] if given else []
 
 
@@ -90,13 +90,13 @@ def find_place(path: Path) -> Place:
 def boxes(folder: Path) -> list[Box]:
     """The finished corpora and rows in a run's folder, or directly in `folder`."""
     found = []
-    for pattern in ("corpus/*", "rows/*", "*"):
+    for pattern in ("corpus/*", "datasets/*", "*"):
         for inner in sorted(folder.glob(pattern)):
             # Work in progress and what is being replaced are never results.
             if inner.suffix in (".partial", ".work", ".old") or not inner.is_dir():
                 continue
             manifest = read_manifest(inner) or {}
-            if manifest.get("kind") in ("corpus", "rows"):
+            if manifest.get("kind") in ("corpus", "dataset"):
                 found.append(Box(folder=inner, manifest=manifest))
     return found
 
@@ -160,7 +160,7 @@ def check_files(paths: Sequence[Path]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    kind: str  # "corpus" or "rows"
+    kind: str  # "corpus" or "dataset"
     name: str
     count: int | None  # documents or rows; None if the manifest does not say
     tokens: int | None
@@ -169,7 +169,7 @@ class Entry:
 
     @property
     def unit(self) -> str:
-        return "rows" if self.kind == "rows" else "documents"
+        return "rows" if self.kind == "dataset" else "documents"
 
 
 def list_run(folder: Path, source: str | None) -> list[Entry]:
@@ -182,7 +182,7 @@ def sources_of(folder: Path) -> list[str]:
 
 
 def _entry(box: Box) -> Entry:
-    count = box.counts.get("rows" if box.kind == "rows" else "documents")
+    count = box.counts.get("rows" if box.kind == "dataset" else "documents")
     tokens = box.counts.get("tokens")
     return Entry(
         kind=box.kind,
@@ -190,14 +190,14 @@ def _entry(box: Box) -> Entry:
         count=count if isinstance(count, int) else None,
         tokens=tokens if isinstance(tokens, int) else None,
         about=_about(box),
-        command=f"unspool look {shlex.quote(str(box.folder))}",
+        command=f"unspool inspect {shlex.quote(str(box.folder))}",
     )
 
 
 def _about(box: Box) -> str:
     if box.kind == "corpus":
         return f"kind: {box.settings['kind']}" if box.settings.get("kind") else ""
-    length = box.settings.get("length")
+    length = box.settings.get("seq_len")
     parts = [
         show_length(length) if isinstance(length, int) else "",
         *strategies(box.settings),

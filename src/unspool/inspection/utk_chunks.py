@@ -100,10 +100,10 @@ def _read(tokens: np.ndarray, decoder: Decoder) -> Piece:
 _MOST_STRETCHES = 4
 
 
-def documents_of(piece_docs: np.ndarray) -> list[int]:
+def documents_of(chunk_ids: np.ndarray) -> list[int]:
     """The documents of pieces, numbered from 0 as they first appear."""
     numbers: dict[int, int] = {}
-    return [numbers.setdefault(doc, len(numbers)) for doc in piece_docs.tolist()]
+    return [numbers.setdefault(doc, len(numbers)) for doc in chunk_ids.tolist()]
 
 
 def known_facts(docs: Sequence[int], marks: Sequence[Piece] | None, *, ordered: bool) -> list[list[str]]:

@@ -113,7 +113,7 @@ def layers_of(model: Any) -> list[nn.Module]:
     if not isinstance(layers, nn.ModuleList):
         raise ConfigError(
             f"{type(model).__name__} keeps its layers elsewhere than other decoders do, which memory settings cannot "
-            "follow; leave recompute, mlp_tiles, attention_heads_at_once and compile out."
+            "follow; leave activation_checkpointing, mlp_tiles, attention_heads_at_once and compile out."
         )
     return list(layers)
 
@@ -125,7 +125,7 @@ def attention_of(layer: nn.Module) -> Any:
     if len(found) != 1:
         raise ConfigError(
             f"{type(layer).__name__} has {len(found)} attention modules where one is expected; "
-            "leave attention_heads_at_once out and use recompute none or full."
+            "leave attention_heads_at_once out and use activation_checkpointing none or full."
         )
     return found[0]
 

@@ -84,8 +84,8 @@ class Embedder:
                 output_loading_info=True,
             )
         except (OSError, ValueError, ImportError, SafetensorError) as error:
-            raise ConfigError(f"negatives.model {self._ref}: could not be loaded ({first_line(error)}).") from error
+            raise ConfigError(f"nextlong.model {self._ref}: could not be loaded ({first_line(error)}).") from error
         if loading["missing_keys"]:
             missing = ", ".join(sorted(loading["missing_keys"])[:3])
-            raise ConfigError(f"negatives.model {self._ref}: its files lack weights ({missing}, …); get it again.")
+            raise ConfigError(f"nextlong.model {self._ref}: its files lack weights ({missing}, …); get it again.")
         return model.to(self._device).eval()

@@ -110,7 +110,7 @@ def build_new(new: NewModel, tokenizer: Any, *, seed: int) -> Any:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        max_position_embeddings=new.context,
+        max_position_embeddings=new.context_length,
         rope_parameters={"rope_type": "default", "rope_theta": new.base},
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,

@@ -8,7 +8,7 @@ from unspool.core.config import Config
 from unspool.core.sizes import Size
 
 # Llama-architecture shapes; the vocabulary comes from the tokenizer. Eight small heads: the only one of ten trials
-# that learnt to recall a stated fact had them, though three others with eight did not (LOG.md).
+# that learnt to recall a stated fact had them, though three others with eight did not (benchmarks/README.md).
 SIZES: dict[str, dict[str, Any]] = {
     "4M": {
         "hidden_size": 256,
@@ -26,7 +26,7 @@ class NewModel(Config):
 
     size: str = Field(description=f"one of {', '.join(SIZES)}")
     tokenizer: str = Field(description="folder with a tokenizer")
-    context: Size
+    context_length: Size
     base: float = Field(10_000.0, gt=1, description="RoPE base")
 
     @field_validator("size")

@@ -21,7 +21,7 @@ from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
 from unspool.models.checks import DOC_LEN, alike, last_states
 from unspool.models.tokenizer import first_line
-from unspool.rope.methods import Position, Unchanged
+from unspool.rope.methods import RopeMethod, Unchanged
 from unspool.rope.tables import (
     GLOBAL_LAYERS,
     RopeShape,
@@ -44,12 +44,12 @@ def rope_shape(config: Any) -> RopeShape:
     return shape_of(config.to_dict())
 
 
-def apply_position(model: Any, position: Position, context_len: int) -> None:
+def apply_rope(model: Any, position: RopeMethod, context_len: int) -> None:
     """Change `model` in place to the positions of a stage, and its config to match."""
     if isinstance(position, Unchanged):
         _keep(model.config, context_len)
         return
-    settled = position.settle(rope_shape(model.config), context_len)
+    settled = position.resolve(rope_shape(model.config), context_len)
     if settled.head_bases is None:
         assert settled.parameters is not None
         _refuse_head_bases(model, position.method)
@@ -111,7 +111,7 @@ def apply_parameters(model: Any, parameters: dict[str, Any], max_positions: int)
     if others:
         raise ConfigError(
             f"{type(model).__name__} computes rotations in several places ({', '.join(others[:2])}), which is not "
-            "supported; use position unchanged."
+            "supported; use rope method unchanged."
         )
     backbone.rotary_emb = type(backbone.rotary_emb)(config).to(next(model.parameters()).device)
     _check_tables(model)
@@ -153,9 +153,9 @@ def apply_head_bases(model: Any, bases: np.ndarray | Sequence[Any]) -> None:
     shape = rope_shape(config)
     rows = np.atleast_2d(np.asarray(bases, dtype=np.float64))
     if rows.shape[-1] != shape.num_kv_heads:
-        raise ConfigError(f"position harpe: {rows.shape[-1]} bases for {shape.num_kv_heads} KV heads; give one each.")
+        raise ConfigError(f"rope harpe: {rows.shape[-1]} bases for {shape.num_kv_heads} KV heads; give one each.")
     if len(rows) not in (1, len(backbone.layers)):
-        raise ConfigError(f"position harpe: bases for {len(rows)} layers, and there are {len(backbone.layers)}.")
+        raise ConfigError(f"rope harpe: bases for {len(rows)} layers, and there are {len(backbone.layers)}.")
     device = next(model.parameters()).device
     backbone.rotary_emb = NoRotation(shape.rotary_dim)
     same = bool((rows == rows[0]).all())
@@ -170,7 +170,7 @@ def _try_head_bases(model: Any) -> None:
     """Refuse a model that rotates otherwise than we do: pairs of neighbours, or some layers only."""
     shape, layers = rope_shape(model.config), getattr(model.base_model, "layers", ())
     refusal = ConfigError(
-        f"position harpe: {type(model).__name__} rotates its heads in another way than Llama, "
+        f"rope harpe: {type(model).__name__} rotates its heads in another way than Llama, "
         "which is not supported yet; use method abf."
     )
     if not layers or not all(hasattr(layer, "self_attn") for layer in layers):

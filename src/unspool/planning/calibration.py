@@ -138,7 +138,7 @@ def measure(shape: Shape, stage: StageConfig, docs: Documents, gpu: Gpu, device:
 def measured_tokens(shape: Shape, stage: StageConfig, docs: Documents, gpu: Gpu) -> int:
     """A micro-batch of the stage, or half of it, or half of that …"""
     small = replace(shape, num_layers=LAYERS[1])
-    tokens = stage.micro_batch or stage.context
+    tokens = stage.micro_batch_tokens or stage.context_length
     while tokens > 1024:
         held = Held(tokens=tokens, policy=few_layers(stage.memory, shape.num_layers, LAYERS[1]))
         shorter = Documents(tokens=tokens, squares=tokens * min(docs.mean, tokens))
@@ -155,7 +155,7 @@ def few_layers(policy: MemoryPolicy, of: int, layers: int) -> MemoryPolicy:
         policy,
         keep_products=keep,
         keep_on_host=min(keep, round(policy.keep_on_host * layers / of)),
-        recompute_every=min(policy.recompute_every, layers),
+        layers_per_checkpoint=min(policy.layers_per_checkpoint, layers),
     )
 
 
@@ -171,15 +171,15 @@ def fixed(trial: Trial) -> float:
 
 def _small(stage: StageConfig, tokens: int, of: int, layers: int) -> StageConfig:
     """The stage for one micro-batch and few layers."""
-    sizes = {"context": tokens, "micro_batch": None, "batch": tokens, "tokens": tokens}
+    sizes = {"context_length": tokens, "micro_batch_tokens": None, "batch_tokens": tokens, "tokens": tokens}
     policy = few_layers(stage.memory, of, layers)
-    return stage.model_copy(update={**sizes, "mix": {"rows": 1.0}, "lr_for": {}, **vars(policy)})
+    return stage.model_copy(update={**sizes, "mix": {"rows": 1.0}, "lr_overrides": {}, **vars(policy)})
 
 
 def _trial(shape: Shape, small: StageConfig, lens: list[int], gpu: Gpu, device: torch.device) -> Trial:
     seconds, peak = _measured(shape, small, lens, device)
     held = Held(
-        tokens=small.context,
+        tokens=small.context_length,
         policy=small.memory,
         weights=small.optimizer.weights,
         states=small.optimizer.states,
@@ -219,8 +219,8 @@ def _step(shape: Shape, stage: StageConfig, lens: list[int], device: torch.devic
         fuse_parts(model)
     apply_memory(model, stage.memory)
     rng = np.random.default_rng(0)
-    tokens = rng.integers(shape.vocabulary, size=stage.context, dtype=np.uint32)
-    row = Row(tokens, np.array(lens, dtype=np.int32), None, "random", "documents")
+    tokens = rng.integers(shape.vocabulary, size=stage.context_length, dtype=np.uint32)
+    row = Row(tokens, np.array(lens, dtype=np.int32), None, "random", "intra_document")
     rows: Any = {"rows": [row]}
     work = build_step(stage, rows, [[("rows", 0)]])
     return lambda: train_step(model, updater, work, lr=stage.lr)
@@ -238,7 +238,7 @@ def _random_model(shape: Shape, stage: StageConfig, device: torch.device) -> Any
         num_key_value_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         tie_word_embeddings=shape.tied,
-        max_position_embeddings=stage.context,
+        max_position_embeddings=stage.context_length,
         rope_parameters={"rope_type": "default", "rope_theta": 8e6},
         attn_implementation=NAME,
     )

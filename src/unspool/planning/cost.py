@@ -58,7 +58,7 @@ class Settings:
     """Of the stage, as docs/memory.md tells them."""
 
     offload: bool = True
-    recompute_every: int = 1
+    layers_per_checkpoint: int = 1
     mlp_tiles: int | None = 16384
 
 
@@ -139,8 +139,8 @@ def memory(shape: Shape, layout: Layout, row: int, settings: Settings | None = N
     settings = settings or Settings()
     parts = layout.shard * layout.sequence_ranks
     tokens = own_tokens(layout, row)
-    checkpoints = shape.num_layers / settings.recompute_every * tokens * shape.hidden * HALF
-    together = settings.recompute_every * shape.layer_params
+    checkpoints = shape.num_layers / settings.layers_per_checkpoint * tokens * shape.hidden * HALF
+    together = settings.layers_per_checkpoint * shape.layer_params
     alone = parts * layout.replicate == 1
     return Memory(
         states=STATE_BYTES * shape.params / parts,
@@ -148,7 +148,7 @@ def memory(shape: Shape, layout: Layout, row: int, settings: Settings | None = N
         gathered=HALF * shape.params if alone else (2 * HALF + HALF + FULL) * together,
         head=0 if alone else (HALF + FULL) * shape.table_params,
         checkpoints=0 if settings.offload else checkpoints,
-        layer=settings.recompute_every * _layer(shape, layout, tokens, settings),
+        layer=settings.layers_per_checkpoint * _layer(shape, layout, tokens, settings),
         loss=min(LOGITS_BYTES, HALF * shape.vocabulary * tokens) + 2 * HALF * shape.hidden * tokens,
         host=checkpoints if settings.offload else 0,
     )

@@ -95,7 +95,7 @@ class Estimate:
     @property
     def tokens_per_second(self) -> float:
         """Of all devices."""
-        return self.stage.batch / self.seconds.step
+        return self.stage.batch_tokens / self.seconds.step
 
     @property
     def hours(self) -> float:
@@ -111,10 +111,10 @@ def estimate(case: Case, stage: StageConfig) -> Estimate:
     if not alone and stage.optimizer != OptimizerConfig():
         raise ConfigError("optimizer: several devices keep weights and moments in fp32 and step after; leave it out.")
     stage.memory.check_layers(case.shape.num_layers)
-    micro_batch = stage.micro_batch or stage.context
+    micro_batch = stage.micro_batch_tokens or stage.context_length
     held = Held(
         tokens=-(-micro_batch // layout.sequence_ranks),
-        micro_batches=stage.batch // micro_batch // layout.data_ranks,
+        micro_batches=stage.batch_tokens // micro_batch // layout.data_ranks,
         policy=stage.memory,
         weights=stage.optimizer.weights,
         states=stage.optimizer.states,
@@ -168,10 +168,10 @@ def _nearest(found: list[Estimate], stage: StageConfig) -> Estimate:
 
 
 def _same_results(case: Case, stage: StageConfig) -> Iterator[Estimate]:
-    micro_batches = dict.fromkeys((stage.micro_batch, None))
+    micro_batches = dict.fromkeys((stage.micro_batch_tokens, None))
     for micro_batch in micro_batches:
         for parallel in _parallels(case, stage):
-            spread = stage.model_copy(update={"parallel": parallel, "micro_batch": micro_batch})
+            spread = stage.model_copy(update={"parallel": parallel, "micro_batch_tokens": micro_batch})
             try:
                 leanest = estimate(case, _with(spread, _leanest(case, spread)))
             except ConfigError:
@@ -184,7 +184,7 @@ def _same_results(case: Case, stage: StageConfig) -> Iterator[Estimate]:
 def _other_optimizers(case: Case, stage: StageConfig) -> Iterator[Estimate]:
     if case.machine.count > 1:
         return
-    whole = (stage.micro_batch or stage.context) == stage.batch
+    whole = (stage.micro_batch_tokens or stage.context_length) == stage.batch_tokens
     for wanted in LARGE_OPTIMIZERS:
         if wanted.get("step") and (not whole or "skip" in (stage.guard.nan, stage.guard.spike)):
             continue
@@ -226,12 +226,12 @@ def _policies(case: Case, stage: StageConfig) -> Iterator[Estimate]:
 
 def _leanest(case: Case, stage: StageConfig) -> MemoryPolicy:
     """What holds the least on the device."""
-    *_, last = (policy for policy in _plain_policies(case, stage) if policy.recompute_every == 1)
+    *_, last = (policy for policy in _plain_policies(case, stage) if policy.layers_per_checkpoint == 1)
     return last
 
 
 def _plain_policies(case: Case, stage: StageConfig) -> Iterator[MemoryPolicy]:
-    tokens = stage.micro_batch or stage.context
+    tokens = stage.micro_batch_tokens or stage.context_length
     tiles = (None, TILE) if tokens > TILE else (None,)
     heads = case.shape.num_kv_heads
     parts = (None, max(1, heads // 4)) if tokens >= MANY_TOKENS and heads > 1 else (None,)
@@ -242,8 +242,8 @@ def _plain_policies(case: Case, stage: StageConfig) -> Iterator[MemoryPolicy]:
                 for tile in tiles:
                     for at_once in parts:
                         yield MemoryPolicy(
-                            recompute=recompute,
-                            recompute_every=every,
+                            activation_checkpointing=recompute,
+                            layers_per_checkpoint=every,
                             offload=offload,
                             mlp_tiles=tile,
                             attention_heads_at_once=at_once,
@@ -259,7 +259,10 @@ def _keeping(case: Case, stage: StageConfig, *, offload: bool) -> Iterator[Estim
         while low < high:
             middle = (low + high + 1) // 2
             policy = MemoryPolicy(
-                recompute="keep-attention", offload=offload, keep_products=middle, keep_on_host=int(share * middle)
+                activation_checkpointing="keep-attention",
+                offload=offload,
+                keep_products=middle,
+                keep_on_host=int(share * middle),
             )
             tried = estimate(case, _with(stage, policy))
             if tried.fits:
@@ -282,7 +285,7 @@ def _divisors(number: int) -> list[int]:
 
 
 MOST_GPUS = 1024
-SIZES = {"context", "batch", "micro_batch", "mlp_tiles"}
+SIZES = {"context_length", "batch_tokens", "micro_batch_tokens", "mlp_tiles"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,10 +370,10 @@ def _more_host(case: Case, index: int, stage: StageConfig) -> Iterator[Way]:
 
 def _shorter(case: Case, stage: StageConfig) -> Iterator[Way]:
     """Rows would have to be made as short, so that this is for the recipe's author to do."""
-    context = stage.context // 2
+    context = stage.context_length // 2
     while context >= 1024:
-        if stage.batch % context == 0:
-            shorter = stage.model_copy(update={"context": context, "micro_batch": None})
+        if stage.batch_tokens % context == 0:
+            shorter = stage.model_copy(update={"context_length": context, "micro_batch_tokens": None})
             found = _found(replace(case, docs=replace(case.docs, squares=min(case.docs.mean, context))), shorter)
             if found is not None:
                 text = f"a context of {format_size(context)}, with rows no longer than that"

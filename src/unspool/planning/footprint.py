@@ -88,7 +88,7 @@ def moments(shape: Shape, held: Held) -> Iterator[Footprint]:
     count = _Count(shape, held)
     yield count.at_start()
     yield count.at_loss()
-    every = held.policy.recompute_every
+    every = held.policy.layers_per_checkpoint
     for first in range((shape.num_layers - 1) // every * every, -1, -every):
         yield count.at_layer(first)
     yield count.at_embedding()
@@ -111,7 +111,7 @@ class _Count:
         self.queries = HALF * shape.num_heads * shape.head_dim
         self.keys = HALF * kv_slices(shape, held.layout.ulysses) * shape.head_dim
         self.inner = HALF * shape.intermediate
-        self.recomputed = self.policy.recompute != "none"
+        self.recomputed = self.policy.activation_checkpointing != "none"
         self.hosts = self._host_layers()
         by_layer = [self.kept(layer) for layer in range(shape.num_layers)]
         # What the first so many layers keep on the device.
@@ -127,7 +127,7 @@ class _Count:
         own = 0.0 if held.on_host else FULL * self.shape.params / held.parts
         # One group of layers at work, one coming, and the gradient of one as it is computed and as it is summed;
         # the head is whole throughout a step.
-        together = min(self.policy.recompute_every, self.shape.num_layers) * self.shape.layer_params
+        together = min(self.policy.layers_per_checkpoint, self.shape.num_layers) * self.shape.layer_params
         return own + (2 * HALF + HALF + FULL) * together + HALF * self.shape.table_params
 
     def optimizer(self) -> float:
@@ -226,7 +226,7 @@ class _Count:
         tokens, policy = self.held.tokens, self.policy
         if not self.recomputed:
             return tokens * (self.attention_saved() + self.mlp_saved()), 0.0
-        if policy.recompute == "full":
+        if policy.activation_checkpointing == "full":
             return 0.0, 0.0
         attention = tokens * (self.queries + self._sums)
         first = self.shape.num_layers - policy.keep_products
@@ -248,7 +248,7 @@ class _Count:
         """Bytes of inputs of the groups that begin up to layer `until`: on the device, and on the host."""
         if not self.recomputed:
             return 0.0, 0.0
-        every, one = self.policy.recompute_every, self.hidden * self.held.tokens
+        every, one = self.policy.layers_per_checkpoint, self.hidden * self.held.tokens
         groups = -(-self.shape.num_layers // every)
         begun = until // every + 1
         if not self.policy.offload:
@@ -304,7 +304,7 @@ class _Count:
     def at_layer(self, first: int) -> Footprint:
         """The backward pass of the group of layers that begins with `first`."""
         shape, tokens = self.shape, self.held.tokens
-        every = self.policy.recompute_every if self.recomputed else 1
+        every = self.policy.layers_per_checkpoint if self.recomputed else 1
         last = min(first + every, shape.num_layers) - 1
         done = shape.table_params + (shape.num_layers - 1 - last) * shape.layer_params
         base = self._base(f"the backward pass of layer {last + 1} of {shape.num_layers}", done, first)

@@ -101,7 +101,7 @@ def planned_model(loaded: LoadedRecipe, given: str | None = None) -> PlannedMode
 
 def _new(loaded: LoadedRecipe, model: NewModel) -> PlannedModel:
     path = Path(loaded.path(model.tokenizer)) / "tokenizer.json"
-    values = SIZES[model.size] | {"rope_theta": model.base, "max_position_embeddings": model.context}
+    values = SIZES[model.size] | {"rope_theta": model.base, "max_position_embeddings": model.context_length}
     words = _vocabulary(path)
     if words is None:
         raise ConfigError(

@@ -40,7 +40,7 @@ class StagePlan:
     chosen: Estimate | None  # as written where that fits; else what would, on this machine
     faster: Estimate | None  # other settings of the same results that would take less time
     ways: tuple[Way, ...]
-    position: tuple[str, ...]
+    rope: tuple[str, ...]
 
     @property
     def fits(self) -> bool:
@@ -132,7 +132,7 @@ def _plan_stage(
         chosen=chosen,
         faster=faster,
         ways=() if problem is None else tuple(ways_out(case, index, stage, best)),
-        position=tuple(position_lines(model.values, stage)),
+        rope=tuple(position_lines(model.values, stage)),
     )
 
 
@@ -160,23 +160,23 @@ def _too_much(found: Estimate) -> str:
 
 
 def position_lines(values: dict[str, Any], stage: StageConfig) -> list[str]:
-    """One or two lines on the stage's RoPE; `unspool position` says more."""
+    """One or two lines on the stage's RoPE; `unspool rope` says more."""
     try:
         rope, parameters = rope_of(values), global_parameters(values)
     except ConfigError:
         return []
-    context = stage.context
-    if stage.position.method == "unchanged":
+    context = stage.context_length
+    if stage.rope.method == "unchanged":
         frequencies = [tables(parameters, rope.rotary_dim, max_positions=rope.max_positions, seq_len=context).inv_freq]
         what = f"the model's own base {short(rope.base)}"
     else:
         try:
-            settled = stage.position.settle(rope, context)
+            settled = stage.rope.resolve(rope, context)
         except ConfigError as error:
             return [str(error)]
         frequencies = list(np.atleast_2d(settled.tables(rope, context).inv_freq))
-        base = getattr(stage.position, "base", None)
-        what = f"{stage.position.method}{f' with base {short(base)}' if base else ''}"
+        base = getattr(stage.rope, "base", None)
+        what = f"{stage.rope.method}{f' with base {short(base)}' if base else ''}"
     reaches = [first_negative(line.astype(np.float64), LOOK_AHEAD * context) for line in frequencies]
     worst = min((reach for reach in reaches if reach is not None), default=None)
     far = f"over {format_size(LOOK_AHEAD * context)}" if worst is None else f"{worst:,}"
@@ -191,7 +191,7 @@ def _smallest(rope: RopeShape, context: int) -> str:
     smallest = bound(context, rope.rotary_dim)
     hint = f"the smallest single base that passes is {short(smallest)}" if smallest else "no single base passes"
     hint += " (larger ones may fail)" if smallest else ""
-    return f"{hint}; see `unspool position --context {format_size(context)}`"
+    return f"{hint}; see `unspool rope --context {format_size(context)}`"
 
 
 # Plain data for --json
@@ -226,14 +226,14 @@ def _plain_stage(plan: Plan, planned: StagePlan, price: float | None) -> dict[st
     stage = planned.stage
     return {
         "name": stage.name,
-        "context": stage.context,
-        "tokens": stage.steps * stage.batch,
+        "context_length": stage.context_length,
+        "tokens": stage.steps * stage.batch_tokens,
         "steps": stage.steps,
         "rows": [asdict(use) for use in plan.data.stages[stage.name]],
         "document_len": plan.data.documents[stage.name].mean,
         "lengths_counted": plan.data.lengths_are_counted(stage.name),
         "flops_per_token": planned.flops_per_token,
-        "flops": planned.flops_per_token * stage.steps * stage.batch,
+        "flops": planned.flops_per_token * stage.steps * stage.batch_tokens,
         "mfu": planned.mfu,
         "fits": planned.fits,
         "problem": planned.problem,
@@ -244,7 +244,7 @@ def _plain_stage(plan: Plan, planned: StagePlan, price: float | None) -> dict[st
             {"kind": way.kind, "text": way.text, "arguments": list(way.arguments), "hours": way.estimate.hours}
             for way in planned.ways
         ],
-        "position": list(planned.position),
+        "rope": list(planned.rope),
     }
 
 

@@ -105,9 +105,9 @@ class _Count:
         self.matmul = MATMUL * width / (width + NARROW) * pace.compute
         self.stream = BETWEEN * pace.memory
         policy, layers = held.policy, shape.num_layers
-        self.again = 0 if policy.recompute == "none" else layers
+        self.again = 0 if policy.activation_checkpointing == "none" else layers
         # Layers that compute their matrix products again.
-        self.products_again = 0 if policy.recompute == "none" else layers - policy.keep_products
+        self.products_again = 0 if policy.activation_checkpointing == "none" else layers - policy.keep_products
 
     def attention(self) -> tuple[float, float]:
         """Seconds of all layers, forward and backward."""
@@ -168,9 +168,9 @@ class _Count:
         forward_between, backward_between = self.between()
         products = self.layer_products()
         recomputed = self.products_again * (products - self.last_product()) + self.again * forward_between
-        if held.policy.recompute == "full":
+        if held.policy.activation_checkpointing == "full":
             recomputed += forward_attention
-        elif held.policy.recompute == "none" and held.policy.mlp_tiles:
+        elif held.policy.activation_checkpointing == "none" and held.policy.mlp_tiles:
             recomputed += layers * 3 / 2 * self.last_product() or layers * products / 2
         forward = layers * (products + forward_between) + forward_attention
         backward = layers * (2 * products + backward_between) + backward_attention + recomputed

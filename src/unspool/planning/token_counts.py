@@ -19,7 +19,7 @@ import numpy as np
 from unspool.core.artifacts import read_manifest
 from unspool.core.sizes import format_count, format_size
 from unspool.data.mixture import Mix, epoch_warnings
-from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.store import RowSet, attended_lens, open_rows
 from unspool.data.sources.config import RecallSource, Source, SyntheticSource
 from unspool.planning.step_time import Documents, documents
@@ -82,12 +82,12 @@ class DataPlan:
 def plan_data(loaded: LoadedRecipe) -> DataPlan:
     recipe = loaded.recipe
     amounts = {name: source_amount(loaded, name, source) for name, source in recipe.sources.items()}
-    built = {name: _open(recipe.out / "rows" / name, config) for name, config in recipe.rows.items()}
+    built = {name: _open(recipe.out / "datasets" / name, config) for name, config in recipe.datasets.items()}
     stages = {stage.name: tuple(_uses(loaded, stage, built, amounts)) for stage in recipe.stages}
     drawn = dict.fromkeys(recipe.sources, 0.0)
     for uses in stages.values():
         for use in uses:
-            shares = recipe.rows[use.name].shares
+            shares = recipe.datasets[use.name].shares
             for source, share in shares.items():
                 drawn[source] += use.tokens * share / sum(shares.values())
     sources = tuple(
@@ -95,7 +95,7 @@ def plan_data(loaded: LoadedRecipe) -> DataPlan:
         for name, tokens in drawn.items()
         if tokens
     )
-    whole = {stage.name: documents_of(stages[stage.name]).of(float(stage.batch)) for stage in recipe.stages}
+    whole = {stage.name: documents_of(stages[stage.name]).of(float(stage.batch_tokens)) for stage in recipe.stages}
     repeated = [warning for uses in stages.values() for warning in epoch_warnings(_known(uses))]
     return DataPlan(stages=stages, sources=sources, documents=whole, warnings=tuple(dict.fromkeys(repeated)))
 
@@ -114,11 +114,11 @@ def _uses(
     loaded: LoadedRecipe, stage: StageConfig, built: dict[str, RowSet | None], amounts: dict[str, Amount]
 ) -> Iterator[RowsUse]:
     """The rows sets of a stage's mix, in its order."""
-    tokens = stage.steps * stage.batch
+    tokens = stage.steps * stage.batch_tokens
     total = sum(stage.mix.values())
     exact = _exact_epochs(loaded, stage, built)
     for name, weight in stage.mix.items():
-        config, rows = loaded.recipe.rows[name], built[name]
+        config, rows = loaded.recipe.datasets[name], built[name]
         share = weight / total
         available = _rows_amount(config, rows, amounts)
         length, origin = _document_len(config, rows, stage, loaded)
@@ -141,19 +141,19 @@ def _exact_epochs(loaded: LoadedRecipe, stage: StageConfig, built: dict[str, Row
         return {}
     sizes = {name: len(row_set) for name, row_set in found.items()}
     lens = {name: row_set.row_len for name, row_set in found.items()}
-    mix = Mix(stage.mix, sizes, lens, stage.context, loaded.recipe.seed)
-    return mix.epochs(stage.steps * stage.batch // stage.context)
+    mix = Mix(stage.mix, sizes, lens, stage.context_length, loaded.recipe.seed)
+    return mix.epochs(stage.steps * stage.batch_tokens // stage.context_length)
 
 
-def _open(folder: Path, config: RowsConfig) -> RowSet | None:
+def _open(folder: Path, config: DatasetConfig) -> RowSet | None:
     """Rows that are built, of the length that the recipe asks for now."""
     if read_manifest(folder) is None or not any(folder.glob("rows-*.arrow")):
         return None
     rows = open_rows(folder)
-    return rows if rows.row_len == config.length else None
+    return rows if rows.row_len == config.seq_len else None
 
 
-def _rows_amount(config: RowsConfig, rows: RowSet | None, amounts: dict[str, Amount]) -> Amount:
+def _rows_amount(config: DatasetConfig, rows: RowSet | None, amounts: dict[str, Amount]) -> Amount:
     if rows is not None:
         return Amount(tokens=len(rows) * rows.row_len, how=COUNTED, why=f"{format_count(len(rows))} rows are built")
     shares = config.shares
@@ -174,7 +174,7 @@ def _rows_amount(config: RowsConfig, rows: RowSet | None, amounts: dict[str, Amo
 
 
 def _document_len(
-    config: RowsConfig, rows: RowSet | None, stage: StageConfig, loaded: LoadedRecipe
+    config: DatasetConfig, rows: RowSet | None, stage: StageConfig, loaded: LoadedRecipe
 ) -> tuple[float, str]:
     """Σ length² ÷ Σ length of what attends to itself, and where that is from."""
     if rows is not None:
@@ -184,10 +184,10 @@ def _document_len(
         lens = [attended_lens(row.doc_lens, "full" if full else row.attention) for row in picked]
         return documents(np.concatenate(lens)).mean, f"{COUNTED} in {len(picked)} rows"
     if stage.attention == "full" or config.attention == "full" or config.strategy:
-        return float(config.length), "rows see all of themselves"
-    if config.pack == "whole":
-        return float(config.length), "one document fills a row"
-    found = [_source_len(loaded, name, config.length) for name in config.shares]
+        return float(config.seq_len), "rows see all of themselves"
+    if config.packing == "single_doc":
+        return float(config.seq_len), "one document fills a row"
+    found = [_source_len(loaded, name, config.seq_len) for name in config.shares]
     shares = list(config.shares.values())
     mean = sum(share * length for share, (length, _) in zip(shares, found, strict=True)) / sum(shares)
     origins = dict.fromkeys(origin for _, origin in found)

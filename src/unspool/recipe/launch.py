@@ -262,16 +262,16 @@ def work_of(loaded: LoadedRecipe, stage: StageConfig, heads: tuple[int, int] | N
     degree = stage.parallel.ulysses
     # As many as there are ranks fit any check of heads that cannot be made.
     num_heads, num_kv_heads = heads or (degree, degree)
-    rows = [loaded.recipe.rows[name] for name in stage.mix]
-    masks = stage.attention == "documents" and not all(
+    rows = [loaded.recipe.datasets[name] for name in stage.mix]
+    masks = stage.attention == "intra_document" and not all(
         entry.attention == "full" or entry.strategy is not None for entry in rows
     )
     return Work(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        context=stage.context,
-        batch=stage.batch,
-        micro_batch=stage.micro_batch or stage.context,
+        context_length=stage.context_length,
+        batch_tokens=stage.batch_tokens,
+        micro_batch_tokens=stage.micro_batch_tokens or stage.context_length,
         document_masks=masks,
         kv_heads_at_once=stage.attention_heads_at_once if heads else None,
     )

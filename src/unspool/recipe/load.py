@@ -279,10 +279,10 @@ def _synth_problems(loaded: LoadedRecipe, source: str, wanted: str) -> Iterator[
 def _tracker_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
     """Now, not after hours of preparing data."""
     for index, stage in enumerate(loaded.recipe.stages):
-        for name in stage.track:
+        for name in stage.loggers:
             if find_spec(name) is None:
                 text = f"{name} is not installed here; pip install 'unspool[track]', or leave it out."
-                yield Problem(place=("stages", index, "track"), text=text)
+                yield Problem(place=("stages", index, "loggers"), text=text)
 
 
 def _eval_problems(loaded: LoadedRecipe) -> Iterator[Problem]:

@@ -23,7 +23,7 @@ from unspool.core.progress import console, say
 from unspool.data.corpus.build import build_corpus
 from unspool.data.corpus.executors import check_engine
 from unspool.data.packing.build import build_rows
-from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.config import DatasetConfig
 from unspool.data.sources.config import RecallSource, Source, SyntheticSource
 from unspool.evals.plan import EvalPlan
 from unspool.evals.run import Scoring, score_model
@@ -73,7 +73,7 @@ class Preparation:
     def corpora(self) -> dict[str, dict[str, Any]]:
         """Tokenised documents of every source that some rows use; returns their counts."""
         counts = {}
-        used = {source for config in self.recipe.rows.values() for source in config.shares}
+        used = {source for config in self.recipe.datasets.values() for source in config.shares}
         self._generate(self.loaded.generated(used))
         for name in (name for name in self.recipe.sources if name in used):
             with self._timed(f"corpus/{name}"):
@@ -104,13 +104,13 @@ class Preparation:
     def rows(self) -> dict[str, dict[str, Any]]:
         """Training rows; returns their counts."""
         counts = {}
-        for name in self.recipe.rows:
-            with self._timed(f"rows/{name}"):
-                counts[name] = self._rows(name, self.out / "rows" / name)
+        for name in self.recipe.datasets:
+            with self._timed(f"datasets/{name}"):
+                counts[name] = self._rows(name, self.out / "datasets" / name)
         return counts
 
     def _rows(self, name: str, folder: Path) -> dict[str, Any]:
-        config = self.recipe.rows[name]
+        config = self.recipe.datasets[name]
         return build_rows(
             config,
             {source: self.out / "corpus" / source for source in config.shares},
@@ -120,9 +120,9 @@ class Preparation:
             embed=self._embed(config),
         )
 
-    def _embed(self, config: RowsConfig) -> Any:
+    def _embed(self, config: DatasetConfig) -> Any:
         """What makes vectors of texts, for rows that are filled with what is near by them."""
-        if config.negatives is None or config.negatives.model is None:
+        if config.nextlong is None or config.nextlong.model is None:
             return None
         # Only here: all other rows are made without torch.
         import torch
@@ -130,7 +130,7 @@ class Preparation:
         from unspool.models.embed import Embedder
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return Embedder(self.loaded.path(config.negatives.model), tokenizer=self.tokenizer, device=device)
+        return Embedder(self.loaded.path(config.nextlong.model), tokenizer=self.tokenizer, device=device)
 
     def _model(self) -> str | NewModel:
         model = self.recipe.model
@@ -273,7 +273,11 @@ class Run(Preparation):
         """Find a stage that does not fit the ranks of this job before anything is made for it."""
         for stage in self.recipe.stages:
             check_fit(stage, self.model, {}, world_size=self.ranks.world_size)
-            row_lens = {name: self.recipe.rows[name].length for name in stage.refit.shares} if stage.refit else {}
+            row_lens = (
+                {name: self.recipe.datasets[name].seq_len for name in stage.attention_distillation.shares}
+                if stage.attention_distillation
+                else {}
+            )
             start = self.model if self._earlier(stage) is None else None
             check_refit(stage, start, row_lens, world_size=self.ranks.world_size)
 
@@ -282,27 +286,29 @@ class Run(Preparation):
         EvalPlan(self.loaded.evals(), self.tokenizer, seed=self.recipe.seed, root=Path()).check()
 
     def _original_context(self) -> int:
-        return original_context(self.model) if isinstance(self.model, str) else self.model.context
+        return original_context(self.model) if isinstance(self.model, str) else self.model.context_length
 
     def _earlier(self, stage: StageConfig) -> StageConfig | None:
         """The stage that `stage` starts from; None if it starts from the recipe's model."""
         names = [other.name for other in self.recipe.stages]
         index = names.index(stage.name)
-        start = stage.start
+        start = stage.init
         if start == "previous":
-            start = names[index - 1] if index else "model"
-        return None if start == "model" else self.recipe.stages[names.index(start)]
+            start = names[index - 1] if index else "base"
+        return None if start == "base" else self.recipe.stages[names.index(start)]
 
     def _inputs(self, stage: StageConfig) -> StageInputs:
         earlier = self._earlier(stage)
-        rows = self.out / "rows"
+        rows = self.out / "datasets"
         folder = None if earlier is None else self._stage_dir(earlier.name)
         return StageInputs(
             model=self.model if folder is None else str(folder / "model"),
-            rows={name: rows / name for name in stage.mix},
+            datasets={name: rows / name for name in stage.mix},
             moments=folder and folder / OPTIMIZER,
-            validation=rows / stage.validation.rows if stage.validation else None,
-            refit={name: rows / name for name in stage.refit.shares} if stage.refit else {},
+            validation=rows / stage.validation.dataset if stage.validation else None,
+            attention_distillation={name: rows / name for name in stage.attention_distillation.shares}
+            if stage.attention_distillation
+            else {},
         )
 
     def _check_fresh(self, stage: StageConfig, *, needed_by: StageConfig) -> None:

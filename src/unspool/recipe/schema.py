@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from unspool.core.config import Config, nearest
 from unspool.core.sizes import format_size, parse_size
 from unspool.data.corpus.config import EngineConfig
-from unspool.data.packing.config import STRATEGIES, RowsConfig
+from unspool.data.packing.config import STRATEGIES, DatasetConfig
 from unspool.data.sources.config import Source
 from unspool.evals.config import Eval
 from unspool.models.presets import NewModel
@@ -27,8 +27,8 @@ from unspool.training.config import StageConfig
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 # Work in progress stands beside the finished folder under these endings.
 WORK_ENDINGS = (".work", ".partial", ".old", ".tmp")
-# `start:` gives the first two a meaning, and the scores of the untouched model are kept under the third.
-RESERVED_STAGES = ("previous", "model", "base")
+# `init:` gives both a meaning, and the scores of the untouched model are kept under the second.
+RESERVED_STAGES = ("previous", "base")
 
 
 class Recipe(Config):
@@ -37,7 +37,7 @@ class Recipe(Config):
     name: str = Field(min_length=1, description="letters, digits, '-', '_' and '.'; names the run")
     seed: int = Field(0, ge=0)
     model: Annotated[str, Field(min_length=1)] | NewModel = Field(
-        description="Hub id, folder, .gguf file or asset:NAME; or {size, tokenizer, context} to start from scratch"
+        description="Hub id, folder, .gguf file or asset:NAME; or {size, tokenizer, context_length} for a new model"
     )
     out: Path = Field(
         default_factory=lambda fields: Path("runs", fields.get("name", "")),
@@ -46,7 +46,7 @@ class Recipe(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     engine: EngineConfig = EngineConfig.model_validate({})
     sources: dict[str, Source] = Field(description="name: where documents come from")
-    rows: dict[str, RowsConfig] = Field(description="name: how documents become training rows")
+    datasets: dict[str, DatasetConfig] = Field(description="name: how documents become training rows")
     stages: list[StageConfig] = Field(description="training stages, in order")
     evals: list[Eval] = Field([], description="suites to score before and after")
     synth: dict[str, SynthConfig] = Field({}, description="name: conversations that `unspool synth` generates")
@@ -66,7 +66,7 @@ def reference_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
     Takes data that may be wrong in other ways, so that every problem of a file is told at once:
     what has the wrong type here is passed over, since its class refuses it.
     """
-    sources, rows = _entries(data.get("sources")), _entries(data.get("rows"))
+    sources, rows = _entries(data.get("sources")), _entries(data.get("datasets"))
     stages = [_entries(stage) for stage in _items(data.get("stages"))]
     stage_names = [_text(stage.get("name")) for stage in stages]
     yield from _name_problems(_text(data.get("name")), list(sources), list(rows), stage_names)
@@ -75,16 +75,18 @@ def reference_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
         wanted = _entries(entry).get("from")
         for source in [wanted] if isinstance(wanted, str) else _entries(wanted):
             if source not in sources:
-                place = ("rows", name, "from") if isinstance(wanted, str) else ("rows", name, "from", source)
+                place = ("datasets", name, "from") if isinstance(wanted, str) else ("datasets", name, "from", source)
                 yield Problem(place=place, text=_unknown("source", source, list(sources)))
         replacing = _entries(_entries(entry).get("replace")).get("with")
         if isinstance(replacing, str) and replacing not in sources:
-            yield Problem(place=("rows", name, "replace", "with"), text=_unknown("source", replacing, list(sources)))
+            yield Problem(
+                place=("datasets", name, "replace", "with"), text=_unknown("source", replacing, list(sources))
+            )
     for index, stage in enumerate(stages):
         yield from _mix_problems(index, stage, rows)
         yield from _validation_problems(index, stage, rows)
-        yield from _refit_problems(index, stage, rows, is_new=isinstance(data.get("model"), dict))
-        yield from _start_problems(index, stage.get("start", "previous"), stage_names)
+        yield from _distillation_problems(index, stage, rows, is_new=isinstance(data.get("model"), dict))
+        yield from _init_problems(index, stage.get("init", "previous"), stage_names)
 
 
 def _name_problems(
@@ -92,7 +94,7 @@ def _name_problems(
 ) -> Iterator[Problem]:
     named: list[tuple[Place, str]] = [(("name",), name)] if name else []
     named += [(("sources", name), name) for name in source_names]
-    named += [(("rows", name), name) for name in row_names]
+    named += [(("datasets", name), name) for name in row_names]
     named += [(("stages", index, "name"), name) for index, name in enumerate(stage_names) if name]
     for place, given in named:
         if not FOLDER_NAME.fullmatch(given) or given.endswith(WORK_ENDINGS):
@@ -121,88 +123,90 @@ def _synth_problems(sets: Mapping[str, Any], sources: Mapping[str, Any]) -> Iter
 
 
 def _mix_problems(index: int, stage: Mapping[str, Any], rows: Mapping[str, Any]) -> Iterator[Problem]:
-    context = _size(stage.get("context"))
+    context = _size(stage.get("context_length"))
     for name in _entries(stage.get("mix")):
         place = ("stages", index, "mix", name)
-        length = _size(_entries(rows.get(name)).get("length"))
+        length = _size(_entries(rows.get(name)).get("seq_len"))
         if name not in rows:
-            yield Problem(place=place, text=_unknown("rows", name, list(rows)))
+            yield Problem(place=place, text=_unknown("dataset", name, list(rows)))
         elif context and length and context % length:
             text = f"rows of length {format_size(length)} do not divide the stage's context of {format_size(context)}"
-            yield Problem(place=place, text=f"{text}; change rows.{name}.length or stages.{index}.context.")
+            yield Problem(place=place, text=f"{text}; change datasets.{name}.seq_len or stages.{index}.context_length.")
         else:
-            yield from _skips_problems(index, stage, name, _entries(rows.get(name)))
+            yield from _pose_problems(index, stage, name, _entries(rows.get(name)))
 
 
 def _validation_problems(index: int, stage: Mapping[str, Any], rows: Mapping[str, Any]) -> Iterator[Problem]:
-    name = _entries(stage.get("validation")).get("rows")
-    place = ("stages", index, "validation", "rows")
+    name = _entries(stage.get("validation")).get("dataset")
+    place = ("stages", index, "validation", "dataset")
     if not isinstance(name, str) or not name:
         return
-    context, length = _size(stage.get("context")), _size(_entries(rows.get(name)).get("length"))
+    context, length = _size(stage.get("context_length")), _size(_entries(rows.get(name)).get("seq_len"))
     if name not in rows:
-        yield Problem(place=place, text=_unknown("rows", name, list(rows)))
+        yield Problem(place=place, text=_unknown("dataset", name, list(rows)))
     elif context and length and length > context:
         text = f"rows of length {format_size(length)} exceed the stage's context of {format_size(context)}"
-        yield Problem(place=place, text=f"{text}; change rows.{name}.length or stages.{index}.context.")
+        yield Problem(place=place, text=f"{text}; change datasets.{name}.seq_len or stages.{index}.context_length.")
 
 
-def _refit_problems(
+def _distillation_problems(
     index: int, stage: Mapping[str, Any], rows: Mapping[str, Any], *, is_new: bool
 ) -> Iterator[Problem]:
-    refit = _entries(stage.get("refit"))
+    refit = _entries(stage.get("attention_distillation"))
     if not refit:
         return
-    begins = stage.get("start", "previous") == "model" or (index == 0 and stage.get("start", "previous") == "previous")
+    begins = stage.get("init", "previous") == "base" or (index == 0 and stage.get("init", "previous") == "previous")
     if is_new and begins:
-        text = "a new model attends to nothing yet that could be kept; leave refit out of the stage it begins with."
-        yield Problem(place=("stages", index, "refit"), text=text)
-    wanted = refit.get("rows")
+        text = "a new model attends to nothing yet to keep; leave attention_distillation out of its first stage."
+        yield Problem(place=("stages", index, "attention_distillation"), text=text)
+    wanted = refit.get("datasets")
     names = [wanted] if isinstance(wanted, str) and wanted else list(_entries(wanted))
-    place: Place = ("stages", index, "refit", "rows")
-    lengths = {name: _size(_entries(rows.get(name)).get("length")) for name in names}
+    place: Place = ("stages", index, "attention_distillation", "datasets")
+    lengths = {name: _size(_entries(rows.get(name)).get("seq_len")) for name in names}
     longest = max((length for length in lengths.values() if length), default=None)
     for name, length in lengths.items():
         at = place if isinstance(wanted, str) else (*place, name)
         if name not in rows:
-            yield Problem(place=at, text=_unknown("rows", name, list(rows)))
-        elif _entries(rows[name]).get("skips"):
-            text = "its positions skip beyond the old context (skips), where there is nothing to keep; use other rows."
+            yield Problem(place=at, text=_unknown("dataset", name, list(rows)))
+        elif _entries(rows[name]).get("pose"):
+            text = "its positions skip beyond the old context (pose), where there is nothing to keep; use other rows."
             yield Problem(place=at, text=text)
         elif length and longest and longest % length:
-            text = f"rows of length {format_size(length)} do not divide the longest of refit.rows"
-            yield Problem(place=at, text=f"{text}, {format_size(longest)}; change rows.{name}.length.")
-    for key in ("batch", "during_batch"):
+            text = f"rows of length {format_size(length)} do not divide the longest of attention_distillation.datasets"
+            yield Problem(place=at, text=f"{text}, {format_size(longest)}; change datasets.{name}.seq_len.")
+    for key in ("batch_tokens", "during_batch_tokens"):
         batch = _size(refit.get(key))
         if longest and batch and batch % longest:
-            text = f"must be a multiple of the length of refit.rows, {format_size(longest)} tokens."
-            yield Problem(place=("stages", index, "refit", key), text=text, show_value=True)
+            text = (
+                f"must be a multiple of the seq_len of attention_distillation.datasets, {format_size(longest)} tokens."
+            )
+            yield Problem(place=("stages", index, "attention_distillation", key), text=text, show_value=True)
 
 
-def _skips_problems(index: int, stage: Mapping[str, Any], name: str, entry: Mapping[str, Any]) -> Iterator[Problem]:
+def _pose_problems(index: int, stage: Mapping[str, Any], name: str, entry: Mapping[str, Any]) -> Iterator[Problem]:
     place = ("stages", index, "mix", name)
-    context, target = _size(stage.get("context")), _size(_entries(entry.get("skips")).get("target"))
+    context, target = _size(stage.get("context_length")), _size(_entries(entry.get("pose")).get("target"))
     if not target:
         return
     if context and context < target:
         text = f"its rows have positions up to {format_size(target)}, beyond the stage's context of"
-        way_out = f"lower rows.{name}.skips.target or raise stages.{index}.context."
+        way_out = f"lower datasets.{name}.pose.target or raise stages.{index}.context_length."
         yield Problem(place=place, text=f"{text} {format_size(context)}; {way_out}")
     is_full = entry.get("attention") == "full" or any(entry.get(strategy) for strategy in STRATEGIES)
     if stage.get("attention") == "full" and not is_full:
-        text = "its positions begin anew in every document (skips), and the stage attends across documents"
-        way_out = f"set rows.{name}.attention: full, or leave stages.{index}.attention out."
+        text = "its positions begin anew in every document (pose), and the stage attends across documents"
+        way_out = f"set datasets.{name}.attention: full, or leave stages.{index}.attention out."
         yield Problem(place=place, text=f"{text}; {way_out}")
 
 
-def _start_problems(index: int, start: Any, stage_names: list[str]) -> Iterator[Problem]:
+def _init_problems(index: int, start: Any, stage_names: list[str]) -> Iterator[Problem]:
     earlier = [name for name in stage_names[:index] if name]
-    if not isinstance(start, str) or start in ("previous", "model", *earlier):
+    if not isinstance(start, str) or start in ("previous", "base", *earlier):
         return
-    text = _unknown("start", start, ["previous", "model", *earlier])
+    text = _unknown("init", start, ["previous", "base", *earlier])
     if start in stage_names:
-        text = f"stage {start!r} does not come before this one; start from previous, model or an earlier stage."
-    yield Problem(place=("stages", index, "start"), text=text)
+        text = f"stage {start!r} does not come before this one; start from previous, base or an earlier stage."
+    yield Problem(place=("stages", index, "init"), text=text)
 
 
 def _no_folder(name: str) -> str:

@@ -63,7 +63,7 @@ class Synthesis(Preparation):
         used = {source for config in self.sets.values() for source in config.sources}
         sources = {name: source for name, source in loaded.recipe.sources.items() if name in used}
         # Rows and stages may name what is only made here, so they are not looked at.
-        narrowed = loaded.recipe.model_copy(update={"sources": sources, "rows": {}, "stages": []})
+        narrowed = loaded.recipe.model_copy(update={"sources": sources, "datasets": {}, "stages": []})
         super().__init__(replace(loaded, recipe=narrowed))
         self.templates = {name: self._templates(config) for name, config in self.sets.items()}
         self.measures = {name: self._measure(name, config) for name, config in self.sets.items()}

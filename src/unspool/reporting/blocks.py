@@ -63,7 +63,7 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Questions:
     kind: ClassVar[str] = "asked"
     title: str
     questions: Sequence[Question]
@@ -77,7 +77,7 @@ class Code:
     folded: str = ""
 
 
-Block = Text | Group | Heat | Asked | Code
+Block = Text | Group | Heat | Questions | Code
 
 
 @dataclass(frozen=True, kw_only=True)

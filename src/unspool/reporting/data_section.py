@@ -13,7 +13,7 @@ from unspool.core.sizes import format_count, format_size
 from unspool.reporting.bars import Pair, pair_bars
 from unspool.reporting.figures import Entry, Figure, Table, entries
 from unspool.reporting.number_format import MISSING, show_percent, visible
-from unspool.reporting.run_results import Artefact, Problem, RunResults, Stage
+from unspool.reporting.run_results import Artifact, Problem, RunResults, Stage
 
 # Counts with a column of their own; further ones follow them, and tables inside counts have their own places.
 _CORPUS = ("records", "documents", "tokens", "quarantined", "filtered", "left_out")
@@ -39,26 +39,26 @@ class Audit:
 
 
 def audit(results: RunResults) -> Audit:
-    groups = {name: _group(results.artefacts, name) for name in ("corpus", "rows")}
+    groups = {name: _group(results.artifacts, name) for name in ("corpus", "datasets")}
     corpus = _count_table(groups["corpus"], "Documents", _CORPUS, _corpus_gap)
-    rows = _count_table(groups["rows"], "Rows", _ROWS, _rows_gap)
+    rows = _count_table(groups["datasets"], "Rows", _ROWS, _rows_gap)
     mixes = [stage for stage in results.stages if stage.mix]
-    tables = [table for table in (corpus, rows, _mix_table(mixes, groups["rows"])) if table is not None]
+    tables = [table for table in (corpus, rows, _mix_table(mixes, groups["datasets"])) if table is not None]
     gaps = [(f"corpus {name}", _corpus_gap(one.counts)) for name, one in groups["corpus"].items()]
-    gaps += [(f"rows {name}", _rows_gap(one.counts)) for name, one in groups["rows"].items()]
+    gaps += [(f"rows {name}", _rows_gap(one.counts)) for name, one in groups["datasets"].items()]
     return Audit(
         tables=tables,
         lengths=_length_figures(groups),
-        mixes=[figure for stage in mixes if (figure := _mix_figure(stage, groups["rows"]))],
+        mixes=[figure for stage in mixes if (figure := _mix_figure(stage, groups["datasets"]))],
         problems=_problem_table(results.problems),
         warnings=[f"{name}: the counts do not add up, by {gap:+,}." for name, gap in gaps if gap],
     )
 
 
-def _group(artefacts: Sequence[Artefact], group: str) -> dict[str, Artefact]:
+def _group(artifacts: Sequence[Artifact], group: str) -> dict[str, Artifact]:
     """By the names of their folders."""
     prefix = f"{group}/"
-    return {one.path.removeprefix(prefix): one for one in artefacts if one.path.startswith(prefix)}
+    return {one.path.removeprefix(prefix): one for one in artifacts if one.path.startswith(prefix)}
 
 
 # Sums
@@ -89,7 +89,7 @@ def _rows_gap(counts: Mapping[str, Any]) -> int | None:
     return _gap([counts.get("tokens_in"), counts.get("tokens_added")], [counts.get("tokens"), counts.get("dropped")])
 
 
-def _count_table(group: dict[str, Artefact], caption: str, first: Sequence[str], gap: Any) -> Table | None:
+def _count_table(group: dict[str, Artifact], caption: str, first: Sequence[str], gap: Any) -> Table | None:
     """The counts of each folder as its manifest has them, and whether they add up."""
     if not group:
         return None
@@ -125,7 +125,7 @@ def _show_count(value: Any, name: str = "") -> str:
 # Lengths
 
 
-def _length_figures(groups: dict[str, dict[str, Artefact]]) -> list[Figure]:
+def _length_figures(groups: dict[str, dict[str, Artifact]]) -> list[Figure]:
     figures = []
     for group, found in groups.items():
         for name, one in found.items():
@@ -165,7 +165,7 @@ def _length_figure(title: str, kind: str, bins: list[tuple[int, int, int]]) -> F
 # Mix
 
 
-def realised(stage: Stage, rows: Mapping[str, Artefact]) -> dict[str, float]:
+def realised(stage: Stage, rows: Mapping[str, Artifact]) -> dict[str, float]:
     """Share of the tokens trained on by rows set; empty where the ledger or the length of a row is not known."""
     tokens = {}
     for name, count in stage.drawn.items():
@@ -177,13 +177,13 @@ def realised(stage: Stage, rows: Mapping[str, Artefact]) -> dict[str, float]:
     return {name: held / total for name, held in tokens.items()} if total else {}
 
 
-def _row_length(one: Artefact | None) -> float | None:
+def _row_length(one: Artifact | None) -> float | None:
     if one is None or not one.counts.get("rows") or not isinstance(one.counts.get("tokens"), int):
         return None
     return float(one.counts["tokens"]) / float(one.counts["rows"])
 
 
-def _mix_table(stages: Sequence[Stage], rows: Mapping[str, Artefact]) -> Table | None:
+def _mix_table(stages: Sequence[Stage], rows: Mapping[str, Artifact]) -> Table | None:
     lines = []
     for stage in stages:
         came = realised(stage, rows)
@@ -205,7 +205,7 @@ def _mix_table(stages: Sequence[Stage], rows: Mapping[str, Artefact]) -> Table |
     return Table(caption="Mix", columns=columns, rows=lines, note="Shares of tokens.")
 
 
-def _mix_figure(stage: Stage, rows: Mapping[str, Artefact]) -> Figure | None:
+def _mix_figure(stage: Stage, rows: Mapping[str, Artifact]) -> Figure | None:
     came = realised(stage, rows)
     if not came:
         return None

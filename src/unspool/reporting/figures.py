@@ -22,7 +22,7 @@ from unspool.reporting.number_format import (
     show_value,
     suite_title,
 )
-from unspool.reporting.run_results import Artefact, Cell, ModelScores, RunResults
+from unspool.reporting.run_results import Artifact, Cell, ModelScores, RunResults
 
 MAX_TICKS = 8
 # More points than a chart has pixels only make the page heavy.
@@ -80,7 +80,7 @@ def recall_figure(lines: Sequence[Line], suite: str, original_context: int | Non
 
 def score_kind(suite: str) -> str:
     """What a score is the mean of: these two suites know right and wrong only."""
-    return "share of right answers" if suite in ("niah", "kv") else "mean score"
+    return "share of right answers" if suite in ("niah", "key_value") else "mean score"
 
 
 def loss_figure(lines: Sequence[Line], original_context: int | None) -> Figure:
@@ -231,15 +231,15 @@ def recall_table(lines: Sequence[Line], suite: str, depths: Sequence[float | Non
     return Table(caption=caption, columns=[first, *(line.label for line in lines), "n"], rows=rows)
 
 
-def artefact_table(artefacts: Sequence[Artefact]) -> Table:
+def artifact_table(artifacts: Sequence[Artifact]) -> Table:
     rows = []
-    for artefact in artefacts:
-        inputs = ", ".join(f"{name} {_short(value)}" for name, value in artefact.inputs.items())
+    for artifact in artifacts:
+        inputs = ", ".join(f"{name} {_short(value)}" for name, value in artifact.inputs.items())
         rows.append(
             [
-                *entries(artefact.path, artefact.version, f"{artefact.num_files:,}", show_bytes(artefact.num_bytes)),
-                Entry(text=_short(artefact.content_hash), tooltip=artefact.content_hash),
-                Entry(text=inputs or MISSING, tooltip=str(artefact.inputs) if inputs else ""),
+                *entries(artifact.path, artifact.version, f"{artifact.num_files:,}", show_bytes(artifact.num_bytes)),
+                Entry(text=_short(artifact.content_hash), tooltip=artifact.content_hash),
+                Entry(text=inputs or MISSING, tooltip=str(artifact.inputs) if inputs else ""),
             ]
         )
     columns = ["folder", "unspool", "files", "size", "content hash", "made from"]

@@ -27,7 +27,7 @@ from unspool.reporting.result_files import (
     size,
     whole,
 )
-from unspool.reporting.run_results import Artefact, Problem, RunResults, Stage, Step, Validation
+from unspool.reporting.run_results import Artifact, Problem, RunResults, Stage, Step, Validation
 
 # Read what training left behind: steps, validation, which rows were drawn, the positions of the model.
 
@@ -38,7 +38,7 @@ def gather_stages(stages_dir: Path, recipe: dict[str, Any]) -> tuple[Stage, ...]
     entries: list[Any] = described if isinstance(described, list) else []
     entries = [entry for entry in entries if isinstance(entry, dict) and "name" in entry]
     if not entries:
-        entries = [{"name": folder.name, "start": "model"} for folder in published(stages_dir)]
+        entries = [{"name": folder.name, "init": "base"} for folder in published(stages_dir)]
     stages: list[Stage] = []
     for entry in entries:
         stages.append(_stage(entry, stages_dir, stages[-1].name if stages else None))
@@ -46,22 +46,22 @@ def gather_stages(stages_dir: Path, recipe: dict[str, Any]) -> tuple[Stage, ...]
 
 
 def _stage(entry: dict[str, Any], stages_dir: Path, previous: str | None) -> Stage:
-    name, start = str(entry["name"]), str(entry.get("start", "previous"))
+    name, start = str(entry["name"]), str(entry.get("init", "previous"))
     finished = (stages_dir / name / MANIFEST).is_file()
     folder = stages_dir / name if finished else stages_dir / f"{name}.work"
     config_file = folder / "model" / "config.json"
-    mix, position = entry.get("mix"), entry.get("position")
+    mix, position = entry.get("mix"), entry.get("rope")
     return Stage(
         name=name,
-        parent={"previous": previous, "model": None}.get(start, start),
-        context=size(entry.get("context")),
+        parent={"previous": previous, "base": None}.get(start, start),
+        context_length=size(entry.get("context_length")),
         planned_tokens=size(entry.get("tokens")),
         finished=finished,
         steps=_steps(folder / "metrics.jsonl", finished=finished),
         validation=_validation(folder / "validation.jsonl", finished=finished),
         mix=_shares(mix) if isinstance(mix, dict) else {},
         drawn=_drawn(folder / "ledger.jsonl", finished=finished),
-        position=position if isinstance(position, dict) else {},
+        rope=position if isinstance(position, dict) else {},
         config=json_object(config_file) if config_file.is_file() else None,
     )
 
@@ -165,7 +165,7 @@ def gather(run_dir: Path) -> RunResults:
         seconds=facts.seconds,
         models=gather_models(run_dir, [stage.name for stage in stages]),
         stages=stages,
-        artefacts=tuple(_artefacts(run_dir)),
+        artifacts=tuple(_artifacts(run_dir)),
         problems=tuple(_problems(run_dir / "corpus")),
         base_config=_base_config(base_model),
     )
@@ -206,14 +206,14 @@ def _facts(path: Path) -> _Facts:
         raise DataError(f"{path} is not readable ({error!r}); run the recipe again to rewrite it.") from error
 
 
-def _artefacts(run_dir: Path) -> Iterator[Artefact]:
-    for group in ("corpus", "rows", "stages", "scores"):
+def _artifacts(run_dir: Path) -> Iterator[Artifact]:
+    for group in ("corpus", "datasets", "stages", "scores"):
         for folder in published(run_dir / group):
             manifest = read_manifest(folder)
             if manifest is None:
                 raise DataError(f"{folder / MANIFEST} is damaged; run the recipe again to rebuild this folder.")
             files = manifest.get("files") or {}
-            yield Artefact(
+            yield Artifact(
                 path=f"{group}/{folder.name}",
                 kind=str(manifest.get("kind", "–")),
                 version=str(manifest.get("unspool", "–")),

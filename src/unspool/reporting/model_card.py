@@ -16,11 +16,11 @@ from unspool.reporting.run_results import BASE, LOSS, Cell, ModelScores, RunResu
 
 # What a set of rows may do with its documents, as recipes call it.
 STRATEGIES = {
-    "tangle": "tangled (Untie the Knots)",
-    "interleave": "interleaved (CIP)",
-    "negatives": "with hard negatives (NExtLong)",
+    "utk": "tangled (Untie the Knots)",
+    "cip": "interleaved (CIP)",
+    "nextlong": "with hard negatives (NExtLong)",
     "upsample": "long documents upsampled",
-    "skips": "with position skips (PoSE)",
+    "pose": "with position skips (PoSE)",
     "replace": "with synthetic tasks",
 }
 
@@ -174,11 +174,11 @@ def _stages(facts: CardFacts, recipe: dict[str, Any]) -> str:
         entry = entries.get(stage.name, {})
         mix = entry.get("mix") or {}
         used |= dict.fromkeys(mix)
-        context = format_size(stage.context) if stage.context else MISSING
+        context = format_size(stage.context_length) if stage.context_length else MISSING
         tokens = format_count(stage.tokens) if stage.steps else MISSING
         shares = ", ".join(f"{name} {share:g}" for name, share in mix.items()) or MISSING
-        lines.append(_line(stage.name, context, tokens, _position_entry(entry.get("position")), shares))
-    rows = recipe.get("rows") or {}
+        lines.append(_line(stage.name, context, tokens, _position_entry(entry.get("rope")), shares))
+    rows = recipe.get("datasets") or {}
     data = [f"- {name}: {_describe_rows(rows[name])}" for name in used if isinstance(rows.get(name), dict)]
     return "\n".join([*lines, *(["", "Rows:", "", *data] if data else [])])
 
@@ -195,8 +195,8 @@ def _describe_rows(entry: dict[str, Any]) -> str:
     source = entry.get("from")
     names = listing(list(source)) if isinstance(source, dict) else str(source)
     done = [title for name, title in STRATEGIES.items() if entry.get(name)]
-    length = format_size(entry["length"]) if isinstance(entry.get("length"), int) else entry.get("length", MISSING)
-    return ", ".join([f"{names}, in rows of {length} (packed: {entry.get('pack', MISSING)})", *done])
+    length = format_size(entry["seq_len"]) if isinstance(entry.get("seq_len"), int) else entry.get("seq_len", MISSING)
+    return ", ".join([f"{names}, in rows of {length} (packed: {entry.get('packing', MISSING)})", *done])
 
 
 def _scores(facts: CardFacts) -> str:

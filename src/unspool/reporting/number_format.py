@@ -12,7 +12,7 @@ _DIRECTION = re.compile("[\u0080-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u20
 
 _SUITES = {
     "niah": "Needle recall",
-    "kv": "Key-value recall",
+    "key_value": "Key-value recall",
     LOSS: "Loss",
     "ruler": "RULER",
     "helmet": "HELMET",

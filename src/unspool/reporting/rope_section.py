@@ -154,7 +154,7 @@ def _period_figure(found: Sequence[Rope]) -> Figure:
 def position_tables(found: Sequence[Rope], results: RunResults) -> list[Table]:
     if not found:
         return []
-    methods = {stage.name: str(stage.position.get("method", "unchanged")) for stage in results.stages}
+    methods = {stage.name: str(stage.rope.get("method", "unchanged")) for stage in results.stages}
     rows = []
     for rope in found:
         used = list(dict.fromkeys(methods.get(name, "as it came") for name in rope.names))

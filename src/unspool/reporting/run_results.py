@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 BASE = "base"
-LOSS = "loss"
+LOSS = "perplexity"
 SHORT = "short"  # lm-eval's tasks: short prompts, so without a length
 _OF = ": "  # between a suite and its task
 
@@ -100,7 +100,7 @@ class ModelScores:
 def recall_suites(models: Iterable[ModelScores]) -> list[str]:
     """Needles and key-values first, then any other suite that was scored."""
     found = {cell.suite for model in models for cell in model.cells} - {LOSS}
-    return sorted(found, key=lambda suite: ({"niah": 0, "kv": 1}.get(suite, 2), suite))
+    return sorted(found, key=lambda suite: ({"niah": 0, "key_value": 1}.get(suite, 2), suite))
 
 
 def main_suites(models: Iterable[ModelScores]) -> list[str]:
@@ -140,14 +140,14 @@ class Validation:
 class Stage:
     name: str
     parent: str | None  # the stage it starts from; None: the base model
-    context: int | None
+    context_length: int | None
     planned_tokens: int | None
     finished: bool
     steps: tuple[Step, ...]
     validation: tuple[Validation, ...] = ()
     mix: dict[str, float] = field(default_factory=dict)  # rows set: share of tokens asked for
     drawn: dict[str, int] = field(default_factory=dict)  # rows set: rows trained on
-    position: dict[str, Any] = field(default_factory=dict)  # as the recipe has it
+    rope: dict[str, Any] = field(default_factory=dict)  # as the recipe has it
     config: dict[str, Any] | None = None  # config.json of its model
 
     @property
@@ -156,7 +156,7 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Artefact:
+class Artifact:
     """A published folder, as its manifest describes it."""
 
     path: str  # relative to the run, such as rows/books-2k
@@ -192,7 +192,7 @@ class RunResults:
     seconds: dict[str, float]
     models: tuple[ModelScores, ...]  # base first, then stages as in the recipe
     stages: tuple[Stage, ...]
-    artefacts: tuple[Artefact, ...]
+    artifacts: tuple[Artifact, ...]
     problems: tuple[Problem, ...] = ()  # the first few of each corpus
     base_config: dict[str, Any] | None = None  # config.json of the model before training
 
@@ -212,7 +212,7 @@ class RunResults:
 
     @property
     def target_context(self) -> int | None:
-        return max((stage.context for stage in self.stages if stage.context), default=None)
+        return max((stage.context_length for stage in self.stages if stage.context_length), default=None)
 
     @property
     def model_names(self) -> list[str]:
@@ -228,7 +228,7 @@ class RunResults:
         """The context that a model was trained for."""
         if name == BASE:
             return self.original_context
-        return next((stage.context for stage in self.stages if stage.name == name), None)
+        return next((stage.context_length for stage in self.stages if stage.name == name), None)
 
     @property
     def main_suites(self) -> list[str]:

@@ -7,12 +7,12 @@ Promise: what is missing is said in a sentence, not left out.
 from collections.abc import Sequence
 
 from unspool.core.sizes import format_size
-from unspool.reporting.blocks import Answer, Asked, Block, Code, Group, Heat, Legend, Question, Section, Text
+from unspool.reporting.blocks import Answer, Block, Code, Group, Heat, Legend, Question, Questions, Section, Text
 from unspool.reporting.comparisons import compare, comparison_table
 from unspool.reporting.data_section import audit
 from unspool.reporting.figures import (
     Line,
-    artefact_table,
+    artifact_table,
     facts_table,
     heat_figure,
     loss_figure,
@@ -36,15 +36,15 @@ MAX_QUESTIONS = 80
 PROMPT_START, PROMPT_END = 600, 900  # characters: the question stands at the end
 
 
-def asked_blocks(results: RunResults, styles: dict[str, int]) -> list[Asked]:
-    blocks: list[Asked] = []
+def asked_blocks(results: RunResults, styles: dict[str, int]) -> list[Questions]:
+    blocks: list[Questions] = []
     left = MAX_QUESTIONS
     for suite in results.recall_suites:
         asked = _same_question(results, suite)[:left]
         left -= len(asked)
         if asked:
             questions = [_question(answers, styles) for answers in asked]
-            blocks.append(Asked(title=suite_title(suite), questions=questions))
+            blocks.append(Questions(title=suite_title(suite), questions=questions))
     return blocks
 
 
@@ -278,6 +278,6 @@ def _recipe(results: RunResults) -> list[Block]:
 def _provenance(results: RunResults) -> list[Block]:
     facts = [table for table in (facts_table(results), timing_table(results)) if table]
     blocks: list[Block] = [Group(tables=facts)]
-    if results.artefacts:
-        blocks.append(Group(tables=[artefact_table(results.artefacts)], wide=True))
+    if results.artifacts:
+        blocks.append(Group(tables=[artifact_table(results.artifacts)], wide=True))
     return blocks

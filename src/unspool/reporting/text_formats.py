@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from unspool import __version__
 from unspool.core.artifacts import write_atomic
-from unspool.reporting.blocks import Asked, Block, Code, Group, PageView, RunView, Section, Text
+from unspool.reporting.blocks import Block, Code, Group, PageView, Questions, RunView, Section, Text
 from unspool.reporting.comparisons import Comparison, compare, headline, missing_parts
 from unspool.reporting.data_section import length_bins, realised
 from unspool.reporting.figures import Entry, Line, Table
@@ -79,7 +79,7 @@ def _block(block: Block, level: int) -> Iterator[str]:
         yield from (table_text(table) for table in block.tables)
     elif isinstance(block, Code):
         yield fenced(block.text)
-    elif isinstance(block, Asked):
+    elif isinstance(block, Questions):
         yield f"{'#' * level} {plain(block.title)}"
         for question in block.questions:
             yield f"{plain(question.place)}, expected {quoted(question.reference)}"
@@ -178,7 +178,7 @@ def _run_values(results: RunResults) -> dict[str, Any]:
         "recipe": results.recipe_text,
         "versions": results.versions,
         "seconds": results.seconds,
-        "artefacts": [_artefact(one) for one in results.artefacts],
+        "artifacts": [_artifact(one) for one in results.artifacts],
     }
 
 
@@ -195,7 +195,7 @@ def _together(runs: Sequence[RunResults]) -> dict[str, Any]:
 def _model(line: Line) -> dict[str, Any]:
     return {
         "model": line.scores.name,
-        "context": line.context,
+        "context_length": line.context,
         "cells": [plain_cell(cell) for cell in line.scores.cells],
         "short": [plain_cell(cell) for cell in line.scores.short],
         "holds_until": line.scores.holds_until,
@@ -248,13 +248,13 @@ def _stage(stage: Stage, results: RunResults) -> dict[str, Any]:
     return {
         "name": stage.name,
         "starts_from": stage.parent,
-        "context": stage.context,
+        "context_length": stage.context_length,
         "planned_tokens": stage.planned_tokens,
         "tokens": stage.tokens if stage.steps else None,
         "finished": stage.finished,
-        "position": stage.position,
+        "rope": stage.rope,
         "mix_asked": stage.mix,
-        "mix_came": realised(stage, {one.path.removeprefix("rows/"): one for one in results.artefacts}),
+        "mix_came": realised(stage, {one.path.removeprefix("datasets/"): one for one in results.artifacts}),
         "rows_trained_on": stage.drawn,
         "seconds": results.seconds.get(f"stages/{stage.name}"),
         "steps": [asdict(step) for step in stage.steps],
@@ -266,7 +266,7 @@ def _rope(rope: Rope) -> dict[str, Any]:
     return {
         "models": list(rope.names),
         "summary": rope.summary,
-        "context": rope.context,
+        "context_length": rope.context,
         "frequencies": rope.inv_freq.tolist(),
         "first_negative_distance": rope.reach,
         "lowest": rope.lowest,
@@ -275,7 +275,7 @@ def _rope(rope: Rope) -> dict[str, Any]:
 
 
 def _data(results: RunResults) -> dict[str, Any]:
-    counted = [one for one in results.artefacts if one.path.startswith(("corpus/", "rows/"))]
+    counted = [one for one in results.artifacts if one.path.startswith(("corpus/", "datasets/"))]
     return {
         "counts": {one.path: one.counts for one in counted},
         "lengths": {
@@ -287,7 +287,7 @@ def _data(results: RunResults) -> dict[str, Any]:
     }
 
 
-def _artefact(one: Any) -> dict[str, Any]:
+def _artifact(one: Any) -> dict[str, Any]:
     plain = asdict(one)
     plain.pop("counts")
     return plain

@@ -145,7 +145,9 @@ def _row(stage: Stage, seconds: float | None) -> list[Entry]:
     memory = max((step.memory_gib for step in stage.steps if step.memory_gib is not None), default=None)
     return [
         Entry(text=stage.name, note=_state(stage)),
-        *entries(stage.parent or "base model", format_size(stage.context) if stage.context else MISSING, steps),
+        *entries(
+            stage.parent or "base model", format_size(stage.context_length) if stage.context_length else MISSING, steps
+        ),
         Entry(text=format_count(stage.tokens) if stage.steps else MISSING, tooltip=f"{stage.tokens:,} tokens"),
         Entry(text=MISSING if speed is None else format_count(speed), tooltip="median over steps"),
         Entry(text=show_percent(mfu), tooltip="median over steps"),

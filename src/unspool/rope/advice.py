@@ -17,8 +17,8 @@ from unspool.rope.bound import bound, curve, first_negative
 from unspool.rope.harpe import Harpe
 from unspool.rope.methods import Abf, Dynamic, Llama3, Ntk, NtkByParts, Pi, Yarn
 from unspool.rope.tables import (
+    RopeSettings,
     RopeShape,
-    Settled,
     frequencies,
     global_parameters,
     is_nested,
@@ -75,13 +75,13 @@ def advise(
     edges = np.unique(np.geomspace(1, context_len, NUM_BINS + 1).round().astype(np.int64))
     methods = [_unchanged(config, rope, parameters, looked_until, edges)]
     for position in _candidates(rope, context_len, smallest):
-        settled = position.settle(rope, context_len)
+        settled = position.resolve(rope, context_len)
         inv_freq = np.atleast_2d(settled.tables(rope, context_len).inv_freq)
         measured = _measure(inv_freq.astype(np.float64), looked_until, edges)
         methods.append(
             MethodAdvice(
                 method=position.method,
-                line=f"position: {{{_spell(position)}}}",
+                line=f"rope: {{{_spell(position)}}}",
                 summary=_summary(settled, rope, context_len),
                 parameters=settled.parameters,
                 max_positions=settled.max_positions,
@@ -133,7 +133,7 @@ def _spell(position: Any) -> str:
     return ", ".join(sorted(words, key=lambda word: not word.startswith("method")))
 
 
-def _summary(settled: Settled, rope: RopeShape, context_len: int) -> str:
+def _summary(settled: RopeSettings, rope: RopeShape, context_len: int) -> str:
     if settled.head_bases is not None:
         first, last = settled.head_bases[0], settled.head_bases[-1]
         return f"bases {short(first)} to {short(last)}"
@@ -160,7 +160,7 @@ def _unchanged(
         summary = f"base {short(rope.base)}" + (f", {parameters['rope_type']} scaling" if scaled else "")
     return MethodAdvice(
         method="unchanged",
-        line="position: {method: unchanged}",
+        line="rope: {method: unchanged}",
         summary=summary,
         parameters=parameters,
         max_positions=rope.max_positions,

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from unspool.core.config import Config
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import Size
-from unspool.rope.tables import RopeShape, Settled, one_base
+from unspool.rope.tables import RopeSettings, RopeShape, one_base
 
 # Table 2 of the paper, in units of 10,000: head 1 to head 32.
 PRINTED = (
@@ -55,18 +55,18 @@ class Harpe(Config):
             raise ValueError("rotate_by_layer has no meaning with shared, where all heads have one base")
         return self
 
-    def settle(self, rope: RopeShape, context_len: int) -> Settled:
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         bases = self.head_bases(rope, context_len)
         max_positions = max(context_len, rope.max_positions)
         if self.shared:
-            return Settled(parameters=one_base(bases.mean()), max_positions=max_positions)
-        return Settled(head_bases=bases, rotate_by_layer=self.rotate_by_layer, max_positions=max_positions)
+            return RopeSettings(parameters=one_base(bases.mean()), max_positions=max_positions)
+        return RopeSettings(head_bases=bases, rotate_by_layer=self.rotate_by_layer, max_positions=max_positions)
 
     def head_bases(self, rope: RopeShape, context_len: int) -> np.ndarray:
         """The base of each KV head."""
         count = rope.num_kv_heads
         if count == 1 and not self.shared:
-            raise ConfigError("position harpe: this model has a single KV head, so only one base; use method abf.")
+            raise ConfigError("rope harpe: this model has a single KV head, so only one base; use method abf.")
         if self.bases == "printed":
             chosen = _printed(count)
         else:
@@ -83,7 +83,7 @@ class Harpe(Config):
 def _printed(count: int) -> np.ndarray:
     if count != len(PRINTED):
         raise ConfigError(
-            f"position harpe: bases printed is the paper's list for {len(PRINTED)} KV heads, and this model has "
+            f"rope harpe: bases printed is the paper's list for {len(PRINTED)} KV heads, and this model has "
             f"{count}; use bases uniform with low 1e6 and high 5e6, the range of that list's search."
         )
     return np.array(PRINTED) * 1e4
@@ -101,7 +101,7 @@ def search_bases(low: float, high: float, step: float, count: int, rotary_dim: i
     candidates = low + step * np.arange(1, int((high - low) / step) + 1)
     if len(candidates) + 1 < count:
         raise ConfigError(
-            f"position harpe: {len(candidates) + 1} bases from {low:g} to {high:g} in steps of {step:g} are too few "
+            f"rope harpe: {len(candidates) + 1} bases from {low:g} to {high:g} in steps of {step:g} are too few "
             f"for {count} KV heads; give a smaller step or a wider range."
         )
     places = np.unique(np.linspace(0, context_len - 1, min(context_len, MOST_POINTS)).round())

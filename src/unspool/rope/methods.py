@@ -1,6 +1,6 @@
 """Position methods, one class each: from a model's rotary shape and a context to RoPE settings.
 
-In: `RopeShape` and the context length of a stage. Out: `Settled`: the settings as `rope_parameters` of
+In: `RopeShape` and the context length of a stage. Out: `RopeSettings`: the settings as `rope_parameters` of
 `transformers` v5 and the longest context to write beside them, or a base per head, which no such settings can say.
 Promise: factors count from the length that the model's unscaled base was trained for, so a later stage replaces an
 older scaling instead of stacking upon it; settings that contradict each other are refused.
@@ -17,7 +17,7 @@ from unspool.core.config import Config
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import Size, format_size
 from unspool.rope.harpe import Harpe
-from unspool.rope.tables import RopeShape, Settled, ntk_base, one_base
+from unspool.rope.tables import RopeSettings, RopeShape, ntk_base, one_base
 
 
 class Unchanged(Config):
@@ -32,8 +32,8 @@ class Abf(Config):
     method: Literal["abf"]
     base: float = Field(gt=1)
 
-    def settle(self, rope: RopeShape, context_len: int) -> Settled:
-        return Settled(parameters=one_base(self.base), max_positions=max(context_len, rope.max_positions))
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
+        return RopeSettings(parameters=one_base(self.base), max_positions=max(context_len, rope.max_positions))
 
 
 class Factor(Config):
@@ -50,7 +50,7 @@ class Factor(Config):
         original = self.original_len(rope)
         if self.factor is None and context_len < original:
             raise ConfigError(
-                f"position {self.name}: context {format_size(context_len)} is shorter than the model's original "
+                f"rope {self.name}: context {format_size(context_len)} is shorter than the model's original "
                 f"{format_size(original)}, so there is nothing to extend; use method unchanged, or give factor."
             )
         return self.factor or context_len / original
@@ -60,7 +60,7 @@ class Factor(Config):
         factor, original = self.stretch(rope, context_len), self.original_len(rope)
         if round(factor * original) < context_len:
             raise ConfigError(
-                f"position {self.name}: factor {factor:g} × original {format_size(original)} is only "
+                f"rope {self.name}: factor {factor:g} × original {format_size(original)} is only "
                 f"{format_size(round(factor * original))}, and the context is {format_size(context_len)}; "
                 f"give factor {context_len / original:g} or leave it out."
             )
@@ -76,9 +76,9 @@ class Ntk(Factor):
 
     method: Literal["ntk"]
 
-    def settle(self, rope: RopeShape, context_len: int) -> Settled:
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         factor = self.reaching(rope, context_len)
-        return Settled(
+        return RopeSettings(
             parameters=one_base(ntk_base(rope.base, factor, rope.rotary_dim)),
             max_positions=max(context_len, round(factor * self.original_len(rope))),
         )
@@ -89,9 +89,9 @@ class Pi(Factor):
 
     method: Literal["pi"]
 
-    def settle(self, rope: RopeShape, context_len: int) -> Settled:
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         factor = self.reaching(rope, context_len)
-        return Settled(
+        return RopeSettings(
             parameters={"rope_type": "linear", "factor": factor, "rope_theta": rope.base},
             # Exactly so: the original length can be read back only from the two together.
             max_positions=round(factor * self.original_len(rope)),
@@ -103,8 +103,8 @@ class Dynamic(Factor):
 
     method: Literal["dynamic"]
 
-    def settle(self, rope: RopeShape, context_len: int) -> Settled:
-        return Settled(
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
+        return RopeSettings(
             parameters={
                 "rope_type": "dynamic",
                 "factor": self.stretch(rope, context_len),
@@ -129,10 +129,10 @@ class NtkByParts(Factor):
             raise ValueError(f"beta_slow must be below beta_fast, here {self.beta_slow:g} and {self.beta_fast:g}")
         return self
 
-    def settle(self, rope: RopeShape, context_len: int) -> Settled:
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         return self.by_parts(rope, context_len, attention_factor=1.0)
 
-    def by_parts(self, rope: RopeShape, context_len: int, *, attention_factor: float | None) -> Settled:
+    def by_parts(self, rope: RopeShape, context_len: int, *, attention_factor: float | None) -> RopeSettings:
         factor, original = self.reaching(rope, context_len), self.original_len(rope)
         parameters: dict[str, Any] = {
             "rope_type": "yarn",
@@ -147,7 +147,7 @@ class NtkByParts(Factor):
         if not self.truncate:
             parameters["truncate"] = False
         # Exactly so: some versions of `transformers` compute the factor from the two lengths, vLLM the context.
-        return Settled(parameters=parameters, max_positions=round(factor * original))
+        return RopeSettings(parameters=parameters, max_positions=round(factor * original))
 
 
 class Yarn(NtkByParts):
@@ -156,7 +156,7 @@ class Yarn(NtkByParts):
     method: Literal["yarn"]  # type: ignore[assignment]
     attention_factor: float | None = Field(None, gt=0, description="multiplies cos and sin; 0.1·ln(factor) + 1 if none")
 
-    def settle(self, rope: RopeShape, context_len: int) -> Settled:
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         return self.by_parts(rope, context_len, attention_factor=self.attention_factor)
 
 
@@ -193,13 +193,13 @@ class LongRope(Factor):
             raise ValueError("longrope needs short_factor and long_factor, numbers above 0, or a file that holds both")
         return self
 
-    def settle(self, rope: RopeShape, context_len: int) -> Settled:
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         factor, original = self.stretch(rope, context_len), self.original_len(rope)
         assert self.short_factor and self.long_factor
         for name, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
             if len(factors) != rope.rotary_dim // 2:
                 raise ConfigError(
-                    f"position longrope: {name} holds {len(factors)} numbers, and this model turns "
+                    f"rope longrope: {name} holds {len(factors)} numbers, and this model turns "
                     f"{rope.rotary_dim // 2} pairs of dimensions; give one for each."
                 )
         parameters: dict[str, Any] = {
@@ -212,7 +212,7 @@ class LongRope(Factor):
         }
         if self.attention_factor is not None:
             parameters["attention_factor"] = self.attention_factor
-        return Settled(parameters=parameters, max_positions=max(context_len, round(factor * original)))
+        return RopeSettings(parameters=parameters, max_positions=max(context_len, round(factor * original)))
 
 
 class Llama3(Factor):
@@ -228,9 +228,9 @@ class Llama3(Factor):
             raise ValueError("low_freq_factor must be below high_freq_factor")
         return self
 
-    def settle(self, rope: RopeShape, context_len: int) -> Settled:
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         factor, original = self.stretch(rope, context_len), self.original_len(rope)
-        return Settled(
+        return RopeSettings(
             parameters={
                 "rope_type": "llama3",
                 "factor": factor,
@@ -244,7 +244,7 @@ class Llama3(Factor):
         )
 
 
-Position = Annotated[
+RopeMethod = Annotated[
     Unchanged | Abf | Ntk | Pi | Dynamic | NtkByParts | Yarn | LongRope | Llama3 | Harpe,
     Field(discriminator="method"),
 ]

@@ -220,7 +220,7 @@ SCALINGS: dict[str, Scaling] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settled:
+class RopeSettings:
     """Either `parameters` or `head_bases` is given."""
 
     max_positions: int  # max_position_embeddings to write

@@ -33,7 +33,7 @@ from unspool.studies.shared_work import SharingRun, load_written, recipe_digest,
 
 DONE, FAILURES = "done", "failures"
 State = Literal["finished", "begun", "not begun", "failed", "running elsewhere"]
-BOXES = ("corpus", "rows", "stages", "scores")
+BOXES = ("corpus", "datasets", "stages", "scores")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ def study_plan(study: Study, chosen: Sequence[StudyRun]) -> dict[str, Any]:
                 "error": state.error,
                 "will_run": run in chosen and state.state != "finished",
                 "stage": run.stage,
-                "tokens": sum(stage.steps * stage.batch for stage in stages),
+                "tokens": sum(stage.steps * stage.batch_tokens for stage in stages),
             }
         )
     waiting = [entry for entry in runs if entry["will_run"]]

@@ -82,9 +82,9 @@ def path_places(recipe: Recipe) -> Iterator[Place]:
     yield ("model",) if isinstance(recipe.model, str) else ("model", "tokenizer")
     for name, source in recipe.sources.items():
         yield from (("sources", name, key) for key in SOURCE_PATHS if getattr(source, key, None))
-    for name, rows in recipe.rows.items():
-        if rows.negatives and rows.negatives.model:
-            yield ("rows", name, "negatives", "model")
+    for name, rows in recipe.datasets.items():
+        if rows.nextlong and rows.nextlong.model:
+            yield ("datasets", name, "nextlong", "model")
     for at, entry in enumerate(recipe.evals):
         yield from (("evals", at, key) for key in EVAL_PATHS if getattr(entry, key, None))
         yield from (("evals", at, "paths", name) for name in getattr(entry, "paths", {}))
@@ -121,10 +121,10 @@ def corpus_key(loaded: LoadedRecipe, name: str) -> str:
 
 
 def rows_key(loaded: LoadedRecipe, name: str) -> str:
-    config = loaded.recipe.rows[name]
+    config = loaded.recipe.datasets[name]
     corpora = {source: corpus_key(loaded, source) for source in config.shares}
-    embedder = located(loaded, config.negatives.model) if config.negatives else None
-    plain = config.model_dump(mode="json", by_alias=True, exclude={"negatives": {"model"}})
+    embedder = located(loaded, config.nextlong.model) if config.nextlong else None
+    plain = config.model_dump(mode="json", by_alias=True, exclude={"nextlong": {"model"}})
     return digest([plain, name, corpora, _tokenizer(loaded), embedder, loaded.recipe.seed])[:16]
 
 
@@ -144,9 +144,9 @@ def base_scores_key(loaded: LoadedRecipe) -> str | None:
 def shared_boxes(loaded: LoadedRecipe) -> dict[str, str]:
     """Every box of a run that others may share: `corpus/books` and the like, with its key."""
     recipe = loaded.recipe
-    used = {source for config in recipe.rows.values() for source in config.shares}
+    used = {source for config in recipe.datasets.values() for source in config.shares}
     boxes = {f"corpus/{name}": corpus_key(loaded, name) for name in recipe.sources if name in used}
-    boxes |= {f"rows/{name}": rows_key(loaded, name) for name in recipe.rows}
+    boxes |= {f"datasets/{name}": rows_key(loaded, name) for name in recipe.datasets}
     scores = base_scores_key(loaded)
     return boxes | ({f"scores/{BASE}": scores} if scores else {})
 
@@ -171,7 +171,7 @@ class SharingRun(Run):
         return counts
 
     def _rows(self, name: str, folder: Path) -> dict[str, Any]:
-        shared = self._shared / "rows" / rows_key(self.loaded, name) / name
+        shared = self._shared / "datasets" / rows_key(self.loaded, name) / name
         with locked(shared.parent):
             counts = super()._rows(name, shared)
             lend(shared, folder)

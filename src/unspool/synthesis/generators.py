@@ -20,8 +20,8 @@ from unspool.core.artifacts import digest
 from unspool.core.errors import ConfigError
 from unspool.evals.backends.base import Backend
 from unspool.evals.backends.openai import Passing, Patience, attempt
-from unspool.evals.prompts import Prompt, PromptEncoder, Question, encode
-from unspool.evals.suite import Asked
+from unspool.evals.prompts import Prompt, PromptEncoder, PromptQuestion, encode
+from unspool.evals.suite import Question
 from unspool.synthesis.config import Fault, LocalGenerator, MockGenerator, ServerGenerator
 from unspool.synthesis.requests import CHARS_PER_TOKEN, Answering, Asking, Pace, Replies, Reply, Request
 
@@ -94,7 +94,7 @@ class LocalAnswering:
             length=max(map(len, all_ids)) + longest,
             index=0,
             context_ids=shared,
-            questions=[Question(ids=ids[len(shared) :], reference="", depth=None) for ids in all_ids],
+            questions=[PromptQuestion(ids=ids[len(shared) :], reference="", depth=None) for ids in all_ids],
             answer_tokens=longest,
             match="contains",
         )
@@ -124,7 +124,9 @@ class LocalAnswering:
     def _ids(self, request: Request) -> np.ndarray:
         chat = self._encoder.has_template
         begin = request.begin if chat or not request.begin else f"\n\n{request.begin}"
-        return self._encoder.ids(Asked(context=request.prompt, question="", references=("",), prefix=begin), chat=chat)
+        return self._encoder.ids(
+            Question(context=request.prompt, question="", references=("",), prefix=begin), chat=chat
+        )
 
 
 # A generator that only pretends: replies made by rule from what it is asked.

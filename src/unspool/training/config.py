@@ -8,7 +8,7 @@ from unspool.core.config import Config
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import Size
 from unspool.models.memory.policy import MemoryPolicy, Recompute
-from unspool.rope.methods import Position, Unchanged
+from unspool.rope.methods import RopeMethod, Unchanged
 from unspool.training.optim.config import OptimizerConfig
 from unspool.training.parallel.config import ParallelConfig
 from unspool.training.spike_guard import GuardConfig
@@ -22,7 +22,7 @@ TrackerName = Literal["tensorboard", "wandb"]
 class ValidationConfig(Config):
     """Loss on rows that are not trained on, by position."""
 
-    rows: str = Field(min_length=1, description="rows that no mix of this stage holds")
+    dataset: str = Field(min_length=1, description="rows that no mix of this stage holds")
     every: int | None = Field(None, ge=1, description="steps; a tenth of the stage when not given")
     samples: int = Field(8, ge=1, description="rows, drawn by the seed")
 
@@ -40,43 +40,47 @@ def is_due(every: int | None, step: int, steps: int) -> bool:
     return step % (every or max(1, steps // 10)) == 0 or step == steps
 
 
-# What a stage may say about refitting queries and keys. Apart from refit.py: needs no torch.
+# What a stage may say about attention distillation. Apart from distill.py: needs no torch.
 
 
 # Rows per step where a recipe does not say.
 ROWS_PER_STEP = 8
 
 
-class RefitConfig(Config):
+class AttentionDistillationConfig(Config):
     """Queries and keys are fitted so that each layer attends as it did in the model that the stage starts from."""
 
-    rows: str | dict[str, float] = Field(description="rows, or rows with shares of tokens, within the old context")
+    datasets: str | dict[str, float] = Field(description="rows, or rows with shares of tokens, within the old context")
     before: int = Field(0, ge=0, description="steps before the first step of training")
     during: float = Field(0.0, ge=0, description="weight of this distance beside training's loss, in each of its steps")
     after: int = Field(0, ge=0, description="steps after the last step of training")
-    batch: Size | None = Field(None, description="tokens per step; 8 rows when not given")
-    during_batch: Size | None = Field(None, description="the same beside a step of training; as batch when not given")
+    batch_tokens: Size | None = Field(None, description="tokens per step; 8 rows when not given")
+    during_batch_tokens: Size | None = Field(
+        None, description="the same beside a step of training; as batch_tokens when not given"
+    )
     lr: float | None = Field(None, gt=0, description="Adam's highest rate, for before and after")
     after_lr: float | None = Field(None, gt=0, description="the same after training; a quarter of lr when not given")
 
-    @field_validator("rows")
+    @field_validator("datasets")
     @classmethod
-    def _positive(cls, rows: str | dict[str, float]) -> str | dict[str, float]:
-        if not rows or (isinstance(rows, dict) and min(rows.values()) <= 0):
+    def _positive(cls, datasets: str | dict[str, float]) -> str | dict[str, float]:
+        if not datasets or (isinstance(datasets, dict) and min(datasets.values()) <= 0):
             raise ValueError("name rows, or rows with shares above 0, such as {short: 0.75, recall: 0.25}")
-        return rows
+        return datasets
 
     @model_validator(mode="after")
-    def _does_something(self) -> "RefitConfig":
+    def _does_something(self) -> "AttentionDistillationConfig":
         if not self.before and not self.during and not self.after:
-            raise ValueError("give before or after, numbers of steps, or during, a weight; or leave refit out")
+            raise ValueError(
+                "give before or after, numbers of steps, or during, a weight; or leave attention_distillation out"
+            )
         if (self.before and self.lr is None) or (self.after and self.lr is None and self.after_lr is None):
             raise ValueError("give lr, the highest rate of its own steps, such as 4e-3")
         return self
 
     @property
     def shares(self) -> dict[str, float]:
-        return {self.rows: 1.0} if isinstance(self.rows, str) else self.rows
+        return {self.datasets: 1.0} if isinstance(self.datasets, str) else self.datasets
 
     @property
     def lr_before(self) -> float:
@@ -96,38 +100,42 @@ class StageConfig(Config):
     """One training stage: a mix of rows at one context length under one schedule."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    start: str = Field("previous", description="previous | model | the name of an earlier stage")
-    context: Size
-    claim: Size | None = Field(None, description="the context that the trained model claims; this one when not given")
-    position: Position = Unchanged()
-    refit: RefitConfig | None = Field(
+    init: str = Field("previous", description="previous | base | the name of an earlier stage")
+    context_length: Size
+    export_context_length: Size | None = Field(
+        None, description="the context that the trained model claims; this one when not given"
+    )
+    rope: RopeMethod = Unchanged()
+    attention_distillation: AttentionDistillationConfig | None = Field(
         None, description="queries and keys fitted to what the model attended to before its positions were changed"
     )
-    attention: Literal["documents", "full"] = Field(
-        "documents",
-        description="documents: each sees only itself, but in tangled or interleaved rows; full: rows see everything",
+    attention: Literal["intra_document", "full"] = Field(
+        "intra_document",
+        description="intra_document: each sees only itself, but in rows of utk, cip or nextlong; full: rows see all",
     )
     mix: dict[str, float] = Field(description="rows: share of tokens")
     tokens: Size
-    batch: Size = Field(description="tokens per optimizer step")
-    micro_batch: Size | None = Field(None, description="tokens per forward pass; one context when not given")
+    batch_tokens: Size = Field(description="tokens per optimizer step")
+    micro_batch_tokens: Size | None = Field(None, description="tokens per forward pass; one context when not given")
     lr: float = Field(gt=0)
-    lr_for: dict[str, float] = Field(
+    lr_overrides: dict[str, float] = Field(
         {}, description="part of a parameter's name: its lr instead; 0 leaves it as it is, as in {mlp: 0, q_proj: 1e-4}"
     )
-    lr_floor: float = Field(0.1, ge=0, le=1, description="the cosine ends at this share of lr")
-    warmup: float = Field(0.1, ge=0, lt=1, description="share of steps")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="the cosine ends at this share of lr")
+    warmup_ratio: float = Field(0.1, ge=0, lt=1, description="share of steps")
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.1, ge=0)
-    clip: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0)
     optimizer: OptimizerConfig = OptimizerConfig()
-    recompute: Recompute = Field(
+    activation_checkpointing: Recompute = Field(
         "none", description="activations computed again in the backward pass; keep-attention: all but attention's"
     )
-    recompute_every: int = Field(1, ge=1, description="layers that share a checkpoint")
+    layers_per_checkpoint: int = Field(1, ge=1, description="layers that share a checkpoint")
     offload: bool = Field(False, description="checkpoints of recomputed layers wait in host memory")
     keep_products: int = Field(
-        0, ge=0, description="layers, from the last, that keep their matrix products too; with recompute keep-attention"
+        0,
+        ge=0,
+        description="layers, from the last, that keep matrix products; with activation_checkpointing keep-attention",
     )
     keep_on_host: int = Field(0, ge=0, description="of those layers, how many have what they keep in host memory")
     mlp_tiles: Size | None = Field(None, description="tokens that norms and MLPs compute at a time")
@@ -138,7 +146,7 @@ class StageConfig(Config):
     guard: GuardConfig = GuardConfig()
     validation: ValidationConfig | None = Field(None, description="loss by position on rows that are not trained on")
     samples: SamplesConfig | None = Field(None, description="what the model writes after some prompts")
-    track: list[TrackerName] = Field([], description="where the numbers go besides metrics.jsonl")
+    loggers: list[TrackerName] = Field([], description="where the numbers go besides metrics.jsonl")
 
     @field_validator("mix")
     @classmethod
@@ -149,53 +157,71 @@ class StageConfig(Config):
 
     @model_validator(mode="after")
     def _held_out(self) -> "StageConfig":
-        if self.validation and self.validation.rows in self.mix:
+        if self.validation and self.validation.dataset in self.mix:
             raise ValueError(
-                f"validation.rows {self.validation.rows} are in the mix, so their loss would say nothing about new "
-                "text; give rows that are made from another source"
+                f"validation.dataset {self.validation.dataset} is in the mix, so its loss would say nothing about new "
+                "text; give one that is made from another source"
             )
         return self
 
     @model_validator(mode="after")
-    def _refit_has_something_to_fit(self) -> "StageConfig":
-        if self.refit and self.refit.before and isinstance(self.position, Unchanged):
+    def _distillation_has_something_to_fit(self) -> "StageConfig":
+        if self.attention_distillation and self.attention_distillation.before and isinstance(self.rope, Unchanged):
             raise ValueError(
-                "refit.before has nothing to do while position is unchanged; give a position method, or leave "
-                "refit.before out"
+                "attention_distillation.before has nothing to do while rope is unchanged; give a rope method, or leave "
+                "attention_distillation.before out"
             )
-        if self.refit and self.validation and self.validation.rows in self.refit.shares:
+        if (
+            self.attention_distillation
+            and self.validation
+            and self.validation.dataset in self.attention_distillation.shares
+        ):
             raise ValueError(
-                f"validation.rows {self.validation.rows} are in refit.rows, so their loss would say little about new "
-                "text; give rows that are made from another source"
+                f"validation.dataset {self.validation.dataset} is in attention_distillation.datasets, so its loss "
+                "would say "
+                "little about new "
+                "text; give one that is made from another source"
             )
         return self
 
-    @field_validator("lr_for")
+    @field_validator("lr_overrides")
     @classmethod
-    def _not_negative(cls, lr_for: dict[str, float]) -> dict[str, float]:
-        if any(lr < 0 or not name for name, lr in lr_for.items()):
+    def _not_negative(cls, lr_overrides: dict[str, float]) -> dict[str, float]:
+        if any(lr < 0 or not name for name, lr in lr_overrides.items()):
             raise ValueError("every lr must be 0 or more and stand after a part of a name, such as {q_proj: 1e-4}")
-        return lr_for
+        return lr_overrides
 
     @model_validator(mode="after")
     def _whole_contexts(self) -> "StageConfig":
-        if self.batch % self.context:
-            raise ValueError(f"batch must be a multiple of context ({self.context} tokens)")
-        if self.micro_batch and (self.micro_batch % self.context or self.batch % self.micro_batch):
-            raise ValueError("micro_batch must be a multiple of context and divide batch")
-        if self.optimizer.step == "in-backward" and (self.micro_batch or self.context) != self.batch:
+        if self.batch_tokens % self.context_length:
+            raise ValueError(f"batch_tokens must be a multiple of context_length ({self.context_length} tokens)")
+        if self.micro_batch_tokens and (
+            self.micro_batch_tokens % self.context_length or self.batch_tokens % self.micro_batch_tokens
+        ):
+            raise ValueError("micro_batch_tokens must be a multiple of context_length and divide batch_tokens")
+        if (
+            self.optimizer.step == "in-backward"
+            and (self.micro_batch_tokens or self.context_length) != self.batch_tokens
+        ):
             raise ValueError(
-                "optimizer.step in-backward has no gradient left to add a second one to, so batch must equal "
-                f"micro_batch ({self.micro_batch or self.context} tokens); or set optimizer.step to after"
+                "optimizer.step in-backward has no gradient left to add a second one to, so batch_tokens must equal "
+                f"micro_batch_tokens ({self.micro_batch_tokens or self.context_length} tokens); or set "
+                "optimizer.step to after"
             )
-        if self.tokens < self.batch:
+        if self.tokens < self.batch_tokens:
             raise ValueError("tokens must be at least one batch")
-        if self.claim and self.claim > self.context:
-            raise ValueError("claim must not exceed context: the model would claim what it never saw")
-        if self.claim and self.claim < self.context and self.position.method in BY_CONTEXT:
+        if self.export_context_length and self.export_context_length > self.context_length:
             raise ValueError(
-                f"claim cannot be below context with method {self.position.method}, whose positions depend on what the "
-                "model claims; use abf, ntk or harpe"
+                "export_context_length must not exceed context_length: the model would claim what it never saw"
+            )
+        if (
+            self.export_context_length
+            and self.export_context_length < self.context_length
+            and self.rope.method in BY_CONTEXT
+        ):
+            raise ValueError(
+                f"export_context_length cannot be below context_length with method {self.rope.method}, whose positions "
+                "depend on what the model claims; use abf, ntk or harpe"
             )
         return self
 
@@ -219,8 +245,8 @@ class StageConfig(Config):
     @property
     def memory(self) -> MemoryPolicy:
         return MemoryPolicy(
-            recompute=self.recompute,
-            recompute_every=self.recompute_every,
+            activation_checkpointing=self.activation_checkpointing,
+            layers_per_checkpoint=self.layers_per_checkpoint,
             offload=self.offload,
             keep_products=self.keep_products,
             keep_on_host=self.keep_on_host,
@@ -230,4 +256,4 @@ class StageConfig(Config):
 
     @property
     def steps(self) -> int:
-        return self.tokens // self.batch
+        return self.tokens // self.batch_tokens

@@ -48,7 +48,7 @@ def build_step(
     shape: ModelShape | None = None,
 ) -> StepBatches:
     """`shape` is that of the model, by which costs are known; needed where ranks have rows of their own."""
-    slots_per_micro = (stage.micro_batch or stage.context) // stage.context
+    slots_per_micro = (stage.micro_batch_tokens or stage.context_length) // stage.context_length
     micros = [
         [(name, rows[name][index]) for slot in picks[start : start + slots_per_micro] for name, index in slot]
         for start in range(0, len(picks), slots_per_micro)
@@ -74,7 +74,7 @@ def _own_part(rows: Sequence[Row], stage: StageConfig, place: Place) -> Batch:
 
 def step_picks(stage: StageConfig, mix: Mix, step: int) -> Picks:
     """The rows of step 1, 2, …: a function of the seed and the step, so that resuming needs no state."""
-    slots = stage.batch // stage.context
+    slots = stage.batch_tokens // stage.context_length
     return [mix.slot(index) for index in range((step - 1) * slots, step * slots)]
 
 

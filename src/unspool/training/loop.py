@@ -24,7 +24,7 @@ from unspool.data.packing.store import RowSet
 from unspool.training.checkpoint.resume import CHECKPOINTS, resumable
 from unspool.training.checkpoint.save import Saver, checkpoints
 from unspool.training.config import StageConfig
-from unspool.training.distill.distill import Beside
+from unspool.training.distill.distill import AuxLoss
 from unspool.training.interrupt import StoppedError, listen
 from unspool.training.loader import LEDGER, Picks, ledger_line, load_steps
 from unspool.training.metrics.logger import METRICS, GrowingFile, StepReport, Watch
@@ -38,12 +38,12 @@ from unspool.training.step import StepResult, train_step
 
 def learning_rate(stage: StageConfig, step: int) -> float:
     """Rate of step 1 … `stage.steps`: linear warm-up, then a cosine down to the floor."""
-    warmup_steps = int(stage.warmup * stage.steps)
+    warmup_steps = int(stage.warmup_ratio * stage.steps)
     if step <= warmup_steps:
         return stage.lr * step / warmup_steps
     done = (step - warmup_steps) / max(1, stage.steps - warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * done))
-    return stage.lr * (stage.lr_floor + (1 - stage.lr_floor) * cosine)
+    return stage.lr * (stage.min_lr_ratio + (1 - stage.min_lr_ratio) * cosine)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Training:
     device: torch.device
     team: Team | None = None  # None: one rank
     shape: ModelShape | None = None  # by which rows are given to ranks
-    beside: Beside | None = None  # adds to the gradient of each step
+    aux_loss: AuxLoss | None = None  # adds to the gradient of each step
 
 
 def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, watch: Watch) -> None:
@@ -84,7 +84,7 @@ def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, 
                 is_good=guard.allows,
                 max_norm=guard.max_norm,
                 mesh=team.mesh,
-                beside=partial(training.beside, step) if training.beside is not None else None,
+                aux_loss=partial(training.aux_loss, step) if training.aux_loss is not None else None,
             )
             wrong = guard.wrong_with(result.loss, result.grad_norm)
             if not guard.note(result.loss, result.grad_norm, wrong):
@@ -120,7 +120,7 @@ def _more(wrong: str | None, result: StepResult) -> dict[str, Any]:
     """What only some steps have."""
     found: dict[str, Any] = {"wrong": wrong} if wrong else {}
     if result.distance is not None:
-        found["refit"] = result.distance if math.isfinite(result.distance) else None
+        found["attention_distillation"] = result.distance if math.isfinite(result.distance) else None
     return found
 
 

@@ -36,13 +36,13 @@ from unspool.models.load import build_new, fit_vocabulary, load_model, model_dig
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.presets import NewModel
-from unspool.models.rotary import apply_position
+from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import load_tokenizer
 from unspool.training.checkpoint.resume import CHECKPOINTS, OPTIMIZER, load_trained_weights, resume, save_handover
 from unspool.training.checkpoint.save import checkpoints
 from unspool.training.config import StageConfig
 from unspool.training.distill.distill import FILE as REFIT
-from unspool.training.distill.distill import build_refit, check_refit
+from unspool.training.distill.distill import build_distillation, check_refit
 from unspool.training.loader import LEDGER
 from unspool.training.loop import Training, run_steps
 from unspool.training.metrics.logger import METRICS, build_watch, keep_watched
@@ -63,9 +63,9 @@ KIND = "stage"
 # be done about a wrong step (so that a stage which stopped at one can be told to skip it, and goes on).
 UNCHANGING = {
     "checkpoint_every",
-    "start",
+    "init",
     "guard",
-    "track",
+    "loggers",
     "validation",
     "samples",
     "parallel",
@@ -78,10 +78,10 @@ class StageInputs:
     """What a stage starts from."""
 
     model: str | NewModel  # folder, GGUF file, Hub id, or a new model
-    rows: dict[str, Path]
+    datasets: dict[str, Path]
     moments: Path | None = None  # an earlier stage's optimizer file
     validation: Path | None = None  # rows that are only looked at
-    refit: dict[str, Path] = field(default_factory=dict)  # rows that queries and keys are refitted on
+    attention_distillation: dict[str, Path] = field(default_factory=dict)  # rows that queries and keys are refitted on
 
 
 def run_stage(
@@ -99,9 +99,9 @@ def run_stage(
     reason = team.from_leader(lambda: _look(stage, out_dir, identity))
     if reason is None:
         return
-    rows = {name: open_rows(folder) for name, folder in inputs.rows.items()}
+    rows = {name: open_rows(folder) for name, folder in inputs.datasets.items()}
     check_fit(stage, inputs.model, rows, world_size=team.ranks.world_size)
-    refit_rows = {name: open_rows(folder) for name, folder in inputs.refit.items()}
+    refit_rows = {name: open_rows(folder) for name, folder in inputs.attention_distillation.items()}
     refit_lens = {name: row_set.row_len for name, row_set in refit_rows.items()}
     check_refit(stage, inputs.model, refit_lens, world_size=team.ranks.world_size)
     team.from_leader(lambda: _prepare_work(stage, out_dir, identity))
@@ -111,7 +111,7 @@ def run_stage(
     model, tokenizer = _build(stage, inputs, handed_on, seed=seed, device=device, team=team)
     updater, guard = build_updater(stage, model, seed=seed), Guard(stage.guard)
     updater.load_moments(handed_on)
-    refit = build_refit(
+    refit = build_distillation(
         stage,
         model,
         updater,
@@ -137,14 +137,14 @@ def run_stage(
             work,
             done=done,
             seed=seed,
-            rows=inputs.rows,
+            rows=inputs.datasets,
             validation=inputs.validation,
             team=team,
         ) as watch:
-            beside = refit.during() if refit is not None else None
-            training = Training(model, updater, guard, mix, rows, device, team, model_shape(model), beside)
+            aux_loss = refit.during() if refit is not None else None
+            training = Training(model, updater, guard, mix, rows, device, team, model_shape(model), aux_loss)
             run_steps(stage, training, work, done=done, watch=watch)
-            del training, beside  # and its teacher: `after` loads one of its own
+            del training, aux_loss  # and its teacher: `after` loads one of its own
         if refit is not None:
             refit.after()
         team.ranks.outside("exporting", stage.steps)
@@ -163,7 +163,7 @@ def _look(stage: StageConfig, out_dir: Path, identity: dict[str, Any]) -> str | 
 
 
 def _prepare_work(stage: StageConfig, out_dir: Path, identity: dict[str, Any]) -> None:
-    check_trackers(stage.track)
+    check_trackers(stage.loggers)
     _work_folder(out_dir, digest(identity))
 
 
@@ -179,7 +179,7 @@ def _mix(stage: StageConfig, inputs: StageInputs, rows: dict[str, RowSet], *, se
         stage.mix,
         {name: len(row_set) for name, row_set in rows.items()},
         {name: row_set.row_len for name, row_set in rows.items()},
-        stage.context,
+        stage.context_length,
         seed,
         _order(stage, inputs),
     )
@@ -194,8 +194,8 @@ def _announce(stage: StageConfig, mix: Mix, reason: str, *, done: int, team: Tea
     ranks = team.ranks
     where = f"{ranks.world_size} × {ranks.device.type}" if ranks.world_size > 1 else ranks.device.type
     resumed = f", resuming after step {done}" if done else ""
-    tokens = f"{format_count(stage.steps * stage.batch)} tokens at {format_size(stage.context)}"
-    epochs = mix.epochs(stage.steps * stage.batch // stage.context)
+    tokens = f"{format_count(stage.steps * stage.batch_tokens)} tokens at {format_size(stage.context_length)}"
+    epochs = mix.epochs(stage.steps * stage.batch_tokens // stage.context_length)
     repeated = ", ".join(f"{name} {epoch:.2g}" for name, epoch in epochs.items())
     say(f"stage {stage.name}: {stage.steps} steps, {tokens} on {where} ({reason}{resumed}); epochs: {repeated}")
     for warning in epoch_warnings(epochs):
@@ -223,14 +223,17 @@ def _disk_is_needed(stage: StageConfig, work: Path) -> Iterator[None]:
 def _identity(stage: StageConfig, inputs: StageInputs, *, seed: int, device: torch.device) -> dict[str, Any]:
     model = inputs.model
     start = model_digest(model) if isinstance(model, str) else digest(model.model_dump() | {"seed": seed})
-    hashes = {f"rows {name}": _rows_digest(folder) for name, folder in (inputs.rows | inputs.refit).items()}
+    hashes = {
+        f"rows {name}": _rows_digest(folder)
+        for name, folder in (inputs.datasets | inputs.attention_distillation).items()
+    }
     if isinstance(model, NewModel):
         hashes["tokenizer"] = model_digest(model.tokenizer)
-    # Stages of before these were left out say `recompute`, so it is always said to be none; and those of before there
-    # was an `optimizer` or a `refit` do not name it.
+    # Memory settings change no result, so `activation_checkpointing` always counts as none; an `optimizer` or
+    # `attention_distillation` that is not given is left out.
     own = UNCHANGING | ({"optimizer"} if stage.optimizer == OptimizerConfig() else set())
-    own |= {"refit"} if stage.refit is None else set()
-    settings = stage.model_dump(mode="json", exclude=own) | {"recompute": "none"}
+    own |= {"attention_distillation"} if stage.attention_distillation is None else set()
+    settings = stage.model_dump(mode="json", exclude=own) | {"activation_checkpointing": "none"}
     return {
         "kind": KIND,
         "inputs": {"model": start} | hashes,
@@ -266,7 +269,7 @@ def _build(
     team: Team,
 ) -> tuple[Any, Any]:
     """Model in fp32 (the optimizer's precision) and tokenizer, with the stage's positions and tokens."""
-    divided = load_by_parts(stage, inputs.model, inputs.rows, device=device, team=team)
+    divided = load_by_parts(stage, inputs.model, inputs.datasets, device=device, team=team)
     if divided is not None:
         tokenizer = load_tokenizer(str(inputs.model))
         _take_template(tokenizer, stage, inputs)
@@ -277,11 +280,11 @@ def _build(
     if isinstance(inputs.model, NewModel):
         tokenizer = load_tokenizer(inputs.model.tokenizer)
         model = build_new(inputs.model, tokenizer, seed=seed).to(place)
-        _bring_knots(model, tokenizer, inputs.rows)
+        _bring_knots(model, tokenizer, inputs.datasets)
     else:
         model, tokenizer = _load_start(inputs, inputs.model, place)
     _take_template(tokenizer, stage, inputs)
-    apply_position(model, stage.position, stage.context)
+    apply_rope(model, stage.rope, stage.context_length)
     load_trained_weights(model, handed_on)
     if team.mesh is not None:
         return parallelize(model, team.mesh, stage.parallel, memory=stage.memory, fuse=stage.compile), tokenizer
@@ -296,7 +299,7 @@ def _load_start(inputs: StageInputs, ref: str, device: torch.device) -> tuple[An
     tokenizer = load_tokenizer(ref)
     model = load_model(ref, device=device, dtype=torch.float32)
     check_trainable(model)
-    _bring_knots(model, tokenizer, inputs.rows | inputs.refit)
+    _bring_knots(model, tokenizer, inputs.datasets | inputs.attention_distillation)
     return model, tokenizer
 
 
@@ -308,7 +311,7 @@ def _load_teacher(inputs: StageInputs, handed_on: Mapping[str, Tensor], device: 
 
 
 def _take_template(tokenizer: Any, stage: StageConfig, inputs: StageInputs) -> None:
-    template = common_template(inputs.rows, f"stage {stage.name}")
+    template = common_template(inputs.datasets, f"stage {stage.name}")
     if template is not None:
         tokenizer.chat_template = template
 
@@ -346,8 +349,8 @@ def _publish(
     team: Team,
 ) -> None:
     dtype = torch.float32 if team.ranks.device.type == "cpu" else torch.bfloat16
-    if stage.claim:
-        model.config.max_position_embeddings = stage.claim
+    if stage.export_context_length:
+        model.config.max_position_embeddings = stage.export_context_length
     if team.mesh is not None:
         model = gathered(model, dtype=dtype, is_leader=team.is_leader)
     if not team.is_leader:
@@ -360,6 +363,6 @@ def _publish(
         shutil.copy(work / LEDGER, draft.folder / LEDGER)
         if (work / REFIT).is_file():
             shutil.copy(work / REFIT, draft.folder / REFIT)
-        draft.counts |= {"steps": stage.steps, "tokens": stage.steps * stage.batch}
+        draft.counts |= {"steps": stage.steps, "tokens": stage.steps * stage.batch_tokens}
     # Only now: a kill before this line costs nothing but the export.
     shutil.rmtree(work)

@@ -58,7 +58,7 @@ class StepResult:
     loss: float  # mean over the step's valid tokens
     losses: dict[str, float]  # the same by rows set
     grad_norm: float  # before clipping
-    distance: float | None = None  # what `beside` returned
+    distance: float | None = None  # what `aux_loss` returned
 
     @property
     def finite(self) -> bool:
@@ -74,9 +74,9 @@ def train_step(
     is_good: Callable[[float], bool] | None = None,
     max_norm: float = math.inf,
     mesh: DeviceMesh | None = None,
-    beside: Callable[[], float] | None = None,
+    aux_loss: Callable[[], float] | None = None,
 ) -> StepResult:
-    """Forward and backward over the step's micro-batches, then one update; `beside` adds to the gradient before that.
+    """Forward and backward over the step's micro-batches, then one update; `aux_loss` adds to the gradient before that.
 
     None where loss or gradient is not finite, where `is_good` refuses the loss or the gradient is above `max_norm`.
     """
@@ -95,7 +95,7 @@ def train_step(
     totals = dict(zip(totals, found, strict=False))
     counts = dict(zip(counts, map(round, found[len(totals) :]), strict=True))
     loss = sum(totals.values()) / num_valid
-    distance = beside() if beside is not None else None
+    distance = aux_loss() if aux_loss is not None else None
     return StepResult(
         loss=loss,
         distance=distance,

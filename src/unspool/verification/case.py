@@ -153,11 +153,11 @@ def _train(
     context = len(rows[0].tokens)
     stage = StageConfig(
         name="verify",
-        context=context,
+        context_length=context,
         mix={"rows": 1.0},
         tokens=context * len(rows),
-        batch=context * len(rows),
-        micro_batch=context * rows_at_once,
+        batch_tokens=context * len(rows),
+        micro_batch_tokens=context * rows_at_once,
         lr=1.0,
     )
     row_sets: Any = {"rows": rows}

@@ -21,10 +21,10 @@ from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
 from unspool.models.fuse import compute_in_bf16
 from unspool.models.load import load_model
-from unspool.models.rotary import apply_position
+from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import first_line, location, quiet
 from unspool.rope.harpe import Harpe
-from unspool.rope.methods import Abf, Position, Yarn
+from unspool.rope.methods import Abf, RopeMethod, Yarn
 
 CONTEXT = 512
 WINDOW = 16
@@ -58,7 +58,7 @@ MIXED_LAYERS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "
 class Placed:
     """A position method, and what it has to come to, written down by hand."""
 
-    position: Position
+    position: RopeMethod
     rope: dict[str, Any] | None = None  # `rope_parameters` for plain `transformers`
     bases: tuple[tuple[float, ...], ...] | None = None  # of each layer's KV heads
 
@@ -125,7 +125,7 @@ class Subject:
         """As training has it."""
         model = load_model(self.ref, device=device, dtype=torch.float32)
         if self.placed is not None:
-            apply_position(model, self.placed.position, model.config.max_position_embeddings)
+            apply_rope(model, self.placed.position, model.config.max_position_embeddings)
         if bf16:
             compute_in_bf16(model)
         # Some memory policies are only at work then. None of these models drops anything out.

@@ -44,10 +44,10 @@ KILLS = 3
 KILL_CONTEXT, KILL_SLOTS, KILL_STEPS = 32, 2, 10
 KILL_STAGE = StageConfig(
     name="kill",
-    context=KILL_CONTEXT,
+    context_length=KILL_CONTEXT,
     mix={"long": 0.6, "short": 0.4},
     tokens=KILL_STEPS * KILL_SLOTS * KILL_CONTEXT,
-    batch=KILL_SLOTS * KILL_CONTEXT,
+    batch_tokens=KILL_SLOTS * KILL_CONTEXT,
     lr=1e-3,
     checkpoint_every=1,
 )
@@ -143,13 +143,13 @@ def _inputs(folder: Path, *, seed: int) -> StageInputs:
     (subject,) = small_subjects(folder / "models", seed=seed, wide=False, names=["llama"])
     places = {}
     for name, rows in _kill_rows(seed).items():
-        places[name] = folder / "rows" / name
-        with publish(places[name], kind="rows", inputs={}, settings={}) as draft:
+        places[name] = folder / "datasets" / name
+        with publish(places[name], kind="dataset", inputs={}, settings={}) as draft:
             with RowWriter(draft.folder, row_len=len(rows[0].tokens), masked=True) as writer:
                 for row in rows:
                     writer.append(row)
             draft.counts = {"rows": len(rows)}
-    return StageInputs(model=subject.ref, rows=places)
+    return StageInputs(model=subject.ref, datasets=places)
 
 
 def _ended(work: Callable[[], None]) -> None:
@@ -237,10 +237,10 @@ class _CutMix(Mix):
 SLOTS = 2
 STAGE = StageConfig(
     name="verify",
-    context=CONTEXT,
+    context_length=CONTEXT,
     mix={"long": 0.6, "short": 0.4},
     tokens=STEPS * SLOTS * CONTEXT,
-    batch=SLOTS * CONTEXT,
+    batch_tokens=SLOTS * CONTEXT,
     lr=1e-3,
     checkpoint_every=2,
 )

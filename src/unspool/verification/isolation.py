@@ -93,7 +93,7 @@ def _restarted(case: Case) -> Measured:
     """Positions begin at 0 in every document. Results would hardly show it, since RoPE only knows distances, until a
     row reaches positions that the model was never trained on."""
     (row,) = case.steps["unequal"].rows
-    found = build_batch([row], attention="documents").position_ids.numpy()
+    found = build_batch([row], attention="intra_document").position_ids.numpy()
     wanted = np.concatenate([np.arange(doc_len) for doc_len in row.doc_lens.tolist()])
     return _measured("positions", float(np.abs(found - wanted).max()), EXACT, "")
 
@@ -119,7 +119,7 @@ def _measured(quantity: str, error: float, tolerance: float, detail: str) -> Mea
 
 def _states(case: Case, row: Row, *, slopes: bool = False) -> tuple[Tensor, Tensor]:
     """The last states [T, D] of a packed row, in the precision of training, and the embeddings they depend on."""
-    batch: Batch = build_batch([row], attention="documents").to(case.device)
+    batch: Batch = build_batch([row], attention="intra_document").to(case.device)
     inputs = batch.model_inputs
     embedded = case.model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_(slopes)
     with torch.set_grad_enabled(slopes):

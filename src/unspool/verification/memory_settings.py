@@ -21,22 +21,26 @@ from unspool.verification.tolerance import allowed
 # Tiles are to be cut: none of the rows is a multiple of this.
 TILE = 37
 POLICIES: dict[str, MemoryPolicy] = {
-    "recompute": MemoryPolicy(recompute="full"),
-    "keep-attention": MemoryPolicy(recompute="keep-attention"),
-    "keep-products": MemoryPolicy(recompute="keep-attention", keep_products=2, keep_on_host=1),
-    "recompute-every": MemoryPolicy(recompute="full", recompute_every=2),
-    "offload": MemoryPolicy(recompute="full", offload=True),
+    "activation-checkpointing": MemoryPolicy(activation_checkpointing="full"),
+    "keep-attention": MemoryPolicy(activation_checkpointing="keep-attention"),
+    "keep-products": MemoryPolicy(activation_checkpointing="keep-attention", keep_products=2, keep_on_host=1),
+    "layers-per-checkpoint": MemoryPolicy(activation_checkpointing="full", layers_per_checkpoint=2),
+    "offload": MemoryPolicy(activation_checkpointing="full", offload=True),
     "mlp-tiles": MemoryPolicy(mlp_tiles=TILE),
     "heads-at-once": MemoryPolicy(attention_heads_at_once=1),
     "all-memory": MemoryPolicy(
-        recompute="keep-attention", recompute_every=2, offload=True, mlp_tiles=TILE, attention_heads_at_once=1
+        activation_checkpointing="keep-attention",
+        layers_per_checkpoint=2,
+        offload=True,
+        mlp_tiles=TILE,
+        attention_heads_at_once=1,
     ),
 }
 WHAT = {
-    "recompute": "every layer computed again in the backward pass",
+    "activation-checkpointing": "every layer computed again in the backward pass",
     "keep-attention": "the same, but attention's results are kept",
     "keep-products": "matrix products of two layers are kept as well, one of them in host memory",
-    "recompute-every": "two layers share a checkpoint",
+    "layers-per-checkpoint": "two layers share a checkpoint",
     "offload": "checkpoints wait in host memory",
     "mlp-tiles": f"norms and MLPs over {TILE} tokens at a time",
     "heads-at-once": "attention for one KV head at a time",

@@ -113,9 +113,9 @@ def _work(num_heads: int, num_kv_heads: int, length: int, *, masks: bool) -> Wor
     return Work(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        context=length,
-        batch=length * NUM_ROWS,
-        micro_batch=length,
+        context_length=length,
+        batch_tokens=length * NUM_ROWS,
+        micro_batch_tokens=length,
         document_masks=masks,
     )
 
@@ -166,7 +166,12 @@ def rank_outcome(model: Any, step: Step, way: Way, *, world_size: int) -> tuple[
     model = parallelize(model, mesh, config).train()
     length = step.row_len
     stage = StageConfig(
-        name="verify", context=length, mix={"rows": 1.0}, tokens=length * NUM_ROWS, batch=length * NUM_ROWS, lr=1.0
+        name="verify",
+        context_length=length,
+        mix={"rows": 1.0},
+        tokens=length * NUM_ROWS,
+        batch_tokens=length * NUM_ROWS,
+        lr=1.0,
     )
     rows: Any = {"rows": step.rows}
     picks = [[("rows", index)] for index in range(NUM_ROWS)]

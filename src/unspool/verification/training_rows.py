@@ -100,5 +100,5 @@ def _row(doc_lens: Sequence[int], vocabulary: int, seed: int, number: int, *, ke
         doc_lens=np.array(doc_lens, dtype=np.int32),
         loss_mask=None if kept >= 1 else rng.random(length) < kept,
         source="random",
-        attention="documents",
+        attention="intra_document",
     )

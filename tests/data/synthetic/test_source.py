@@ -119,16 +119,16 @@ def test_a_recipe_may_name_every_task():
 
 RECIPE = """\
 name: replaced
-model: {size: 4M, tokenizer: asset:tiny-base, context: 64}
+model: {size: 4M, tokenizer: asset:tiny-base, context_length: 64}
 engine: {workers: 1}
 out: OUT
 sources:
   books: {kind: jsonl, path: books.jsonl}
   tasks: {kind: synthetic, tokens: 160K, length: [1K, 4K], prose: books.jsonl}
-rows:
-  long: {from: books, length: 8K, replace: {with: tasks, share: 0.3}}
+datasets:
+  long: {from: books, seq_len: 8K, replace: {with: tasks, share: 0.3}}
 stages:
-  - {name: first, context: 8K, mix: {long: 1}, tokens: 16K, batch: 8K, lr: 1e-3}
+  - {name: first, context_length: 8K, mix: {long: 1}, tokens: 16K, batch_tokens: 8K, lr: 1e-3}
 """
 
 
@@ -143,7 +143,7 @@ def save_recipe(folder: Path, text: str = RECIPE) -> Path:
 def test_a_share_of_the_rows_is_replaced_by_tasks(tmp_path):
     done = CliRunner().invoke(build_app(), ["rows", str(save_recipe(tmp_path))])
     assert done.exit_code == 0, done.output
-    counts = read_manifest(tmp_path / "out/rows/long")["counts"]
+    counts = read_manifest(tmp_path / "out/datasets/long")["counts"]
     assert counts["rows"] >= 40
     assert counts["sources"]["tasks"]["tokens"] / counts["tokens"] == pytest.approx(0.3, abs=0.01)
     assert counts["sources"]["books"]["tokens"] / counts["tokens"] == pytest.approx(0.7, abs=0.01)

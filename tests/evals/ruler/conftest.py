@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler import SUITE
 from unspool.evals.suites.ruler.haystacks import Sources
 
-Build = Callable[..., Asked]
+Build = Callable[..., Question]
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,7 @@ def sources(shipped_tokenizer: Any) -> Sources:
 
 @pytest.fixture(scope="session")
 def build(sources: Sources) -> Build:
-    def build(task: str, *, length: int = 4096, index: int = 0, seed: int = 42, **options: Any) -> Asked:
+    def build(task: str, *, length: int = 4096, index: int = 0, seed: int = 42, **options: Any) -> Question:
         return SUITE.tasks[task].build(sources, Ask(length=length, seed=seed, index=index, **options))
 
     return build

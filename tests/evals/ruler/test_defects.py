@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from unspool.core.errors import ConfigError
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler import SUITE, fitting
 from unspool.evals.suites.ruler.haystacks import Sources
 from unspool.evals.suites.ruler.task_texts import NOISE
@@ -16,7 +16,7 @@ from unspool.evals.suites.ruler.task_texts import NOISE
 from .conftest import Build
 
 
-def many(build: Build, task: str, mode: str, count: int, length: int = 4096) -> list[Asked]:
+def many(build: Build, task: str, mode: str, count: int, length: int = 4096) -> list[Question]:
     return [build(task, index=index, mode=mode, length=length) for index in range(count)]
 
 
@@ -47,7 +47,7 @@ def squad(shipped_tokenizer: Any, squad_file: Path) -> Sources:
     return loaded
 
 
-def qa(squad: Sources, mode: Any, count: int, length: int = 4096) -> list[Asked]:
+def qa(squad: Sources, mode: Any, count: int, length: int = 4096) -> list[Question]:
     asks = [Ask(length=length, seed=42, index=index, mode=mode) for index in range(count)]
     return [SUITE.tasks["qa_1"].build(squad, ask) for ask in asks]
 
@@ -85,7 +85,7 @@ def test_reference_asks_no_question_twice(squad: Sources) -> None:
 
 
 def test_when_documents_run_out_reference_repeats_the_gold_one(squad: Sources) -> None:
-    def golds(asked: Asked) -> int:
+    def golds(asked: Question) -> int:
         return asked.context.count(f"it is {asked.references[0]}.")
 
     assert max(map(golds, qa(squad, "reference", 3, 65536))) > 1
@@ -100,7 +100,7 @@ def test_distractors_come_from_the_same_article_first(squad: Sources) -> None:
 
 
 def test_common_words_stand_at_the_same_places_in_every_sample(build: Build) -> None:
-    def places(asked: Asked) -> tuple[int, ...]:
+    def places(asked: Question) -> tuple[int, ...]:
         listed = asked.context.rsplit("often.\n", 1)[1].split()[1::2]
         return tuple(at for at, word in enumerate(listed) if word in asked.references)
 
@@ -111,7 +111,7 @@ def test_common_words_stand_at_the_same_places_in_every_sample(build: Build) -> 
 
 
 def test_coded_words_of_a_rank_stand_at_the_same_places_in_every_sample(build: Build) -> None:
-    def places(asked: Asked) -> tuple[int, ...]:
+    def places(asked: Question) -> tuple[int, ...]:
         words = asked.context.split("most often. ")[1].split()
         return tuple(at for at, word in enumerate(words) if word == asked.references[0])
 
@@ -129,7 +129,7 @@ def test_reference_lengths_fall_short_by_whole_steps(build: Build, sources: Sour
 
 
 def test_four_needles_stand_in_one_order_in_every_sample(build: Build) -> None:
-    def order(asked: Asked) -> tuple[str, ...]:
+    def order(asked: Question) -> tuple[str, ...]:
         return tuple(sorted(asked.references, key=asked.context.index))
 
     def orders(mode: str) -> int:
@@ -182,7 +182,7 @@ def test_rulers_index_is_a_place_in_the_text_and_not_unique(build: Build) -> Non
 
 
 def test_the_list_of_common_words_may_repeat_the_example_in_reference_only(build: Build) -> None:
-    def shared(asked: Asked) -> set[str]:
+    def shared(asked: Question) -> set[str]:
         example, listed = asked.context.split("often.\n")[1:]
         return set(example.split("\n")[0].split()[1::2]) & set(listed.split()[1::2])
 

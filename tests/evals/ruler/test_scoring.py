@@ -2,12 +2,12 @@
 
 import random
 
-from unspool.evals.suite import Asked
+from unspool.evals.suite import Question
 from unspool.evals.suites.ruler.task_texts import match_all, match_any
 
 
-def asked(mode: str, *references: str) -> Asked:
-    return Asked(context="", question="", references=references, meta={"mode": mode})
+def asked(mode: str, *references: str) -> Question:
+    return Question(context="", question="", references=references, meta={"mode": mode})
 
 
 def test_both_modes_on_parts_of_words() -> None:

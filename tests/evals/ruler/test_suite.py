@@ -7,7 +7,7 @@ import pytest
 
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.evals.prompts import encode
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler import SUITE, fitting
 from unspool.evals.suites.ruler.haystacks import Sources
 
@@ -16,7 +16,7 @@ from .conftest import Build
 TASKS = list(SUITE.tasks)
 
 
-def total(tokenizer: Any, task: str, asked: Asked) -> int:
+def total(tokenizer: Any, task: str, asked: Question) -> int:
     text = asked.context + asked.question + asked.prefix
     return len(encode(tokenizer, text)) + SUITE.tasks[task].answer_tokens
 

@@ -137,7 +137,7 @@ def _rows(case: Case) -> list[Row]:
 def _batches(case: Case) -> list[Batch]:
     rows = _rows(case)
     some = [rows[start : start + case.rows_per_batch] for start in range(0, len(rows), case.rows_per_batch)]
-    return [build_batch(each, attention="documents") for each in some]
+    return [build_batch(each, attention="intra_document") for each in some]
 
 
 # The largest error of any number, by the largest number of its kind: fp32 sums in another order.

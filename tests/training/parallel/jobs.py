@@ -27,9 +27,9 @@ from unspool.training.parallel.split import split_batch
 from .cases import BASES, FULL, MORE, Case, same_bits, this_rank
 from .steps import step_jobs
 
-KEEP = MemoryPolicy(recompute="keep-attention", offload=True, mlp_tiles=10)
-TOGETHER = MemoryPolicy(recompute="full", recompute_every=2)
-PARTS = MemoryPolicy(recompute="full", attention_heads_at_once=2)
+KEEP = MemoryPolicy(activation_checkpointing="keep-attention", offload=True, mlp_tiles=10)
+TOGETHER = MemoryPolicy(activation_checkpointing="full", layers_per_checkpoint=2)
+PARTS = MemoryPolicy(activation_checkpointing="full", attention_heads_at_once=2)
 # Divides among no number of ranks, so that the last one has fewer rows.
 LOADED_VOCAB = 301
 ULYSSES, RING = {"ulysses": 2}, {"ring": 2}

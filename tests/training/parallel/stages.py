@@ -56,7 +56,7 @@ def make_materials(folder: Path) -> StageInputs:
     }
     saved = {name: save_rows(folder / "rows" / name, made) for name, made in rows.items()}
     held = saved.pop("held")
-    return StageInputs(model=str(save_folder(folder / "model")), rows=saved, validation=held)
+    return StageInputs(model=str(save_folder(folder / "model")), datasets=saved, validation=held)
 
 
 def train(materials: StageInputs, out: Path, parallel: dict[str, Any], *, whole: bool = False, **changes: Any) -> None:
@@ -168,7 +168,7 @@ def goes_on(materials: StageInputs, folder: Path) -> StageInputs:
         own = weights(start)
         handed_on |= {f"{name}/weight": own[name] * 1.01 for name in own if "q_proj" in name or "embed" in name}
         save_file(handed_on, path)
-    return StageInputs(model=str(start / "model"), rows=materials.rows, moments=path)
+    return StageInputs(model=str(start / "model"), datasets=materials.datasets, moments=path)
 
 
 def stage_jobs(world: int, folder: Path, materials: StageInputs) -> dict[str, Callable[[], Any]]:

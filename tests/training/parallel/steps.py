@@ -52,10 +52,10 @@ class Steps:
 
 STEP_CASES = {
     "fsdp 2": Steps(2),
-    "fsdp 2, uneven, tied": Steps(2, family="llama-tied", vocab=301, micro_batch=64),
+    "fsdp 2, uneven, tied": Steps(2, family="llama-tied", vocab=301, micro_batch_tokens=64),
     "fsdp 2, host memory": Steps(2, {"offload": True}),
     "replicate 2": Steps(2, {"replicate": 2}),
-    "ulysses 2": Steps(2, {"ulysses": 2}, micro_batch=64),
+    "ulysses 2": Steps(2, {"ulysses": 2}, micro_batch_tokens=64),
     "ring 2": Steps(2, {"ring": 2}, rows="full"),
     "fsdp 4": Steps(4),
     "ulysses 4": Steps(4, {"ulysses": 4}, family="llama-mha"),
@@ -75,7 +75,7 @@ class Taken:
 
 def take_steps(case: Steps, *, alone: bool, steps: int = STEPS) -> Taken:
     stage = build_stage(
-        batch=256, tokens=256 * STEPS, micro_batch=case.micro_batch, mix={"long": 1.0}, parallel=case.parallel
+        batch=256, tokens=256 * STEPS, micro_batch_tokens=case.micro_batch, mix={"long": 1.0}, parallel=case.parallel
     )
     model = build_model(case.family, vocab_size=case.vocab).train()
     mesh, place = None, ALONE

@@ -74,7 +74,7 @@ def test_files_without_a_weight_are_refused(answers):
     ("settings", "name"),
     [
         ({"memory": MemoryPolicy(mlp_tiles=4)}, "mlp_tiles"),
-        ({"memory": MemoryPolicy(recompute="full", offload=True)}, "offload"),
+        ({"memory": MemoryPolicy(activation_checkpointing="full", offload=True)}, "offload"),
         ({"fuse": True}, "compile"),
     ],
 )

@@ -12,7 +12,7 @@ from unspool.training.parallel.split import part_of, split_batch
 DOCS = ((3, 17, 1, 20), (29, 5, 7), (1,), (40, 2))
 
 
-def build(docs=DOCS, *, mask=0.3, attention="documents"):
+def build(docs=DOCS, *, mask=0.3, attention="intra_document"):
     return build_batch([random_row(lens, seed, mask=mask) for seed, lens in enumerate(docs)], attention=attention)
 
 

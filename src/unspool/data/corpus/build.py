@@ -1,4 +1,4 @@
-"""Build a corpus: a source's documents, tokenised, as an artefact.
+"""Build a corpus: a source's documents, tokenised, as an artifact.
 
 In: a source, the model's tokenizer. Out: folder with `docs-00000.arrow` …, a manifest, and where there is cause
 `quarantine.jsonl` and `left_out.jsonl`. Runs as a datatrove pipeline (steps.py) on any executor. Consecutive units

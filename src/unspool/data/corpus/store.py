@@ -4,7 +4,7 @@ In: token arrays, and for conversations their loss masks. Out: `docs-00000.arrow
 there are masks) that any Arrow reader opens.
 Promise: any document is found in constant time and handed out without a copy; a file is renamed into place when
 complete. The arrays are views of the file and cannot be written to.
-Elsewhere: rows (store.py), manifests and folders (base/artefact.py).
+Elsewhere: rows (store.py), manifests and folders (base/artifact.py).
 """
 
 import os

@@ -1,6 +1,6 @@
-"""Build rows: documents of one or more corpora, packed as a strategy says, as an artefact.
+"""Build rows: documents of one or more corpora, packed as a strategy says, as an artifact.
 
-In: corpora, a `RowsConfig`. Out: folder with `rows-00000.arrow` … and a manifest.
+In: corpora, a `DatasetConfig`. Out: folder with `rows-00000.arrow` … and a manifest.
 Promise: documents are shuffled by the seed, sources follow their shares of tokens, and the counts add
 up: tokens in the corpora + tokens added = tokens in rows + tokens dropped, by reason.
 Memory holds the order of the documents and a batch of rows, never the corpus.
@@ -8,7 +8,7 @@ Elsewhere: which documents (order.py), filling rows (strategy.py), the order of 
 
 Why tokens are dropped: `unread` documents never drawn (`limit`, or a source of a mix ran out), `last_row` a
 row that was never filled, `limit` the rest of a document when the limit was reached, `cut` the rest of a
-document under `intact`, `short` and `tail` documents below, and rests above, whole rows under `whole`,
+document under `truncate`, `short` and `tail` documents below, and rests above, whole rows under `single_doc`,
 `downsampled` short documents that `upsample` does not keep, `untrained` rows in which nothing is asked for.
 
 What the counts say, besides rows, tokens, documents (drawn) and drops: `padding` tokens under `fit`, `fill_rate` the
@@ -37,20 +37,20 @@ from unspool.core.rng import rng_for
 from unspool.core.sizes import format_count, format_size
 from unspool.data.corpus.store import CorpusReader, open_corpus
 from unspool.data.lengths import Lengths, add_up
-from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.order import Drawn, Order
 from unspool.data.packing.pack import Packer, RowStream, Tally
 from unspool.data.packing.store import BATCH_TOKENS, Row, RowWriter, num_trained
-from unspool.data.strategies.base import Means, Strategy, build_strategy, finish_rows
+from unspool.data.strategies.base import PackingInputs, Strategy, build_strategy, finish_rows
 from unspool.data.strategies.retrieval import Embed
 from unspool.data.tokenize.chat_template import TEMPLATE_FILE, common_template
 from unspool.data.tokenize.encoder import build_encoder
 
-KIND = "rows"
+KIND = "dataset"
 
 
 def build_rows(
-    config: RowsConfig,
+    config: DatasetConfig,
     corpora: Mapping[str, Path],
     out_dir: Path,
     *,
@@ -67,12 +67,12 @@ def build_rows(
     inputs = {f"corpus {source}": _corpus_digest(corpora[source]) for source in config.shares}
     if embed is not None:
         inputs["embeddings"] = embed.digest
-    if config.tangle:
+    if config.utk:
         inputs["tokenizer"] = build_encoder(tokenizer).digest
-    settings: dict[str, Any] = {"rows": config.model_dump(mode="json", by_alias=True), "name": name, "seed": seed}
+    settings: dict[str, Any] = {"dataset": config.model_dump(mode="json", by_alias=True), "name": name, "seed": seed}
     # No label asks for it and no document sees it, so without EOS any token will do.
     pad = tokenizer.eos_token_id or 0
-    if config.pack == "fit":
+    if config.packing == "best_fit":
         settings["padding"] = pad
     reason = stale_reason(out_dir, kind=KIND, inputs=inputs, settings=settings)
     if reason is None:
@@ -81,15 +81,15 @@ def build_rows(
         assert manifest is not None
         counts: dict[str, Any] = manifest["counts"]
         return counts
-    say(f"rows {name}: packing {format_size(config.length)} rows ({reason})")
+    say(f"rows {name}: packing {format_size(config.seq_len)} rows ({reason})")
 
     template = common_template({source: corpora[source] for source in config.shares}, f"rows {name}")
     readers = {source: open_corpus(corpora[source]) for source in config.shares}
-    means = Means(readers=readers, tokenizer=tokenizer, pad=pad, seed=seed, name=name, embed=embed)
+    means = PackingInputs(readers=readers, tokenizer=tokenizer, pad=pad, seed=seed, name=name, embed=embed)
     with publish(out_dir, kind=KIND, inputs=inputs, settings=settings) as draft:
         strategy = build_strategy(config, means)
         # Without an end `fit` has more to choose from, and the shares hold over documents that the limit leaves out.
-        most_tokens = _most_rows(config) * config.length if config.limit and config.pack == "fit" else None
+        most_tokens = _most_rows(config) * config.seq_len if config.limit and config.packing == "best_fit" else None
         order = Order(config, readers, seed=seed, name=name, arrays=strategy.arrays, most_tokens=most_tokens)
         draft.counts = _write_rows(config, order, strategy, draft.folder, rng_for(seed, "skips", name))
         if template is not None:
@@ -104,7 +104,7 @@ def build_rows(
 
 
 def _write_rows(
-    config: RowsConfig, order: Order, strategy: Strategy, folder: Path, rng: np.random.Generator
+    config: DatasetConfig, order: Order, strategy: Strategy, folder: Path, rng: np.random.Generator
 ) -> dict[str, Any]:
     most = _most_rows(config) if config.limit else None
     tally = Tally()
@@ -112,14 +112,14 @@ def _write_rows(
     pieces = Lengths()
     is_masked = any(reader.is_masked for reader in order.readers.values())
     trained: list[int] = []  # tokens of each row
-    writer_options = {"masked": strategy.masked, "pieced": strategy.pieced, "placed": config.skips is not None}
+    writer_options = {"masked": strategy.masked, "pieced": strategy.pieced, "placed": config.pose is not None}
     # The packer is closed before the counts are taken: stopped by the limit, it then counts what it still holds.
     with (
-        RowWriter(folder, row_len=config.length, **writer_options) as writer,
+        RowWriter(folder, row_len=config.seq_len, **writer_options) as writer,
         closing(_pack(config, order, strategy.pack, tally)) as rows,
         progress_bar("rows", most) as advance,
     ):
-        for batch in _batches(islice(rows, most), max(1, BATCH_TOKENS // config.length)):
+        for batch in _batches(islice(rows, most), max(1, BATCH_TOKENS // config.seq_len)):
             for row in finish_rows(batch, config, rng):
                 writer.append(row)
                 if is_masked and row.loss_mask is not None:
@@ -134,18 +134,18 @@ def _write_rows(
     return counts
 
 
-def _pack(config: RowsConfig, order: Order, pack: Packer, tally: Tally) -> RowStream:
-    if config.upsample and config.pack == "fit":
+def _pack(config: DatasetConfig, order: Order, pack: Packer, tally: Tally) -> RowStream:
+    if config.upsample and config.packing == "best_fit":
         # Best fit looks far ahead and puts equal lengths together, so copies of a document would meet in a row.
         for stretch in order.stretches():
-            yield from pack(stretch, config.length, tally)
+            yield from pack(stretch, config.seq_len, tally)
     else:
-        yield from pack(order, config.length, tally)
+        yield from pack(order, config.seq_len, tally)
 
 
-def _most_rows(config: RowsConfig) -> int:
+def _most_rows(config: DatasetConfig) -> int:
     assert config.limit is not None
-    return -(-config.limit // config.length)
+    return -(-config.limit // config.seq_len)
 
 
 def _batches(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
@@ -154,11 +154,11 @@ def _batches(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
 
 
 def _counts(
-    config: RowsConfig, order: Order, strategy: Strategy, tally: Tally, num_rows: int, pieces: Lengths
+    config: DatasetConfig, order: Order, strategy: Strategy, tally: Tally, num_rows: int, pieces: Lengths
 ) -> dict[str, Any]:
-    row_tokens = num_rows * config.length
+    row_tokens = num_rows * config.seq_len
     # Under `fit` those given back are not the last; there the stream ends with the limit, so they are few.
-    drawn = order.drawn(0 if config.pack == "fit" else tally.given_back)
+    drawn = order.drawn(0 if config.packing == "best_fit" else tally.given_back)
     for name, entry in drawn.items():
         tally.drop("downsampled", name, entry.dropped)
         # What was given back is among the unread already.
@@ -235,25 +235,25 @@ def _corpus_digest(folder: Path) -> str:
     return digest((read_manifest(folder) or {}).get("files"))
 
 
-def _too_little(config: RowsConfig, readers: Mapping[str, CorpusReader], dropped: Mapping[str, int]) -> str:
-    length = format_size(config.length)
+def _too_little(config: DatasetConfig, readers: Mapping[str, CorpusReader], dropped: Mapping[str, int]) -> str:
+    length = format_size(config.seq_len)
     if "untrained" in dropped:
         return (
             f"no row of {length} holds a token that is trained on, because the assistant's words come later in its "
-            "conversations; use a greater length or pack: fit."
+            "conversations; use a greater seq_len or packing: best_fit."
         )
-    if config.pack == "whole":
+    if config.packing == "single_doc":
         longest = {source: int(reader.lens.max(initial=0)) for source, reader in readers.items()}
         source = min(longest, key=lambda source: longest[source])
         return (
-            f"pack: whole needs documents of at least {length} tokens, and the longest of source {source} has "
-            f"{longest[source]}; use pack: concat or a shorter length."
+            f"packing: single_doc needs documents of at least {length} tokens, and the longest of source {source} has "
+            f"{longest[source]}; use packing: concat or a shorter seq_len."
         )
     tokens = format_count(sum(reader.num_tokens for reader in readers.values()))
     if config.upsample and config.upsample.keep < 1:
         above = format_size(config.upsample.above)
         return (
             f"of {tokens} tokens, those that upsample keeps do not fill one row of {length}; "
-            f"keep more of the documents below {above}, or use a shorter length."
+            f"keep more of the documents below {above}, or use a shorter seq_len."
         )
-    return f"{tokens} tokens do not fill one row of {length}; add text or use a shorter length."
+    return f"{tokens} tokens do not fill one row of {length}; add text or use a shorter seq_len."

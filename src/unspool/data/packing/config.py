@@ -1,4 +1,4 @@
-"""What a recipe's `rows` and `engine` may say."""
+"""What a recipe's `datasets` and `engine` may say."""
 
 from typing import Literal
 
@@ -8,8 +8,8 @@ from unspool.core.config import Config
 from unspool.core.sizes import Size, format_size
 
 
-class TangleConfig(Config):
-    """Untie the Knots: split documents, scatter the pieces, ask for the way back (tangle.py)."""
+class UtkConfig(Config):
+    """Untie the Knots: split documents, scatter the pieces, ask for the way back (strategies/utk)."""
 
     probability: float = Field(0.8, ge=0, le=1, description="share of documents, or of rows, that are split")
     per: Literal["document", "row"] = Field("document", description="what probability is a share of")
@@ -28,15 +28,15 @@ class TangleConfig(Config):
         return hops
 
 
-class InterleaveConfig(Config):
-    """CIP: documents in equal pieces, all first pieces of a row, then all second ones, … (interleave.py)."""
+class CipConfig(Config):
+    """CIP: documents in equal pieces, all first pieces of a row, then all second ones, … (strategies/cip.py)."""
 
     pieces: int = Field(2, ge=2, le=64, description="pieces per document")
     longest: Size | None = Field(None, description="longer documents are first cut into several of this length")
 
 
-class NegativesConfig(Config):
-    """NExtLong: after each chunk of a document, chunks of others that look most like it (negatives.py)."""
+class NextLongConfig(Config):
+    """NExtLong: after each chunk of a document, chunks of others that look most like it (strategies/nextlong.py)."""
 
     chunk: Size = Field(512, description="tokens of a chunk, at most")
     retriever: Literal["bm25", "embeddings"] = "bm25"
@@ -54,8 +54,8 @@ class UpsampleConfig(Config):
     keep: float = Field(1.0, ge=0, le=1, description="share of the other documents that is used")
 
 
-class SkipsConfig(Config):
-    """PoSE: jumps in the positions of short rows, so that they show distances of long ones (skips.py)."""
+class PoseConfig(Config):
+    """PoSE: jumps in the positions of short rows, so that they show distances of long ones (strategies/pose.py)."""
 
     target: Size = Field(description="the context whose positions are shown")
     chunks: int = Field(2, ge=2, le=64, description="stretches without a jump")
@@ -69,23 +69,24 @@ class ReplaceConfig(Config):
 
 
 # At most one of these decides where pieces of documents go.
-STRATEGIES = ("tangle", "interleave", "negatives")
+STRATEGIES = ("utk", "cip", "nextlong")
 
 
-class RowsConfig(Config):
+class DatasetConfig(Config):
     """Fixed-length training rows made from documents."""
 
     from_: str | dict[str, float] = Field(alias="from", description="a source, or sources with shares of tokens")
-    length: Size
-    pack: Literal["concat", "whole", "intact", "fit"] = "concat"
-    tangle: TangleConfig | None = None
-    interleave: InterleaveConfig | None = None
-    negatives: NegativesConfig | None = None
+    seq_len: Size
+    packing: Literal["concat", "single_doc", "truncate", "best_fit"] = "concat"
+    utk: UtkConfig | None = None
+    cip: CipConfig | None = None
+    nextlong: NextLongConfig | None = None
     upsample: UpsampleConfig | None = None
-    skips: SkipsConfig | None = None
+    pose: PoseConfig | None = None
     replace: ReplaceConfig | None = None
-    attention: Literal["documents", "full"] | None = Field(
-        None, description="documents: each sees only itself; full: the row is one; by default what the strategy needs"
+    attention: Literal["intra_document", "full"] | None = Field(
+        None,
+        description="intra_document: each sees only itself; full: the row is one; by default what the strategy needs",
     )
     limit: Size | None = Field(None, description="stop after about this many tokens of rows")
 
@@ -105,7 +106,7 @@ class RowsConfig(Config):
     @property
     def longest(self) -> int | None:
         """Documents above this are cut into several before anything else."""
-        chosen = self.tangle or self.interleave or self.negatives
+        chosen = self.utk or self.cip or self.nextlong
         return chosen.longest if chosen else None
 
     @field_validator("from_")
@@ -116,32 +117,36 @@ class RowsConfig(Config):
         return value
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "RowsConfig":
+    def _fits_together(self) -> "DatasetConfig":
         chosen = [name for name in STRATEGIES if getattr(self, name)]
         if len(chosen) > 1:
-            raise ValueError(f"{' and '.join(chosen)} both decide where pieces go; keep one, and use two sets of rows")
-        if chosen and self.pack == "whole":
+            raise ValueError(f"{' and '.join(chosen)} both decide where pieces go; keep one, and use two datasets")
+        if chosen and self.packing == "single_doc":
             raise ValueError(
-                f"pack: whole puts one document in a row, so {chosen[0]} has nothing to mix; use concat or intact"
+                f"packing: single_doc puts one document in a row, so {chosen[0]} has nothing to mix; use concat or "
+                "truncate"
             )
-        if chosen and self.pack == "fit":
-            raise ValueError(f"pack: fit leaves padding that {chosen[0]} has no place for; use concat or intact")
-        if chosen and self.attention == "documents":
+        if chosen and self.packing == "best_fit":
             raise ValueError(
-                f"attention: documents hides the earlier pieces of a document, and {chosen[0]} is there to make the "
+                f"packing: best_fit leaves padding that {chosen[0]} has no place for; use concat or truncate"
+            )
+        if chosen and self.attention == "intra_document":
+            raise ValueError(
+                f"attention: intra_document hides the earlier pieces of a document, and {chosen[0]} is there to make "
+                "the "
                 "model look at them; leave attention out, or make the rows without it"
             )
-        if self.tangle and self.length < 4 * self.tangle.min_split:
-            raise ValueError(f"tangle.min_split needs at most a quarter of length, here {self.length // 4}")
-        if self.negatives and self.length < 2 * self.negatives.chunk:
-            raise ValueError(f"negatives.chunk needs at most half of length, here {self.length // 2}")
-        if self.negatives and self.negatives.longest and self.length < 2 * self.negatives.longest:
-            raise ValueError(f"negatives.longest needs at most half of length, here {self.length // 2}, to leave room")
-        if self.negatives and (self.negatives.retriever == "embeddings") != (self.negatives.model is not None):
-            raise ValueError("negatives.model is needed with retriever: embeddings, and only there")
-        if self.skips and self.skips.target <= self.length:
+        if self.utk and self.seq_len < 4 * self.utk.min_split:
+            raise ValueError(f"utk.min_split needs at most a quarter of seq_len, here {self.seq_len // 4}")
+        if self.nextlong and self.seq_len < 2 * self.nextlong.chunk:
+            raise ValueError(f"nextlong.chunk needs at most half of seq_len, here {self.seq_len // 2}")
+        if self.nextlong and self.nextlong.longest and self.seq_len < 2 * self.nextlong.longest:
+            raise ValueError(f"nextlong.longest needs at most half of seq_len, here {self.seq_len // 2}, to leave room")
+        if self.nextlong and (self.nextlong.retriever == "embeddings") != (self.nextlong.model is not None):
+            raise ValueError("nextlong.model is needed with retriever: embeddings, and only there")
+        if self.pose and self.pose.target <= self.seq_len:
             raise ValueError(
-                f"skips.target must be above length ({format_size(self.length)}), or there is nothing to skip"
+                f"pose.target must be above seq_len ({format_size(self.seq_len)}), or there is nothing to skip"
             )
         if self.replace and self.replace.with_ in ([self.from_] if isinstance(self.from_, str) else self.from_):
             raise ValueError(f"replace.with is {self.replace.with_!r}, which from names already; name another source")

@@ -58,7 +58,7 @@ def lay_concat(lens: np.ndarray, row_len: int, is_last: bool) -> Layout:
     return _finish(pieces[in_rows], per_row, pieces[~in_rows], {}, is_last, len(lens))
 
 
-def lay_intact(lens: np.ndarray, row_len: int, is_last: bool) -> Layout:
+def lay_truncate(lens: np.ndarray, row_len: int, is_last: bool) -> Layout:
     ends = np.cumsum(lens)
     begins = ends - lens
     # The document that fills a row, for a row that would begin with each of them.
@@ -76,13 +76,13 @@ def lay_intact(lens: np.ndarray, row_len: int, is_last: bool) -> Layout:
     return _finish(pieces[:first], lasts - firsts + 1, pieces[first:], {"cut": cut}, is_last, len(lens))
 
 
-def lay_whole(lens: np.ndarray, row_len: int, is_last: bool) -> Layout:
+def lay_single_doc(lens: np.ndarray, row_len: int, is_last: bool) -> Layout:
     pieces, tails = _full_rows(lens, row_len)
     drops = {"short": np.where(lens < row_len, lens, 0), "tail": np.where(lens < row_len, 0, tails)}
     return _finish(pieces, np.ones_like(pieces.docs), pieces[:0], drops, is_last, len(lens))
 
 
-def lay_fit(lens: np.ndarray, row_len: int, is_last: bool) -> Layout:
+def lay_best_fit(lens: np.ndarray, row_len: int, is_last: bool) -> Layout:
     full, tails = _full_rows(lens, row_len)
     docs = np.flatnonzero(tails)
     placed = Pieces(docs, (lens - tails)[docs], tails[docs])
@@ -110,7 +110,12 @@ def lay_fit(lens: np.ndarray, row_len: int, is_last: bool) -> Layout:
 
 
 Planner = Callable[[np.ndarray, int, bool], Layout]
-PLANNERS: dict[str, Planner] = {"concat": lay_concat, "fit": lay_fit, "intact": lay_intact, "whole": lay_whole}
+PLANNERS: dict[str, Planner] = {
+    "concat": lay_concat,
+    "best_fit": lay_best_fit,
+    "truncate": lay_truncate,
+    "single_doc": lay_single_doc,
+}
 
 
 def best_fit(lens: np.ndarray, row_len: int) -> tuple[np.ndarray, int]:

@@ -1,6 +1,6 @@
 """Which document comes next: shuffled by the seed, sources by their shares of tokens, long documents more often.
 
-In: corpora, a `RowsConfig`. Out: an iterable of `Doc`s that knows what was drawn from each source.
+In: corpora, a `DatasetConfig`. Out: an iterable of `Doc`s that knows what was drawn from each source.
 Promise: the tokens drawn follow the shares. Without `limit`, every document is drawn as often as planned, or until a
 source of a mix has no more; what is planned does not depend on how rows are filled.
 Price: memory holds a few numbers for every use of a document, never its tokens.
@@ -17,7 +17,7 @@ import numpy as np
 
 from unspool.core.rng import rng_for
 from unspool.data.corpus.store import CorpusReader
-from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.pack import Doc
 from unspool.data.strategies.upsample import draw_uses, is_again, spread
 
@@ -45,7 +45,7 @@ class Order:
 
     def __init__(
         self,
-        config: RowsConfig,
+        config: DatasetConfig,
         readers: Mapping[str, CorpusReader],
         *,
         seed: int,
@@ -78,7 +78,7 @@ class Order:
             dropped = [reader.lens[use == 0] for reader, use in zip(self._readers, uses, strict=True)]
             self._dropped = [int(lens.sum()) for lens in dropped]
         # Under `whole` a document counts towards its source's share only with the rows it gives.
-        unit = config.length if config.pack == "whole" else 1
+        unit = config.seq_len if config.packing == "single_doc" else 1
         self._useful = [(each[:, 2] - each[:, 1]) // unit * unit for each in self._spans]
 
     def __iter__(self) -> Iterator[Doc]:

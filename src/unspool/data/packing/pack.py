@@ -5,7 +5,7 @@ Promise: every token that comes in is in a row or counted in `Tally.dropped` und
 also when the consumer closes the generator early. Modes (layout.py says where they cut):
 
 `concat` fills rows and continues a cut document at the start of the next.
-`intact` fills rows and discards the rest of a cut document.
+`truncate` fills rows and discards the rest of a cut document.
 `whole` cuts rows only from documents of at least a row's length, so that every row is one document.
 `fit` puts documents where they leave the least room (best-fit decreasing), so that only documents longer than a
 row are cut: into full rows, and a rest that is placed like a document. What stays empty is padding: a document of
@@ -27,7 +27,7 @@ from unspool.data.packing.modes import PLANNERS, Layout
 from unspool.data.packing.store import BATCH_TOKENS, Row
 
 # Tokens that are planned at a time; `fit` leaves the less room empty the more it can choose from.
-WINDOW_TOKENS = {"fit": 1 << 26}
+WINDOW_TOKENS = {"best_fit": 1 << 26}
 # Documents that are planned at a time, at most; each costs some 300 bytes.
 WINDOW_DOCS = 1 << 17
 
@@ -94,7 +94,7 @@ class _Window:
         mask = self.docs[doc].loss_mask
         return mask is None or bool(mask[start:stop].any())
 
-    def and_more(self, docs: list[Doc]) -> "_Window":
+    def extended(self, docs: list[Doc]) -> "_Window":
         return _Window(self.docs + docs, self.begins.tolist())
 
 
@@ -106,7 +106,7 @@ def pack_rows(docs: Iterable[Doc], row_len: int, tally: Tally, *, mode: str, pad
     ended = False
     while not ended:
         more, ended = _draw(drawing, most_tokens)
-        window = window.and_more(more)
+        window = window.extended(more)
         layout = _without_untrained(window, PLANNERS[mode](window.lens, row_len, ended))
         made = 0
         try:
@@ -162,7 +162,7 @@ def _gather(window: _Window, layout: Layout, row_len: int, pad: int) -> Iterator
         for number, end in enumerate(borders):
             span = slice(number * row_len, (number + 1) * row_len)
             source = _source(window, docs[begin:end])
-            yield Row(tokens[span], lens[begin:end], None if mask is None else mask[span], source, "documents")
+            yield Row(tokens[span], lens[begin:end], None if mask is None else mask[span], source, "intra_document")
             begin = end
 
 

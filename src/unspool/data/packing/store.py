@@ -3,7 +3,7 @@
 In: `Row`s. Out: `rows-00000.arrow` … (tokens, doc_lens, loss_mask, source, attention) that any Arrow reader opens.
 Promise: any row is found in constant time and handed out without a copy; a file is renamed into place when
 complete. The arrays are views of the file and cannot be written to.
-Elsewhere: corpora (corpus_store.py), manifests and folders (base/artefact.py), what is in a row (pack.py, tangle.py).
+Elsewhere: corpora (corpus_store.py), manifests and folders (base/artifact.py), what is in a row (pack.py, tangle.py).
 """
 
 from bisect import bisect_right
@@ -32,8 +32,8 @@ class Row:
     doc_lens: np.ndarray  # int32[k], sums to L
     loss_mask: np.ndarray | None  # bool[L]
     source: str  # the sources it holds, joined by "+"
-    attention: str  # "documents" | "full"
-    piece_docs: np.ndarray | None = None  # int32[k]: pieces of one document share its number; None: all are different
+    attention: str  # "intra_document" | "full"
+    chunk_ids: np.ndarray | None = None  # int32[k]: pieces of one document share its number; None: all are different
     positions: np.ndarray | None = None  # int32[L]; None: 0, 1, 2 … in what attends to itself
 
 
@@ -62,7 +62,7 @@ class ArrowFile:
 class RowWriter:
     """Writes rows of one length into `rows-00000.arrow` …, like `CorpusWriter`.
 
-    Masked: every row has a loss mask. Pieced: every row has `piece_docs`. Placed: every row has `positions`.
+    Masked: every row has a loss mask. Pieced: every row has `chunk_ids`. Placed: every row has `positions`.
     """
 
     def __init__(self, folder: Path, *, row_len: int, masked: bool, pieced: bool = False, placed: bool = False) -> None:
@@ -77,7 +77,7 @@ class RowWriter:
             ("loss_mask", mask),
             ("source", pa.string()),
             ("attention", pa.string()),
-            ("piece_docs", pa.list_(pa.int32()) if pieced else pa.null()),
+            ("chunk_ids", pa.list_(pa.int32()) if pieced else pa.null()),
             ("positions", pa.list_(pa.int32(), row_len) if placed else pa.null()),
         ]
         # The size of the batches lets a reader find row i by arithmetic.
@@ -110,13 +110,13 @@ class RowWriter:
         tokens = np.concatenate([row.tokens for row in rows])
         offsets = np.cumsum([0, *(len(row.doc_lens) for row in rows)], dtype=np.int32)
         missing = pa.nulls(len(rows))
-        mask, piece_docs, positions = missing, missing, missing
+        mask, chunk_ids, positions = missing, missing, missing
         if self._has("loss_mask"):
             masks = np.concatenate([row.loss_mask for row in rows if row.loss_mask is not None])
             mask = pa.FixedSizeListArray.from_arrays(pa.array(masks.view(np.uint8)), self._row_len)
-        if self._has("piece_docs"):
-            docs = np.concatenate([row.piece_docs for row in rows if row.piece_docs is not None], dtype=np.int32)
-            piece_docs = pa.ListArray.from_arrays(pa.array(offsets), pa.array(docs))
+        if self._has("chunk_ids"):
+            docs = np.concatenate([row.chunk_ids for row in rows if row.chunk_ids is not None], dtype=np.int32)
+            chunk_ids = pa.ListArray.from_arrays(pa.array(offsets), pa.array(docs))
         if self._has("positions"):
             places = np.concatenate([row.positions for row in rows if row.positions is not None], dtype=np.int32)
             positions = pa.FixedSizeListArray.from_arrays(pa.array(places), self._row_len)
@@ -126,7 +126,7 @@ class RowWriter:
             mask,
             pa.array([row.source for row in rows], pa.string()),
             pa.array([row.attention for row in rows], pa.string()),
-            piece_docs,
+            chunk_ids,
             positions,
         ]
         return pa.record_batch(arrays, schema=self._schema)
@@ -188,8 +188,8 @@ class _RowBatch:
         self._source = source.to_pylist()
         self._attention = attention.to_pylist()
         # Rows written before these columns existed lack them.
-        piece_docs, positions = more or (pa.nulls(0), pa.nulls(0))
-        self._piece_docs = None if pa.types.is_null(piece_docs.type) else piece_docs.values.to_numpy()
+        chunk_ids, positions = more or (pa.nulls(0), pa.nulls(0))
+        self._piece_docs = None if pa.types.is_null(chunk_ids.type) else chunk_ids.values.to_numpy()
         self._positions = None
         if not pa.types.is_null(positions.type):
             self._positions = positions.values.to_numpy().reshape(batch.num_rows, -1)
@@ -202,7 +202,7 @@ class _RowBatch:
             loss_mask=None if self._mask is None else self._mask[inner],
             source=self._source[inner],
             attention=self._attention[inner],
-            piece_docs=None if self._piece_docs is None else self._piece_docs[pieces],
+            chunk_ids=None if self._piece_docs is None else self._piece_docs[pieces],
             positions=None if self._positions is None else self._positions[inner],
         )
 
@@ -246,7 +246,7 @@ def num_trained(doc_lens: np.ndarray, loss_mask: np.ndarray) -> int:
 
 def attended_lens(doc_lens: np.ndarray, attention: str) -> np.ndarray:
     """The lengths that attention and positions go by: the documents, or the row as one if `attention` is full."""
-    return doc_lens if attention == "documents" else doc_lens.sum(keepdims=True, dtype=doc_lens.dtype)
+    return doc_lens if attention == "intra_document" else doc_lens.sum(keepdims=True, dtype=doc_lens.dtype)
 
 
 def position_ids(doc_lens: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """What a rows set's options come to: how its rows are filled, and what they bring along.
 
-In: a `RowsConfig`. Out: a `Strategy`, whose `pack` fills rows; `finish_rows` does the rest, batch by batch.
+In: a `DatasetConfig`. Out: a `Strategy`, whose `pack` fills rows; `finish_rows` does the rest, batch by batch.
 This is the only place that knows all strategies; one of its own needs a file, a config class and a line in `BUILDERS`.
 Elsewhere: which documents (order.py), writing and counting (rows.py).
 """
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from unspool.core.progress import say
 from unspool.core.rng import rng_for
 from unspool.data.corpus.store import CorpusReader
-from unspool.data.packing.config import RowsConfig
+from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.pack import PACKERS, Packer
 from unspool.data.packing.store import Row, attended_lens
 from unspool.data.strategies.cip import interleave_rows
@@ -40,7 +40,7 @@ class Strategy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Means:
+class PackingInputs:
     """What strategies may need besides their config."""
 
     readers: Mapping[str, CorpusReader]
@@ -56,36 +56,38 @@ class Means:
         return any(reader.is_masked for reader in self.readers.values())
 
 
-def build_strategy(config: RowsConfig, means: Means) -> Strategy:
+def build_strategy(config: DatasetConfig, means: PackingInputs) -> Strategy:
     return BUILDERS[config.strategy](config, means)
 
 
-def finish_rows(rows: Sequence[Row], config: RowsConfig, rng: np.random.Generator) -> Sequence[Row]:
+def finish_rows(rows: Sequence[Row], config: DatasetConfig, rng: np.random.Generator) -> Sequence[Row]:
     """Packed rows, some at a time, as `config` asks for them: interleaved, with their attention and positions.
 
     `rng` serves all rows of a set in turn; how many come at a time makes no difference.
     """
-    if config.interleave is not None:
-        rows = interleave_rows(rows, config.interleave.pieces)
-    if config.attention is None and config.skips is None:
+    if config.cip is not None:
+        rows = interleave_rows(rows, config.cip.pieces)
+    if config.attention is None and config.pose is None:
         return rows
     attentions = [config.attention or row.attention for row in rows]
     positions: list[np.ndarray | None] = [None] * len(rows)
-    if config.skips is not None:
+    if config.pose is not None:
         lens = [attended_lens(row.doc_lens, attention) for row, attention in zip(rows, attentions, strict=True)]
-        places = skip_positions(np.concatenate(lens), config.skips, rng)
+        places = skip_positions(np.concatenate(lens), config.pose, rng)
         positions = list(places.reshape(len(rows), -1))
     return [
-        Row(row.tokens, row.doc_lens, row.loss_mask, row.source, attention, row.piece_docs, place)
+        Row(row.tokens, row.doc_lens, row.loss_mask, row.source, attention, row.chunk_ids, place)
         for row, attention, place in zip(rows, attentions, positions, strict=True)
     ]
 
 
-def _plain(config: RowsConfig, means: Means) -> Strategy:
-    return Strategy(pack=partial(PACKERS[config.pack], pad=means.pad), masked=means.is_masked or config.pack == "fit")
+def _plain(config: DatasetConfig, means: PackingInputs) -> Strategy:
+    return Strategy(
+        pack=partial(PACKERS[config.packing], pad=means.pad), masked=means.is_masked or config.packing == "best_fit"
+    )
 
 
-def _tangle(config: RowsConfig, means: Means) -> Strategy:
+def _utk(config: DatasetConfig, means: PackingInputs) -> Strategy:
     # A copy: the caller's tokenizer belongs to a model that may never see a tangled row.
     tangler = build_tangler(config, copy.deepcopy(means.tokenizer), rng_for(means.seed, "tangle", means.name))
     return Strategy(
@@ -93,15 +95,15 @@ def _tangle(config: RowsConfig, means: Means) -> Strategy:
     )
 
 
-def _interleave(config: RowsConfig, means: Means) -> Strategy:
+def _cip(config: DatasetConfig, means: PackingInputs) -> Strategy:
     # Documents fill rows as ever, and only the order within a row changes (`finish_rows`).
-    return Strategy(pack=PACKERS[config.pack], masked=means.is_masked, pieced=True)
+    return Strategy(pack=PACKERS[config.packing], masked=means.is_masked, pieced=True)
 
 
-def _negatives(config: RowsConfig, means: Means) -> Strategy:
-    assert config.negatives is not None
+def _nextlong(config: DatasetConfig, means: PackingInputs) -> Strategy:
+    assert config.nextlong is not None
     began = time.perf_counter()
-    negatives = build_negatives(config.negatives, means.readers, keep_rest=config.pack == "concat", embed=means.embed)
+    negatives = build_negatives(config.nextlong, means.readers, keep_rest=config.packing == "concat", embed=means.embed)
     # Not in the manifest, which is the same for every run.
     say(f"rows {means.name}: index built in {time.perf_counter() - began:.1f} s")
     return Strategy(
@@ -109,9 +111,9 @@ def _negatives(config: RowsConfig, means: Means) -> Strategy:
     )
 
 
-BUILDERS: dict[str | None, Callable[[RowsConfig, Means], Strategy]] = {
+BUILDERS: dict[str | None, Callable[[DatasetConfig, PackingInputs], Strategy]] = {
     None: _plain,
-    "tangle": _tangle,
-    "interleave": _interleave,
-    "negatives": _negatives,
+    "utk": _utk,
+    "cip": _cip,
+    "nextlong": _nextlong,
 }

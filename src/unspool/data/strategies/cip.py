@@ -37,14 +37,14 @@ def interleave_rows(rows: Sequence[Row], pieces: int) -> list[Row]:
     if masks:
         whole = np.concatenate(masks)
         mask = np.concatenate([whole[start:stop] for start, stop in places])
-    piece_lens, piece_docs = lens.astype(np.int32), (docs - first_docs[row_of]).astype(np.int32)
+    piece_lens, chunk_ids = lens.astype(np.int32), (docs - first_docs[row_of]).astype(np.int32)
     ends = np.cumsum(np.bincount(row_of, minlength=len(rows))).tolist()
     made = []
     at = begin = 0
     for row, end in zip(rows, ends, strict=True):
         span, held = slice(at, at + len(row.tokens)), slice(begin, end)
         row_mask = None if mask is None else mask[span]
-        made.append(Row(tokens[span], piece_lens[held], row_mask, row.source, "full", piece_docs[held]))
+        made.append(Row(tokens[span], piece_lens[held], row_mask, row.source, "full", chunk_ids[held]))
         at, begin = span.stop, end
     return made
 

@@ -29,7 +29,7 @@ from unspool.core.errors import DataError
 from unspool.core.progress import say
 from unspool.core.sizes import format_count
 from unspool.data.corpus.store import CorpusReader
-from unspool.data.packing.config import NegativesConfig
+from unspool.data.packing.config import NextLongConfig
 from unspool.data.packing.pack import Doc, RowStream, Tally
 from unspool.data.packing.store import Row
 from unspool.data.strategies.retrieval import BM25, Embed, Embeddings, Retriever
@@ -59,19 +59,19 @@ class Chunks:
 
 
 def build_negatives(
-    config: NegativesConfig, readers: Mapping[str, CorpusReader], *, keep_rest: bool, embed: Embed | None
+    config: NextLongConfig, readers: Mapping[str, CorpusReader], *, keep_rest: bool, embed: Embed | None
 ) -> "Negatives":
     """Index the corpora. `keep_rest`: the rest of a document that is too long makes further rows."""
     longest = max((int(reader.lens.max(initial=0)) for reader in readers.values()), default=0)
     if longest <= config.chunk:
         raise DataError(
-            f"negatives.chunk is {config.chunk} and the longest document has {longest} tokens, so none can be taken "
+            f"nextlong.chunk is {config.chunk} and the longest document has {longest} tokens, so none can be taken "
             "apart; use a smaller chunk or longer documents."
         )
     if sum(int((reader.lens > 0).sum()) for reader in readers.values()) < 2:
-        raise DataError("negatives are chunks of other documents, and there is only one document; add text.")
+        raise DataError("nextlong takes chunks of other documents, and there is only one document; add text.")
     chunks = cut_corpora(readers, config.chunk)
-    say(f"negatives: indexing {format_count(len(chunks.texts))} chunks ({config.retriever})")
+    say(f"nextlong: indexing {format_count(len(chunks.texts))} chunks ({config.retriever})")
     assert (embed is not None) == (config.retriever == "embeddings")
     retriever: Retriever = BM25(chunks.texts) if embed is None else Embeddings(chunks.texts, embed)
     return Negatives(config, chunks, retriever, keep_rest)
@@ -87,7 +87,7 @@ def cut_corpora(readers: Mapping[str, CorpusReader], chunk: int) -> Chunks:
     if total > most:
         chosen = np.arange(most) * total // most
         say(
-            f"negatives: {format_count(total)} chunks are more than the index may hold; every "
+            f"nextlong: {format_count(total)} chunks are more than the index may hold; every "
             f"{total / most:.1f}th can be a negative"
         )
     owners = np.repeat(np.arange(len(lens)), counts)[chosen]
@@ -111,7 +111,7 @@ def cut_corpora(readers: Mapping[str, CorpusReader], chunk: int) -> Chunks:
 class Negatives:
     """Packs documents with their negatives; `pack` is a `Packer` (pack.py)."""
 
-    def __init__(self, config: NegativesConfig, chunks: Chunks, retriever: Retriever, keep_rest: bool) -> None:
+    def __init__(self, config: NextLongConfig, chunks: Chunks, retriever: Retriever, keep_rest: bool) -> None:
         self._config = config
         self._chunks = chunks
         self._retriever = retriever
@@ -173,7 +173,7 @@ class Negatives:
         self.cost["negative_tokens"] += room
         self.cost["copies_left_out"] += choice.copies
         numbers: dict[int, int] = {-1: 0}
-        piece_docs = [numbers.setdefault(owner, len(numbers)) for owner in owners]
+        chunk_ids = [numbers.setdefault(owner, len(numbers)) for owner in owners]
         sources = dict.fromkeys([doc.source, *(self._chunks.source(owner) for owner in owners if owner >= 0)])
         return Row(
             tokens=np.concatenate(parts, dtype=np.uint32),
@@ -181,7 +181,7 @@ class Negatives:
             loss_mask=None if mask is None else np.concatenate(masks),
             source="+".join(sources),
             attention="full",
-            piece_docs=np.array(piece_docs, dtype=np.int32),
+            chunk_ids=np.array(chunk_ids, dtype=np.int32),
         )
 
     def _ranked(self, pieces: Sequence[np.ndarray], hidden: slice, k: int) -> list[Iterator[int]]:

@@ -1,6 +1,6 @@
 """PoSE: jumps in the positions of short rows, so that they show the distances of long ones.
 
-In: the lengths of what attends to itself (labels.attended_lens), a `SkipsConfig`. Out: `positions` of one row.
+In: the lengths of what attends to itself (labels.attended_lens), a `PoseConfig`. Out: `positions` of one row.
 Each length l is cut at random points into `chunks` stretches. The first begins at 0; each later one is moved on by a
 skip that is uniform from the one before to target - l, as in the paper (u₀ = 0, uᵢ uniform in uᵢ₋₁ … L_t - L_c).
 Promise: positions rise strictly and stay below `target`; over many rows every distance below it occurs.
@@ -12,10 +12,10 @@ Elsewhere: using them (train/batch.py).
 
 import numpy as np
 
-from unspool.data.packing.config import SkipsConfig
+from unspool.data.packing.config import PoseConfig
 
 
-def skip_positions(lens: np.ndarray, config: SkipsConfig, rng: np.random.Generator) -> np.ndarray:
+def skip_positions(lens: np.ndarray, config: PoseConfig, rng: np.random.Generator) -> np.ndarray:
     """int32[lens.sum()]; the lengths of several rows in one call give what they give one by one.
 
     Two cuts may fall together, which makes one jump of two.

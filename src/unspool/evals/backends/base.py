@@ -11,7 +11,7 @@ import numpy as np
 from unspool.core.artifacts import digest
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
-from unspool.rope.methods import Position
+from unspool.rope.methods import RopeMethod
 
 if TYPE_CHECKING:
     import torch
@@ -60,20 +60,20 @@ class Backend:
 class RopeOverride:
     """Another RoPE method than the model was trained with, to measure its effect without training."""
 
-    position: Position
-    context: int  # tokens that the method shall reach
+    rope: RopeMethod
+    context_length: int  # tokens that the method shall reach
 
     def apply(self, model: Any) -> None:
-        from unspool.models.rotary import apply_position
+        from unspool.models.rotary import apply_rope
 
-        apply_position(model, self.position, self.context)
+        apply_rope(model, self.rope, self.context_length)
 
     def digest(self, model_hash: str) -> str:
         """Digest of the model with this override."""
-        return digest([model_hash, self.position.model_dump(mode="json"), self.context])
+        return digest([model_hash, self.rope.model_dump(mode="json"), self.context_length])
 
     def name_of(self, model: str) -> str:
-        return f"{model}+{self.position.method}"
+        return f"{model}+{self.rope.method}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def build_backend(options: BackendOptions) -> Backend:
         return build(options)
     if options.rope is not None and options.kind != "transformers":
         raise ConfigError(
-            f"--position works with --backend transformers only; the backend here is {options.kind}. For other "
+            f"--rope works with --backend transformers only; the backend here is {options.kind}. For other "
             "engines, write the method's rope_parameters into the config of a copy of the model."
         )
     if options.processes > 1 and options.kind != "transformers":

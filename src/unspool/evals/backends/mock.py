@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from unspool.evals.backends.base import Backend, BackendOptions
-from unspool.evals.prompts import Prompt, Question
+from unspool.evals.prompts import Prompt, PromptQuestion
 
 # Tokens of the prompt's end that `Adversarial` repeats.
 REPEATED = 4000
@@ -22,7 +22,7 @@ class Mock(Backend):
     def answers(self, prompt: Prompt) -> list[str]:
         return [self.answer(prompt, question) for question in prompt.questions]
 
-    def answer(self, prompt: Prompt, question: Question) -> str:
+    def answer(self, prompt: Prompt, question: PromptQuestion) -> str:
         raise NotImplementedError
 
     def window_losses(self, ids: np.ndarray) -> np.ndarray:
@@ -32,21 +32,21 @@ class Mock(Backend):
 class Oracle(Mock):
     """Answers every question correctly."""
 
-    def answer(self, prompt: Prompt, question: Question) -> str:
+    def answer(self, prompt: Prompt, question: PromptQuestion) -> str:
         return f" {question.reference}." if question.text is None else question.text.oracle
 
 
 class Empty(Mock):
     """Answers nothing."""
 
-    def answer(self, prompt: Prompt, question: Question) -> str:
+    def answer(self, prompt: Prompt, question: PromptQuestion) -> str:
         return ""
 
 
 class Adversarial(Mock):
     """Repeats the end of the prompt, with control characters and markup that break careless readers."""
 
-    def answer(self, prompt: Prompt, question: Question) -> str:
+    def answer(self, prompt: Prompt, question: PromptQuestion) -> str:
         ids = np.concatenate([prompt.context_ids, question.ids])[-REPEATED:]
         return f"\x1b[2J\x00\u2028<script>alert(1)</script>\n{self.tokenizer.decode(ids)}"
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.evals.backends.base import Backend, BackendOptions
-from unspool.evals.prompts import Prompt, Question
+from unspool.evals.prompts import Prompt, PromptQuestion
 
 # One POST of JSON, tried again where that may help.
 
@@ -196,7 +196,7 @@ class OpenAiBackend(Backend):
         self._slots = BoundedSemaphore(server.width)
 
     def answers(self, prompt: Prompt) -> list[str]:
-        def answer(question: Question) -> str:
+        def answer(question: PromptQuestion) -> str:
             with self._slots:
                 return self._answer(prompt, question)
 
@@ -205,14 +205,14 @@ class OpenAiBackend(Backend):
         with ThreadPoolExecutor(self.width) as pool:
             return list(pool.map(answer, prompt.questions))
 
-    def _answer(self, prompt: Prompt, question: Question) -> str:
+    def _answer(self, prompt: Prompt, question: PromptQuestion) -> str:
         ids = np.concatenate([prompt.context_ids, question.ids]).tolist()
         if self.server.endpoint == "completions":
             return self.server.complete(ids, prompt.answer_tokens)
         if question.text is None:
             text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
         else:
-            text = question.text.prompt + question.text.asked.prefix
+            text = question.text.prompt + question.text.question.prefix
         ask = self.server.complete if self.server.endpoint == "text" else self.server.chat
         return ask(text, prompt.answer_tokens)
 

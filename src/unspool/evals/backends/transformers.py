@@ -111,8 +111,8 @@ def _check_head(model: Any, tokens: torch.Tensor) -> None:
     own = model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits.float()
     if not torch.allclose(plain, own, rtol=1e-2, atol=1e-2):
         raise ConfigError(
-            f"loss: {type(model).__name__} changes its logits after the head, which the loss suite cannot follow yet. "
-            "Leave this suite out."
+            f"perplexity: {type(model).__name__} changes its logits after the head, which this suite cannot follow. "
+            "Leave the suite out."
         )
 
 

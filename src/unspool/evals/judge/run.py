@@ -22,9 +22,9 @@ from unspool.core.sizes import format_count
 from unspool.evals.backends.base import Backend
 from unspool.evals.config import eval_adapter
 from unspool.evals.judge.protocols import REPLY_TOKENS, Call, Reply, calls, score
-from unspool.evals.prompts import Prompt, PromptEncoder, Question
+from unspool.evals.prompts import Prompt, PromptEncoder, PromptQuestion
 from unspool.evals.run import SAMPLES, SUMMARY, summarize
-from unspool.evals.suite import Asked
+from unspool.evals.suite import Question
 
 JUDGEMENTS = "judgements.jsonl"
 CHARS_PER_TOKEN = 4  # of English, for an estimate
@@ -254,9 +254,9 @@ def local_judge(backend: Backend) -> Callable[[str], str]:
         )
 
     def ask(prompt: str) -> str:
-        asked = Asked(context=prompt, question="", references=("",))
+        asked = Question(context=prompt, question="", references=("",))
         ids = encoder.ids(asked, chat=True)
-        question = Question(ids=ids[-1:], reference="", depth=None)
+        question = PromptQuestion(ids=ids[-1:], reference="", depth=None)
         made = Prompt(
             suite="judge",
             length=len(ids) + REPLY_TOKENS,

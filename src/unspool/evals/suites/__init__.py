@@ -11,8 +11,8 @@ from unspool.evals.suites import helmet, infbench, key_value, lveval, niah, noch
 
 SUITES: dict[str, Suite] = {
     "niah": niah.SUITE,
-    "kv": key_value.SUITE,
-    "loss": perplexity.SUITE,
+    "key_value": key_value.SUITE,
+    "perplexity": perplexity.SUITE,
     "ruler": ruler.SUITE,
     "helmet": helmet.SUITE,
     "lveval": lveval.SUITE,

@@ -1,6 +1,6 @@
 """∞Bench's three retrieval tasks as a `Suite`, at any length.
 
-In: sources (a tokenizer is all), an `Ask`. Out: `Asked`; the depth of what is sought is spread evenly over indices.
+In: sources (a tokenizer is all), an `Ask`. Out: `Question`; the depth of what is sought is spread evenly over indices.
 `reference` scores as ∞Bench does: the first run of digits, or for KV the value anywhere in the output. `fixed` wants
 digits and value whole: a longer number or a value inside other letters does not count.
 Elsewhere: ∞Bench's questions and summaries of books (helmet/books.py).
@@ -16,7 +16,7 @@ from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
 from unspool.evals.config import TaskEval
 from unspool.evals.fill import Meter, fill, room, spread
-from unspool.evals.suite import Ask, Asked, Task
+from unspool.evals.suite import Ask, Question, Task
 from unspool.evals.suites.helmet.json_kv import uuids
 from unspool.evals.task_suite import TaskSuite
 
@@ -49,7 +49,7 @@ def number_for(task: str, ask: Ask) -> str:
     return "".join(map(str, digits))
 
 
-def build_number(task: str, sources: Sources, ask: Ask) -> Asked:
+def build_number(task: str, sources: Sources, ask: Ask) -> Question:
     meter, named, number = sources.meter, NAMED[task], number_for(task, ask)
     head = f"There is an important info hidden inside a lot of irrelevant text. Find it and memorize the {named}.\n\n"
     needle = f"The {named} is {number}. Remember it. {number} is the {named}.\n"
@@ -58,13 +58,13 @@ def build_number(task: str, sources: Sources, ask: Ask) -> Asked:
     size = (meter.count(NOISE * 21) - meter.count(NOISE)) / 20
     depth = spread(ask.index, float(rng_for(ask.seed, "infbench depth", task).random()))
 
-    def asked(budget: int) -> Asked:
+    def asked(budget: int) -> Question:
         free = max(0, budget - meter.count(head + needle + question + cue))
         lines = int(free / size)
         words = NOISE.split(" ")[: int((free / size - lines) * len(NOISE.split(" ")))]
         place = round(depth * lines)
         text = NOISE * place + needle + NOISE * (lines - place) + " ".join(words)
-        return Asked(
+        return Question(
             context=head + text.rstrip(),
             question=question,
             prefix=cue,
@@ -76,7 +76,7 @@ def build_number(task: str, sources: Sources, ask: Ask) -> Asked:
     return fill(asked, meter, room(ask, ANSWER_TOKENS[task]), what=f"infbench {task}", length=ask.length)
 
 
-def build_kv(sources: Sources, ask: Ask) -> Asked:
+def build_kv(sources: Sources, ask: Ask) -> Question:
     meter = sources.meter
     head = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
     size = meter.count(", ".join(_pair(*pair) for pair in _pairs(ask, 20))) / 20
@@ -84,7 +84,7 @@ def build_kv(sources: Sources, ask: Ask) -> Asked:
     limit, fixed = room(ask, ANSWER_TOKENS["kv_retrieval"]), meter.count(head + cue) + size
     depth = spread(ask.index, float(rng_for(ask.seed, "infbench depth", "kv").random()))
 
-    def asked(budget: int) -> Asked:
+    def asked(budget: int) -> Question:
         # One pair less than would fit, and a value longer by what that leaves: letters come in smaller steps.
         free = budget - fixed
         known = _pairs(ask, max(2, min(int((limit - fixed) / size) - 1, int(free / size))))
@@ -93,7 +93,7 @@ def build_kv(sources: Sources, ask: Ask) -> Asked:
         longer = max(0, int((free / size - len(known)) * len(_pair(key, value))))
         other = -1 if at != len(known) - 1 else 0
         known[other] = known[other][0], known[other][1] + (known[other][1] * (1 + longer // 36))[:longer]
-        return Asked(
+        return Question(
             context=f"{head}{{{', '.join(_pair(*pair) for pair in known)}}}",
             question=f'\n\nKey: "{key}"\n',
             prefix=cue,
@@ -114,12 +114,12 @@ def _pair(key: str, value: str) -> str:
     return f'"{key}": "{value}"'
 
 
-def score_number(output: str, asked: Asked) -> float:
+def score_number(output: str, asked: Question) -> float:
     found = re.search(r"\d+", output)
     return float(found is not None and found[0] == asked.references[0].strip())
 
 
-def score_kv(output: str, asked: Asked) -> float:
+def score_kv(output: str, asked: Question) -> float:
     value = asked.references[0].strip()
     if asked.meta["mode"] == "reference":
         return float(value in re.sub(r"[\n:\"',.?!{}]", " ", output).split() or value in output)

@@ -20,7 +20,7 @@ from unspool.evals.context_suite import ContextSuite
 from unspool.evals.heldout import Materials
 from unspool.evals.prompts import (
     Prompt,
-    Question,
+    PromptQuestion,
     answer_room,
     encode,
     encode_after_newline,
@@ -37,17 +37,17 @@ CORRECTIONS = 8
 FILLER = "-x"
 
 
-class KvEval(EvalConfig):
+class KeyValueEval(EvalConfig):
     """JSON key-value recall: one object as long as the context, several keys asked for."""
 
-    suite: Literal["kv"]
+    suite: Literal["key_value"]
     lengths: Lengths
     samples: int = Field(20, ge=1, description="questions per length")
     questions: int = Field(4, ge=1, description="questions per object")
     value: Literal["uuid", "words"] = "uuid"
 
 
-def prompt(config: KvEval, materials: Materials, *, length: int, seed: int, index: int) -> Prompt:
+def prompt(config: KeyValueEval, materials: Materials, *, length: int, seed: int, index: int) -> Prompt:
     rng = rng_for(seed, "kv", length, index)
     num_questions = min(config.questions, config.samples - index * config.questions)
     # One more than is asked for, so that there is something to tell apart and a key to lengthen.
@@ -70,7 +70,7 @@ def prompt(config: KvEval, materials: Materials, *, length: int, seed: int, inde
     least = build(pairs(fewest)).tokens
     if least > length:
         raise ConfigError(
-            f"kv: length {length} is too short: with this tokenizer an object of {fewest} pairs, a question and "
+            f"key_value: length {length} is too short: with this tokenizer an object of {fewest} pairs, a question and "
             f"its answer need {least} tokens. Use a greater length, fewer questions per object or value: words."
         )
     count = _num_pairs(lambda count: build(pairs(count)).tokens, fewest, len(drawn), length)
@@ -107,12 +107,14 @@ def _filled(build: Callable[[Pairs], Prompt], pairs: Pairs, asked: list[int], le
     return prompt
 
 
-def _prompt(config: KvEval, materials: Materials, pairs: Pairs, asked: list[int], *, length: int, index: int) -> Prompt:
+def _prompt(
+    config: KeyValueEval, materials: Materials, pairs: Pairs, asked: list[int], *, length: int, index: int
+) -> Prompt:
     tokenizer = materials.tokenizer
     context = encode(tokenizer, pairs_text(pairs) + "\n")
     questions = [
         # The new line that a question starts with ends the context, where tokenizers see it as one with the object.
-        Question(
+        PromptQuestion(
             ids=encode_after_newline(tokenizer, pair_question(pairs[at][0]).removeprefix("\n")),
             reference=pairs[at][1],
             depth=None,
@@ -120,7 +122,7 @@ def _prompt(config: KvEval, materials: Materials, pairs: Pairs, asked: list[int]
         for at in asked
     ]
     return Prompt(
-        suite="kv",
+        suite="key_value",
         length=length,
         index=index,
         context_ids=np.concatenate([opening_ids(tokenizer), context]),
@@ -130,7 +132,7 @@ def _prompt(config: KvEval, materials: Materials, pairs: Pairs, asked: list[int]
     )
 
 
-def _pairs(config: KvEval, words: list[str], count: int, rng: np.random.Generator) -> Pairs:
+def _pairs(config: KeyValueEval, words: list[str], count: int, rng: np.random.Generator) -> Pairs:
     if config.value == "uuid":
         drawn = [str(uuid.UUID(bytes=rng.bytes(16), version=4)) for _ in range(2 * count)]
         return list(zip(drawn[:count], drawn[count:], strict=True))
@@ -143,9 +145,9 @@ def _pairs(config: KvEval, words: list[str], count: int, rng: np.random.Generato
 
 
 SUITE = ContextSuite(
-    name="kv",
+    name="key_value",
     title="Key-value recall",
-    config=KvEval,
+    config=KeyValueEval,
     measure="accuracy",
     build=prompt,
     questions_per_context=lambda config: config.questions,

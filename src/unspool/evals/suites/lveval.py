@@ -1,6 +1,6 @@
 """LV-Eval as a `Suite`: instruction, article, instruction again, question; what is too long loses its middle.
 
-In: sources, an `Ask`. Out: `Asked`. `fixed` cuts the article's middle where the length is full; `reference` cuts the
+In: sources, an `Ask`. Out: `Question`. `fixed` cuts the article's middle where the length is full; `reference` cuts the
 whole prompt to the length less 500 tokens, as LV-Eval's runs do. Only the first reference counts, as there.
 Elsewhere: scores (metrics/keywords.py).
 """
@@ -19,7 +19,7 @@ from unspool.core.rng import rng_for
 from unspool.evals.config import WordedEval
 from unspool.evals.fill import Meter, Remembered, fill, room, spread
 from unspool.evals.scoring.keywords import Language, Words, filtered_rouge_l, gated_f1, plain_f1
-from unspool.evals.suite import Ask, Asked, Task
+from unspool.evals.suite import Ask, Question, Task
 from unspool.evals.suites.helmet import generated
 from unspool.evals.suites.helmet.generated import filler
 from unspool.evals.suites.helmet.records import one_of, read_records, strings
@@ -162,7 +162,7 @@ GENERATED_QUESTIONS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class LvQuestion:
     text: str
     answers: tuple[str, ...]
     keywords: str | None
@@ -178,9 +178,9 @@ class Sources:
     own_blacklist: dict[Language, bool]
     segmenter: Segmenter
     wording: Wording = OWN_TEXTS
-    _read: dict[str, list[Question]] = field(default_factory=dict)
+    _read: dict[str, list[LvQuestion]] = field(default_factory=dict)
 
-    def questions(self, task: str, length: int) -> list[Question]:
+    def questions(self, task: str, length: int) -> list[LvQuestion]:
         path = self._file(task, length)
         name = path or f"generated {language_of(task)}"
         if name not in self._read:
@@ -229,12 +229,12 @@ def load(tokenizer: Any, paths: Mapping[str, str], wording: Wording = OWN_TEXTS)
     )
 
 
-def _questions(path: str) -> list[Question]:
+def _questions(path: str) -> list[LvQuestion]:
     found = []
     for row in read_records(path):
         keywords = row.get("answer_keywords")
         found.append(
-            Question(
+            LvQuestion(
                 text=str(one_of(row, ("input", "question"), path)),
                 answers=strings(one_of(row, ("answers", "answer"), path)),
                 keywords=None if keywords is None else str(keywords),
@@ -244,7 +244,7 @@ def _questions(path: str) -> list[Question]:
     return found
 
 
-def _generated(language: Language) -> list[Question]:
+def _generated(language: Language) -> list[LvQuestion]:
     """Firms and founders again; in Chinese a sentence about each."""
     found = []
     for number in range(GENERATED_QUESTIONS):
@@ -254,7 +254,7 @@ def _generated(language: Language) -> list[Question]:
             asked, fact = f"谁创办了{known['firm']}？", f"{known['firm']}由{answer}创办。"
         else:
             asked, fact = f"Who founded {known['firm']}?", f"{known['firm']} was founded by {answer}."
-        found.append(Question(text=asked, answers=(answer,), keywords=answer, article=None, fact=fact))
+        found.append(LvQuestion(text=asked, answers=(answer,), keywords=answer, article=None, fact=fact))
     return found
 
 
@@ -264,7 +264,7 @@ SET_ASIDE = 500  # tokens that LV-Eval leaves free of the context
 BLOCK = 1000  # characters that are counted at once
 
 
-def build(task: str, answer_tokens: int, sources: Sources, ask: Ask) -> Asked:
+def build(task: str, answer_tokens: int, sources: Sources, ask: Ask) -> Question:
     meter, language = sources.meter, language_of(task)
     questions = sources.questions(task, ask.length)
     order = rng_for(ask.seed, "lveval order", task).permutation(len(questions))
@@ -279,9 +279,9 @@ def build(task: str, answer_tokens: int, sources: Sources, ask: Ask) -> Asked:
     filling = Remembered(filler(90_000 + 500 * ask.index + number).text + "\n" for number in count())
     blacklist = sorted(sources.words[language].blacklist)
 
-    def asked(budget: int) -> Asked:
+    def asked(budget: int) -> Question:
         free = budget - used
-        return Asked(
+        return Question(
             context=before + _article(question, meter, free, filling, depth),
             question=asked_text,
             prefix=cue,
@@ -301,7 +301,7 @@ def build(task: str, answer_tokens: int, sources: Sources, ask: Ask) -> Asked:
     return fill(asked, meter, limit, what=f"lveval {task}", length=ask.length)
 
 
-def _article(question: Question, meter: Meter, free: int, filling: Remembered, depth: float) -> str:
+def _article(question: LvQuestion, meter: Meter, free: int, filling: Remembered, depth: float) -> str:
     if question.article is None:
         kept = meter.take(filling, free - meter.piece(question.fact) - 1)
         kept.insert(round(depth * len(kept)), question.fact + "\n")
@@ -334,7 +334,7 @@ def _tail(blocks: list[str], sizes: list[int], free: int) -> str:
     return kept
 
 
-def score(task: str, output: str, asked: Asked) -> float:
+def score(task: str, output: str, asked: Question) -> float:
     meta = asked.meta
     words = words_for(language_of(task), frozenset(meta["blacklist"]), meta["segmenter"])
     answer = asked.references[0]

@@ -19,7 +19,7 @@ from unspool.evals.context_suite import ContextSuite
 from unspool.evals.heldout import Heldout, Materials
 from unspool.evals.prompts import (
     Prompt,
-    Question,
+    PromptQuestion,
     answer_room,
     encode,
     encode_after_newline,
@@ -118,7 +118,7 @@ def prompt(config: NiahEval, materials: Materials, *, length: int, seed: int, in
         length=length,
         index=index,
         context_ids=np.concatenate([opening, context]),
-        questions=[Question(ids=question_ids[at], reference=needles[at].value, depth=depths[at]) for at in asked],
+        questions=[PromptQuestion(ids=question_ids[at], reference=needles[at].value, depth=depths[at]) for at in asked],
         answer_tokens=answer_tokens,
         match="contains" if config.value == "numbers" else "start",
     )

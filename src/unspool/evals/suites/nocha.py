@@ -1,7 +1,7 @@
 """Claims as a `Suite`: one task, two prompts for each pair.
 
 In: `pairs`, a JSONL file with `true` and `false` (claims), and `text` or `text_path` (the book, beside the file); or
-nothing, for generated pairs. Out: `Asked`; index 2i is the true claim of pair i or the false one, as the seed says,
+nothing, for generated pairs. Out: `Question`; index 2i is the true claim of pair i or the false one, as the seed says,
 index 2i+1 the other. A single score says whether the verdict is right; `pair_accuracy` of metrics/pairs.py takes
 (meta["pair"], score) and counts pairs. A text longer than the length loses its end; `meta["cut"]` says so.
 """
@@ -18,7 +18,7 @@ from unspool.core.rng import rng_for
 from unspool.evals.config import TaskEval
 from unspool.evals.fill import Meter, Remembered, fill, room, spread
 from unspool.evals.scoring.ranking import parse_verdict
-from unspool.evals.suite import Ask, Asked, Task
+from unspool.evals.suite import Ask, Question, Task
 from unspool.evals.suites.helmet import generated
 from unspool.evals.suites.helmet.books import text_blocks
 from unspool.evals.suites.helmet.records import one_of, read_records
@@ -78,7 +78,7 @@ def _generated(number: int) -> Pair:
     )
 
 
-def build(sources: Sources, ask: Ask) -> Asked:
+def build(sources: Sources, ask: Ask) -> Question:
     meter = sources.meter
     number = ask.index // 2 % len(sources.pairs)
     pair = sources.pairs[number]
@@ -95,12 +95,12 @@ def build(sources: Sources, ask: Ask) -> Asked:
         else (generated.filler(130_000 + 500 * number + at).text + "\n\n" for at in count())
     )
 
-    def asked(budget: int) -> Asked:
+    def asked(budget: int) -> Question:
         kept = meter.take(blocks, budget - used - meter.piece(pair.fact))
         cut = pair.text is not None and sum(map(len, kept)) < len(pair.text)
         if pair.text is None:
             kept.insert(round(depth * len(kept)), pair.fact)
-        return Asked(
+        return Question(
             context=HEAD + "".join(kept).rstrip(),
             question=longer,
             prefix=CUE,
@@ -113,7 +113,7 @@ def build(sources: Sources, ask: Ask) -> Asked:
     return replace(filled, question=questions[pair.true if is_true else pair.false])
 
 
-def score(output: str, asked: Asked) -> float:
+def score(output: str, asked: Question) -> float:
     verdict = parse_verdict(output)
     return float(verdict is not None and verdict == (asked.references[0].strip() == "true"))
 

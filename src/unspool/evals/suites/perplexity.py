@@ -22,10 +22,10 @@ from unspool.evals.suite import Cell, PlannedEval, Sample, Suite, Unit
 from unspool.evals.summary import loss_cells
 
 
-class LossEval(EvalConfig):
+class PerplexityEval(EvalConfig):
     """Loss by position on held-out text."""
 
-    suite: Literal["loss"]
+    suite: Literal["perplexity"]
     length: Size
     samples: int = Field(8, ge=1, description="windows")
     text: str | None = Field(None, description="JSONL or text files; the shipped held-out book if none")
@@ -33,18 +33,18 @@ class LossEval(EvalConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexitySuite(Suite):
-    def lengths(self, config: LossEval) -> list[int]:
+    def lengths(self, config: PerplexityEval) -> list[int]:
         return [config.length]
 
-    def plan(self, config: LossEval, inputs: PlanInputs) -> "PlannedWindows":
+    def plan(self, config: PerplexityEval, inputs: PlanInputs) -> "PlannedWindows":
         return PlannedWindows(self, config, inputs)
 
-    def cells(self, config: LossEval, samples: Sequence[Sample]) -> list[Cell]:
+    def cells(self, config: PerplexityEval, samples: Sequence[Sample]) -> list[Cell]:
         return loss_cells(self.name, config.length, samples)
 
 
 class PlannedWindows(PlannedEval):
-    def __init__(self, suite: PerplexitySuite, config: LossEval, inputs: PlanInputs) -> None:
+    def __init__(self, suite: PerplexitySuite, config: PerplexityEval, inputs: PlanInputs) -> None:
         self.suite, self.config = suite, config
         self.windows = windows(config, inputs.materials(suite.heldout(config)), seed=inputs.seed)
         self.units = [
@@ -64,7 +64,7 @@ class PlannedWindows(PlannedEval):
 
         if not np.isfinite(answers).all():
             at = int(np.flatnonzero(~np.isfinite(answers))[0]) + 1
-            raise DataError(f"loss: the model gives no finite loss at position {at}; its weights are damaged.")
+            raise DataError(f"perplexity: the model gives no finite loss at position {at}; its weights are damaged.")
         return [
             {
                 "suite": self.suite.name,
@@ -79,12 +79,12 @@ class PlannedWindows(PlannedEval):
         ]
 
 
-def windows(config: LossEval, materials: Materials, *, seed: int) -> list[np.ndarray]:
+def windows(config: PerplexityEval, materials: Materials, *, seed: int) -> list[np.ndarray]:
     """Draw up to `config.samples` windows of exactly `config.length` tokens."""
     opening = opening_ids(materials.tokenizer)
     body = config.length - len(opening)
     if body < 2:
-        raise ConfigError(f"loss: length {config.length} leaves no token to predict; use at least 64.")
+        raise ConfigError(f"perplexity: length {config.length} leaves no token to predict; use at least 64.")
     rng = rng_for(seed, "loss", config.length)
     found: list[np.ndarray] = []
     longest = 0
@@ -97,17 +97,17 @@ def windows(config: LossEval, materials: Materials, *, seed: int) -> list[np.nda
             found += np.split(ids[first : first + len(ids) // body * body], len(ids) // body)
     if not found:
         raise DataError(
-            f"loss: no document of the held-out text has {config.length} tokens (the longest has {longest}). "
-            "Use a shorter length, give longer documents as text (`--text` of unspool eval), or leave loss out."
+            f"perplexity: no document of the held-out text has {config.length} tokens (the longest has {longest}). "
+            "Use a shorter length, give longer documents as text (`--text` of unspool eval), or leave perplexity out."
         )
     chosen = rng.permutation(len(found))[: config.samples]
     return [np.concatenate([opening, found[at]]) for at in chosen]
 
 
 SUITE = PerplexitySuite(
-    name="loss",
+    name="perplexity",
     title="Loss",
-    config=LossEval,
+    config=PerplexityEval,
     measure="loss",
     heldout=lambda config: Heldout(config.text, config.samples * config.length),
 )

@@ -18,7 +18,7 @@ from unspool.core.sizes import format_size
 from unspool.evals.backends.base import RopeOverride
 from unspool.evals.plan import EvalPlan
 from unspool.evals.stats import Z
-from unspool.evals.suite import Asked
+from unspool.evals.suite import Question
 from unspool.evals.suites import SUITES
 from unspool.evals.task_suite import PlannedTasks
 from unspool.models.load import load_model
@@ -124,7 +124,7 @@ def write_tasks(plan: EvalPlan, out_dir: Path) -> list[str]:
             for task in planned.tasks.values():
                 name = f"unspool_{planned.suite.name}_{task.name}_{format_size(length).lower()}"
                 questions = [one for one in planned.question_ids if (one.task, one.length) == (task.name, length)]
-                docs = [_doc(planned.suite.name, task.name, planned.asked(one)) for one in questions]
+                docs = [_doc(planned.suite.name, task.name, planned.question(one)) for one in questions]
                 data = out_dir / f"{name}.jsonl"
                 data.write_text("".join(json.dumps(doc) + "\n" for doc in docs), encoding="utf-8")
                 (out_dir / f"{name}.yaml").write_text(_yaml(name, data, planned.answer_tokens(task)), encoding="utf-8")
@@ -135,7 +135,7 @@ def write_tasks(plan: EvalPlan, out_dir: Path) -> list[str]:
 def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     """Score one answer, called by lm-eval; nothing where only a judge can score."""
     task = lookup(lookup(SUITES, doc["suite"], kind="suite").tasks, doc["task"], kind="task")
-    asked = Asked(
+    asked = Question(
         context=doc["context"],
         question=doc["question"],
         prefix=doc["prefix"],
@@ -147,7 +147,7 @@ def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str,
     return {} if value is None else {"score": float(value)}
 
 
-def _doc(suite: str, task: str, asked: Asked) -> dict[str, Any]:
+def _doc(suite: str, task: str, asked: Question) -> dict[str, Any]:
     return {
         "suite": suite,
         "task": task,

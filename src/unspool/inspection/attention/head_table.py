@@ -90,7 +90,9 @@ def describe_text(attention: Attention) -> str:
     count, pieces = len(text.doc_names), len(text.piece_lens)
     docs = f"{count} {'document' if count == 1 else 'documents'}"
     split = f" in {pieces} pieces" if pieces > count else ""
-    seeing = "each seeing only itself" if attention.look.attention == "documents" else "all seeing what stands before"
+    seeing = (
+        "each seeing only itself" if attention.look.attention == "intra_document" else "all seeing what stands before"
+    )
     return f"{format_size(len(text.tokens))} tokens of {one_line(text.origin)}: {docs}{split}" + (
         f", {seeing}" if pieces > 1 else ""
     )
@@ -114,7 +116,7 @@ def attention_values(attention: Attention) -> dict[str, Any]:
         "origin": text.origin,
         "documents": list(text.doc_names),
         "pieces": [
-            {"document": doc, "tokens": size} for doc, size in zip(text.piece_docs, text.piece_lens, strict=True)
+            {"document": doc, "tokens": size} for doc, size in zip(text.chunk_ids, text.piece_lens, strict=True)
         ],
         "attention": look.attention,
         "beyond": look.beyond,

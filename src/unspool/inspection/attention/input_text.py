@@ -35,7 +35,7 @@ _MOST_CHARACTERS = 64
 class Text:
     tokens: np.ndarray  # uint32[S]
     piece_lens: tuple[int, ...]  # sums to S
-    piece_docs: tuple[int, ...]  # the document of each piece, counted from 0 as they first appear
+    chunk_ids: tuple[int, ...]  # the document of each piece, counted from 0 as they first appear
     doc_names: tuple[str, ...]
     origin: str  # for people
     attention: str = "full"  # what is usual for it
@@ -46,9 +46,9 @@ class Text:
         """`2` for a whole document, `2b` for the second of its pieces that is met."""
         seen: dict[int, int] = {}
         names = []
-        for doc in self.piece_docs:
+        for doc in self.chunk_ids:
             part = seen[doc] = seen.get(doc, 0) + 1
-            several = self.piece_docs.count(doc) > 1
+            several = self.chunk_ids.count(doc) > 1
             letter = string.ascii_lowercase[(part - 1) % 26] if several else ""
             names.append(f"{doc + 1}{letter}")
         return names
@@ -79,7 +79,7 @@ def read_files(files: Sequence[Path], encoder: Encoder, cut: Cut) -> Text:
     return Text(
         tokens=np.concatenate([tokens for _, tokens in pieces]),
         piece_lens=tuple(len(tokens) for _, tokens in pieces),
-        piece_docs=tuple(documents_of(np.array([doc for doc, _ in pieces]))),
+        chunk_ids=tuple(documents_of(np.array([doc for doc, _ in pieces]))),
         doc_names=tuple(found[doc].id for doc in dict.fromkeys(doc for doc, _ in pieces)),
         origin=", ".join(file.name for file in files),
     )
@@ -130,13 +130,13 @@ def read_row(rows: Rows, index: int, notes: Sequence[str]) -> Text:
     if row.positions is not None:
         raise ConfigError(
             f"--row {rows.path}:{index}: its positions skip some, so that distances in it are pretended; "
-            "use a row without skips."
+            "use a row without pose."
         )
-    docs = range(len(row.doc_lens)) if row.piece_docs is None else documents_of(row.piece_docs)
+    docs = range(len(row.doc_lens)) if row.chunk_ids is None else documents_of(row.chunk_ids)
     return Text(
         tokens=np.array(row.tokens),
         piece_lens=tuple(row.doc_lens.tolist()),
-        piece_docs=tuple(docs),
+        chunk_ids=tuple(docs),
         doc_names=tuple(f"document {number + 1} of the row" for number in range(max(docs) + 1)),
         origin=f"row {index} of {rows.path}",
         attention=row.attention,

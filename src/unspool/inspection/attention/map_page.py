@@ -76,7 +76,7 @@ def _documents(attention: Attention) -> list[tuple[str, str]]:
     text = attention.text
     return [
         (f"{name} ({size:,} tokens)", one_line(text.doc_names[doc]))
-        for name, size, doc in zip(text.piece_names, text.piece_lens, text.piece_docs, strict=True)
+        for name, size, doc in zip(text.piece_names, text.piece_lens, text.chunk_ids, strict=True)
     ]
 
 

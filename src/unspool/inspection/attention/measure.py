@@ -38,7 +38,7 @@ LEAST_FAR = 0.05
 class Look:
     """What is measured and drawn."""
 
-    attention: str  # "full" or "documents"
+    attention: str  # "full" or "intra_document"
     beyond: int  # tokens; what is further back is far
     first: int  # tokens at the start that count apart
     cell: int  # tokens to a side of what becomes one point of a map
@@ -92,7 +92,7 @@ def watch(model: Any, text: Text, look: Look, advance: Callable[[int], None] = l
     """Run the model over the text once; `advance` is called after every layer."""
     device = next(model.parameters()).device
     watcher = _Watcher(text, look, device, advance)
-    masked = look.attention == "documents"
+    masked = look.attention == "intra_document"
     doc_lens = text.piece_lens if masked else (len(text.tokens),)
     positions = torch.cat([torch.arange(doc_len) for doc_len in doc_lens])[None].to(device)
     tokens = torch.from_numpy(text.tokens.astype(np.int64))[None].to(device)
@@ -103,8 +103,8 @@ def watch(model: Any, text: Text, look: Look, advance: Callable[[int], None] = l
 
 class _Watcher:
     def __init__(self, text: Text, look: Look, device: torch.device, advance: Callable[[int], None]) -> None:
-        masked = look.attention == "documents"
-        sight = build_sight(text.piece_lens, text.piece_docs, masked=masked, beyond=look.beyond, first=look.first)
+        masked = look.attention == "intra_document"
+        sight = build_sight(text.piece_lens, text.chunk_ids, masked=masked, beyond=look.beyond, first=look.first)
         self._sight = sight.to(device)
         self._look, self._advance = look, advance
         self._seen = Seen(by=look.by)
@@ -199,7 +199,7 @@ class Attention:
     @property
     def has_pieces(self) -> bool:
         """Whether looking far back can stay within a document or leave it."""
-        return self.look.attention == "full" and max(self.text.piece_docs) > 0
+        return self.look.attention == "full" and max(self.text.chunk_ids) > 0
 
     def difference(self, head: Head) -> np.ndarray:
         """What the second model's map has more."""

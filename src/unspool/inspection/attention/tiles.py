@@ -74,11 +74,11 @@ class Far:
     log_sums: Tensor  # [H, S], which a map needs
 
 
-def build_sight(doc_lens: Sequence[int], piece_docs: Sequence[int], *, masked: bool, beyond: int, first: int) -> Sight:
+def build_sight(doc_lens: Sequence[int], chunk_ids: Sequence[int], *, masked: bool, beyond: int, first: int) -> Sight:
     """Pieces in order, each of a document; `masked`: a piece sees only itself. `first` tokens count apart."""
     lens = torch.tensor(doc_lens)
     begins = torch.repeat_interleave(lens.cumsum(0) - lens, lens)
-    docs = torch.repeat_interleave(torch.tensor(piece_docs), lens)
+    docs = torch.repeat_interleave(torch.tensor(chunk_ids), lens)
     starts = begins if masked else torch.zeros_like(begins)
     into = torch.arange(int(lens.sum())) - starts
     return Sight(starts=starts, docs=docs, groups=docs.masked_fill(into < first, FIRST), beyond=beyond)

@@ -78,7 +78,7 @@ def read_text(rows: Rows, name: str, *, most_rows: int | None = None) -> RowsTex
         row = rows.row(index)
         found.append(stretches_of(row, rows.text_mask(row)))
         by_position |= row.positions is not None
-        unknown |= rows.has_pieces and row.piece_docs is None
+        unknown |= rows.has_pieces and row.chunk_ids is None
     notes = [
         f"counted in {len(chosen):,} of {len(rows):,} rows, evenly spaced" if len(chosen) < len(rows) else "",
         "distances are differences of positions, which these rows skip on purpose" if by_position else "",

@@ -23,8 +23,8 @@ from unspool.models.memory.tiling import apply_tiles
 
 
 def apply_recompute(layers: list[nn.Module], policy: MemoryPolicy, device: torch.device) -> None:
-    """One checkpoint for `recompute_every` layers; that of the last group stays on the device, where it is needed."""
-    every = policy.recompute_every
+    """One checkpoint for `layers_per_checkpoint` layers; the last group's stays on the device, which needs it."""
+    every = policy.layers_per_checkpoint
     for layer in layers[len(layers) - policy.keep_products :]:
         keep_products(layer)
     offloader = Offloader(device) if policy.offload else None
@@ -34,7 +34,7 @@ def apply_recompute(layers: list[nn.Module], policy: MemoryPolicy, device: torch
     for start in range(0, len(layers), every):
         is_last = start + every >= len(layers)
         group = _Group(layers[start : start + every], None if is_last else offloader, before)
-        if policy.recompute == "keep-attention":
+        if policy.activation_checkpointing == "keep-attention":
             group.keep(keeper if start in on_host else None)
         before = group
 
@@ -87,8 +87,8 @@ class _Group:
         elif hidden is not self._hidden:
             self._hidden = None
             raise ConfigError(
-                f"recompute_every: something happens to the hidden states between the layers of this model "
-                f"({self._name}), so that layers cannot share a checkpoint; set recompute_every to 1."
+                f"layers_per_checkpoint: something happens to the hidden states between the layers of this model "
+                f"({self._name}), so that layers cannot share a checkpoint; set layers_per_checkpoint to 1."
             )
         self._calls.append((args, kwargs))
         if number < len(self._forwards) - 1:
@@ -136,9 +136,9 @@ def apply_memory(model: Any, policy: MemoryPolicy) -> None:
         for part in token_parts(model):
             check_token_part(part, model.config.hidden_size)
             apply_tiles(part, policy.mlp_tiles)
-    keep_attention = policy.recompute == "keep-attention"
+    keep_attention = policy.activation_checkpointing == "keep-attention"
     if keep_attention or policy.attention_heads_at_once is not None:
         apply_attention_parts(layers, heads_at_once=policy.attention_heads_at_once)
-    if policy.recompute != "none":
+    if policy.activation_checkpointing != "none":
         policy.check_layers(len(layers))
         apply_recompute(layers, policy, next(model.parameters()).device)

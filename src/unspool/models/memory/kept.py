@@ -78,7 +78,8 @@ def call_foreign(name: str, function: Callable[..., Any], *args: Any, **kwargs: 
     out = call(function, *args, **kwargs)
     if isinstance(mode, _Keeping) and mode.count == before:
         raise ConfigError(
-            f"recompute: attention {name!r} runs no kernel whose result can be kept; set recompute to full, or load "
+            f"activation_checkpointing: attention {name!r} runs no kernel whose result can be kept; set "
+            "activation_checkpointing to full, or load "
             "the model with Unspool's attention."
         )
     return out

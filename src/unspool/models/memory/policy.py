@@ -10,8 +10,8 @@ Recompute = Literal["none", "keep-attention", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPolicy:
-    recompute: Recompute = "none"
-    recompute_every: int = 1  # layers that share a checkpoint
+    activation_checkpointing: Recompute = "none"
+    layers_per_checkpoint: int = 1  # layers that share a checkpoint
     offload: bool = False  # checkpoints wait in host memory
     keep_products: int = 0  # layers, from the last, that keep the results of matrix products as well
     keep_on_host: int = 0  # of those, how many have all kept results in host memory
@@ -19,27 +19,30 @@ class MemoryPolicy:
     attention_heads_at_once: int | None = None  # KV heads, with the query heads that share them
 
     def __post_init__(self) -> None:
-        if self.recompute == "none" and self.offload:
+        if self.activation_checkpointing == "none" and self.offload:
             raise ConfigError(
-                "offload moves the checkpoints of recomputed layers, and recompute is none: "
-                "set recompute to full or keep-attention, or leave offload out."
+                "offload moves the checkpoints of recomputed layers, and activation_checkpointing is none: "
+                "set activation_checkpointing to full or keep-attention, or leave offload out."
             )
-        if self.recompute == "none" and self.recompute_every != 1:
+        if self.activation_checkpointing == "none" and self.layers_per_checkpoint != 1:
             raise ConfigError(
-                f"recompute_every={self.recompute_every} says how many layers share a checkpoint, and recompute is "
-                "none: set recompute to full or keep-attention, or leave recompute_every out."
+                f"layers_per_checkpoint={self.layers_per_checkpoint} says how many layers share a checkpoint, and "
+                "activation_checkpointing is none: set activation_checkpointing to full or keep-attention, or leave "
+                "layers_per_checkpoint out."
             )
-        if self.keep_products and (self.recompute != "keep-attention" or self.recompute_every > 1 or self.mlp_tiles):
+        if self.keep_products and (
+            self.activation_checkpointing != "keep-attention" or self.layers_per_checkpoint > 1 or self.mlp_tiles
+        ):
             raise ConfigError(
                 f"keep_products={self.keep_products} keeps more than attention's results, layer by layer: it needs "
-                "recompute keep-attention, recompute_every 1 and no mlp_tiles."
+                "activation_checkpointing keep-attention, layers_per_checkpoint 1 and no mlp_tiles."
             )
         if not 0 <= self.keep_on_host <= self.keep_products:
             raise ConfigError(
                 f"keep_on_host={self.keep_on_host} is how many of the keep_products layers wait in host memory: "
                 f"it must be between 0 and {self.keep_products}."
             )
-        for name in ("recompute_every", "mlp_tiles", "attention_heads_at_once"):
+        for name in ("layers_per_checkpoint", "mlp_tiles", "attention_heads_at_once"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
 

@@ -1,15 +1,15 @@
 """Queries and keys, fitted so that each layer attends as it did before its positions were changed.
 
 In: the model of a stage, the model that the stage starts from, rows within that one's context. Out: the same model
-with other queries and keys; `refit.jsonl`. Beside training (`during`) it only adds to the gradients of training's own
-steps, so that queries and keys learn what is new and keep what was at once.
+with other queries and keys; `attention_distillation.jsonl`. Beside training (`during`) it only adds to the
+gradients of training's own steps, so that queries and keys learn what is new and keep what was at once.
 Per step: one pass of the untouched model (the teacher); each layer of the student gets the teacher's own input of that
 layer and is moved towards the teacher's attention (KL, mean over heads and queries, summed over layers). So there is no
 backward pass through depth, and neither MLPs nor the head take part.
 Promise: a function of weights, rows and seed alone: done again after a kill, it ends with the same bits. Moments of
 training and random generators are left as they are.
 Price: the teacher beside the model while it lasts; of the parameters that are fitted, an fp32 copy and two moments.
-Elsewhere: the distance (refit_attention.py), the layers (refit_layers.py), what a recipe may say (refit_config.py).
+Elsewhere: the distance and the layers (layers.py), what a recipe may say (training/config.py).
 """
 
 import json
@@ -37,7 +37,7 @@ from unspool.models.fuse import compute_in_bf16
 from unspool.models.load import original_context
 from unspool.models.presets import NewModel
 from unspool.training.batch import Batch, build_batch
-from unspool.training.config import ROWS_PER_STEP, RefitConfig, StageConfig
+from unspool.training.config import ROWS_PER_STEP, AttentionDistillationConfig, StageConfig
 from unspool.training.distill.layers import Attended, compare_layers, divergence, fitted_parameters
 from unspool.training.interrupt import StoppedError, listen
 from unspool.training.metrics.logger import GrowingFile
@@ -45,11 +45,11 @@ from unspool.training.metrics.validation import looking_at
 from unspool.training.optim.base import Updater
 
 # Called with the number of a step of training.
-Beside = Callable[[int], float]
+AuxLoss = Callable[[int], float]
 
-FILE = "refit.jsonl"
+FILE = "attention_distillation.jsonl"
 # What the steps before training made, in the work folder: a stage that goes on need not make it again.
-WEIGHTS = "refit.safetensors"
+WEIGHTS = "attention_distillation.safetensors"
 BETAS = (0.9, 0.95)
 WARMUP_STEPS = 4
 # Tokens that the teacher reads in one pass; one row, if that is longer.
@@ -60,22 +60,25 @@ def check_refit(
     stage: StageConfig, model: str | NewModel | None, row_lens: Mapping[str, int], *, world_size: int
 ) -> None:
     """Refuse what cannot be, before any work; `model` is what the stage starts from, None while that is not there."""
-    if stage.refit is None:
+    if stage.attention_distillation is None:
         return
     if world_size > 1:
         raise ConfigError(
-            f"stage {stage.name}: refit is not supported on several ranks (here {world_size}) yet; run the stage on "
-            "one, or leave refit out."
+            f"stage {stage.name}: attention_distillation is not supported on several ranks (here {world_size}) yet; "
+            "run the stage on "
+            "one, or leave attention_distillation out."
         )
-    if stage.refit.during and stage.optimizer.step == "in-backward":
+    if stage.attention_distillation.during and stage.optimizer.step == "in-backward":
         raise ConfigError(
-            f"stage {stage.name}: refit.during adds to gradients that optimizer.step in-backward has used already; set "
+            f"stage {stage.name}: attention_distillation.during adds to gradients that optimizer.step in-backward "
+            "has used already; set "
             "that to after, or leave during out."
         )
     if isinstance(model, NewModel):
         raise ConfigError(
-            f"stage {stage.name}: refit keeps what a model attends to, and a new model attends to nothing yet; leave "
-            "refit out of its first stage."
+            f"stage {stage.name}: attention_distillation keeps what a model attends to, and a new model attends to "
+            "nothing yet; leave "
+            "attention_distillation out of its first stage."
         )
     if model is None:
         return
@@ -83,17 +86,18 @@ def check_refit(
     for name, length in row_lens.items():
         if length > own:
             raise ConfigError(
-                f"stage {stage.name}: refit.rows {name} have {format_size(length)} tokens, and the model that the "
+                f"stage {stage.name}: attention_distillation.datasets {name} have {format_size(length)} tokens, and "
+                "the model that the "
                 f"stage starts from has a context of {format_size(own)}; use rows of at most {format_size(own)}."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refit:
+class AttentionDistillation:
     """Before, during and after the training of one stage."""
 
     stage: StageConfig
-    config: RefitConfig
+    config: AttentionDistillationConfig
     model: Any
     updater: Updater
     rows: Mapping[str, RowSet]
@@ -115,7 +119,7 @@ class Refit:
             aside.replace(self.work / WEIGHTS)
         self._set(kept)
 
-    def during(self) -> Beside | None:
+    def during(self) -> AuxLoss | None:
         """What adds this distance's gradient to a step of training, and returns the distance; None if nothing does."""
         if not self.config.during:
             return None
@@ -141,16 +145,16 @@ class Refit:
 
     @property
     def _batch(self) -> int:
-        return self.config.batch or ROWS_PER_STEP * self.slot
+        return self.config.batch_tokens or ROWS_PER_STEP * self.slot
 
     @property
     def _during_batch(self) -> int:
-        return self.config.during_batch or self._batch
+        return self.config.during_batch_tokens or self._batch
 
     def _run(self, phase: str, steps: int, *, lr: float, first: int) -> dict[str, Tensor]:
         """The fitted weights in fp32, which the model already computes with; `first` is the first slot of rows."""
         name = f"stage {self.stage.name}"
-        say(f"{name}: refit {phase} training, {steps} steps, {format_count(steps * self._batch)} tokens")
+        say(f"{name}: distillation {phase} training, {steps} steps, {format_count(steps * self._batch)} tokens")
         _drop_lines(self.work / FILE, phase)
         weights = self._masters()
         adam = torch.optim.Adam(list(weights.values()), lr=lr, betas=BETAS)
@@ -158,7 +162,7 @@ class Refit:
         with ExitStack() as stack:
             stop = stack.enter_context(listen(name))
             lines = stack.enter_context(GrowingFile(self.work / FILE))
-            advance = stack.enter_context(long_bar(f"{name} refit", steps))
+            advance = stack.enter_context(long_bar(f"{name} attention distillation", steps))
             stack.enter_context(looking_at(self.model))
             for step in range(1, steps + 1):
                 began = time.perf_counter()
@@ -166,8 +170,9 @@ class Refit:
                 slots = range(first + (step - 1) * count, first + step * count)
                 loss, grads = self._gradient(teacher, self._batches(slots), self._batch)
                 if not math.isfinite(loss):
-                    rate = f"stages.{self.stage.name}.refit.{'lr' if phase == 'before' else 'after_lr'}"
-                    raise UnspoolError(f"{name}: refit step {step}: the loss is not a number; lower {rate}.")
+                    key = "lr" if phase == "before" else "after_lr"
+                    rate = f"stages.{self.stage.name}.attention_distillation.{key}"
+                    raise UnspoolError(f"{name}: distillation step {step}: the loss is not a number; lower {rate}.")
                 for key, weight in weights.items():
                     weight.grad = grads[key]
                 adam.param_groups[0]["lr"] = now
@@ -177,7 +182,7 @@ class Refit:
                 lines.append(json.dumps(line | {"seconds": round(time.perf_counter() - began, 4)}) + "\n")
                 advance(1, f"attention KL {loss:.4f}")
                 if stop.signal is not None:
-                    say(f"{name}: stopped by {stop.signal.name}; the same command begins this refit anew")
+                    say(f"{name}: stopped by {stop.signal.name}; the same command begins this distillation anew")
                     raise StoppedError(stop.signal)
         return {key: weight.detach() for key, weight in weights.items()}
 
@@ -252,7 +257,7 @@ class Refit:
                 master.copy_(weights[name])
 
 
-def build_refit(
+def build_distillation(
     stage: StageConfig,
     model: Any,
     updater: Updater,
@@ -262,32 +267,37 @@ def build_refit(
     seed: int,
     order: str,
     load_teacher: Callable[[], Any],
-) -> Refit | None:
+) -> AttentionDistillation | None:
     """`order` names the stage where its rows are to come in another order than those of other stages."""
-    if stage.refit is None:
+    if stage.attention_distillation is None:
         return None
-    row_lens = {name: rows[name].row_len for name in stage.refit.shares}
+    row_lens = {name: rows[name].row_len for name in stage.attention_distillation.shares}
     slot = max(row_lens.values())
-    for key, batch in (("batch", stage.refit.batch), ("during_batch", stage.refit.during_batch)):
+    for key, batch in (
+        ("batch_tokens", stage.attention_distillation.batch_tokens),
+        ("during_batch_tokens", stage.attention_distillation.during_batch_tokens),
+    ):
         if batch and batch % slot:
             raise ConfigError(
-                f"stage {stage.name}: refit.{key} {format_size(batch)} is not a multiple of its rows' length of "
+                f"stage {stage.name}: attention_distillation.{key} {format_size(batch)} is not a multiple of its "
+                "rows' length of "
                 f"{format_size(slot)}; change one of them."
             )
     sizes = {name: len(rows[name]) for name in row_lens}
-    # No stage's name holds a space, so this is the order of no mix.
-    mix = Mix(stage.refit.shares, sizes, row_lens, slot, seed, f"{order} refit")
+    # No stage's name holds a space, so this is the order of no mix. The word seeds the order: it stays as it is.
+    mix = Mix(stage.attention_distillation.shares, sizes, row_lens, slot, seed, f"{order} refit")
     with looking_at(model):
         layers = fitted_parameters(model)
     trained = {name for name, _ in updater.named_masters()}
-    if stage.refit.during and not any(name in trained for layer in layers for name in layer):
+    if stage.attention_distillation.during and not any(name in trained for layer in layers for name in layer):
         raise ConfigError(
-            f"stage {stage.name}: refit.during works through training's own steps, and lr_for sets queries and keys to "
+            f"stage {stage.name}: attention_distillation.during works through training's own steps, and lr_overrides "
+            "sets queries and keys to "
             "0; give them a rate, or leave during out."
         )
-    return Refit(
+    return AttentionDistillation(
         stage=stage,
-        config=stage.refit,
+        config=stage.attention_distillation,
         model=model,
         updater=updater,
         rows=rows,

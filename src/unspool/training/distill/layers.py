@@ -212,8 +212,9 @@ def _pattern(like: Tensor) -> Tensor:
 
 def _refusal(model: Any) -> ConfigError:
     return ConfigError(
-        f"refit: {type(model).__name__} makes queries and keys in a way that cannot be followed from outside its "
-        "layers; leave refit out."
+        f"attention_distillation: {type(model).__name__} makes queries and keys in a way that cannot be followed "
+        "from outside its "
+        "layers; leave attention_distillation out."
     )
 
 
@@ -296,7 +297,7 @@ def _attended_by(layer: nn.Module, call: _Call) -> _ReachedError:
         type(layer).forward(layer, *call.args, **call.kwargs)
     except _ReachedError as reached:
         return reached.with_traceback(None)
-    raise ConfigError(f"refit: {type(layer).__name__} attends in code of its own; leave refit out.")
+    raise ConfigError(f"attention_distillation: {type(layer).__name__} attends in code of its own; leave the key out.")
 
 
 @contextmanager

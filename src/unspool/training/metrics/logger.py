@@ -168,7 +168,7 @@ class Watch:
         self._stage, self._work, self._done, self._device = stage, work, done, device
         self._speed, self._looks = speed or Speed(), looks
         self._open_trackers, self._is_leader, self._clock = open_trackers, is_leader, clock
-        self._meter = Meter(steps=stage.steps, batch=stage.batch, clock=clock)
+        self._meter = Meter(steps=stage.steps, batch=stage.batch_tokens, clock=clock)
         self._began = self._rows_came = clock()
         self._trackers = Trackers({})
         self._advance: Advance | None = None
@@ -230,13 +230,13 @@ class Watch:
     def _line(self, report: StepReport, seconds: float, mfu: float | None, memory: float) -> dict[str, Any]:
         return {
             "step": report.step,
-            "tokens": report.step * self._stage.batch,
+            "tokens": report.step * self._stage.batch_tokens,
             "loss": _finite(report.loss),
             "lr": report.lr,
             "grad_norm": _finite(report.grad_norm),
             "seconds": round(seconds, 4),
             "data_seconds": round(self._rows_came - self._began, 4),
-            "tokens_per_second": round(self._stage.batch / seconds, 1),
+            "tokens_per_second": round(self._stage.batch_tokens / seconds, 1),
             "mfu": None if mfu is None else round(mfu, 4),
             "memory_gib": round(memory, 3),
             "skipped": report.skipped,
@@ -276,7 +276,7 @@ class Watch:
     def _tell_validation(self, step: int, found: dict[str, Any]) -> None:
         if self._advance is None:
             return
-        self._append(VALIDATION, [{"step": step, "tokens": step * self._stage.batch, **found}])
+        self._append(VALIDATION, [{"step": step, "tokens": step * self._stage.batch_tokens, **found}])
         means = {span_name(bucket): bucket["value"] for bucket in found["buckets"] if bucket["n"]}
         shown_means = "  ".join(f"{name} {value:.3f}" for name, value in means.items())
         if found["n"]:
@@ -326,7 +326,7 @@ def build_watch(
         device=device,
         speed=Speed(count_flops(model), peak_flops(device), devices),
         looks=Looks(model=model, validation=looked_at, samples=written),
-        open_trackers=lambda: build_trackers(stage.track, work, run=run, settings=settings, done=done),
+        open_trackers=lambda: build_trackers(stage.loggers, work, run=run, settings=settings, done=done),
         is_leader=is_leader,
     )
 

@@ -41,7 +41,7 @@ def check_trackers(names: Sequence[str]) -> None:
                 importlib.import_module(module)
         except ImportError as error:
             raise ConfigError(
-                f"track: {name} cannot be imported here ({error}); pip install 'unspool[track]', or leave it out."
+                f"loggers: {name} cannot be imported here ({error}); pip install 'unspool[track]', or leave it out."
             ) from error
 
 
@@ -144,4 +144,4 @@ _BUILDERS: dict[str, Callable[[Path, str, Mapping[str, Any], int], Tracker]] = {
 
 def _warn(name: str, error: Exception) -> None:
     reason = str(error).strip().split("\n")[0] or type(error).__name__
-    say(f"track: {name} failed and is left out from here on ({reason}); metrics.jsonl has everything")
+    say(f"loggers: {name} failed and is left out from here on ({reason}); metrics.jsonl has everything")

@@ -126,11 +126,11 @@ def build_validation(
 ) -> Validation:
     """The rows to look at, in batches of at most one context."""
     assert stage.validation is not None
-    name, rows = stage.validation.rows, open_rows(folder)
-    if rows.row_len > stage.context:
+    name, rows = stage.validation.dataset, open_rows(folder)
+    if rows.row_len > stage.context_length:
         raise ConfigError(
             f"stage {stage.name}: validation rows {name} have {format_size(rows.row_len)} tokens, more than the "
-            f"stage's context of {format_size(stage.context)}; make them shorter."
+            f"stage's context of {format_size(stage.context_length)}; make them shorter."
         )
     order = rng_for(seed, "validation", name).permutation(len(rows))[: stage.validation.samples]
     chosen = [rows[int(index)] for index in sorted(order)]
@@ -138,9 +138,9 @@ def build_validation(
     if any(int(row.tokens.max()) >= vocabulary for row in chosen):
         raise ConfigError(
             f"stage {stage.name}: validation rows {name} hold tokens that the model does not know (its vocabulary has "
-            f"{vocabulary}), such as knots; make them without tangle."
+            f"{vocabulary}), such as knots; make them without utk."
         )
-    at_once = max(1, stage.context // rows.row_len)
+    at_once = max(1, stage.context_length // rows.row_len)
     groups = [chosen[start : start + at_once] for start in range(0, len(chosen), at_once)]
     batches = [build_batch(group, attention=stage.attention) for group in groups]
     return Validation(batches=batches, row_len=rows.row_len, mesh=mesh)
@@ -152,7 +152,8 @@ def warn_if_trained_on(stage: StageConfig, folder: Path, trained: Mapping[str, P
     shared = sorted(source for source, digest in _corpora(folder).items() if digest in known)
     if shared and stage.validation:
         say(
-            f"stage {stage.name}: validation rows {stage.validation.rows} are made from {', '.join(shared)}, which is "
+            f"stage {stage.name}: validation rows {stage.validation.dataset} are made from {', '.join(shared)}, "
+            "which is "
             "trained on too; their loss may be that of text the model has seen"
         )
 
@@ -198,10 +199,11 @@ def build_samples(stage: StageConfig, model: Any, tokenizer: Any) -> Samples:
     assert stage.samples is not None
     prompt_ids = [np.array(tokenizer(prompt)["input_ids"], dtype=np.int64) for prompt in stage.samples.prompts]
     for prompt, ids in zip(stage.samples.prompts, prompt_ids, strict=True):
-        if not len(ids) or len(ids) + stage.samples.tokens > stage.context:
+        if not len(ids) or len(ids) + stage.samples.tokens > stage.context_length:
             raise ConfigError(
                 f"stage {stage.name}: the prompt {shown(prompt, 40)} of samples has {len(ids)} tokens, which with "
-                f"{stage.samples.tokens} written after it do not fit 1 to {stage.context}; change it or samples.tokens."
+                f"{stage.samples.tokens} written after it do not fit 1 to {stage.context_length}; change it or "
+                "samples.tokens."
             )
     ends = model.generation_config.eos_token_id
     stops = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}

@@ -71,7 +71,7 @@ class Rates:
 
 
 @dataclass(eq=False, kw_only=True)
-class Trained:
+class ParamState:
     """A trained parameter. It holds the parameter's memory, not the parameter, whose hook holds it."""
 
     name: str
@@ -94,7 +94,7 @@ class Trained:
 
 def build_trained(
     name: str, weight: Tensor, computed: Tensor | None, *, share: float, decay: float, in_8bit: bool
-) -> Trained:
+) -> ParamState:
     in_8bit = in_8bit and is_quantized(weight)
     first, second = (
         Quantized.zeros(weight, signed=signed) if in_8bit else torch.zeros_like(weight, dtype=torch.float32)
@@ -102,12 +102,12 @@ def build_trained(
     )
     # torch's AdamW without a fused kernel keeps counts on the CPU.
     steps = torch.zeros((), device=weight.device if weight.is_cuda else None)
-    return Trained(
+    return ParamState(
         name=name, weight=weight, computed=computed, share=share, decay=decay, first=first, second=second, steps=steps
     )
 
 
-def collect(one: Trained, grad: Tensor) -> None:
+def collect(one: ParamState, grad: Tensor) -> None:
     """Add to the gradient of the step under way. From the second part on the sum is fp32, whatever the parts are."""
     if one.grad is None:
         one.grad = grad.float() if _is_plain(one) else grad
@@ -116,9 +116,9 @@ def collect(one: Trained, grad: Tensor) -> None:
 
 
 @torch.no_grad()
-def update_all(trained: Sequence[Trained], rates: Rates) -> None:
+def update_all(trained: Sequence[ParamState], rates: Rates) -> None:
     """One step of all that have a gradient, which must be finite."""
-    groups: dict[tuple[float, float], list[Trained]] = defaultdict(list)
+    groups: dict[tuple[float, float], list[ParamState]] = defaultdict(list)
     for one in trained:
         if one.grad is None:
             continue
@@ -134,7 +134,7 @@ def update_all(trained: Sequence[Trained], rates: Rates) -> None:
 
 
 @torch.no_grad()
-def update_one(one: Trained, rates: Rates, norm: Tensor) -> None:
+def update_one(one: ParamState, rates: Rates, norm: Tensor) -> None:
     """One step of one, unless the `norm` of its gradient is not finite; a GPU decides that without being waited for."""
     assert one.grad is not None
     if not norm.is_cuda and not math.isfinite(norm):
@@ -145,11 +145,11 @@ def update_one(one: Trained, rates: Rates, norm: Tensor) -> None:
         _update_by_us(one, one.grad, rates, norm)
 
 
-def _is_plain(one: Trained) -> bool:
+def _is_plain(one: ParamState) -> bool:
     return one.weight.dtype == torch.float32 and isinstance(one.first, Tensor)
 
 
-def _update_by_torch(group: list[Trained], rates: Rates, norm: Tensor | None) -> None:
+def _update_by_torch(group: list[ParamState], rates: Rates, norm: Tensor | None) -> None:
     on_gpu = group[0].weight.is_cuda
     grads = [one.grad for one in group if one.grad is not None]
     if rates.scale != 1:
@@ -213,7 +213,7 @@ def numbers_of(rates: Rates, share: float, decay: float, count: int) -> Numbers:
     )
 
 
-def _update_by_us(one: Trained, grad: Tensor, rates: Rates, norm: Tensor | None) -> None:
+def _update_by_us(one: ParamState, grad: Tensor, rates: Rates, norm: Tensor | None) -> None:
     one.count += 1
     numbers = numbers_of(rates, one.share, one.decay, one.count)
     key = rounding_key(rates.seed, one.count, one.name)
@@ -225,7 +225,7 @@ def _update_by_us(one: Trained, grad: Tensor, rates: Rates, norm: Tensor | None)
         update_by_operators(one, grad, numbers, key)
 
 
-def update_by_operators(one: Trained, grad: Tensor, numbers: Numbers, key: tuple[int, int]) -> None:
+def update_by_operators(one: ParamState, grad: Tensor, numbers: Numbers, key: tuple[int, int]) -> None:
     """The update in plain torch, on any device: what the kernel is compared with."""
     grad = grad.float()
     if numbers.scale != 1:
@@ -265,7 +265,7 @@ def _has_triton() -> bool:
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 
 
-def moment_tensors(one: Trained) -> dict[str, Tensor]:
+def moment_tensors(one: ParamState) -> dict[str, Tensor]:
     found = {f"{one.name}/step": torch.tensor(float(one.count))}
     for name, moment in ((FIRST, one.first), (SECOND, one.second)):
         if isinstance(moment, Quantized):
@@ -276,7 +276,7 @@ def moment_tensors(one: Trained) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_moment(one: Trained, saved: Mapping[str, Tensor]) -> None:
+def load_moment(one: ParamState, saved: Mapping[str, Tensor]) -> None:
     """Also of the other kind, and where rows have been added to an embedding since: these start at zero.
 
     Moments of a whole parameter go to the part of it that this rank keeps.

@@ -27,8 +27,8 @@ from unspool.core.errors import ConfigError
 from unspool.models.fuse import keep_tables
 from unspool.training.config import StageConfig
 from unspool.training.optim.adamw import (
+    ParamState,
     Rates,
-    Trained,
     build_trained,
     collect,
     load_moment,
@@ -50,7 +50,7 @@ class Updater:
     def __init__(
         self,
         model: Any,
-        trained: list[Trained],
+        trained: list[ParamState],
         *,
         betas: tuple[float, float],
         clip: float,
@@ -129,10 +129,10 @@ class Updater:
         dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
         return square.sqrt()
 
-    def _collect(self, one: Trained, parameter: Tensor) -> None:
+    def _collect(self, one: ParamState, parameter: Tensor) -> None:
         collect(one, _taken(parameter))
 
-    def _step_now(self, one: Trained, parameter: Tensor) -> None:
+    def _step_now(self, one: ParamState, parameter: Tensor) -> None:
         assert one.norm is None, f"{one.name} got a second gradient in one step, of which the first is used already"
         collect(one, _taken(parameter))
         assert one.grad is not None
@@ -197,7 +197,7 @@ class Updater:
 
 
 def build_updater(stage: StageConfig, model: Any, *, seed: int = 0) -> Updater:
-    """AdamW; norms and biases are not decayed, and what `lr_for` sets to 0 is not trained at all.
+    """AdamW; norms and biases are not decayed, and what `lr_overrides` sets to 0 is not trained at all.
 
     The model's parameters (not its buffers: tables of positions stay fp32) become what the stage computes in.
     """
@@ -232,20 +232,21 @@ def build_updater(stage: StageConfig, model: Any, *, seed: int = 0) -> Updater:
         model,
         trained,
         betas=stage.betas,
-        clip=stage.clip,
+        clip=stage.max_grad_norm,
         seed=seed,
         in_backward=stage.optimizer.step == "in-backward",
     )
 
 
 def _check(stage: StageConfig, names: list[str], *, is_divided: bool) -> None:
-    for part in stage.lr_for:
+    for part in stage.lr_overrides:
         if not any(part in name for name in names):
             raise ConfigError(
-                f"stage {stage.name}: lr_for has {part!r}, which is in no parameter's name; they read {names[1]} …"
+                f"stage {stage.name}: lr_overrides has {part!r}, which is in no parameter's name; they read "
+                f"{names[1]} …"
             )
     if not any(_lr(stage, name) for name in names):
-        raise ConfigError(f"stage {stage.name}: lr_for sets every parameter to 0, so nothing is trained.")
+        raise ConfigError(f"stage {stage.name}: lr_overrides sets every parameter to 0, so nothing is trained.")
     if is_divided and (stage.optimizer.weights, stage.optimizer.states) != ("fp32", "fp32"):
         raise ConfigError(
             f"stage {stage.name}: optimizer.weights {stage.optimizer.weights} and states {stage.optimizer.states} are "
@@ -259,7 +260,7 @@ def _check(stage: StageConfig, names: list[str], *, is_divided: bool) -> None:
 
 
 def _lr(stage: StageConfig, name: str) -> float:
-    return next((lr for part, lr in stage.lr_for.items() if part in name), stage.lr)
+    return next((lr for part, lr in stage.lr_overrides.items() if part in name), stage.lr)
 
 
 def _taken(parameter: Tensor) -> Tensor:

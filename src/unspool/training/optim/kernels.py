@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unspool.training.optim.adamw import EPS, Numbers, Trained
+from unspool.training.optim.adamw import EPS, Numbers, ParamState
 from unspool.training.optim.adamw8bit import BLOCK, LEAST_SCALE, Quantized, tables
 
 # Blocks of 256 values that one program computes.
@@ -18,7 +18,9 @@ BLOCKS = 8
 NUM_WARPS = 8
 
 
-def update_in_one_pass(one: Trained, grad: Tensor, numbers: Numbers, key: tuple[int, int], norm: Tensor | None) -> None:
+def update_in_one_pass(
+    one: ParamState, grad: Tensor, numbers: Numbers, key: tuple[int, int], norm: Tensor | None
+) -> None:
     grad = grad.contiguous()
     assert one.weight.is_contiguous()
     size = one.weight.numel()

@@ -25,7 +25,7 @@ from unspool.models.fuse import fuse_parts
 from unspool.models.load import load_model
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
-from unspool.models.rotary import apply_position
+from unspool.models.rotary import apply_rope
 from unspool.rope.harpe import Harpe
 from unspool.training.config import StageConfig
 from unspool.training.parallel.config import ParallelConfig
@@ -51,7 +51,7 @@ def parallelize(
         fuse_parts(model)
     apply_memory(model, memory)
     if mesh.size() > 1:
-        apply_fsdp(model, mesh, offload=config.offload, layers_together=memory.recompute_every)
+        apply_fsdp(model, mesh, offload=config.offload, layers_together=memory.layers_per_checkpoint)
     return model
 
 
@@ -131,7 +131,7 @@ def _needs_whole(stage: StageConfig, rows: dict[str, Path]) -> bool:
     memory = stage.memory
     tried = memory.mlp_tiles or memory.offload or memory.keep_on_host or stage.compile
     knots = any((read_manifest(folder) or {}).get("counts", {}).get("added_tokens") for folder in rows.values())
-    return bool(tried or knots or stage.parallel.offload or isinstance(stage.position, Harpe))
+    return bool(tried or knots or stage.parallel.offload or isinstance(stage.rope, Harpe))
 
 
 def _can_be_read(folder: Path) -> bool:
@@ -151,7 +151,7 @@ def _read(stage: StageConfig, folder: Path, mesh: DeviceMesh, device: torch.devi
     load_shards(model, folder, device)
     if (folder / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    apply_position(model, stage.position, stage.context)
+    apply_rope(model, stage.rope, stage.context_length)
     return model
 
 

@@ -55,9 +55,9 @@ class Work:
 
     num_heads: int
     num_kv_heads: int
-    context: int
-    batch: int  # tokens per step
-    micro_batch: int  # tokens per forward pass
+    context_length: int
+    batch_tokens: int  # tokens per step
+    micro_batch_tokens: int  # tokens per forward pass
     document_masks: bool  # whether a row can hold more than one document that sees only itself
     kv_heads_at_once: int | None = None  # of attention_heads_at_once
 
@@ -86,17 +86,18 @@ def check_layout(layout: Layout, work: Work) -> None:
     _check_heads(layout.ulysses, work)
     _check_ring(layout, work)
     ranks, per_rank = layout.sequence_ranks, 2 if layout.ring > 1 else 1
-    if work.context < ranks * per_rank:
+    if work.context_length < ranks * per_rank:
         raise ConfigError(
-            f"parallel: a context of {format_size(work.context)} tokens has less than one for each of "
-            f"ring × ulysses = {ranks} ranks; use at most {work.context // per_rank} of them."
+            f"parallel: a context of {format_size(work.context_length)} tokens has less than one for each of "
+            f"ring × ulysses = {ranks} ranks; use at most {work.context_length // per_rank} of them."
         )
-    micro_batches = work.batch // work.micro_batch
+    micro_batches = work.batch_tokens // work.micro_batch_tokens
     if micro_batches % layout.data_ranks:
-        unit = work.micro_batch * layout.data_ranks
-        fitting = f"batch to {format_size(unit * -(-work.batch // unit))}"
+        unit = work.micro_batch_tokens * layout.data_ranks
+        fitting = f"batch_tokens to {format_size(unit * -(-work.batch_tokens // unit))}"
         raise ConfigError(
-            f"parallel: a step of {micro_batches} micro-batches ({format_size(work.micro_batch)} tokens each) does not "
+            f"parallel: a step of {micro_batches} micro-batches ({format_size(work.micro_batch_tokens)} tokens each) "
+            "does not "
             f"divide among replicate × shard = {layout.data_ranks} groups of ranks; set {fitting}, or let more ranks "
             "share a row by ulysses or ring."
         )
@@ -143,10 +144,12 @@ def _check_ring(layout: Layout, work: Work) -> None:
             f"parallel: ring={layout.ring} passes keys to all later tokens of a row, whatever document they are of, "
             "and this stage's documents see only themselves; use ring 1 and ulysses, or attention: full."
         )
-    if work.micro_batch != work.context:
+    if work.micro_batch_tokens != work.context_length:
         raise ConfigError(
-            f"parallel: ring={layout.ring} computes one row at a time, and micro_batch={format_size(work.micro_batch)} "
-            f"holds {work.micro_batch // work.context}; set micro_batch to {format_size(work.context)} or leave it out."
+            f"parallel: ring={layout.ring} computes one row at a time, and "
+            f"micro_batch_tokens={format_size(work.micro_batch_tokens)} "
+            f"holds {work.micro_batch_tokens // work.context_length}; set micro_batch_tokens to "
+            f"{format_size(work.context_length)} or leave it out."
         )
 
 

@@ -30,9 +30,9 @@ def check_fit(stage: StageConfig, model: str | NewModel, rows: Mapping[str, RowS
     work = Work(
         num_heads=heads[0],
         num_kv_heads=heads[1],
-        context=stage.context,
-        batch=stage.batch,
-        micro_batch=stage.micro_batch or stage.context,
+        context_length=stage.context_length,
+        batch_tokens=stage.batch_tokens,
+        micro_batch_tokens=stage.micro_batch_tokens or stage.context_length,
         # Looking at every row takes a while, and only a ring wants to know.
         document_masks=layout.ring > 1 and has_document_masks(stage, rows),
         kv_heads_at_once=stage.attention_heads_at_once,
@@ -54,7 +54,7 @@ def check_fit(stage: StageConfig, model: str | NewModel, rows: Mapping[str, RowS
 
 def has_document_masks(stage: StageConfig, rows: Mapping[str, RowSet]) -> bool:
     """Whether some micro-batch of one context can hold documents that must not see each other."""
-    if any(row_set.row_len < stage.context for row_set in rows.values()):
+    if any(row_set.row_len < stage.context_length for row_set in rows.values()):
         return True
     return any(
         len(attended_by(row_set[index], stage.attention)) > 1

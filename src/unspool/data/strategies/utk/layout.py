@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from unspool.data.packing.config import TangleConfig
+from unspool.data.packing.config import UtkConfig
 from unspool.data.strategies.utk.special_tokens import LabelPool
 
 
@@ -25,7 +25,7 @@ class Choices:
     marks: np.ndarray  # int64[n], tokens that splitting it adds
     points: np.ndarray  # float64[n, most hops - 1], where to split
     labels: np.ndarray  # int64[n, most hops], numbers in the label pool, as many as hops
-    luck: np.ndarray  # float64[n], below `probability`: split
+    draws: np.ndarray  # float64[n], below `probability`: split
 
     def __len__(self) -> int:
         return len(self.hops)
@@ -33,7 +33,7 @@ class Choices:
     def __getitem__(self, which: slice) -> "Choices":
         return Choices(*(getattr(self, field.name)[which] for field in fields(self)))
 
-    def and_more(self, more: "Choices") -> "Choices":
+    def extended(self, more: "Choices") -> "Choices":
         return Choices(
             *(np.concatenate([getattr(self, field.name), getattr(more, field.name)]) for field in fields(self))
         )
@@ -42,7 +42,7 @@ class Choices:
 class Chooser:
     """Draws `Choices`, always as many numbers for an entry, so that entries do not depend on those before."""
 
-    def __init__(self, config: TangleConfig, pool: LabelPool, rng: np.random.Generator) -> None:
+    def __init__(self, config: UtkConfig, pool: LabelPool, rng: np.random.Generator) -> None:
         self._config, self._pool, self._rng = config, pool, rng
         self._most = max(config.hops)
         self._counts = np.array(list(config.hops))
@@ -51,10 +51,10 @@ class Chooser:
     def choose(self, count: int, lens: np.ndarray | None = None) -> Choices:
         """With `lens`, documents that are too short to be split are not."""
         config = self._config
-        luck, kind, *points = self._rng.random((count, 1 + self._most)).T
+        draws, kind, *points = self._rng.random((count, 1 + self._most)).T
         hops = self._counts[np.minimum(np.searchsorted(self._shares, kind, side="right"), len(self._counts) - 1)]
         if config.per == "document":
-            hops = np.where(luck < config.probability, hops, 1)
+            hops = np.where(draws < config.probability, hops, 1)
         if lens is not None:
             hops = np.where(lens < np.maximum(config.min_split, hops), 1, hops)
         marks = 2 * (hops - 1)
@@ -65,7 +65,7 @@ class Chooser:
             sizes = np.where(is_label, self._pool.lens(labels) if len(self._pool) else 0, 0)
             # <D> and </D> of each piece; <S>, <s> … and </S>; each label twice.
             marks += np.where(hops > 1, 2 * hops + hops + 1 + 2 * sizes.sum(axis=1), 0)
-        return Choices(hops, marks, np.stack(points, axis=1), labels, luck)
+        return Choices(hops, marks, np.stack(points, axis=1), labels, draws)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +89,14 @@ class Units:
 
 
 def fill_rows(
-    config: TangleConfig, row_len: int, lens: np.ndarray, docs: Choices, rows: Choices, *, begin: int, keep_rest: bool
+    config: UtkConfig, row_len: int, lens: np.ndarray, docs: Choices, rows: Choices, *, begin: int, keep_rest: bool
 ) -> Units:
     """All rows that documents of these lengths fill; of the first one, `begin` tokens are in earlier rows.
 
     `rows` is what was drawn for the rests at rows' beginnings, and for rows. `keep_rest`: the rest of a cut document
     begins the next row, or is dropped.
     """
-    splits = np.ones(len(rows), dtype=bool) if config.per == "document" else rows.luck < config.probability
+    splits = np.ones(len(rows), dtype=bool) if config.per == "document" else rows.draws < config.probability
     filling = _Filling(config, row_len, lens, docs, rows)
     doc, start = 0, begin
     for number, is_split in enumerate(splits.tolist()):
@@ -115,7 +115,7 @@ def fill_rows(
 class _Filling:
     """Rows that are being filled: their documents, and what becomes of those at rows' beginnings and ends."""
 
-    def __init__(self, config: TangleConfig, row_len: int, lens: np.ndarray, docs: Choices, rows: Choices) -> None:
+    def __init__(self, config: UtkConfig, row_len: int, lens: np.ndarray, docs: Choices, rows: Choices) -> None:
         self._row_len, self._min_split = row_len, config.min_split
         self._docs, self._doc_lens = docs, lens
         # As lists: they are looked at one by one.
@@ -199,7 +199,7 @@ class Pieces:
         return len(self.units)
 
 
-def scatter(units: Units, points: np.ndarray, config: TangleConfig, rng: np.random.Generator) -> Pieces:
+def scatter(units: Units, points: np.ndarray, config: UtkConfig, rng: np.random.Generator) -> Pieces:
     """Split the units at `points` (float64[units, most hops - 1]) and shuffle the pieces over their rows."""
     owner = np.repeat(np.arange(len(units.hops)), units.hops)
     firsts = np.cumsum(units.hops) - units.hops

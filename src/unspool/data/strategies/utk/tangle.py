@@ -38,7 +38,7 @@ from itertools import islice
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from unspool.data.packing.config import RowsConfig, TangleConfig
+from unspool.data.packing.config import DatasetConfig, UtkConfig
 from unspool.data.packing.pack import WINDOW_DOCS, Doc, RowStream, Tally
 from unspool.data.packing.store import BATCH_TOKENS, Row
 from unspool.data.strategies.utk.layout import Choices, Chooser, Pieces, Units, fill_rows, scatter
@@ -51,7 +51,7 @@ _LABELS, _REST_LABELS = 8192, 1024
 
 
 def untangle(
-    tokens: np.ndarray, doc_lens: np.ndarray, piece_docs: np.ndarray | None, knots: Mapping[str, int]
+    tokens: np.ndarray, doc_lens: np.ndarray, chunk_ids: np.ndarray | None, knots: Mapping[str, int]
 ) -> list[np.ndarray]:
     """The documents of a row without marks, put together again, as far as the row holds them."""
     opening, closing, solution, _, _, *cuts = knots.values()
@@ -62,7 +62,7 @@ def untangle(
     closers = np.flatnonzero(np.isin(tokens, [solution, *tails]))
     nearest = np.searchsorted(closers, starts)
     stops = np.minimum(stops, np.append(closers, len(tokens))[nearest])
-    owners = np.arange(len(doc_lens)) if piece_docs is None else piece_docs
+    owners = np.arange(len(doc_lens)) if chunk_ids is None else chunk_ids
     texts: dict[int, dict[int, np.ndarray]] = {}
     for owner, start, stop in zip(owners.tolist(), starts.tolist(), stops.tolist(), strict=True):
         text, part = tokens[start:stop], 0
@@ -78,7 +78,7 @@ def untangle(
 class Tangler:
     """Packs a stream of documents into tangled rows; `pack` is a `Packer` (pack.py)."""
 
-    config: TangleConfig
+    config: UtkConfig
     knots: dict[str, int]  # in the order of their names in knots.py
     draw_labels: DrawLabels
     rng: np.random.Generator
@@ -99,7 +99,7 @@ class Tangler:
         is_done = False
         while not is_done:
             more, ended = _draw(drawing, max(BATCH_TOKENS, row_len))
-            window = window.and_more(more, choosers, row_len)
+            window = window.extended(more, choosers, row_len)
             units = fill_rows(
                 self.config,
                 row_len,
@@ -133,12 +133,12 @@ class Tangler:
             tally.drop("last_row", doc.source, len(doc.tokens) - start)
 
 
-def build_tangler(config: RowsConfig, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator) -> Tangler:
+def build_tangler(config: DatasetConfig, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator) -> Tangler:
     """`tokenizer` gets the knots that it lacks."""
-    assert config.tangle is not None
-    knots = knot_ids(tokenizer, max(config.tangle.hops))
+    assert config.utk is not None
+    knots = knot_ids(tokenizer, max(config.utk.hops))
     draw_labels = label_drawer(build_encoder(tokenizer))
-    return Tangler(config.tangle, knots, draw_labels, rng, keep_rest=config.pack == "concat")
+    return Tangler(config.utk, knots, draw_labels, rng, keep_rest=config.packing == "concat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +151,14 @@ class _Window:
     choices: Choices  # of the documents
     row_choices: Choices  # of what is left of a document when a row begins
 
-    def and_more(self, docs: list[Doc], choosers: tuple[Chooser, Chooser], row_len: int) -> "_Window":
+    def extended(self, docs: list[Doc], choosers: tuple[Chooser, Chooser], row_len: int) -> "_Window":
         of_docs, of_rows = choosers
         more_lens = np.fromiter((len(doc.tokens) for doc in docs), dtype=np.int64, count=len(docs))
         lens = np.concatenate([self.lens, more_lens])
-        choices = self.choices.and_more(of_docs.choose(len(docs), more_lens))
+        choices = self.choices.extended(of_docs.choose(len(docs), more_lens))
         # A guess: the marks of rests are not known yet.
         num_rows = int(lens.sum() + choices.marks.sum()) // row_len + 2
-        row_choices = self.row_choices.and_more(of_rows.choose(max(0, num_rows - len(self.row_choices))))
+        row_choices = self.row_choices.extended(of_rows.choose(max(0, num_rows - len(self.row_choices))))
         return _Window(self.docs + docs, lens, self.begin, choices, row_choices)
 
     def left(self, units: Units, num_rows: int) -> Iterator[tuple[Doc, int]]:
@@ -206,7 +206,7 @@ def _rows(window: _Window, units: Units, pieces: Pieces, written: Written, row_l
             loss_mask=written.loss_mask[span],
             source="+".join(dict.fromkeys(sources[doc] for doc in numbers[first_unit:unit_end])),
             attention="full",
-            piece_docs=(pieces.units[held] - first_unit).astype(np.int32),
+            chunk_ids=(pieces.units[held] - first_unit).astype(np.int32),
         )
         first_unit, first_piece = unit_end, piece_end
 

@@ -1,6 +1,6 @@
 """Questions to be answered with citations (ALCE): two examples, instruction, question, documents.
 
-In: sources, an `Ask`. Out: `Asked`. Score: ASQA's str_em, QAMPARI's recall of five. Whether the citations bear an
+In: sources, an `Ask`. Out: `Question`. Score: ASQA's str_em, QAMPARI's recall of five. Whether the citations bear an
 answer out takes an entailment model: metrics/cite.py with `meta["documents"]`. HELMET's category is the mean of six
 numbers, of which only these two can be known without one.
 """
@@ -12,7 +12,7 @@ from string import Formatter
 from unspool.core.rng import rng_for
 from unspool.evals.fill import Remembered, fill, room, spread
 from unspool.evals.scoring.citations import qampari, str_em
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.helmet.datasets import Sources, chosen
 from unspool.evals.suites.helmet.instructions import DEMO, PASSAGE
 from unspool.evals.suites.helmet.rag import demo_passages, demos, fitting_demos, table_count, with_gold
@@ -26,7 +26,7 @@ COUNTS = {4096: 8, 8192: 30, 16384: 75, 32768: 165, 65536: 345, 131072: 700}
 _ID = "1000"  # stands for any number while tokens are counted
 
 
-def build(task: str, sources: Sources, ask: Ask) -> Asked:
+def build(task: str, sources: Sources, ask: Ask) -> Question:
     data, meter, wording = sources.qa(task), sources.meter, sources.wording
     reference = ask.mode == "reference"
     item = chosen(data.items, task, ask.seed, ask.index)
@@ -43,7 +43,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Asked:
 
     pattern = _pattern(wording.text(task, PASSAGE))
 
-    def asked(budget: int) -> Asked:
+    def asked(budget: int) -> Question:
         if reference:
             wanted = table_count(COUNTS, ask.length)
             # As released: documents come ranked, and nothing moves the ones that answer.
@@ -54,7 +54,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Asked:
             free = budget - used - sum(meter.piece(text) + meter.gap for text in gold)
             documents, _ = with_gold(meter.take(distractors, free, between=meter.gap, keep=3), gold, at)
         written = [renumbered(wording, task, text, _ID, str(at)) for at, text in enumerate(documents, start=1)]
-        return Asked(
+        return Question(
             context=head + "\n\n".join(written),
             question=after,
             prefix=cue,
@@ -112,9 +112,9 @@ def _demo_text(task: str, sources: Sources, demo: Item) -> str:
     return sources.wording.fill(task, DEMO, documents=listed, question=demo.question, answer=demo.answers[0])
 
 
-def score_asqa(output: str, asked: Asked) -> float:
+def score_asqa(output: str, asked: Question) -> float:
     return str_em(output, asked.meta["answers"])
 
 
-def score_qampari(output: str, asked: Asked) -> float:
+def score_qampari(output: str, asked: Question) -> float:
     return qampari(output, asked.meta["answers"])["recall_top5"]

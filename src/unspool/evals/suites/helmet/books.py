@@ -1,6 +1,6 @@
 """Long texts with a question or to be summed up: NarrativeQA, ∞Bench, Multi-LexSum.
 
-In: sources, an `Ask`. Out: `Asked`: instruction, two examples without their stories, the text, the question.
+In: sources, an `Ask`. Out: `Question`: instruction, two examples without their stories, the text, the question.
 The end of the text is cut off and a notice says so. `fixed` cuts where the length is full; `reference` cuts to the
 length less the answer and 200 tokens (Multi-LexSum 300) as HELMET does, but in the model's tokens, not Llama 2's.
 Price: the answer may stand in what is cut off, as in HELMET; a text shorter than the length leaves it unfilled.
@@ -18,7 +18,7 @@ from unspool.core.rng import rng_for
 from unspool.evals.fill import Remembered, fill, room, spread
 from unspool.evals.scoring.answers import best, exact_match, exact_match_reference, parse_answer, raw_or_parsed
 from unspool.evals.scoring.rouge import rouge_l
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.helmet import generated
 from unspool.evals.suites.helmet.datasets import Sources, chosen
 from unspool.evals.suites.helmet.instructions import DEMO, DEMOS, NO_DEMOS, OMITTED_NOTICE
@@ -78,7 +78,7 @@ def _book(task: str, row: Record, path: str, number: int) -> Book:
     return Book(item=item, text="\n\n".join(strings(text)), options=options)
 
 
-def build(task: str, sources: Sources, ask: Ask) -> Asked:
+def build(task: str, sources: Sources, ask: Ask) -> Question:
     known, meter, wording = books(task, sources), sources.meter, sources.wording
     by_id = sources.once(f"books by id {task}", lambda: {id(book.item): book for book in known})
     book: Book = by_id[id(chosen([book.item for book in known], task, ask.seed, ask.index))]
@@ -97,7 +97,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Asked:
     else:
         blocks = Remembered(text_blocks(book.text))
 
-    def asked(budget: int) -> Asked:
+    def asked(budget: int) -> Question:
         free = min(cap, budget - used)
         if book.text is None:
             gold = book.item.gold[0].text + "\n\n"
@@ -108,7 +108,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Asked:
             text = "".join(meter.take(blocks, free))
             if len(text) < len(book.text):
                 text = "".join(meter.take(blocks, free - meter.piece(omitted))) + omitted
-        return Asked(
+        return Question(
             context=head + text,
             question=question,
             prefix=cue,
@@ -181,11 +181,11 @@ def _key_points(book: Book) -> list[str]:
     return list(strings(book.item.extra.get("key_points") or book.item.extra.get("keypoints") or []))
 
 
-def score_qa(output: str, asked: Asked) -> float:
+def score_qa(output: str, asked: Question) -> float:
     return raw_or_parsed(rouge_l, output, asked.references, asked.prefix, asked.meta["mode"])
 
 
-def score_choice(output: str, asked: Asked) -> float:
+def score_choice(output: str, asked: Question) -> float:
     """The letter alone, or "B. its text" anywhere; HELMET puts no cue back where a chat template is used."""
     metric = exact_match_reference if asked.meta["mode"] == "reference" else exact_match
     letter, spelled = asked.references
@@ -193,7 +193,7 @@ def score_choice(output: str, asked: Asked) -> float:
     return float(spelled.lower() in output.lower() or bool(exact) or _said_letter(output, asked) == letter)
 
 
-def _said_letter(output: str, asked: Asked) -> str:
+def _said_letter(output: str, asked: Question) -> str:
     """`fixed` also takes "B." and "(B)" with more behind it, which HELMET counts wrong."""
     if asked.meta["mode"] == "reference":
         return ""
@@ -201,5 +201,5 @@ def _said_letter(output: str, asked: Asked) -> str:
     return words[0].rstrip(".):,") if words and len(words[0]) <= 2 else ""
 
 
-def judged(output: str, asked: Asked) -> None:
+def judged(output: str, asked: Question) -> None:
     """A judge has to say."""

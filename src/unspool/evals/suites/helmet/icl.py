@@ -1,6 +1,6 @@
 """Many-shot classification: sentences with integer labels, then one without.
 
-In: sources, an `Ask`. Out: `Asked`. Labels are reshuffled for every test sentence and examples balanced over labels,
+In: sources, an `Ask`. Out: `Question`. Labels are reshuffled for every test sentence and examples balanced over labels,
 with HELMET's seed of both: the sentence's hash plus the run's seed. `fixed` fills the length and shows the asked
 label even where there are fewer examples than labels; `reference` takes HELMET's number of examples.
 """
@@ -16,7 +16,7 @@ from itertools import accumulate
 from unspool.core.errors import DataError
 from unspool.evals.fill import fill, room
 from unspool.evals.scoring.answers import best, exact_match, exact_match_reference, parse_answer
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.helmet import generated
 from unspool.evals.suites.helmet.datasets import LABELS, Sources
 from unspool.evals.suites.helmet.instructions import DEMO
@@ -92,7 +92,7 @@ def numbered(task: str, train: Labelled, seed: int) -> dict[str, str]:
     return dict(zip(labels, map(str, numbers), strict=False))
 
 
-def build(task: str, sources: Sources, ask: Ask) -> Asked:
+def build(task: str, sources: Sources, ask: Ask) -> Question:
     train, tests, is_generated = sentences(task, sources)
     meter, wording, limit = sources.meter, sources.wording, room(ask, ANSWER_TOKENS)
     text, label = tests[ask.index % len(tests)]
@@ -119,12 +119,12 @@ def build(task: str, sources: Sources, ask: Ask) -> Asked:
     spare = random.Random(seed).sample(train, min(len(train), SPARE))
     by_size = {size(pair): pair for pair in spare}
 
-    def asked(budget: int) -> Asked:
+    def asked(budget: int) -> Question:
         if reference:
             shown = meter.take(map(written, drawn), budget - used, between=meter.gap)
         else:
             shown = [written(pair) for pair in fitted(budget - used)]
-        return Asked(
+        return Question(
             context=head + "\n\n".join(shown),
             question=question,
             prefix=cue,
@@ -161,7 +161,7 @@ def label_order(labels: tuple[str, ...]) -> list[str]:
     return sorted(set(labels))
 
 
-def score(output: str, asked: Asked) -> float:
+def score(output: str, asked: Question) -> float:
     """Only the parsed line counts here; `reference` puts the cue back first, which parsing takes away again."""
     metric = exact_match_reference if asked.meta["mode"] == "reference" else exact_match
     return best(metric, parse_answer(asked.prefix + first_line(output, asked), asked.prefix), asked.references)

@@ -1,6 +1,6 @@
 """JSON-KV: an object of UUIDs, two examples, one key to look up.
 
-In: sources, an `Ask`. Out: `Asked`. `fixed` fills the length and spreads the key's depth evenly over indices;
+In: sources, an `Ask`. Out: `Question`. `fixed` fills the length and spreads the key's depth evenly over indices;
 `reference` takes HELMET's number of keys for the length and a random one of them.
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 from unspool.core.rng import rng_for
 from unspool.evals.fill import fill, room, spread
 from unspool.evals.scoring.answers import raw_or_parsed, sub_em, sub_em_reference
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.helmet.datasets import Sources
 from unspool.evals.suites.helmet.instructions import DEMO
 from unspool.evals.suites.helmet.rag import first_line, table_count
@@ -32,7 +32,7 @@ def entry(key: str, value: str) -> str:
     return f'"{key}": "{value}"'
 
 
-def build(sources: Sources, ask: Ask) -> Asked:
+def build(sources: Sources, ask: Ask) -> Question:
     meter, wording, limit = sources.meter, sources.wording, room(ask, ANSWER_TOKENS)
     sizes = sum(meter.count(f" {entry(*uuids(rng_for(0, 'helmet size', at), 2))},\n") for at in range(8)) / 8
     sample = "-".join(uuids(rng_for(0, "helmet size"), 8))
@@ -44,7 +44,7 @@ def build(sources: Sources, ask: Ask) -> Asked:
         drawn = uuids(rng_for(ask.seed, "helmet json_kv", ask.length, ask.index), 2 * count)
         return list(zip(drawn[::2], drawn[1::2], strict=True))
 
-    def asked(budget: int) -> Asked:
+    def asked(budget: int) -> Question:
         count = table_count(COUNTS, ask.length)
         lengthened = 0
         if ask.mode == "fixed":
@@ -63,7 +63,7 @@ def build(sources: Sources, ask: Ask) -> Asked:
         text = ",\n ".join(entry(key, longer if key == shown[-1][0] else value) for key, value in known)
         examples = "".join(wording.fill(TASK, DEMO, question=key, answer=value) for key, value in shown[:SHOTS])
         before, after = wording.around(TASK, demos=examples, question=known[at][0])
-        return Asked(
+        return Question(
             context=f"{before}{{{text}}}",
             question=after,
             prefix=wording.fill(TASK, PREFIX),
@@ -80,7 +80,7 @@ def _more(value: str, letters: int) -> str:
     return value + (value * (1 + letters // len(value)))[:letters]
 
 
-def score(output: str, asked: Asked) -> float:
+def score(output: str, asked: Question) -> float:
     mode = asked.meta["mode"]
     metric = sub_em_reference if mode == "reference" else sub_em
     return raw_or_parsed(metric, first_line(output, asked), asked.references, asked.prefix, mode)

@@ -1,6 +1,6 @@
 """Questions with passages: instruction, two examples with three passages each, passages, question.
 
-In: sources, an `Ask`. Out: `Asked`. `fixed` fills the length with the passages most like the question, in random
+In: sources, an `Ask`. Out: `Question`. `fixed` fills the length with the passages most like the question, in random
 order, and spreads the depth of the gold passage evenly over indices; `reference` takes HELMET's number of passages
 for the length, six depths (HotpotQA three) for each question, and cuts the end off where it is too long.
 Price: at lengths that two examples would take a third of, there are fewer; `meta` says how many.
@@ -15,7 +15,7 @@ import numpy as np
 from unspool.core.rng import rng_for
 from unspool.evals.fill import Meter, Remembered, fill, room, spread
 from unspool.evals.scoring.answers import raw_or_parsed, sub_em, sub_em_reference
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.helmet.datasets import QaSet, Sources, chosen
 from unspool.evals.suites.helmet.instructions import DEMO, PASSAGE
 from unspool.evals.suites.helmet.records import Item, Passage
@@ -78,7 +78,7 @@ def with_gold(others: Sequence[str], gold: Sequence[str], depths: Sequence[float
     return [next(rest) if text is None else text for text in texts], places
 
 
-def build(task: str, depths: int, sources: Sources, ask: Ask) -> Asked:
+def build(task: str, depths: int, sources: Sources, ask: Ask) -> Question:
     data, meter, wording = sources.qa(task), sources.meter, sources.wording
     reference = ask.mode == "reference"
     item = chosen(data.items, task, ask.seed, ask.index // depths if reference else ask.index)
@@ -104,13 +104,13 @@ def build(task: str, depths: int, sources: Sources, ask: Ask) -> Asked:
     ]
     fixed = meter.piece(head) + meter.piece(question + cue) + sum(meter.piece(text) + meter.gap for text in gold)
 
-    def filled(budget: int) -> Asked:
+    def filled(budget: int) -> Question:
         kept = meter.take(others, budget - fixed, between=meter.gap, keep=4)
         order = rng_for(ask.seed, "helmet passages", task, ask.length, ask.index).permutation(len(kept))
         passages, places = with_gold([kept[at] for at in order], gold, at)
         return asked("\n\n".join(passages), [place / max(1, len(passages) - 1) for place in places])
 
-    def cut(budget: int) -> Asked:
+    def cut(budget: int) -> Question:
         passages, places = with_gold(list(islice(others, max(0, wanted - len(gold)))), gold, at)
         if released and len(released.fixed) == wanted:
             passages = [document(passage) for passage in released.fixed]
@@ -119,7 +119,7 @@ def build(task: str, depths: int, sources: Sources, ask: Ask) -> Asked:
         kept = meter.take(passages, budget - used, between=meter.gap)
         return asked("\n\n".join(kept), [place / max(1, len(passages) - 1) for place in places])
 
-    def asked(passages: str, found: list[float]) -> Asked:
+    def asked(passages: str, found: list[float]) -> Question:
         meta = {
             "mode": ask.mode,
             "oracle": item.answers[0],
@@ -129,7 +129,7 @@ def build(task: str, depths: int, sources: Sources, ask: Ask) -> Asked:
             "depths": found,
             "question": item.question,
         }
-        return Asked(
+        return Question(
             context=head + passages,
             question=question,
             prefix=cue,
@@ -147,12 +147,12 @@ def _demo_text(task: str, sources: Sources, demo: Item) -> str:
     return sources.wording.fill(task, DEMO, documents=passages, question=demo.question, answer=demo.answers[0])
 
 
-def first_line(output: str, asked: Asked) -> str:
+def first_line(output: str, asked: Question) -> str:
     """What generation would have stopped at: HELMET's configs ask for a stop at a new line, which its parser misses."""
     return output if asked.meta["mode"] == "reference" else output.lstrip().split("\n", 1)[0]
 
 
-def score(output: str, asked: Asked) -> float:
+def score(output: str, asked: Question) -> float:
     mode = asked.meta["mode"]
     metric = sub_em_reference if mode == "reference" else sub_em
     return raw_or_parsed(metric, first_line(output, asked), asked.references, asked.prefix, mode)

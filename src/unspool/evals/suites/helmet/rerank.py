@@ -1,6 +1,6 @@
 """Passages to be ranked by how well they answer a query: MS MARCO's, or any judged passages.
 
-In: sources, an `Ask`. Out: `Asked`; `meta["relevance"]` has the grade of every id shown. Score: nDCG@10.
+In: sources, an `Ask`. Out: `Question`; `meta["relevance"]` has the grade of every id shown. Score: nDCG@10.
 `fixed` fills the length, relevant passages at depths spread over indices; `reference` takes HELMET's number of
 passages, three depths for each query, and cuts the end off where it is too long.
 """
@@ -10,7 +10,7 @@ from itertools import islice
 from unspool.core.rng import rng_for
 from unspool.evals.fill import Remembered, fill, room, spread
 from unspool.evals.scoring.ranking import ndcg, parse_ranking
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.helmet.datasets import Sources, chosen
 from unspool.evals.suites.helmet.instructions import DEMO, PASSAGE, UNTITLED
 from unspool.evals.suites.helmet.rag import demos, first_line, fitting_demos, table_count
@@ -23,7 +23,7 @@ COUNTS = {4096: 14, 8192: 50, 16384: 130, 32768: 285, 65536: 600, 131072: 1000}
 _ID = "1000"  # stands for any id while tokens are counted
 
 
-def build(task: str, sources: Sources, ask: Ask) -> Asked:
+def build(task: str, sources: Sources, ask: Ask) -> Question:
     data, meter, wording = sources.qa(task), sources.meter, sources.wording
     reference = ask.mode == "reference"
     item = chosen(data.items, task, ask.seed, ask.index // DEPTHS if reference else ask.index)
@@ -39,7 +39,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Asked:
     known = {_numbered(wording, task, _ID, passage): passage for passage in item.gold}
     used = meter.piece(head) + meter.piece(question + cue)
 
-    def asked(budget: int) -> Asked:
+    def asked(budget: int) -> Question:
         rng = rng_for(ask.seed, "helmet passages", task, ask.length, ask.index)
         if reference:
             wanted = max(0, table_count(COUNTS, ask.length) - len(known))
@@ -55,7 +55,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Asked:
         }
         best = sorted(ids, key=lambda number: -relevance[number])
         written = [renumbered(wording, task, text, _ID, number) for number, text in zip(ids, texts, strict=True)]
-        return Asked(
+        return Question(
             context=head + "\n\n".join(written),
             question=question,
             prefix=cue,
@@ -106,5 +106,5 @@ def _demo_text(task: str, sources: Sources, demo: Item) -> str:
     return wording.fill(task, DEMO, documents=listed, question=demo.question, answer=ranking)
 
 
-def score(output: str, asked: Asked) -> float:
+def score(output: str, asked: Question) -> float:
     return ndcg(parse_ranking(first_line(output, asked)), asked.meta["relevance"])

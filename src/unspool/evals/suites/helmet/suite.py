@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Literal
 
 from unspool.evals.config import WordedEval
-from unspool.evals.suite import Ask, Asked, Task
+from unspool.evals.suite import Ask, Question, Task
 from unspool.evals.suites import ruler
 from unspool.evals.suites.helmet import alce, books, icl, json_kv, rag, rerank
 from unspool.evals.suites.helmet.datasets import BOOKS, CITE, LABELS, RAG, Sources, load
@@ -30,7 +30,7 @@ class HelmetEval(WordedEval):
 ANSWER_TOKENS = {"niah_multikey_2": 50, "niah_multikey_3": 100, "niah_multivalue": 50}
 
 
-def build(name: str, sources: Sources, ask: Ask) -> Asked:
+def build(name: str, sources: Sources, ask: Ask) -> Question:
     task = ruler.SUITE.tasks[name]
     paths = {key: path for key, path in sources.paths.items() if key == "haystack"}
     wording = sources.wording.of(ruler.SUITE.wording)

@@ -1,6 +1,6 @@
 """The eight needle tasks: facts hidden in noise, in essays or among other facts.
 
-In: sources, `Ask`. Out: `Asked`.
+In: sources, `Ask`. Out: `Question`.
 Promise (`fixed`): keys and values are all different, those of the haystack included; a single gold walks over the grid
 of depths by index, several stand one in each equal part; essays begin at a random sentence.
 `reference` follows RULER: keys and values drawn with repetition, depths drawn anew for every sample, essays always from
@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler import fitting
 from unspool.evals.suites.ruler.haystacks import Essay, Sources
 from unspool.evals.suites.ruler.question import Builder, Draft, Place, RandomBuilder, fixed, reference
@@ -147,7 +147,7 @@ class Needles(Facts):
     def place(self) -> Place:
         return Place(task=self.name, answer_tokens=ANSWER_TOKENS)
 
-    def build(self, sources: Sources, ask: Ask) -> Asked:
+    def build(self, sources: Sources, ask: Ask) -> Question:
         if ask.mode == "reference":
             lines = self.haystack != "essay"
             step = (5 if ask.length < SHORT else 25) if lines else _ESSAY_STEP

@@ -1,6 +1,6 @@
 """Questions on documents: SQuAD (qa_1), HotpotQA (qa_2), or the generated sets that ship in their place.
 
-In: sources, `Ask`. Out: `Asked`; any one of the references is an answer.
+In: sources, `Ask`. Out: `Question`; any one of the references is an answer.
 Promise (`fixed`): questions come from the whole set in random order; the gold documents stand once, at depths that
 are spread over the index; documents of the same article or context come before foreign ones.
 `reference` follows RULER: questions in file order; documents shuffled by a seed that never changes, so that a gold
@@ -17,7 +17,7 @@ import numpy as np
 
 from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler import fitting
 from unspool.evals.suites.ruler.haystacks import Sources
 from unspool.evals.suites.ruler.qa_data import Query, Questions
@@ -39,7 +39,7 @@ class Asking:
     def place(self) -> Place:
         return Place(task=self.name, answer_tokens=ANSWER_TOKENS)
 
-    def build(self, sources: Sources, ask: Ask) -> Asked:
+    def build(self, sources: Sources, ask: Ask) -> Question:
         if ask.mode == "reference":
             return reference(sources, ask, self.place, lambda ask: _reference(self, sources, ask), step=_STEP)
         # In characters; the smallest prompt has the gold documents alone.

@@ -1,6 +1,6 @@
 """From a task's builder to the question that is asked: both modes go through here.
 
-In: the suite's sources, `Ask`, a builder. Out: `Asked`.
+In: the suite's sources, `Ask`, a builder. Out: `Question`.
 Promise: everything random comes from seed, task, length and index, so questions are the same in any order and process.
 Elsewhere: sizes (fitting.py), what is drawn (needles.py, tracing.py, counting_words.py, questions.py).
 """
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from unspool.core.rng import rng_for
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler.fitting import Room, fit, reference_fit, reference_size
 from unspool.evals.suites.ruler.haystacks import Sources
 from unspool.evals.suites.ruler.task_texts import Parts
@@ -49,7 +49,7 @@ class Place:
 
 def fixed(
     sources: Sources, ask: Ask, place: Place, builder: Callable[[Ask], Builder], *, fewest: int, guess: int
-) -> Asked:
+) -> Question:
     room = place.room(ask)
 
     def fitted(ask: Ask, start: int) -> tuple[Draft, int]:
@@ -70,7 +70,7 @@ def reference(
     step: int,
     trial: int | None = None,
     most_factor: int = 3,
-) -> Asked:
+) -> Question:
     """`trial`: the size from which RULER guesses tokens per unit."""
     room = place.room(ask)
 
@@ -93,9 +93,9 @@ def reference(
     return asked(draft, ask, used)
 
 
-def asked(draft: Draft, ask: Ask, size: int) -> Asked:
+def asked(draft: Draft, ask: Ask, size: int) -> Question:
     depths = [round(depth, 4) for depth in draft.depths]
-    return Asked(
+    return Question(
         context=draft.parts.context,
         question=draft.parts.question,
         prefix=draft.parts.prefix,

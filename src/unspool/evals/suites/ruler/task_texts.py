@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from unspool.evals.suite import Asked
+from unspool.evals.suite import Question
 from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text, Wording
 
 NOISE = "The lake is calm. The road is long. The bread is warm. Off we walk. Down the hill and home."
@@ -139,18 +139,18 @@ def documents(wording: Wording, task: str, texts: Sequence[str], query: str) -> 
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
-def match_all(output: str, asked: Asked) -> float:
+def match_all(output: str, asked: Question) -> float:
     """The share of references that the output holds."""
     found = _found(output, asked)
     return sum(found) / len(found)
 
 
-def match_any(output: str, asked: Asked) -> float:
+def match_any(output: str, asked: Question) -> float:
     """1 if the output holds any of the references."""
     return float(max(_found(output, asked)))
 
 
-def _found(output: str, asked: Asked) -> list[bool]:
+def _found(output: str, asked: Question) -> list[bool]:
     text = _CONTROL.sub("\n", output.strip()).strip().lower()
     references = [reference.lower() for reference in asked.references]
     if asked.meta["mode"] == "reference":

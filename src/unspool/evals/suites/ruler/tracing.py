@@ -1,6 +1,6 @@
 """Variable tracing: one chain of assignments hidden in noise, after a worked example.
 
-In: sources, `Ask`. Out: `Asked`; the references are all names that hold the value.
+In: sources, `Ask`. Out: `Question`; the references are all names that hold the value.
 Promise (`fixed`): names are all different, in the example too; one assignment in each fifth of the noise; the
 example is made anew for every question.
 `reference` follows RULER: its example is made once per run and only renamed, so that its assignments stand at the
@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler import fitting
 from unspool.evals.suites.ruler.fitting import Room, reference_size
 from unspool.evals.suites.ruler.haystacks import Sources
@@ -35,7 +35,7 @@ _LONG_NAMES = ("XQJ", "ZKW", "QXV", "JZB", "WQG")
 _LETTERS = list(string.ascii_uppercase)
 
 
-def build(sources: Sources, ask: Ask) -> Asked:
+def build(sources: Sources, ask: Ask) -> Question:
     if ask.mode == "reference":
         step = 5 if ask.length < SHORT else 10
         return reference(sources, ask, PLACE, lambda ask: _reference(sources, ask), step=step)

@@ -1,6 +1,6 @@
 """Word counting: the most common words of a numbered list (cwe), of a coded text (fwe).
 
-In: sources, `Ask`. Out: `Asked`; the references are the words that occur most often.
+In: sources, `Ask`. Out: `Question`; the references are the words that occur most often.
 Promise (`fixed`): order is drawn for every question; the example shares no word with the list; length is met closely.
 `reference` follows RULER: lists are shuffled by a seed that never changes, so that common words stand at the same
 places in every sample of a size; sizes change by ten words (cwe) or by 1/32 of the length (fwe).
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from unspool.evals.suite import Ask, Asked
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler.haystacks import Sources
 from unspool.evals.suites.ruler.needles import SHORT
 from unspool.evals.suites.ruler.question import NO_INDEX, Builder, Draft, Place, RandomBuilder, asked, fixed, reference
@@ -33,7 +33,7 @@ _TOKENS_PER_CODED_WORD = 50  # of the length, for every word of the vocabulary
 _ZETA = np.pi**2 / 6
 
 
-def build_cwe(sources: Sources, ask: Ask) -> Asked:
+def build_cwe(sources: Sources, ask: Ask) -> Question:
     if ask.mode == "reference":
         trial = min(_CWE_TRIAL, len(sources.words))
         return reference(
@@ -118,7 +118,7 @@ def _words(words: Sequence[str], count: int, joined: int, rng: np.random.Generat
     return [f"{words[at // len(words)]}-{words[at % len(words)]}" for at in drawn]
 
 
-def build_fwe(sources: Sources, ask: Ask) -> Asked:
+def build_fwe(sources: Sources, ask: Ask) -> Question:
     if ask.mode == "reference":
         return _fwe_reference(sources, ask)
     return fixed(sources, ask, FWE, lambda ask: _fwe_fixed(sources, ask), fewest=_FEWEST_CODED, guess=ask.length // 2)
@@ -138,7 +138,7 @@ def _fwe_fixed(sources: Sources, ask: Ask) -> Builder:
     return build
 
 
-def _fwe_reference(sources: Sources, ask: Ask) -> Asked:
+def _fwe_reference(sources: Sources, ask: Ask) -> Question:
     room = FWE.room(ask)
     step = room.budget // 32
 
