@@ -16,7 +16,7 @@ import torch
 
 from factory import SMALL_SIZE, count_file_events, in_child_dying_at_file_event, save_folder, save_mini
 from unspool.core.errors import ConfigError
-from unspool.models.presets import SIZES
+from unspool.models.config import SIZES
 from unspool.recipe.load import load_recipe
 from unspool.recipe.run import Run, pick_device
 

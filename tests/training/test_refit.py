@@ -16,9 +16,9 @@ from factory import CPU, build_model, build_stage, dying_at, in_child, save_fold
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.data.packing.store import IGNORE, open_rows
+from unspool.models.config import NewModel
 from unspool.models.load import load_model
 from unspool.models.loss import read_head, summed_loss
-from unspool.models.presets import NewModel
 from unspool.models.rotary import apply_rope
 from unspool.recipe.load import load_recipe
 from unspool.recipe.run import Run

@@ -27,8 +27,8 @@ from unspool.data.packing.config import DatasetConfig
 from unspool.data.sources.config import RecallSource, Source, SyntheticSource
 from unspool.evals.plan import EvalPlan
 from unspool.evals.run import Scoring, score_model
-from unspool.models.load import model_digest, original_context
-from unspool.models.presets import NewModel
+from unspool.models.config import NewModel, original_context
+from unspool.models.load import model_digest
 from unspool.models.tokenizer import load_tokenizer
 from unspool.recipe.load import LoadedRecipe, check_inputs
 from unspool.recipe.schema import dump_recipe
@@ -127,7 +127,7 @@ class Preparation:
         # Only here: all other rows are made without torch.
         import torch
 
-        from unspool.models.embed import Embedder
+        from unspool.models.load import Embedder
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return Embedder(self.loaded.path(config.nextlong.model), tokenizer=self.tokenizer, device=device)

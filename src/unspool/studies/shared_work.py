@@ -21,7 +21,7 @@ import yaml
 from unspool.core.artifacts import MANIFEST, digest, read_manifest, write_atomic
 from unspool.data.corpus.build import SEEDED
 from unspool.evals.run import Scoring
-from unspool.models.presets import NewModel
+from unspool.models.config import NewModel
 from unspool.recipe.json_schema import value_at
 from unspool.recipe.load import EVAL_PATHS, LoadedRecipe, load_recipe
 from unspool.recipe.paths import ASSET_PREFIX, expand_home, path_exists

@@ -11,7 +11,7 @@ import numpy as np
 from unspool.core.artifacts import digest
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
-from unspool.rope.methods import RopeMethod
+from unspool.rope.tables import RopeMethod
 
 if TYPE_CHECKING:
     import torch
