@@ -1,4 +1,4 @@
-"""`unspool eval`: how well one model uses its context, as a table or as JSON."""
+"""`unspool eval`: score one model by context length."""
 
 import json
 import tempfile
@@ -28,82 +28,79 @@ SAMPLES = 20
 
 
 def eval_(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A model folder, a .gguf file, a Hub id or asset:NAME.")
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, .gguf file, Hub id or asset:NAME.")],
     suite: Annotated[
-        str, typer.Option(help=f"What to measure, comma-separated: {', '.join(SUITES)}; or {SHORT}.")
+        str, typer.Option(help=f"Suites to run, comma-separated: {', '.join(SUITES)}; or {SHORT}.")
     ] = "niah,key_value,perplexity",
     lengths: Annotated[str, typer.Option(help="Context lengths in tokens, comma-separated.")] = "2K,8K",
     samples: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Questions per suite (or task) and length, windows for perplexity: 20 by default; short: all."
+            min=1, help="Questions per suite (or task) and length, windows for perplexity [default: 20; short: all]."
         ),
     ] = None,
-    tasks: Annotated[str | None, typer.Option(help="Tasks of the suite, comma-separated; all by default.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of the suite, comma-separated [default: all].")] = None,
     mode: Annotated[
-        str, typer.Option(help="fixed, or reference: as the suite's own code does, defects included.")
+        str, typer.Option(help="fixed, or reference: follow the suite's own code, defects included.")
     ] = "fixed",
-    chat: Annotated[str, typer.Option(help="auto, on or off: whether to ask through the chat template.")] = "auto",
+    chat: Annotated[str, typer.Option(help="Use the chat template: auto, on or off.")] = "auto",
     path: Annotated[
-        list[str] | None, typer.Option(help="NAME=PATH of data that a suite reads; may be given several times.")
+        list[str] | None, typer.Option(help="NAME=PATH of data that a suite reads; repeat for several.")
     ] = None,
     wording: Annotated[
-        str | None, typer.Option(help="YAML or JSON file with the words of the suite's tasks, such as a paper's own.")
+        str | None, typer.Option(help="YAML or JSON file with other instructions for the suite's tasks.")
     ] = None,
     answer_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Room for every answer, within the length; each task's own by default.")
+        int | None, typer.Option(min=1, help="Tokens per answer, counted in the length [default: each task's own].")
     ] = None,
     text: Annotated[
         str | None,
-        typer.Option(help="Held-out text files or a pattern (JSONL or plain); a shipped book by default."),
+        typer.Option(help="Held-out text: files or a pattern, JSONL or plain [default: a bundled book]."),
     ] = None,
     value: Annotated[
-        str | None, typer.Option(help="What is to be recalled: words, numbers (niah) or uuid (key_value).")
+        str | None, typer.Option(help="Kind of value to recall: words, numbers (niah) or uuid (key_value).")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Keep samples.jsonl and summary.json here; a killed run then goes on.")
+        Path | None, typer.Option(help="Folder for samples.jsonl and summary.json; a killed run resumes from it.")
     ] = None,
     rope: Annotated[
         str | None,
-        typer.Option(help="Other positions, without training: yarn, ntk, …, or '{method: abf, base: 8e6}'."),
+        typer.Option(help="Apply another RoPE method without training: yarn, ntk, …, or '{method: abf, base: 8e6}'."),
     ] = None,
     context: Annotated[
-        str | None, typer.Option(help="Tokens that --rope is to reach; the longest of --lengths by default.")
+        str | None, typer.Option(help="Context length for --rope [default: the longest of --lengths].")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Other seeds give other prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the prompts.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     processes: Annotated[
-        int, typer.Option(min=1, help="Answer in so many processes, each on a GPU of its own if there are enough.")
+        int, typer.Option(min=1, help="Number of processes that answer, one GPU each if there are enough.")
     ] = 1,
     backend: Annotated[
-        str, typer.Option(help="transformers, vllm or openai (a server); oracle, empty and adversarial pretend.")
+        str, typer.Option(help=f"What answers: {', '.join(BACKENDS)}; openai is any server, the last three are mocks.")
     ] = "transformers",
-    url: Annotated[str | None, typer.Option(help="Of the server, such as http://localhost:8000/v1.")] = None,
-    model_name: Annotated[str | None, typer.Option(help="What the server calls the model; MODEL by default.")] = None,
+    url: Annotated[str | None, typer.Option(help="Address of the server, such as http://localhost:8000/v1.")] = None,
+    model_name: Annotated[str | None, typer.Option(help="Name of the model on the server [default: MODEL].")] = None,
     endpoint: Annotated[
-        str, typer.Option(help="completions (token ids), text (completions with words) or chat.")
+        str, typer.Option(help="completions (sends token ids), text (completions with text) or chat.")
     ] = "completions",
-    requests: Annotated[int, typer.Option(min=1, help="Requests to the server at a time.")] = 8,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one answer of the server.")] = 600,
+    requests: Annotated[int, typer.Option(min=1, help="Concurrent requests to the server.")] = 8,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for one answer of the server.")] = 600,
     parity: Annotated[
-        bool,
-        typer.Option("--parity", help="Compare the answers of --backend with those of transformers, on 20 prompts."),
+        bool, typer.Option("--parity", help="Compare 20 answers of --backend with those of transformers, and exit.")
     ] = False,
     lm_eval: Annotated[
-        Path | None, typer.Option(help="Run nothing, but write the suites' tasks into this folder as tasks of lm-eval.")
+        Path | None, typer.Option(help="Write the suites as lm-eval tasks into this folder, and exit.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Score a model by context length.
 
-    niah hides a fact in a book and asks for it; kv asks for values of a
-    long JSON object; loss shows whether text is still predicted better
-    further on in the context. ruler, helmet, lveval, infbench and nocha
-    are the suites of the papers, and say up to which length the model
-    holds; short runs lm-eval's tasks. Scores come with n and a 95%
-    interval: 20 questions tell 50% from 90%, but not from 60%.
+    niah hides a fact in a book and asks for it. key_value asks for values
+    of a long JSON object. perplexity measures the loss by position on
+    held-out text. ruler, helmet, lveval, infbench and nocha are published
+    suites and report the effective length. short runs lm-eval's tasks.
+    Scores have n and a 95% interval. With 20 questions you can tell 50%
+    from 90%, but not 50% from 60%.
 
         unspool eval MODEL --suite niah --lengths 256,1K,2K --value words
 
@@ -268,14 +265,16 @@ def _paths(given: list[str]) -> dict[str, str]:
 
 
 def _check_out(out_dir: Path) -> None:
-    """Scores replace their folder whole, so it must not hold anything else."""
+    """Refuse a folder with other files, because scores replace the whole folder."""
     from unspool.core.artifacts import read_manifest
 
     if not out_dir.exists():
         return
     holds_scores = (read_manifest(out_dir) or {}).get("kind") == "scores"
     if not out_dir.is_dir() or (any(out_dir.iterdir()) and not holds_scores):
-        raise ConfigError(f"--out {out_dir} exists and holds no scores; give a new folder, so that nothing is lost.")
+        raise ConfigError(
+            f"--out {out_dir} exists and holds no scores; give a new folder, since this one would be replaced."
+        )
 
 
 def _score(
@@ -289,7 +288,7 @@ def _score(
 
 
 def _compare(first: Backend, second: Backend, evals: list[EvalConfig], seed: int, as_json: bool) -> None:
-    from unspool.evals.backends.openai import plain
+    from unspool.evals.backends.openai import printable_line
     from unspool.evals.plan import EvalPlan
     from unspool.evals.run import compare_backends
 
@@ -300,7 +299,7 @@ def _compare(first: Backend, second: Backend, evals: list[EvalConfig], seed: int
         typer.echo(f"{found.equal} of {found.n} answers are equal.")
         for one in found.differences[:1]:
             typer.echo(f"First difference: {one.name}, question {one.index}, character {one.at}:")
-            typer.echo(f"  {plain(one.first)!r}\n  {plain(one.second)!r}")
+            typer.echo(f"  {printable_line(one.first)!r}\n  {printable_line(one.second)!r}")
     if found.differences:
         raise typer.Exit(FAILED)
 

@@ -15,7 +15,7 @@ import numpy as np
 from unspool.core.artifacts import digest
 from unspool.core.errors import ConfigError
 from unspool.evals.backends.base import Backend
-from unspool.evals.backends.openai import Passing, Patience, attempt
+from unspool.evals.backends.openai import RetryPolicy, TransientError, post_once
 from unspool.evals.prompts import Prompt, PromptEncoder, PromptQuestion, encode
 from unspool.evals.suite import Question
 from unspool.synthesis.config import Fault, LocalGenerator, MockGenerator, ServerGenerator
@@ -43,14 +43,14 @@ def build_client(
             limiter=RateLimiter(
                 requests_per_minute=config.requests_per_minute, tokens_per_minute=config.tokens_per_minute
             ),
-            patience=Patience(seconds=config.timeout, attempts=config.attempts, pause=config.pause),
+            retry=RetryPolicy(seconds=config.timeout, attempts=config.attempts, pause=config.pause),
         )
     backend: GeneratorBackend
     if isinstance(config, LocalGenerator):
         backend = LocalBackend(*open_backend(config.model), width=config.concurrency)
     else:
         backend = MockBackend(config.faults, config.seconds)
-    return GeneratorClient(backend, replies, width=config.concurrency, patience=Patience(attempts=3, pause=0.001))
+    return GeneratorClient(backend, replies, width=config.concurrency, retry=RetryPolicy(attempts=3, pause=0.001))
 
 
 class ServerBackend:
@@ -81,7 +81,7 @@ class ServerBackend:
         began = time.perf_counter()
         key = os.environ.get(self._config.key_env)
         url = f"{self._config.url.rstrip('/')}/chat/completions"
-        found = attempt(url, body, key=key, seconds=self._config.timeout)
+        found = post_once(url, body, key=key, seconds=self._config.timeout)
         seconds = time.perf_counter() - began
         try:
             choice = found["choices"][0]
@@ -89,7 +89,7 @@ class ServerBackend:
             if not isinstance(text, str):
                 raise TypeError
         except (KeyError, IndexError, TypeError):
-            raise Passing("garbage", "the reply has no `choices`; is the server OpenAI-compatible?") from None
+            raise TransientError("garbage", "the reply has no `choices`; is the server OpenAI-compatible?") from None
         usage = found.get("usage")
         usage = usage if isinstance(usage, dict) else {}
         return Reply(
@@ -254,7 +254,7 @@ class MockBackend:
             is_first = prompt not in self._tried
             if is_first and _share(draw, 0) < self._faults.get("error", 0.0):
                 self._tried.add(prompt)
-                raise Passing("http_500", "mock error")
+                raise TransientError("http_500", "mock error")
         if is_first and _share(draw, 1) < self._faults.get("slow", 0.0):
             time.sleep(0.05)
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from unspool.core.artifacts import digest
 from unspool.core.errors import UnspoolError
-from unspool.evals.backends.openai import Passing, Patience, pause_after, plain
+from unspool.evals.backends.openai import RetryPolicy, TransientError, printable_line, retry_delay
 from unspool.evals.reply_cache import ReplyCache
 
 MAX_FAILURES_IN_A_ROW = 20  # then the server is taken to be down and the run ends
@@ -111,7 +111,7 @@ class RateLimiter:
 
 
 class GeneratorBackend(Protocol):
-    """Answers one request, or raises Passing where another attempt may help."""
+    """Answers one request, or raises TransientError where another attempt may help."""
 
     @property
     def identity(self) -> str:
@@ -143,11 +143,11 @@ class GeneratorClient:
         *,
         width: int,
         limiter: RateLimiter | None = None,
-        patience: Patience | None = None,
+        retry: RetryPolicy | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._backend, self._replies = backend, replies
-        self._limiter, self._patience, self._sleep = limiter or RateLimiter(), patience or Patience(), sleep
+        self._limiter, self._retry, self._sleep = limiter or RateLimiter(), retry or RetryPolicy(), sleep
         self._pool = ThreadPoolExecutor(width, thread_name_prefix="request")
         self._lock = Lock()
         self._in_flight: dict[str, Future[Reply]] = {}
@@ -190,20 +190,20 @@ class GeneratorClient:
 
     def _run(self, key: str, request: Request) -> Reply:
         tokens = len(request.prompt) // CHARS_PER_TOKEN + request.max_tokens
-        last = Passing("stopped", "the run is ending")
-        for number in range(self._patience.attempts):
+        last = TransientError("stopped", "the run is ending")
+        for number in range(self._retry.attempts):
             if self._stopped:
                 raise RequestFailedError(last.kind)
             self._limiter.wait(tokens)
             try:
                 reply = self._backend.reply(request)
-            except Passing as error:
+            except TransientError as error:
                 last = error
                 self._count_error(error.kind)
                 if error.retry_after:
                     self._limiter.pause(error.retry_after)
-                if number + 1 < self._patience.attempts:
-                    self._sleep(pause_after(number, error, self._patience))
+                if number + 1 < self._retry.attempts:
+                    self._sleep(retry_delay(number, error, self._retry))
                 continue
             self._replies.add(key, reply)
             self._count(reply)
@@ -212,8 +212,8 @@ class GeneratorClient:
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise UnspoolError(
                 f"the generator did not answer {MAX_FAILURES_IN_A_ROW} requests in a row, with "
-                f"{self._patience.attempts} attempts each ({plain(last.problem)}). Restart or repair the server and "
-                "run this again; all replies so far are cached."
+                f"{self._retry.attempts} attempts each ({printable_line(last.problem)}). Restart or repair the server "
+                "and run this again; all replies so far are cached."
             )
         raise RequestFailedError(last.kind)
 
