@@ -23,8 +23,9 @@ from unspool.evals.config import EvalConfig
 from unspool.evals.heldout import heldout_digest
 from unspool.evals.suites import suite_of
 from unspool.models.load import model_digest
+from unspool.recipe.context import RunContext
 from unspool.recipe.load import LoadedRecipe
-from unspool.recipe.run import Preparation
+from unspool.recipe.prepare import build_source, check_data_inputs
 from unspool.recipe.schema import dump_recipe
 from unspool.synthesis.config import SynthConfig
 from unspool.synthesis.conversation import SynthInputs, TokenCounter
@@ -41,18 +42,24 @@ _NOT_HASHED = {"concurrency", "requests_per_minute", "tokens_per_minute", "timeo
 _NOT_HASHED |= {"url", "key_env", "price_in", "price_out"}
 
 
-class Synthesis(Preparation):
+class Synthesis:
     """The sets of one recipe; the constructor checks what can be checked without work."""
 
     def __init__(self, loaded: LoadedRecipe, names: Sequence[str] = ()) -> None:
-        self._whole = loaded.recipe
         sets = loaded.recipe.synth
         self.sets = {name: lookup(sets, name, kind="synth set") for name in names} if names else sets
         used = {source for config in self.sets.values() for source in config.sources}
         sources = {name: source for name, source in loaded.recipe.sources.items() if name in used}
         # Datasets and stages may use what is only generated here, so they are not checked.
         narrowed = loaded.recipe.model_copy(update={"sources": sources, "datasets": {}, "stages": []})
-        super().__init__(replace(loaded, recipe=narrowed))
+        self.loaded = replace(loaded, recipe=narrowed)
+        self.recipe, self.out = narrowed, narrowed.out
+        self.context = RunContext(loaded=self.loaded)
+        check_data_inputs(self.context)
+        self.tokenizer = self.context.tokenizer
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.out / "recipe.yaml", dump_recipe(loaded.recipe))
+        self.context.note()
         self.templates = {
             name: load_templates(None if config.templates is None else Path(loaded.path(config.templates)))
             for name, config in self.sets.items()
@@ -61,17 +68,8 @@ class Synthesis(Preparation):
         for config in self.sets.values():
             self._files(config)
 
-    def _begin(self, facts: dict[str, Any]) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.out / "recipe.yaml", dump_recipe(self._whole))
-        self._note(**facts)
-
     def corpora(self) -> dict[str, dict[str, Any]]:
-        counts = {}
-        for name in self.recipe.sources:
-            with self._timed(f"corpus/{name}"):
-                counts[name] = self._corpus(name, self.out / "corpus" / name)
-        return counts
+        return {name: build_source(self.context, name) for name in self.recipe.sources}
 
     def estimates(self) -> dict[str, Estimate]:
         """Requests, cost and time of every set; the corpora must exist."""
@@ -83,7 +81,7 @@ class Synthesis(Preparation):
         results = {}
         with self._replies() as replies:
             for name, config in self.sets.items():
-                with self._timed(f"synth/{name}"):
+                with self.context.timed(f"synth/{name}"):
                     results[name] = self._make(name, config, replies)
         return results
 
