@@ -60,7 +60,7 @@ def test_what_is_put_comes_back_once_and_equal(tmp_path: Path):
 
 
 def test_it_stops_at_its_limit_and_after_a_full_disk(tmp_path: Path):
-    small = PromptCache(tmp_path, most_bytes=10)
+    small = PromptCache(tmp_path, max_bytes=10)
     small.put("one", (ASKED, IDS))
     assert small.take("one") is None
 
@@ -89,7 +89,7 @@ def test_every_prompt_is_made_once(scoring, made, tokenizer):
 
 def test_without_room_it_is_made_twice_with_the_same_result(scoring, made, tokenizer, monkeypatch):
     score(scoring, Oracle(tokenizer))
-    monkeypatch.setattr("unspool.evals.run.PromptCache", lambda folder: PromptCache(folder, most_bytes=0))
+    monkeypatch.setattr("unspool.evals.run.PromptCache", lambda folder: PromptCache(folder, max_bytes=0))
     other = replace(scoring, out_dir=scoring.root / "other")
     made.clear()
     score(other, Oracle(tokenizer))

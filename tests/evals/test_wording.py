@@ -162,11 +162,11 @@ def test_results_with_different_words_are_not_mixed(tmp_path: Path, english):
         ("suite: helmet\ntasks: {vt: {template: x}}", ["it is for suite 'helmet', and this is ruler"]),
         ("suite: ruler\ntask: 1\ntasks: {vt: {noise: x}}", ["'task' is not known beside `suite` and `tasks`"]),
         ("suite: ruler\ntasks: {vtt: {noise: x}}", ["vtt: ruler has no such task .did you mean 'vt'?"]),
-        ("suite: ruler\ntasks: {vt: hello}", ["vt: its texts must stand below it"]),
+        ("suite: ruler\ntasks: {vt: hello}", ["vt: write its texts below it"]),
         ("suite: ruler\ntasks: {vt: {templat: x}}", ["vt, templat: .*did you mean 'template'?", "it has template"]),
         ("suite: ruler\ntasks: {vt: {template: 3}}", ["vt, template: must be text, and is 3"]),
         ("suite: ruler\ntasks: {vt: {template: 'who? {query}'}}", [r"vt, template: \{context\} is missing"]),
-        ("suite: ruler\ntasks: {vt: {template: '{context}{context}{query}'}}", [r"\{context\} must stand there once"]),
+        ("suite: ruler\ntasks: {vt: {template: '{context}{context}{query}'}}", [r"\{context\} must occur once"]),
         ("suite: ruler\ntasks: {vt: {template: '{context} {quary}'}}", ["did you mean 'query'", "{query} is missing"]),
         (
             "suite: ruler\ntasks: {vt: {template: '{context.__class__} {query}'}}",
@@ -206,7 +206,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path):
 def test_a_suite_without_texts_and_a_file_that_is_not_there_are_refused(tmp_path: Path):
     with pytest.raises(ValidationError, match="wording"):
         NochaEval.model_validate({"suite": "nocha", "lengths": [1024], "wording": "w.yaml"})
-    with pytest.raises(ConfigError, match="suite nocha has no texts that a file could replace"):
+    with pytest.raises(ConfigError, match="suite nocha has no replaceable texts"):
         read_wording("w.yaml", "nocha", nocha.SUITE.wording)
     with pytest.raises(ConfigError, match="no such file"):
         read_wording(str(tmp_path / "none.yaml"), "ruler", ruler.SUITE.wording)

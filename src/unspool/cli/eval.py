@@ -294,13 +294,13 @@ def _compare(first: Backend, second: Backend, evals: list[EvalConfig], seed: int
 
     found = compare_backends(EvalPlan(evals, first.tokenizer, seed=seed, root=Path.cwd()), first, second)
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=1))
+        typer.echo(json.dumps(found, indent=1))
     else:
-        typer.echo(f"{found.equal} of {found.n} answers are equal.")
-        for one in found.differences[:1]:
-            typer.echo(f"First difference: {one.name}, question {one.index}, character {one.at}:")
-            typer.echo(f"  {printable_line(one.first)!r}\n  {printable_line(one.second)!r}")
-    if found.differences:
+        typer.echo(f"{found['equal']} of {found['n']} answers are equal.")
+        for one in found["differences"][:1]:
+            typer.echo(f"First difference: {one['name']}, question {one['index']}, character {one['at']}:")
+            typer.echo(f"  {printable_line(one['first'])!r}\n  {printable_line(one['second'])!r}")
+    if found["differences"]:
         raise typer.Exit(FAILED)
 
 

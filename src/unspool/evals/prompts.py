@@ -91,9 +91,9 @@ def merge_prompts(prompts: Sequence[Prompt]) -> Prompt:
 
 
 # Questions on one context that are decoded side by side.
-MOST_SHARED = 16
+MAX_SHARED = 16
 # Prompts without a common context in one row, where rows are longer than the default.
-MOST_UNRELATED = 64
+MAX_UNRELATED = 64
 # A prompt longer than this share of a row stays alone.
 _ROW_SHARE = 4
 
@@ -105,10 +105,10 @@ def group_prompts(contexts: Sequence[str], tokens: Sequence[int], row_tokens: in
         by_context.setdefault(context, []).append(place)
     found: list[list[int]] = []
     row: list[int] = []
-    most = MOST_SHARED if row_tokens <= ROW_TOKENS else MOST_UNRELATED
+    most = MAX_SHARED if row_tokens <= ROW_TOKENS else MAX_UNRELATED
     for places in by_context.values():
         if len(places) > 1:
-            found += [places[at : at + MOST_SHARED] for at in range(0, len(places), MOST_SHARED)]
+            found += [places[at : at + MAX_SHARED] for at in range(0, len(places), MAX_SHARED)]
         elif tokens[places[0]] > row_tokens // _ROW_SHARE:
             found.append(places)
         else:
@@ -257,7 +257,7 @@ class PromptEncoder:
 
 EncodedQuestion = tuple[Question, np.ndarray]
 # More than a suite of 6,500 prompts of 64K tokens takes.
-MOST_BYTES = 2 << 30
+MAX_BYTES = 2 << 30
 # Text and ids come in long repeats where it matters; higher levels cost more than they save.
 _LEVEL = 1
 
@@ -265,10 +265,10 @@ _LEVEL = 1
 class PromptCache:
     """Keeps prompts that were built for their hashes on disk until they are asked."""
 
-    def __init__(self, folder: Path, *, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
         # Beside the results and not in /tmp, which is memory on some machines.
         self._file: Any = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._end = 0
         self._places: dict[Hashable, tuple[int, int]] = {}
         self._compressor, self._decompressor = zstandard.ZstdCompressor(level=_LEVEL), zstandard.ZstdDecompressor()
@@ -278,7 +278,7 @@ class PromptCache:
         if self._file is None:
             return
         packed = self._compressor.compress(pickle.dumps(encoded, protocol=pickle.HIGHEST_PROTOCOL))
-        if self._end + len(packed) > self._most_bytes:
+        if self._end + len(packed) > self._max_bytes:
             return
         try:
             self._file.seek(self._end)

@@ -255,54 +255,34 @@ def _belongs(line: bytes, unit: Unit, at: int) -> bool:
         return False
 
 
-# Comparison of two backends, answer by answer.
-
 PARITY_PROMPTS = 20
 _SHOWN_AROUND = 24
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    name: str
-    """Suite, task and length."""
-    index: int
-    at: int
-    """The first character that differs."""
-    first: str
-    second: str
+def compare_backends(plan: EvalPlan, first: Backend, second: Backend, *, count: int = PARITY_PROMPTS) -> dict[str, Any]:
+    """Compare two backends' answers to the same `count` questions, spread over the plan.
 
-
-@dataclass(frozen=True, kw_only=True)
-class Parity:
-    n: int
-    differences: list[Difference]
-
-    @property
-    def equal(self) -> int:
-        return self.n - len(self.differences)
-
-    def as_json(self) -> dict[str, Any]:
-        return {"n": self.n, "equal": self.equal, "differences": [vars(one) for one in self.differences]}
-
-
-def compare_backends(plan: EvalPlan, first: Backend, second: Backend, *, count: int = PARITY_PROMPTS) -> Parity:
-    """Compare both backends' answers to the same `count` questions, spread over the plan."""
+    A difference has the name of its unit, the question's index, the first character that differs (`at`), and both
+    answers around it.
+    """
     units = [unit for unit in plan.units if not unit.planned.suite.needs_losses]
-    step = max(1, len(units) // count)
-    differences: list[Difference] = []
-    n = 0
-    for unit in units[::step][:count]:
-        prompt = unit.planned.prepare(unit)
-        for at, (one, other) in enumerate(zip(first.answers(prompt), second.answers(prompt), strict=True)):
-            n += 1
-            if one != other:
-                differences.append(_difference(unit.name, unit.index + at, one, other))
-            if n == count:
-                return Parity(n=n, differences=differences)
-    return Parity(n=n, differences=differences)
+    pairs: list[tuple[Unit, int, str, str]] = []
+    for unit in units[:: max(1, len(units) // count)]:
+        if len(pairs) < count:
+            prompt = unit.planned.prepare(unit)
+            answers = zip(first.answers(prompt), second.answers(prompt), strict=True)
+            pairs += [(unit, unit.index + at, one, other) for at, (one, other) in enumerate(answers)]
+    pairs = pairs[:count]
+    differences = [
+        {"name": unit.name, "index": index, **_difference(one, other)}
+        for unit, index, one, other in pairs
+        if one != other
+    ]
+    return {"n": len(pairs), "equal": len(pairs) - len(differences), "differences": differences}
 
 
-def _difference(name: str, index: int, one: str, other: str) -> Difference:
-    same = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    part = slice(max(0, same - _SHOWN_AROUND), same + _SHOWN_AROUND)
-    return Difference(name=name, index=index, at=same, first=one[part], second=other[part])
+def _difference(one: str, other: str) -> dict[str, Any]:
+    shorter = min(len(one), len(other))
+    at = next((place for place in range(shorter) if one[place] != other[place]), shorter)
+    part = slice(max(0, at - _SHOWN_AROUND), at + _SHOWN_AROUND)
+    return {"at": at, "first": one[part], "second": other[part]}
