@@ -127,9 +127,9 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--backend", "oracle"], "--processes is for --backend transformers; the backend here is oracle"),
+        (["--backend", "oracle"], "--processes works with --backend transformers only; the backend here is oracle"),
         (["--suite", "short"], "--suite short runs lm-eval in one process"),
-        (["--lm-eval", "tasks"], "--lm-eval only writes tasks and answers nothing; leave --processes out."),
+        (["--lm-eval", "tasks"], "--processes cannot be combined with --lm-eval, which only writes tasks."),
     ],
 )
 def test_other_engines_take_no_processes(arguments, said):

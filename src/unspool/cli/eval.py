@@ -120,9 +120,8 @@ def eval_(
     if suite.strip() == SHORT:
         if processes > 1:
             raise ConfigError(f"--suite {SHORT} runs lm-eval in one process; leave --processes out.")
-        summary = _score_short(
-            model, tasks, override, samples=samples, include=paths.get("tasks"), device=device, out=out
-        )
+        include = paths.get("tasks")
+        summary = _score_short(model, tasks, override, samples=samples, include=include, device=device, out=out)
         _print(summary, as_json)
         return
     evals = chosen_evals(
@@ -166,15 +165,21 @@ def eval_(
         ours = BackendOptions(model=model, rope=override, device=target, dtype=dtype)
         _compare(chosen, build_backend(ours), evals, seed, as_json)
         return
-    name = Path(model).name or model
-    name = name if override is None else override.name_of(name)
+    from unspool.evals.run import Scoring, score
+
     if out is not None:
         _check_out(out)
-        summary = _score(options.identity, chosen, name, evals, out, seed=seed)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            summary = _score(options.identity, chosen, name, evals, Path(folder) / "scores", seed=seed)
-    _print(summary, as_json)
+    name = Path(model).name or model
+    with tempfile.TemporaryDirectory() as folder:
+        scoring = Scoring(
+            model=name if override is None else override.name_of(name),
+            model_hash=options.identity,
+            evals=evals,
+            seed=seed,
+            out_dir=out or Path(folder) / "scores",
+            root=Path.cwd(),
+        )
+        _print(score(scoring, chosen), as_json)
 
 
 def chosen_evals(suites: str, lengths: str, **options: Any) -> list[EvalConfig]:
@@ -275,16 +280,6 @@ def _check_out(out_dir: Path) -> None:
         raise ConfigError(
             f"--out {out_dir} exists and holds no scores; give a new folder, since this one would be replaced."
         )
-
-
-def _score(
-    identity: str, backend: Backend, name: str, evals: list[EvalConfig], out_dir: Path, *, seed: int
-) -> dict[str, Any]:
-    from unspool.evals.run import Scoring, score
-
-    return score(
-        Scoring(model=name, model_hash=identity, evals=evals, seed=seed, out_dir=out_dir, root=Path.cwd()), backend
-    )
 
 
 def _compare(first: Backend, second: Backend, evals: list[EvalConfig], seed: int, as_json: bool) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -34,16 +33,10 @@ HEAD_CHUNK = 1024
 
 
 def build(options: BackendOptions) -> Backend:
-    assert options.device is not None and options.dtype is not None
+    settings: Any = {"device": options.device, "dtype": options.dtype, "rope": options.rope}
     if options.processes > 1:
-        return ProcessesBackend(
-            options.model,
-            device=options.device,
-            dtype=options.dtype,
-            width=options.processes,
-            rope=options.rope,
-        )
-    return ModelBackend(options.model, device=options.device, dtype=options.dtype, rope=options.rope)
+        return ProcessesBackend(options.model, width=options.processes, **settings)
+    return ModelBackend(options.model, **settings)
 
 
 class ModelBackend(Backend):
@@ -176,53 +169,36 @@ class ProcessesBackend(Backend):
     def _pool(self) -> ProcessPoolExecutor:
         # Not forked: this process has threads, and a fork could not use CUDA.
         context = multiprocessing.get_context("spawn")
-        start = _WorkerStart(
-            ref=self._model.ref,
-            device=self._model.device,
-            dtype=self._model.dtype,
-            rope=self._model.rope,
-            planned_tokens=self.planned_tokens,
-            threads=max(1, torch.get_num_threads() // self.width),
-            parent=os.getpid(),
-        )
+        model = {key: getattr(self._model, key) for key in ("ref", "device", "dtype", "rope")}
+        threads = max(1, torch.get_num_threads() // self.width)
+        counter = context.Value("i", 0)
         return ProcessPoolExecutor(
-            self.width, mp_context=context, initializer=_start_worker, initargs=(start, context.Value("i", 0))
+            self.width,
+            mp_context=context,
+            initializer=_start_worker,
+            initargs=(model, self.planned_tokens, threads, os.getpid(), counter),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _WorkerStart:
-    """What a worker process needs to load the model."""
-
-    ref: str
-    device: torch.device
-    dtype: torch.dtype
-    rope: RopeOverride | None
-    planned_tokens: int
-    threads: int  # on a CPU
-    parent: int
 
 
 _backend: ModelBackend | None = None
 """Of a worker process."""
 
 
-def _start_worker(start: _WorkerStart, counter: Any) -> None:
+def _start_worker(model: dict[str, Any], planned_tokens: int, threads: int, parent: int, counter: Any) -> None:
     global _backend
     # Ctrl-C reaches all processes; the parent ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, args=(start.parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     with counter.get_lock():
         number = counter.value
         counter.value += 1
-    device = start.device
-    if device.type == "cuda":
-        device = torch.device("cuda", number % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    if model["device"].type == "cuda":
+        model["device"] = torch.device("cuda", number % torch.cuda.device_count())
+        torch.cuda.set_device(model["device"])
     else:
-        torch.set_num_threads(start.threads)
-    _backend = ModelBackend(start.ref, device=device, dtype=start.dtype, rope=start.rope)
-    _backend.planned_tokens = start.planned_tokens
+        torch.set_num_threads(threads)
+    _backend = ModelBackend(**model)
+    _backend.planned_tokens = planned_tokens
 
 
 def _exit_with_parent(parent: int) -> None:
