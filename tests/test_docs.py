@@ -19,18 +19,7 @@ from unspool.cli.main import build_app
 from unspool.core.config import Config
 from unspool.data.corpus.config import EngineConfig
 from unspool.data.packing.config import DatasetConfig, ReplaceConfig
-from unspool.data.sources.config import (
-    ChatSource,
-    HfSource,
-    JsonlSource,
-    MdsSource,
-    ParquetSource,
-    RecallSource,
-    ReposSource,
-    SyntheticSource,
-    TextbooksSource,
-    TextSource,
-)
+from unspool.data.sources.registry import SOURCES
 from unspool.data.strategies.cip import CipConfig
 from unspool.data.strategies.nextlong import NextLongConfig
 from unspool.data.strategies.pose import PoseConfig
@@ -180,16 +169,7 @@ TABLES: dict[str, type[Config]] = {
     "Top level": Recipe,
     "model": NewModel,
     "engine": EngineConfig,
-    "kind: text": TextSource,
-    "kind: jsonl": JsonlSource,
-    "kind: parquet": ParquetSource,
-    "kind: hf": HfSource,
-    "kind: recall": RecallSource,
-    "kind: synthetic": SyntheticSource,
-    "kind: repos": ReposSource,
-    "kind: textbooks": TextbooksSource,
-    "kind: mds": MdsSource,
-    "kind: chat": ChatSource,
+    **{f"kind: {kind}": source for kind, source in SOURCES.items()},
     "datasets": DatasetConfig,
     "datasets: utk": UtkConfig,
     "datasets: cip": CipConfig,

@@ -21,8 +21,8 @@ from markupsafe import Markup
 from pydantic import TypeAdapter
 
 from unspool.core.sizes import format_size, parse_size
-from unspool.data.sources.config import JsonlSource
-from unspool.data.sources.readers import read_strictly
+from unspool.data.sources.base import read_strictly
+from unspool.data.sources.jsonl import JsonlSource
 from unspool.evals.backends.transformers import window_losses
 from unspool.evals.prompts import encode, opening_ids
 from unspool.evals.stats import Z

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 from unspool.core.artifacts import file_digest
 from unspool.data.facts import single_token_words, word_list
-from unspool.data.sources.config import JsonlSource, TextSource
+from unspool.data.sources.base import FileSource, read_strictly
+from unspool.data.sources.jsonl import text_or_jsonl
 
 SHIPPED = "assets/demo/heldout.jsonl.zst"
 # More than the average token of any language we know of, so that enough text is read.
 CHARS_PER_TOKEN = 8
 # Reading less than this saves no time.
-FEWEST_CHARS = 4_000_000
+MIN_CHARS = 4_000_000
 
 
 class Heldout(NamedTuple):
@@ -25,19 +26,13 @@ class Heldout(NamedTuple):
     tokens: int
 
 
-def heldout_source(text: str | None) -> JsonlSource | TextSource:
-    path = str(files("unspool") / SHIPPED) if text is None else text
-    if ".jsonl" in Path(path).name:
-        return JsonlSource.model_validate({"kind": "jsonl", "path": path})
-    return TextSource.model_validate({"kind": "text", "path": path})
+def heldout_source(text: str | None) -> FileSource:
+    return text_or_jsonl(str(files("unspool") / SHIPPED) if text is None else text)
 
 
 def heldout_files(text: str | None, root: Path) -> list[Path]:
     """List the files; ConfigError if there are none."""
-    # Late, because readers of file formats take long to import and recipes are checked without them.
-    from unspool.data.sources.readers import source_units
-
-    return source_units(heldout_source(text), root)
+    return heldout_source(text).units(root)
 
 
 def heldout_digest(text: str | None, root: Path) -> dict[str, str]:
@@ -46,10 +41,8 @@ def heldout_digest(text: str | None, root: Path) -> dict[str, str]:
 
 def heldout_documents(text: str | None, root: Path, *, tokens: int) -> list[str]:
     """Read documents, in file order, with text for at least `tokens` tokens, or all there are."""
-    from unspool.data.sources.readers import read_strictly
-
     documents: list[str] = []
-    missing = max(FEWEST_CHARS, tokens * CHARS_PER_TOKEN)
+    missing = max(MIN_CHARS, tokens * CHARS_PER_TOKEN)
     for document in read_strictly(heldout_source(text), heldout_files(text, root)):
         if missing <= 0:
             break

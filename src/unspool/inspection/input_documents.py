@@ -2,19 +2,16 @@
 
 from collections import Counter
 from itertools import islice
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
-from pydantic import TypeAdapter
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.data.corpus.store import CorpusReader
-from unspool.data.sources.base import Bad, Document, Filtered
+from unspool.data.sources.base import Bad, Document, Filtered, read_items
 from unspool.data.sources.base import Item as Record
-from unspool.data.sources.config import FileSource
-from unspool.data.sources.readers import read_units
+from unspool.data.sources.registry import source_for_file
 from unspool.inspection.dataset_summary import Summary, manifest_facts
 from unspool.inspection.detokenize import Reading
 from unspool.inspection.items import Item, Part, Show, Span, check_index, choose, control_roles, spans_of, text_spans
@@ -101,14 +98,6 @@ def _describe(source: dict[str, object]) -> str:
 # A plain input file, read as a source of a recipe would read it, so that its documents are seen before any work.
 
 
-# Which kind of source reads a file, by its name; everything else is text.
-KINDS = {
-    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
-    "parquet": (".parquet",),
-    "repos": (".tar.gz", ".tgz", ".tar", ".zip", ".whl"),
-}
-
-
 class Records:
     """A `Collection` of the records of one file."""
 
@@ -116,7 +105,7 @@ class Records:
         self._path, self._files = place.path, place.files
         self._reading = reading
         self._seed = seed
-        self._source = _source(self._files[0], field)
+        self._source = source_for_file(self._files[0], field)
         self._read: list[Record] = []
         self._ended = False
 
@@ -196,36 +185,10 @@ class Records:
         return Item(index=index, name=name, among="", facts=[*facts, f"{len(tokens):,} tokens"], parts=[part])
 
     def _load(self, count: int) -> None:
-        self._read = list(islice(read_units(self._source, self._files, self._seed), count))
+        self._read = list(islice(read_items(self._source, self._files, self._seed), count))
         self._ended = len(self._read) < count
         if not self._read:
             raise ConfigError(f"{self._path}: holds no record; a source of kind {self._source.kind} would be empty.")
-
-
-def kind_of(path: Path) -> str:
-    return next((kind for kind, endings in KINDS.items() if path.name.lower().endswith(endings)), "text")
-
-
-def _source(path: Path, field: str | None) -> FileSource:
-    settings: dict[str, Any] = {"kind": kind_of(path), "path": str(path)}
-    if field is None and settings["kind"] == "jsonl" and _holds_conversations(path):
-        settings["kind"] = "chat"
-    if field is not None:
-        if settings["kind"] not in ("jsonl", "parquet"):
-            raise ConfigError(f"--text {field}: {path.name} is read as kind: {settings['kind']}, which has no fields.")
-        settings["text"] = field
-    source: FileSource = TypeAdapter(FileSource).validate_python(settings)
-    return source
-
-
-def _holds_conversations(path: Path) -> bool:
-    """By its first record: one that a source of kind chat would read, and a source of text would not."""
-    return isinstance(_first(path, "chat"), Document) and not isinstance(_first(path, "jsonl"), Document)
-
-
-def _first(path: Path, kind: str) -> Record | None:
-    source: FileSource = TypeAdapter(FileSource).validate_python({"kind": kind, "path": str(path)})
-    return next(iter(read_units(source, [path])), None)
 
 
 def _part(span: Span) -> Part:

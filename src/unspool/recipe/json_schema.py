@@ -14,6 +14,8 @@ from pydantic_core import ErrorDetails
 
 from unspool.core.config import nearest
 from unspool.core.errors import ConfigError
+from unspool.data.sources.base import Source
+from unspool.data.sources.registry import SOURCES
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import Marks, Place, Problem
 
@@ -22,8 +24,13 @@ Shape = dict[str, Any]
 SIZE_TYPES = {"integer", "number", "string"}
 
 
-@cache
 def recipe_schema() -> Shape:
+    return _build_schema(tuple(SOURCES.values()))
+
+
+@cache
+def _build_schema(source_kinds: tuple[type[Source], ...]) -> Shape:
+    """Build the schema again whenever a kind has been registered."""
     schema = Recipe.model_json_schema(by_alias=True)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 

@@ -25,7 +25,6 @@ from unspool.core.artifacts import MANIFEST, digest, read_manifest, write_atomic
 from unspool.core.errors import UnspoolError
 from unspool.core.progress import say
 from unspool.data.corpus.build import files_digest
-from unspool.data.sources.config import RecallSource, SyntheticSource
 from unspool.recipe.paths import path_exists
 from unspool.recipe.run import REPORT, open_run
 from unspool.recipe.run import run as run_recipe
@@ -147,11 +146,9 @@ def _inputs_changed(study: Study, run: StudyRun) -> bool:
     """Whether files that a source reads are others now; those that are not here are taken as they were."""
     for path in (study.run_dir(run) / "corpus").glob(f"*/{MANIFEST}"):
         source = run.loaded.recipe.sources[path.parent.name]
-        key = "prose" if isinstance(source, RecallSource | SyntheticSource) else "path"
-        value = getattr(source, key)
-        if value is None or not path_exists(run.loaded.path(value)):
+        resolved = source.with_paths(run.loaded.path)
+        if not source.paths or not all(map(path_exists, resolved.paths.values())):
             continue
-        resolved = source.model_copy(update={key: run.loaded.path(value)})
         if files_digest(resolved, Path()) != (read_manifest(path.parent) or {}).get("inputs", {}).get("files"):
             return True
     return False

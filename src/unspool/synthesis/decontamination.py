@@ -11,11 +11,10 @@ import numpy as np
 
 from unspool.core.errors import DataError
 from unspool.core.progress import progress_bar
-from unspool.data.sources import jsonl
-from unspool.data.sources import text as text_source
 from unspool.data.sources.base import Bad, Document
-from unspool.data.sources.config import TextSource
 from unspool.data.sources.files import find_files
+from unspool.data.sources.jsonl import ENDINGS, read_jsonl
+from unspool.data.sources.text import TextSource
 from unspool.evals.config import EvalConfig
 from unspool.evals.heldout import heldout_documents
 from unspool.evals.plan import EvalPlan
@@ -118,19 +117,18 @@ def file_texts(paths: Sequence[str]) -> Iterator[str]:
     """Texts of files; of JSONL files, every string in a record, however deep."""
     for given in paths:
         for path in find_files(given, Path(), kind="text", endings=("",)):
-            yield from _record_texts(path) if path.name.endswith(jsonl.ENDINGS) else _plain_texts(path)
+            yield from _record_texts(path) if path.name.endswith(ENDINGS) else _plain_texts(path)
 
 
 def _plain_texts(path: Path) -> Iterator[str]:
-    source = TextSource.model_validate({"kind": "text", "path": str(path)})
-    for item in text_source.read(source, [path], 0):
+    for item in TextSource(kind="text", path=str(path)).read_units([path]):
         if not isinstance(item, Document):
             raise DataError(f"decontaminate.files: {path} cannot be read as text.")
         yield item.text
 
 
 def _record_texts(path: Path) -> Iterator[str]:
-    for found in jsonl.records(path, lambda _, record: list(_strings(record))):
+    for found in read_jsonl(path, lambda _, record: list(_strings(record))):
         if isinstance(found, Bad):
             raise DataError(f"decontaminate.files: {path}, {found.record}: {found.detail}; correct or remove it.")
         yield from found

@@ -13,16 +13,13 @@ from itertools import islice, zip_longest
 from pathlib import Path
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size
-from unspool.data.sources.base import Bad, Document
-from unspool.data.sources.config import FileSource
-from unspool.data.sources.readers import read_units
+from unspool.data.sources.base import Bad, Document, read_items
+from unspool.data.sources.registry import source_for_file
 from unspool.data.tokenize.encoder import Encoder
-from unspool.inspection.input_documents import kind_of
 from unspool.inspection.packed_rows import Rows
 from unspool.inspection.run_paths import find_place
 from unspool.inspection.utk_chunks import documents_of
@@ -149,8 +146,7 @@ def _documents(path: Path) -> Iterator[Document]:
     place = find_place(path)
     if place.kind != "records" or path.is_dir():
         raise ConfigError(f"--text {path}: give a file such as book.txt or books.jsonl; rows are looked at with --row.")
-    source: FileSource = TypeAdapter(FileSource).validate_python({"kind": kind_of(path), "path": str(path)})
-    for item in read_units(source, [path]):
+    for item in read_items(source_for_file(path), [path]):
         if isinstance(item, Bad):
             raise DataError(f"{path}, {item.record}: {item.detail}.")
         if isinstance(item, Document) and item.text.strip():
