@@ -25,8 +25,8 @@ from unspool.core.sizes import format_size, parse_size
 from unspool.core.stats import Z
 from unspool.data.sources.base import read_strictly
 from unspool.data.sources.jsonl import JsonlSource
+from unspool.evals.backends.transformers import window_losses
 from unspool.evals.prompts import encode, opening_ids
-from unspool.evals.suites.perplexity import window_losses
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import load_tokenizer

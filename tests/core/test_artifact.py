@@ -53,49 +53,49 @@ def with_manifest(out_dir: Path, change: Callable[[dict[str, Any]], None]) -> No
 
 
 def test_the_manifest_says_what_it_was_made_of_and_what_is_in_it(tmp_path):
-    make(tmp_path / "datasets")
+    make(tmp_path / "rows")
 
-    manifest = read_manifest(tmp_path / "datasets")
+    manifest = read_manifest(tmp_path / "rows")
     assert manifest is not None
     assert manifest["kind"] == "rows"
     assert manifest["unspool"] == __version__
     assert (manifest["inputs"], manifest["settings"], manifest["counts"]) == (INPUTS, SETTINGS, {"rows": 3})
     assert manifest["files"] == {
-        name: {"bytes": size, "sha256": file_digest(tmp_path / "datasets" / name)}
+        name: {"bytes": size, "sha256": file_digest(tmp_path / "rows" / name)}
         for name, size in (("data.txt", 3), ("model/weights", 6))
     }
 
 
 def test_nothing_stands_under_the_name_before_the_work_is_done(tmp_path):
-    with publish(tmp_path / "datasets", **IDENTITY) as draft:
+    with publish(tmp_path / "rows", **IDENTITY) as draft:
         (draft.folder / "data.txt").write_text("half")
-        assert not (tmp_path / "datasets").exists()
-        assert draft.folder == tmp_path / "datasets.partial"
-    assert [path.name for path in tmp_path.iterdir()] == ["datasets"]
+        assert not (tmp_path / "rows").exists()
+        assert draft.folder == tmp_path / "rows.partial"
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
 
 
 def test_an_error_publishes_nothing(tmp_path):
-    with pytest.raises(ValueError, match="broken"), publish(tmp_path / "datasets", **IDENTITY) as draft:
+    with pytest.raises(ValueError, match="broken"), publish(tmp_path / "rows", **IDENTITY) as draft:
         (draft.folder / "data.txt").write_text("half")
         raise ValueError("broken")
-    assert stale_reason(tmp_path / "datasets", **IDENTITY) == "not built yet"
+    assert stale_reason(tmp_path / "rows", **IDENTITY) == "not built yet"
 
 
 def test_an_error_leaves_the_earlier_folder_as_it_was(tmp_path):
-    make(tmp_path / "datasets", "old")
-    with pytest.raises(ValueError, match="broken"), publish(tmp_path / "datasets", **IDENTITY):
+    make(tmp_path / "rows", "old")
+    with pytest.raises(ValueError, match="broken"), publish(tmp_path / "rows", **IDENTITY):
         raise ValueError("broken")
-    assert stale_reason(tmp_path / "datasets", **IDENTITY) is None
-    assert text_of(tmp_path / "datasets") == "old"
+    assert stale_reason(tmp_path / "rows", **IDENTITY) is None
+    assert text_of(tmp_path / "rows") == "old"
 
 
 def test_publishing_again_replaces_the_folder_and_keeps_nothing_of_it(tmp_path):
-    make(tmp_path / "datasets", "old")
-    (tmp_path / "datasets" / "stray").write_text("left behind")
-    make(tmp_path / "datasets", "new")
-    assert text_of(tmp_path / "datasets") == "new"
-    assert not (tmp_path / "datasets" / "stray").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["datasets"]
+    make(tmp_path / "rows", "old")
+    (tmp_path / "rows" / "stray").write_text("left behind")
+    make(tmp_path / "rows", "new")
+    assert text_of(tmp_path / "rows") == "new"
+    assert not (tmp_path / "rows" / "stray").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
 
 
 def test_work_of_a_killed_process_is_neither_taken_for_a_result_nor_mixed_into_the_next(tmp_path):
@@ -103,18 +103,18 @@ def test_work_of_a_killed_process_is_neither_taken_for_a_result_nor_mixed_into_t
 import os, signal
 from pathlib import Path
 from unspool.core.artifacts import publish
-with publish(Path({str(tmp_path / "datasets")!r}), kind="rows", inputs={{}}, settings={{}}) as draft:
+with publish(Path({str(tmp_path / "rows")!r}), kind="rows", inputs={{}}, settings={{}}) as draft:
     (draft.folder / "stray").write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", code], check=False)
     assert done.returncode == -signal.SIGKILL
-    assert (tmp_path / "datasets.partial" / "stray").exists(), "the process died too early to test anything"
-    assert stale_reason(tmp_path / "datasets", **IDENTITY) == "not built yet"
+    assert (tmp_path / "rows.partial" / "stray").exists(), "the process died too early to test anything"
+    assert stale_reason(tmp_path / "rows", **IDENTITY) == "not built yet"
 
-    make(tmp_path / "datasets")
-    assert stale_reason(tmp_path / "datasets", **IDENTITY) is None
-    assert not (tmp_path / "datasets" / "stray").exists()
+    make(tmp_path / "rows")
+    assert stale_reason(tmp_path / "rows", **IDENTITY) is None
+    assert not (tmp_path / "rows" / "stray").exists()
 
 
 class Killed(BaseException):
@@ -149,50 +149,50 @@ def kill_at(moment: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
 # Replacing takes: remove an old draft, write the manifest, remove an old leftover, two renames, remove the old folder.
 @pytest.mark.parametrize("moment", range(1, 7))
 def test_killed_at_any_step_of_replacing_neither_the_old_folder_nor_the_new_one_is_lost(moment, tmp_path, monkeypatch):
-    make(tmp_path / "datasets", "old")
+    make(tmp_path / "rows", "old")
     with monkeypatch.context() as patch, pytest.raises(Killed), kill_at(moment, patch):
-        make(tmp_path / "datasets", "new")
+        make(tmp_path / "rows", "new")
 
-    assert stale_reason(tmp_path / "datasets", **IDENTITY) is None, "the old one or the new one was lost"
-    assert text_of(tmp_path / "datasets") in ("old", "new")
-    assert not (tmp_path / "datasets.old").exists()
-    make(tmp_path / "datasets", "newer")
-    assert stale_reason(tmp_path / "datasets", **IDENTITY) is None
-    assert text_of(tmp_path / "datasets") == "newer"
-    assert [path.name for path in tmp_path.iterdir()] == ["datasets"]
+    assert stale_reason(tmp_path / "rows", **IDENTITY) is None, "the old one or the new one was lost"
+    assert text_of(tmp_path / "rows") in ("old", "new")
+    assert not (tmp_path / "rows.old").exists()
+    make(tmp_path / "rows", "newer")
+    assert stale_reason(tmp_path / "rows", **IDENTITY) is None
+    assert text_of(tmp_path / "rows") == "newer"
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
 
 
 @pytest.mark.parametrize("mended_by", [lambda out: stale_reason(out, **IDENTITY), lambda out: make(out, "newer")])
 def test_between_the_two_renames_the_finished_draft_takes_the_place(mended_by, tmp_path):
-    for text, name in (("old", "datasets.old"), ("new", "datasets.partial")):
+    for text, name in (("old", "rows.old"), ("new", "rows.partial")):
         make(tmp_path / text, text)
         (tmp_path / text).rename(tmp_path / name)
 
-    mended_by(tmp_path / "datasets")
+    mended_by(tmp_path / "rows")
 
-    assert text_of(tmp_path / "datasets") in ("new", "newer")
-    assert [path.name for path in tmp_path.iterdir()] == ["datasets"]
+    assert text_of(tmp_path / "rows") in ("new", "newer")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
 
 
 def test_where_the_new_folder_had_another_name_or_was_never_finished_the_old_one_comes_back(tmp_path):
-    make(tmp_path / "datasets", "old")
-    (tmp_path / "datasets").rename(tmp_path / "datasets.old")
-    (tmp_path / "datasets.partial").mkdir()
+    make(tmp_path / "rows", "old")
+    (tmp_path / "rows").rename(tmp_path / "rows.old")
+    (tmp_path / "rows.partial").mkdir()
 
-    assert stale_reason(tmp_path / "datasets", **IDENTITY) is None
-    assert text_of(tmp_path / "datasets") == "old"
+    assert stale_reason(tmp_path / "rows", **IDENTITY) is None
+    assert text_of(tmp_path / "rows") == "old"
 
 
 def test_there_is_no_seventh_step_of_replacing(tmp_path, monkeypatch):
-    make(tmp_path / "datasets", "old")
+    make(tmp_path / "rows", "old")
     with monkeypatch.context() as patch, pytest.raises(AssertionError, match="not reached"), kill_at(7, patch):
-        make(tmp_path / "datasets", "new")
+        make(tmp_path / "rows", "new")
 
 
 def test_a_draft_with_a_manifest_is_still_no_result(tmp_path):
-    make(tmp_path / "datasets")
-    (tmp_path / "datasets").rename(tmp_path / "datasets.partial")
-    assert stale_reason(tmp_path / "datasets", **IDENTITY) == "not built yet"
+    make(tmp_path / "rows")
+    (tmp_path / "rows").rename(tmp_path / "rows.partial")
+    assert stale_reason(tmp_path / "rows", **IDENTITY) == "not built yet"
 
 
 def test_a_work_folder_can_be_sealed_under_another_name(tmp_path):
@@ -224,61 +224,61 @@ def test_the_same_inputs_and_settings_are_up_to_date_in_any_order_and_spelling(t
     ],
 )
 def test_a_change_is_named(inputs, settings, reason, tmp_path):
-    make(tmp_path / "datasets")
-    assert stale_reason(tmp_path / "datasets", kind="rows", inputs=inputs, settings=settings) == reason
+    make(tmp_path / "rows")
+    assert stale_reason(tmp_path / "rows", kind="rows", inputs=inputs, settings=settings) == reason
 
 
 def test_another_kind_or_format_is_not_taken_for_this_one(tmp_path, monkeypatch):
-    make(tmp_path / "datasets")
+    make(tmp_path / "rows")
     another = "it was made by another version of the format"
-    assert stale_reason(tmp_path / "datasets", **(IDENTITY | {"kind": "corpus"})) == another
+    assert stale_reason(tmp_path / "rows", **(IDENTITY | {"kind": "corpus"})) == another
     monkeypatch.setattr(artifacts, "FORMAT", artifacts.FORMAT + 1)
-    assert stale_reason(tmp_path / "datasets", **IDENTITY) == another
+    assert stale_reason(tmp_path / "rows", **IDENTITY) == another
 
 
 def test_another_version_of_the_package_alone_changes_nothing(tmp_path):
-    make(tmp_path / "datasets")
-    with_manifest(tmp_path / "datasets", lambda manifest: manifest.update(unspool="0.0.0"))
-    assert stale_reason(tmp_path / "datasets", **IDENTITY) is None
+    make(tmp_path / "rows")
+    with_manifest(tmp_path / "rows", lambda manifest: manifest.update(unspool="0.0.0"))
+    assert stale_reason(tmp_path / "rows", **IDENTITY) is None
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[1, 2]", "null"])
 def test_a_missing_or_broken_manifest_means_that_the_folder_is_redone(content, tmp_path):
-    make(tmp_path / "datasets")
-    (tmp_path / "datasets" / MANIFEST).unlink()
+    make(tmp_path / "rows")
+    (tmp_path / "rows" / MANIFEST).unlink()
     if content is not None:
-        (tmp_path / "datasets" / MANIFEST).write_text(content)
-    assert stale_reason(tmp_path / "datasets", **IDENTITY) == "its manifest is missing or unreadable"
+        (tmp_path / "rows" / MANIFEST).write_text(content)
+    assert stale_reason(tmp_path / "rows", **IDENTITY) == "its manifest is missing or unreadable"
 
 
 # Damage
 
 
 def test_a_file_that_was_removed_is_noticed(tmp_path):
-    make(tmp_path / "datasets")
-    (tmp_path / "datasets" / "model" / "weights").unlink()
-    assert stale_reason(tmp_path / "datasets", **IDENTITY) == "file model/weights is missing or has another size"
+    make(tmp_path / "rows")
+    (tmp_path / "rows" / "model" / "weights").unlink()
+    assert stale_reason(tmp_path / "rows", **IDENTITY) == "file model/weights is missing or has another size"
 
 
 def test_a_file_that_was_cut_short_is_noticed(tmp_path):
-    make(tmp_path / "datasets")
-    (tmp_path / "datasets" / "data.txt").write_text("on")
-    assert stale_reason(tmp_path / "datasets", **IDENTITY) == "file data.txt is missing or has another size"
+    make(tmp_path / "rows")
+    (tmp_path / "rows" / "data.txt").write_text("on")
+    assert stale_reason(tmp_path / "rows", **IDENTITY) == "file data.txt is missing or has another size"
 
 
 def test_a_file_of_the_same_size_with_other_content_is_noticed(tmp_path):
-    make(tmp_path / "datasets")
-    (tmp_path / "datasets" / "data.txt").write_text("onf")
-    assert stale_reason(tmp_path / "datasets", **IDENTITY) == "file data.txt has changed"
+    make(tmp_path / "rows")
+    (tmp_path / "rows" / "data.txt").write_text("onf")
+    assert stale_reason(tmp_path / "rows", **IDENTITY) == "file data.txt has changed"
 
 
 def test_above_the_checksum_limit_only_names_and_sizes_are_compared(tmp_path, monkeypatch):
-    make(tmp_path / "datasets")
+    make(tmp_path / "rows")
     monkeypatch.setattr(artifacts, "CHECKSUM_LIMIT", 8)  # the folder holds 9 bytes
     monkeypatch.setattr(artifacts, "file_digest", lambda path: pytest.fail(f"{path} was read"))
-    assert stale_reason(tmp_path / "datasets", **IDENTITY) is None
-    (tmp_path / "datasets" / "data.txt").write_text("on")
-    assert stale_reason(tmp_path / "datasets", **IDENTITY) == "file data.txt is missing or has another size"
+    assert stale_reason(tmp_path / "rows", **IDENTITY) is None
+    (tmp_path / "rows" / "data.txt").write_text("on")
+    assert stale_reason(tmp_path / "rows", **IDENTITY) == "file data.txt is missing or has another size"
 
 
 # Files and hashes

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from unspool.core.stats import wilson
-from unspool.evals.stats import accuracy_cells, loss_cells
+from unspool.evals.summary import accuracy_cells, loss_cells
 
 
 def sample(score: float, *, length: int = 256, depth: float | None = None, suite: str = "niah") -> dict:
@@ -44,7 +44,7 @@ def window(*values: float, n: int = 64, length: int = 128) -> dict:
 
 
 def test_loss_cells_average_tokens_and_take_their_interval_from_windows():
-    cells = loss_cells(128, [window(3.0, 2.0), window(5.0, 2.0), window(9.0, length=64)])
+    cells = loss_cells("perplexity", 128, [window(3.0, 2.0), window(5.0, 2.0), window(9.0, length=64)])
 
     assert [(cell["from"], cell["to"], cell["value"], cell["n"]) for cell in cells] == [
         (0, 64, 4.0, 128),
@@ -56,7 +56,7 @@ def test_loss_cells_average_tokens_and_take_their_interval_from_windows():
 
 
 def test_one_window_gives_a_mean_without_an_interval():
-    cells = loss_cells(128, [window(3.0, 2.0)])
+    cells = loss_cells("perplexity", 128, [window(3.0, 2.0)])
 
     assert [cell["value"] for cell in cells] == [3.0, 2.0]
     assert all(cell["low"] is None and cell["high"] is None for cell in cells)

@@ -8,6 +8,7 @@ and those with byte fallback (Llama 2, Mistral, Gemma).
 
 import copy
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +21,12 @@ import yaml
 
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError, UnspoolError
-from unspool.core.progress import say
 from unspool.data.strategies.utk.special_tokens import ALL_KNOTS, add_knots
 from unspool.data.tokenize.encoder import Encoder, build_encoder
 from unspool.inspection.run_paths import DataPath
 from unspool.models.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LONGEST_CHARACTER = 4  # bytes in UTF-8
@@ -212,7 +214,7 @@ def _candidates(place: DataPath, resolve: Resolve) -> Iterator[tuple[str, str]]:
     for folder in sorted(place.run_dir.glob("stages/*/model")):
         yield str(folder), str(folder)
     if model and ref and not Path(ref).exists():
-        say(f"tokenizer {model}: not a local folder; searching the Hub")
+        logger.info(f"tokenizer {model}: not a local folder; searching the Hub")
         yield model, ref
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from unspool.core.artifacts import digest
 from unspool.core.errors import UnspoolError
-from unspool.evals.backends.openai import Passing, Patience, plain, retry
+from unspool.evals.backends.openai import RetryPolicy, TransientError, printable_line, with_retries
 from unspool.evals.reply_cache import ReplyCache
 
 MAX_FAILURES_IN_A_ROW = 20  # then the server is taken to be down and the run ends
@@ -111,7 +111,7 @@ class RateLimiter:
 
 
 class GeneratorBackend(Protocol):
-    """Answers one request, or raises Passing where another attempt may help."""
+    """Answers one request, or raises TransientError where another attempt may help."""
 
     @property
     def identity(self) -> str:
@@ -143,11 +143,11 @@ class GeneratorClient:
         *,
         width: int,
         limiter: RateLimiter | None = None,
-        patience: Patience | None = None,
+        retry: RetryPolicy | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._backend, self._replies = backend, replies
-        self._limiter, self._patience, self._sleep = limiter or RateLimiter(), patience or Patience(), sleep
+        self._limiter, self._retry, self._sleep = limiter or RateLimiter(), retry or RetryPolicy(), sleep
         self._pool = ThreadPoolExecutor(width, thread_name_prefix="request")
         self._lock = Lock()
         self._in_flight: dict[str, Future[Reply]] = {}
@@ -198,21 +198,21 @@ class GeneratorClient:
             return self._backend.reply(request)
 
         try:
-            reply = retry(attempt, self._patience, sleep=self._sleep, on_error=self._count_error)
-        except Passing as error:
+            reply = with_retries(attempt, self._retry, sleep=self._sleep, on_error=self._count_error)
+        except TransientError as error:
             self._count(None)
             if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
                 raise UnspoolError(
                     f"the generator did not answer {MAX_FAILURES_IN_A_ROW} requests in a row, with "
-                    f"{self._patience.attempts} attempts each ({plain(error.problem)}). Restart or repair the server "
-                    "and run this again; all replies so far are cached."
+                    f"{self._retry.attempts} attempts each ({printable_line(error.problem)}). Restart or repair the "
+                    "server and run this again; all replies so far are cached."
                 ) from None
             raise RequestFailedError(error.kind) from None
         self._replies.add(key, reply)
         self._count(reply)
         return reply
 
-    def _count_error(self, error: Passing) -> None:
+    def _count_error(self, error: TransientError) -> None:
         self._replies.add_error(error.kind)
         if error.retry_after:
             self._limiter.pause(error.retry_after)
