@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from unspool.core.artifacts import publish
 from unspool.data.corpus.store import CorpusWriter
-from unspool.data.packing.store import Row, RowWriter
+from unspool.data.packing.row import Row
+from unspool.data.packing.store import RowWriter
 from unspool.data.strategies.utk.special_tokens import knot_ids
 from unspool.data.tokenize.encoder import build_encoder
 
@@ -66,7 +67,7 @@ def packed(docs: list[np.ndarray], row_len: int, *, source: str = "books") -> li
 
 
 def save_run(run_dir: Path) -> Path:
-    """`recipe.yaml`, the tokenizer it names, corpus/books, rows/short (concat) and rows/tangled."""
+    """`recipe.yaml`, the tokenizer it names, corpus/books, datasets/short (concat) and datasets/tangled."""
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(run_dir / "model")
     (run_dir / "recipe.yaml").write_text(yaml.safe_dump({"name": "small", "model": "model"}))

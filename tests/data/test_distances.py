@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from unspool.data import distances
 from unspool.data.distances import count_pairs, join_rows, stretches_of
-from unspool.data.packing.store import Row
+from unspool.data.packing.row import Row
 
 EDGES = [1, 2, 4, 8, 16, 32, 64, 128]
 

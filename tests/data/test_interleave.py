@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unspool.data.packing.pack import PACKERS, Doc, Tally
-from unspool.data.packing.store import Row
+from unspool.data.packing.row import Row
 from unspool.data.strategies.cip import interleave_rows
 
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from unspool.data.packing.store import IGNORE, attended_lens, labels, position_ids
+from unspool.data.packing.row import IGNORE, attended_lens, labels, position_ids
 
 
 def test_labels_are_shifted_and_stop_at_each_documents_end():

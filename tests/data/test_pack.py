@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from unspool.data.packing import pack
 from unspool.data.packing.order import interleave
 from unspool.data.packing.pack import PACKERS, Doc, Tally
-from unspool.data.packing.store import IGNORE, labels
+from unspool.data.packing.row import IGNORE, labels
 
 PAD = 2**31
 

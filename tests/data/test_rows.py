@@ -363,7 +363,7 @@ def test_rows_are_rebuilt_only_when_something_changed(corpora, tokenizer, tmp_pa
         return capfd.readouterr().err
 
     assert "not built yet" in said()
-    assert said() == "rows out: up to date\n"
+    assert said() == "dataset out: up to date\n"
     assert "changed settings: dataset" in said(seq_len=16)
     assert "changed settings: dataset, seed" in said(seed=3)
     write_corpus(corpora["a"], [500], start=0)
@@ -371,10 +371,10 @@ def test_rows_are_rebuilt_only_when_something_changed(corpora, tokenizer, tmp_pa
 
 
 def test_too_little_text_is_refused(corpora, tokenizer, tmp_path):
-    with pytest.raises(DataError, match=r"rows out: .* tokens do not fill one row of 64K"):
+    with pytest.raises(DataError, match=r"dataset out: .* tokens do not fill one row of 64K"):
         build(corpora, tokenizer, tmp_path / "out", seq_len="64K")
     with pytest.raises(
-        DataError, match=r"rows out: packing: single_doc needs documents of at least 64 .* source a has 59;"
+        DataError, match=r"dataset out: packing: single_doc needs documents of at least 64 .* source a has 59;"
     ):
         build(corpora, tokenizer, tmp_path / "out", seq_len=64, packing="single_doc")
     assert not (tmp_path / "out").exists()

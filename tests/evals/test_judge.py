@@ -8,24 +8,24 @@ from typer.testing import CliRunner
 from unspool.cli.judge import judge as judge_command
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError, DataError
-from unspool.evals import questions
+from unspool.evals import suites
 from unspool.evals.backends.mock import Oracle
-from unspool.evals.config import RulerEval
 from unspool.evals.judge.protocols import calls, parse, score, summary_score
 from unspool.evals.judge.run import (
     Judge,
-    Kept,
+    JudgeReplies,
     agreement,
     check_judge,
     estimate,
     judge_folder,
-    kept_for,
     local_judge,
     read_samples,
+    replies_for,
     scores_folders,
 )
 from unspool.evals.run import Scoring
 from unspool.evals.run import score as score_model
+from unspool.evals.suites.ruler import RulerEval
 
 from .test_server import Talk, talk, url  # noqa: F401
 from .toy import TOY
@@ -36,7 +36,7 @@ CASE = {"question": "Who?", "references": ["Ann"], "key_points": ["Ann came.", "
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    monkeypatch.setitem(questions.SUITES, "ruler", TOY)
+    monkeypatch.setitem(suites.SUITES, "ruler", TOY)
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_nothing_is_asked_twice_even_after_a_kill(folder):
 
     with pytest.raises(KeyboardInterrupt):
         judge_folder(folder, Judge(name="j", ask=dying))
-    assert estimate(read_samples(folder), kept_for(folder, "j")).calls == 2
+    assert estimate(read_samples(folder), replies_for(folder, "j")).calls == 2
     beside = folder.with_name("base.judgements.jsonl")
     beside.write_text(beside.read_text() + '{"key": "to')
 
@@ -148,12 +148,12 @@ def test_nothing_is_asked_twice_even_after_a_kill(folder):
     judge_folder(folder, Judge(name="j", ask=None))
 
     assert len(asked) == len(set(asked)) == 4
-    assert estimate(read_samples(folder), Kept(folder / "judgements.jsonl", "j")).calls == 0
-    assert estimate(read_samples(folder), Kept(folder / "judgements.jsonl", "another")).calls == 4
+    assert estimate(read_samples(folder), JudgeReplies(folder / "judgements.jsonl", "j")).calls == 0
+    assert estimate(read_samples(folder), JudgeReplies(folder / "judgements.jsonl", "another")).calls == 4
 
 
 def test_the_cost_is_known_beforehand(folder):
-    planned = estimate(read_samples(folder), kept_for(folder, "j"))
+    planned = estimate(read_samples(folder), replies_for(folder, "j"))
 
     assert planned.calls == 4 and 500 < planned.prompt_tokens < 4000 and planned.reply_tokens == 2048
     assert planned.cost(1e6, 0) == pytest.approx(planned.prompt_tokens)
@@ -180,12 +180,12 @@ def test_a_judge_is_checked_against_labels(tmp_path):
     graded.write_text("".join(json.dumps(case) + "\n" for case in cases))
     judge = Judge(name="j", ask=lambda prompt: "no" if "o1" in prompt else reply(1, 3))
 
-    found = check_judge(graded, judge, Kept(tmp_path / "kept.jsonl", "j"))
+    found = check_judge(graded, judge, JudgeReplies(tmp_path / "kept.jsonl", "j"))
 
     assert (found.n, found.unparsable, found.agreement) == (3, 1, pytest.approx(1 / 3))
     graded.write_text('{"question": "q", "references": ["r"], "output": "o", "label": 7}\n')
     with pytest.raises(DataError, match=r"line 1 needs question, references \(a list\), output and label"):
-        check_judge(graded, judge, Kept(tmp_path / "kept.jsonl", "j"))
+        check_judge(graded, judge, JudgeReplies(tmp_path / "kept.jsonl", "j"))
 
 
 def test_a_model_of_this_process_can_judge(tokenizer):
@@ -206,7 +206,7 @@ def test_the_command_asks_a_server_and_shows_the_table(command, folder, url, tal
     options = ("--url", url, "--model-name", "j", "--price-in", "2", "--price-out", "4")
     dry = command(run, *options, "--dry-run")
 
-    assert dry.exit_code == 0 and "base: 4 questions to the judge" in dry.output and ", about 0.01" in dry.output
+    assert dry.exit_code == 0 and "base: 4 requests to the judge" in dry.output and ", about 0.01" in dry.output
     assert not talk.asked
     shown = command(run, *options)
     assert shown.exit_code == 0, shown.output
@@ -220,8 +220,8 @@ def test_the_command_asks_a_server_and_shows_the_table(command, folder, url, tal
         ((), "either a RUN or --check"),
         (("x",), "either a server"),
         (("x", "--url", "http://y"), "needs --model-name"),
-        (("x", "--url", "http://y", "--model-name", "j"), "x holds no scores"),
-        (("--check", "x.jsonl", "--url", "http://y", "--model-name", "j"), "no such file"),
+        (("x", "--url", "http://y", "--model-name", "j"), "x: no scores found"),
+        (("--check", "x.jsonl", "--url", "http://y", "--model-name", "j"), "file not found"),
     ],
 )
 def test_wrong_options_are_explained(command, arguments, message):

@@ -8,8 +8,10 @@ import pytest
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError, DataError
 from unspool.evals import run
-from unspool.evals.config import KeyValueEval, NiahEval, PerplexityEval
 from unspool.evals.run import Scoring, score
+from unspool.evals.suites.key_value import KeyValueEval
+from unspool.evals.suites.niah import NiahEval
+from unspool.evals.suites.perplexity import PerplexityEval
 
 from .oracles import Killed, Oracle, Rambler, Silent
 

@@ -156,7 +156,7 @@ def test_a_setting_that_changes_results_is_noticed(owner, name, broken, plain, m
 
 
 def test_heads_that_take_the_bases_of_others_are_noticed(monkeypatch):
-    monkeypatch.setattr(interface._Heads, "__getattr__", _all_heads)
+    monkeypatch.setattr(interface._HeadsView, "__getattr__", _all_heads)
 
     with pytest.raises(AssertionError):
         test_heads_with_bases_of_their_own_keep_them_when_computed_in_turn(EXACT["heads"])
@@ -269,20 +269,20 @@ def test_attention_sees_only_some_heads_at_a_time(monkeypatch):
 
 
 def test_heads_that_lie_too_far_apart_are_moved_together(plain, monkeypatch):
-    monkeypatch.setattr(interface, "MOST_ELEMENTS", 100)
-    attend = interface._attend
+    monkeypatch.setattr(interface, "MAX_ELEMENTS", 100)
+    attend = interface._call_inner
     together = []
 
     def watching(function, module, query, key, value, *rest, **kwargs):
         together.extend(tensor.transpose(1, 2).is_contiguous() for tensor in (query, key, value))
         return attend(function, module, query, key, value, *rest, **kwargs)
 
-    monkeypatch.setattr(interface, "_attend", watching)
+    monkeypatch.setattr(interface, "_call_inner", watching)
 
     assert apart(trained(build(policy=EXACT["heads"])), plain) < ROUNDING
     assert together == [True] * (3 * 2 * LAYERS)
     heads = torch.randn(1, 64, 4, 8).transpose(1, 2)[:, :2]
-    moved = interface._within_reach(heads)
+    moved = interface._compact(heads)
     assert torch.equal(moved, heads)
     assert moved.transpose(1, 2).is_contiguous()
 
@@ -369,15 +369,15 @@ def test_compiled_parts_work_under_tiles_recompute_and_offload(plain, monkeypatc
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"offload": True}, "offload moves the checkpoints of recomputed layers.*set recompute to full"),
-        ({"layers_per_checkpoint": 2}, "layers_per_checkpoint=2 .*set recompute to full"),
+        ({"offload": True}, "offload moves the checkpoints of recomputed layers.*set activation_checkpointing to full"),
+        ({"layers_per_checkpoint": 2}, "layers_per_checkpoint=2 .*set activation_checkpointing to full"),
         (
             {"activation_checkpointing": "full", "layers_per_checkpoint": 0},
             "layers_per_checkpoint=0 must be at least 1",
         ),
         ({"mlp_tiles": 0}, "mlp_tiles=0"),
         ({"attention_heads_at_once": -1}, "attention_heads_at_once=-1"),
-        ({"keep_products": 1}, "keep_products=1 .*needs recompute keep-attention"),
+        ({"keep_products": 1}, "keep_products=1 .*needs activation_checkpointing keep-attention"),
         ({"activation_checkpointing": "keep-attention", "keep_products": 1, "mlp_tiles": 8}, "no mlp_tiles"),
         ({"activation_checkpointing": "keep-attention", "keep_products": 1, "keep_on_host": 2}, "between 0 and 1"),
     ],
@@ -418,7 +418,10 @@ def test_a_model_that_does_something_between_layers_cannot_share_checkpoints():
     model = build(policy=EXACT["groups"])
     model.base_model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] * 2, *args[1:]))
 
-    with pytest.raises(ConfigError, match=r"layers_per_checkpoint: something happens .*set layers_per_checkpoint to 1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"layers_per_checkpoint: this model changes .*set layers_per_checkpoint to 1",
+    ):
         forward(model)
 
 
@@ -433,5 +436,5 @@ def test_layers_that_are_not_found_are_refused():
     model = build_model()
     model.base_model.layers = nn.Sequential(*model.base_model.layers)
 
-    with pytest.raises(ConfigError, match="LlamaForCausalLM keeps its layers elsewhere"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM does not keep its layers"):
         apply_memory(model, MemoryPolicy(activation_checkpointing="full"))

@@ -3,7 +3,7 @@ import torch
 
 from factory import random_row
 from unspool.data.packing.config import DatasetConfig
-from unspool.data.packing.store import IGNORE, labels
+from unspool.data.packing.row import IGNORE, labels
 from unspool.data.strategies.base import finish_rows
 from unspool.training.batch import build_batch, row_sums
 

@@ -34,7 +34,7 @@ H200 = pace_of(REFERENCE)
 @pytest.mark.parametrize(
     ("shape", "held", "measured"),
     [
-        # LOG.md: forward and backward of 8B, and whole steps of 135M.
+        # benchmarks/README.md: forward and backward of 8B, and whole steps of 135M.
         (LLAMA_8B, Held(tokens=64 * K, policy=MemoryPolicy(activation_checkpointing="keep-attention"), **BF16), 13.3),
         (LLAMA_8B, Held(tokens=64 * K, policy=MemoryPolicy(activation_checkpointing="full"), **BF16), 15.4),
         (

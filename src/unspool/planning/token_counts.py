@@ -8,7 +8,6 @@ Price: a text of four characters is taken for a token, compressed text for a thi
 packed together and not built yet for ASSUMED tokens long.
 """
 
-import glob
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +19,15 @@ from unspool.core.artifacts import read_manifest
 from unspool.core.sizes import format_count, format_size
 from unspool.data.mixture import Mix, epoch_warnings
 from unspool.data.packing.config import DatasetConfig
-from unspool.data.packing.store import RowSet, attended_lens, open_rows
-from unspool.data.sources.config import RecallSource, Source, SyntheticSource
+from unspool.data.packing.row import attended_lens
+from unspool.data.packing.store import RowSet, open_rows
+from unspool.data.sources.base import Source
 from unspool.planning.step_time import Documents, documents
 from unspool.recipe.load import LoadedRecipe
 from unspool.training.config import StageConfig
 
 # Tokens of a document that is packed with others and not counted yet, such as a web page.
 ASSUMED = 1024
-CHARACTERS = 4.0  # of a token
-# Of text in such files, how many characters a byte stands for.
-PACKED = {".zst": 3.0, ".gz": 3.0, ".bz2": 3.5, ".xz": 3.5, ".zip": 3.0, ".tgz": 3.0, ".parquet": 2.0, ".whl": 3.0}
 # Rows that are looked at, evenly apart, where there are more.
 MOST_ROWS = 4096
 COUNTED, ESTIMATED, UNKNOWN = "counted", "estimated", "unknown"
@@ -183,7 +180,7 @@ def _document_len(
         full = stage.attention == "full"
         lens = [attended_lens(row.doc_lens, "full" if full else row.attention) for row in picked]
         return documents(np.concatenate(lens)).mean, f"{COUNTED} in {len(picked)} rows"
-    if stage.attention == "full" or config.attention == "full" or config.strategy:
+    if stage.attention == "full" or config.attention == "full" or config.chunk_strategy:
         return float(config.seq_len), "rows see all of themselves"
     if config.packing == "single_doc":
         return float(config.seq_len), "one document fills a row"
@@ -204,8 +201,9 @@ def _source_len(loaded: LoadedRecipe, name: str, row_len: int) -> tuple[float, s
             for tokens, number in zip(lengths["tokens"], lengths["documents"], strict=True)
         )
         return squares / sum(lengths["tokens"]), f"{COUNTED} in the corpus"
-    if isinstance(source, RecallSource | SyntheticSource):
-        return float(min(sum(source.length) / 2, row_len)), "as they are generated"
+    expected = source.with_paths(loaded.path).estimate().document_len
+    if expected is not None:
+        return min(expected, float(row_len)), "as they are generated"
     return float(min(ASSUMED, row_len)), f"assumed: documents of {format_size(ASSUMED)}"
 
 
@@ -213,39 +211,9 @@ def source_amount(loaded: LoadedRecipe, name: str, source: Source) -> Amount:
     counts: dict[str, Any] = (read_manifest(loaded.recipe.out / "corpus" / name) or {}).get("counts", {})
     if counts.get("tokens"):
         return Amount(tokens=int(counts["tokens"]), how=COUNTED, why="the corpus is built")
-    if isinstance(source, RecallSource | SyntheticSource):
-        return Amount(tokens=source.tokens, how=ESTIMATED, why="as many as are generated")
-    files = list(_files(loaded.path(source.path)))
-    if not files:
-        why = f"{source.path} is not here"
-        return Amount(
-            tokens=source.limit,
-            how=ESTIMATED if source.limit else UNKNOWN,
-            why=f"its limit; {why}" if source.limit else why,
-        )
-    size = sum(path.stat().st_size for path in files)
-    per_token = 4.0 if source.kind == "mds" else CHARACTERS
-    characters = sum(path.stat().st_size * _packed(path, source.kind) for path in files)
-    tokens = int(characters / per_token)
-    what = f"{len(files)} file{'s' * (len(files) > 1)} of {format_count(size)}B"
-    if source.limit and source.limit < tokens:
-        return Amount(tokens=source.limit, how=ESTIMATED, why=f"its limit, of {what}")
-    return Amount(tokens=tokens, how=ESTIMATED, why=f"from {what}")
-
-
-def _packed(path: Path, kind: str) -> float:
-    return 1.0 if kind == "mds" else PACKED.get(path.suffix, 1.0)
-
-
-def _files(path: str) -> Iterator[Path]:
-    """All files of a file, a folder or a pattern."""
-    # Path.glob takes no absolute patterns.
-    found = glob.iglob(path, recursive=True) if glob.has_magic(path) else iter([path])  # noqa: PTH207
-    for one in map(Path, found):
-        if one.is_file():
-            yield one
-        elif one.is_dir():
-            yield from (inner for inner in sorted(one.rglob("*")) if inner.is_file())
+    expected = source.with_paths(loaded.path).estimate()
+    how = UNKNOWN if expected.tokens is None else ESTIMATED
+    return Amount(tokens=expected.tokens, how=how, why=expected.why)
 
 
 def _ratio(used: float, available: int | None) -> float | None:

@@ -16,8 +16,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
-from unspool.models.config import config_values
-from unspool.models.presets import SIZES
+from unspool.models.config import SIZES, config_values
 from unspool.recipe.load import HUB_ID, LoadedRecipe
 from unspool.recipe.paths import path_exists
 from unspool.training.config import StageConfig
@@ -264,7 +263,7 @@ def work_of(loaded: LoadedRecipe, stage: StageConfig, heads: tuple[int, int] | N
     num_heads, num_kv_heads = heads or (degree, degree)
     rows = [loaded.recipe.datasets[name] for name in stage.mix]
     masks = stage.attention == "intra_document" and not all(
-        entry.attention == "full" or entry.strategy is not None for entry in rows
+        entry.attention == "full" or entry.chunk_strategy is not None for entry in rows
     )
     return Work(
         num_heads=num_heads,

@@ -16,10 +16,10 @@ from pydantic import Field, model_validator
 from unspool.core.config import Config, nearest
 from unspool.core.sizes import format_size, parse_size
 from unspool.data.corpus.config import EngineConfig
-from unspool.data.packing.config import STRATEGIES, DatasetConfig
-from unspool.data.sources.config import Source
+from unspool.data.packing.config import STRATEGIES, AnyDataset
+from unspool.data.sources.registry import SOURCES, AnySource
 from unspool.evals.config import Eval
-from unspool.models.presets import NewModel
+from unspool.models.config import NewModel
 from unspool.recipe.yaml_lines import CoreDumper, Place, Problem
 from unspool.synthesis.config import SynthConfig
 from unspool.training.config import StageConfig
@@ -45,8 +45,8 @@ class Recipe(Config):
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     engine: EngineConfig = EngineConfig.model_validate({})
-    sources: dict[str, Source] = Field(description="name: where documents come from")
-    datasets: dict[str, DatasetConfig] = Field(description="name: how documents become training rows")
+    sources: dict[str, AnySource] = Field(description="name: where documents come from")
+    datasets: dict[str, AnyDataset] = Field(description="name: how documents become training rows")
     stages: list[StageConfig] = Field(description="training stages, in order")
     evals: list[Eval] = Field([], description="suites to score before and after")
     synth: dict[str, SynthConfig] = Field({}, description="name: conversations that `unspool synth` generates")
@@ -117,7 +117,7 @@ def _synth_problems(sets: Mapping[str, Any], sources: Mapping[str, Any]) -> Iter
             place = ("synth", name, "from")
             if source not in sources:
                 yield Problem(place=place, text=_unknown("source", str(source), list(sources)))
-            elif _entries(sources[source]).get("kind") == "chat":
+            elif (kind := SOURCES.get(_text(_entries(sources[source]).get("kind")))) and kind.is_chat:
                 text = f"source {source!r} holds conversations; name a source of documents to write about."
                 yield Problem(place=place, text=text)
 
@@ -192,7 +192,8 @@ def _pose_problems(index: int, stage: Mapping[str, Any], name: str, entry: Mappi
         text = f"its rows have positions up to {format_size(target)}, beyond the stage's context of"
         way_out = f"lower datasets.{name}.pose.target or raise stages.{index}.context_length."
         yield Problem(place=place, text=f"{text} {format_size(context)}; {way_out}")
-    is_full = entry.get("attention") == "full" or any(entry.get(strategy) for strategy in STRATEGIES)
+    moves_chunks = any(entry.get(key) for key, strategy in STRATEGIES.items() if strategy.moves_chunks)
+    is_full = entry.get("attention") == "full" or moves_chunks
     if stage.get("attention") == "full" and not is_full:
         text = "its positions begin anew in every document (pose), and the stage attends across documents"
         way_out = f"set datasets.{name}.attention: full, or leave stages.{index}.attention out."

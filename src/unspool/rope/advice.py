@@ -1,49 +1,50 @@
-"""What can be said before training about extending one model to one context: bounds, settings, curves.
+"""Advice before training on extending one model to one context length: bounds, settings, curves, and a page of it.
 
-In: a model's config as a plain dict, a context length. Out: `Advice`, which the terminal, the page and JSON show.
-Promise: every base and factor that is suggested is what a recipe with the line beside it would use.
-Elsewhere: the bound (bound.py), what published recipes used (published.py), the page (page.py).
+Every suggested base and factor is what a recipe with the printed line would use. The page is one HTML file that loads
+nothing and runs no scripts; all text is escaped.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
+from unspool import __version__
 from unspool.core.errors import ConfigError
+from unspool.core.html import element, load_templates, svg, svg_line, svg_text, write_text
 from unspool.core.sizes import format_size
 from unspool.rope.bound import bound, curve, first_negative
-from unspool.rope.harpe import Harpe
-from unspool.rope.methods import Abf, Dynamic, Llama3, Ntk, NtkByParts, Pi, Yarn
+from unspool.rope.methods import ROPE_METHODS, Unchanged
 from unspool.rope.tables import (
-    RopeSettings,
+    RopeMethod,
     RopeShape,
-    frequencies,
+    config_frequencies,
+    format_base,
     global_parameters,
     is_nested,
     ntk_base,
     shape_of,
-    tables,
 )
 
 NUM_BINS = 60
-# How much further than the context is looked for the first negative B.
-LOOK_AHEAD = 4
-# HARPE's own range is 1M to 5M, its upper end that of one stage with a single base.
-HARPE_RATIO = 5.0
+# The first negative B is searched up to this multiple of the context length.
+SEARCH_FACTOR = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodAdvice:
     method: str
     line: str  # to paste into a stage of a recipe
-    summary: str  # what it comes to
-    parameters: dict[str, Any] | None  # `rope_parameters`; None where transformers cannot express it
+    summary: str  # its settings
+    parameters: dict[str, Any] | None  # `rope_parameters`; None if transformers cannot express the method
     max_positions: int
-    reach: tuple[int, int]  # B ≥ 0 below this distance: of the worst and the best head, equal where heads are alike
-    lowest: float  # of B within the context, as a share of its value at distance 0
-    curve: tuple[float, ...]  # lowest B in each bin, as such a share; mean over heads
+    reach: tuple[int, int]  # B ≥ 0 below this distance: of the worst and the best head
+    lowest: float  # B within the context, relative to its value at distance 0
+    curve: tuple[float, ...]  # lowest relative B in each bin, mean over heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,40 +53,54 @@ class Advice:
     head_dim: int
     parameters: dict[str, Any]  # the model's own, of the layers that see the whole context
     head_bases: Any  # of a model that has a base per head already
-    local_layers: bool  # whether other layers keep positions of their own
+    local_layers: bool  # whether other layers keep frequencies of their own
     context_len: int
     bound: float | None
     ntk_base: float
-    looked_until: int  # reaches at this distance are "at least"
-    edges: tuple[int, ...]  # where the bins of the curves begin, and the context at last
+    looked_until: int  # a reach of this distance means "at least"
+    edges: tuple[int, ...]  # of the bins of the curves
     methods: tuple[MethodAdvice, ...]
 
 
 def advise(
     config: Mapping[str, Any], context_len: int, *, advance: Callable[[int], None] = lambda done: None
 ) -> Advice:
+    """Compute the advice for a model's config as a plain dict; `advance` is called as bases are tried."""
     rope, parameters = shape_of(config), global_parameters(config)
     if context_len <= rope.original_len:
         raise ConfigError(
-            f"--context {format_size(context_len)}: the model was made for {format_size(rope.original_len)} already; "
-            "name a longer context."
+            f"--context {format_size(context_len)}: the model was trained for {format_size(rope.original_len)} "
+            "already; give a longer context."
         )
     smallest = bound(context_len, rope.rotary_dim, advance=advance)
-    looked_until = LOOK_AHEAD * context_len
+    ntk = ntk_base(rope.base, context_len / rope.original_len, rope.rotary_dim)
+    looked_until = SEARCH_FACTOR * context_len
     edges = np.unique(np.geomspace(1, context_len, NUM_BINS + 1).round().astype(np.int64))
-    methods = [_unchanged(config, rope, parameters, looked_until, edges)]
-    for position in _candidates(rope, context_len, smallest):
+    own_frequencies, own_summary = config_frequencies(config, context_len)
+    methods = [
+        MethodAdvice(
+            method=Unchanged().method,
+            line=_recipe_line(Unchanged()),
+            summary=own_summary,
+            parameters=parameters,
+            max_positions=rope.max_positions,
+            **_measure(own_frequencies, looked_until, edges),
+        )
+    ]
+    for cls in ROPE_METHODS.values():
+        position = cls.suggest(rope, context_len, smallest or float(format_base(ntk)))
+        if position is None:
+            continue
         settled = position.resolve(rope, context_len)
-        inv_freq = np.atleast_2d(settled.tables(rope, context_len).inv_freq)
-        measured = _measure(inv_freq.astype(np.float64), looked_until, edges)
+        inv_freq = np.atleast_2d(settled.tables(rope, context_len).inv_freq).astype(np.float64)
         methods.append(
             MethodAdvice(
                 method=position.method,
-                line=f"rope: {{{_spell(position)}}}",
-                summary=_summary(settled, rope, context_len),
+                line=_recipe_line(position),
+                summary=settled.summary(rope, context_len),
                 parameters=settled.parameters,
                 max_positions=settled.max_positions,
-                **measured,
+                **_measure(inv_freq, looked_until, edges),
             )
         )
     return Advice(
@@ -96,81 +111,21 @@ def advise(
         local_layers=is_nested(config.get("rope_parameters") or {}),
         context_len=context_len,
         bound=smallest,
-        ntk_base=ntk_base(rope.base, context_len / rope.original_len, rope.rotary_dim),
+        ntk_base=ntk,
         looked_until=looked_until,
         edges=tuple(int(edge) for edge in edges),
         methods=tuple(methods),
     )
 
 
-def short(number: float) -> str:
-    """1e6, 8.8e6, 500000: as a recipe would write it."""
-    if number < 1e5:
-        return f"{number:g}"
-    digits, _, power = f"{number:.2e}".partition("e")
-    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
-
-
-def _candidates(rope: RopeShape, context_len: int, smallest: float | None) -> list[Any]:
-    high = smallest or float(short(ntk_base(rope.base, context_len / rope.original_len, rope.rotary_dim)))
-    found: list[Any] = [
-        Abf(method="abf", base=high),
-        Ntk(method="ntk"),
-        Pi(method="pi"),
-        Dynamic(method="dynamic"),
-        NtkByParts(method="ntk-by-parts"),
-        Yarn(method="yarn"),
-        Llama3(method="llama3"),
-    ]
-    if rope.num_kv_heads > 1:
-        found.append(Harpe(method="harpe", low=float(short(high / HARPE_RATIO)), high=high))
-    return found
-
-
-def _spell(position: Any) -> str:
-    given = position.model_dump(exclude_defaults=True)
-    words = (f"{key}: {short(value) if isinstance(value, float) else value}" for key, value in given.items())
-    return ", ".join(sorted(words, key=lambda word: not word.startswith("method")))
-
-
-def _summary(settled: RopeSettings, rope: RopeShape, context_len: int) -> str:
-    if settled.head_bases is not None:
-        first, last = settled.head_bases[0], settled.head_bases[-1]
-        return f"bases {short(first)} to {short(last)}"
-    assert settled.parameters is not None
-    if settled.parameters["rope_type"] == "default":
-        return f"base {short(settled.parameters['rope_theta'])}"
-    factor, attention = settled.parameters["factor"], settled.tables(rope, context_len).attention_factor
-    more = f", temperature {attention:.3g}" if attention != 1 else ""
-    return f"factor {factor:g}{more}"
-
-
-def _unchanged(
-    config: Mapping[str, Any], rope: RopeShape, parameters: dict[str, Any], looked_until: int, edges: np.ndarray
-) -> MethodAdvice:
-    if config.get("head_bases"):
-        inv_freq = np.concatenate(
-            [frequencies(row, rope.rotary_dim) for row in np.atleast_2d(np.asarray(config["head_bases"]))]
-        )
-        summary = "a base per head"
-    else:
-        found = tables(parameters, rope.rotary_dim, max_positions=rope.max_positions, seq_len=int(edges[-1]))
-        inv_freq = found.inv_freq[None]
-        scaled = parameters["rope_type"] != "default"
-        summary = f"base {short(rope.base)}" + (f", {parameters['rope_type']} scaling" if scaled else "")
-    return MethodAdvice(
-        method="unchanged",
-        line="rope: {method: unchanged}",
-        summary=summary,
-        parameters=parameters,
-        max_positions=rope.max_positions,
-        **_measure(inv_freq.astype(np.float64), looked_until, edges),
-    )
+def _recipe_line(position: RopeMethod) -> str:
+    given = position.model_dump(exclude_defaults=True) | {"method": position.method}
+    words = (f"{key}: {format_base(value) if isinstance(value, float) else value}" for key, value in given.items())
+    return f"rope: {{{', '.join(sorted(words, key=lambda word: not word.startswith('method')))}}}"
 
 
 def _measure(inv_freq: np.ndarray, looked_until: int, edges: np.ndarray) -> dict[str, Any]:
-    # Layers may share bases, and what is the same need not be computed again.
-    inv_freq = np.unique(inv_freq, axis=0)
+    inv_freq = np.unique(inv_freq, axis=0)  # heads and layers may share bases
     reaches = [first_negative(line, looked_until) or looked_until for line in inv_freq]
     values = np.mean([curve(line, int(edges[-1])) for line in inv_freq], axis=0) / inv_freq.shape[1]
     lowest = np.minimum.reduceat(values, edges[:-1])
@@ -181,11 +136,10 @@ def _measure(inv_freq: np.ndarray, looked_until: int, edges: np.ndarray) -> dict
     }
 
 
-# What published recipes did about positions, for comparison with what is suggested here.
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Published:
+    """How a published model extended its context."""
+
     model: str
     lengths: str
     positions: str
@@ -194,69 +148,141 @@ class Published:
 
 PUBLISHED = (
     Published(
-        model="Llama 3.1 405B",
-        lengths="8K → 128K in six steps",
-        positions="base 5e5 from the start; released with llama3 scaling",
-        source="arXiv 2407.21783",
+        "Llama 3.1 405B",
+        "8K → 128K in six steps",
+        "base 5e5 from the start; released with llama3 scaling",
+        "arXiv 2407.21783",
     ),
+    Published("Qwen2.5-1M", "64K → 128K → 256K", "base 1e6, 5e6, 1e7", "arXiv 2501.15383"),
+    Published("Qwen3", "32K", "base 1e4 → 1e6; YaRN ×4 without training", "arXiv 2505.09388"),
+    Published("ProLong (Llama-3-8B)", "64K, then 512K", "base 8e6, 1.28e8", "arXiv 2410.02660"),
+    Published("Untie the Knots (Qwen2-7B)", "32K → 128K", "base 1e6 → 5e6", "arXiv 2409.04774"),
+    Published("HARPE (Llama-2-7B)", "4K → 128K", "a base per head, 1e6 to 5e6", "arXiv 2412.07171"),
+    Published("Olmo 3", "8K → 64K", "base 5e5, YaRN ×8 on layers with full attention", "Olmo 3 report"),
+    Published("SmolLM3 3B", "32K, 64K", "base 1.5e6, 5e6; YaRN to 128K without training", "SmolLM3 blog"),
+    Published("DeepSeek-V3", "32K, 128K", "YaRN, factor 40", "arXiv 2412.19437"),
+    Published("Gemma 3", "32K → 128K", "global layers base 1e6, then PI ×8; local layers 1e4", "arXiv 2503.19786"),
     Published(
-        model="Qwen2.5-1M",
-        lengths="64K → 128K → 256K",
-        positions="base 1e6, 5e6, 1e7",
-        source="arXiv 2501.15383",
-    ),
-    Published(
-        model="Qwen3",
-        lengths="32K",
-        positions="base 1e4 → 1e6; YaRN ×4 without training",
-        source="arXiv 2505.09388",
-    ),
-    Published(
-        model="ProLong (Llama-3-8B)",
-        lengths="64K, then 512K",
-        positions="base 8e6, 1.28e8",
-        source="arXiv 2410.02660",
-    ),
-    Published(
-        model="Untie the Knots (Qwen2-7B)",
-        lengths="32K → 128K",
-        positions="base 1e6 → 5e6",
-        source="arXiv 2409.04774",
-    ),
-    Published(
-        model="HARPE (Llama-2-7B)",
-        lengths="4K → 128K",
-        positions="a base per head, 1e6 to 5e6",
-        source="arXiv 2412.07171",
-    ),
-    Published(
-        model="Olmo 3",
-        lengths="8K → 64K",
-        positions="base 5e5, YaRN ×8 on layers with full attention",
-        source="Olmo 3 report",
-    ),
-    Published(
-        model="SmolLM3 3B",
-        lengths="32K, 64K",
-        positions="base 1.5e6, 5e6; YaRN to 128K without training",
-        source="SmolLM3 blog",
-    ),
-    Published(
-        model="DeepSeek-V3",
-        lengths="32K, 128K",
-        positions="YaRN, factor 40",
-        source="arXiv 2412.19437",
-    ),
-    Published(
-        model="Gemma 3",
-        lengths="32K → 128K",
-        positions="global layers base 1e6, then PI ×8; local layers 1e4",
-        source="arXiv 2503.19786",
-    ),
-    Published(
-        model="Gradient Llama-3-8B",
-        lengths="64K, 256K, 512K, 1M",
-        positions="base 1.53e7, 2.07e8, 1.06e9, 2.8e9",
-        source="model cards on the Hub",
+        "Gradient Llama-3-8B", "64K, 256K, 512K, 1M", "base 1.53e7, 2.07e8, 1.06e9, 2.8e9", "model cards on the Hub"
     ),
 )
+
+
+# The advice as text and as a page
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+_NEGATIVE = "×"
+
+
+def model_facts(advice: Advice) -> list[tuple[str, str]]:
+    rope = advice.rope
+    heads = f"{rope.num_kv_heads} KV heads" if rope.num_kv_heads > 1 else "a single KV head"
+    rotated = f"{rope.rotary_dim} dimensions of each head rotate"
+    if rope.rotary_dim != advice.head_dim:
+        rotated += f", of {advice.head_dim}"
+    scaling = advice.parameters["rope_type"]
+    own = f"base {format_base(rope.base)}" + ("" if scaling == "default" else f", scaled: {scaling}")
+    if advice.head_bases:
+        own = "a base per head (HARPE)"
+    facts = [("rotary shape", f"{rotated}, {heads}"), ("positions now", own)]
+    made = f"{format_size(rope.original_len)} tokens"
+    if rope.max_positions != rope.original_len:
+        made += f", max_position_embeddings {format_size(rope.max_positions)}"
+    facts.append(("trained for", made))
+    if advice.local_layers:
+        facts.append(("sliding layers", "keep their own frequencies; the numbers below are for the other layers"))
+    return facts
+
+
+def verdict(advice: Advice) -> list[tuple[str, str]]:
+    """Return the two rules of thumb for one base."""
+    target = format_size(advice.context_len)
+    if advice.bound is None:
+        men = "no base up to 1e16 passes"
+    else:
+        passing = f"the smallest base of two digits with B(m) ≥ 0 at every distance below {target}"
+        men = f"{format_base(advice.bound)}, {passing}; good models have been trained on both sides of it"
+    factor = advice.context_len / advice.rope.original_len
+    ntk = f"{format_base(advice.ntk_base)}, for {factor:g} times the length (ProLong trained with twice what it gives)"
+    return [("bound of Men et al.", men), ("NTK rule", ntk)]
+
+
+def reach_text(each: MethodAdvice, advice: Advice) -> str:
+    worst, best = (_distance(reach, advice) for reach in each.reach)
+    return worst if worst == best else f"{worst} to {best}"
+
+
+def _distance(reach: int, advice: Advice) -> str:
+    return f"over {format_size(advice.looked_until)}" if reach >= advice.looked_until else f"{reach:,}"
+
+
+def sparkline(each: MethodAdvice, width: int) -> str:
+    """Draw the lowest B(m) by distance, on a logarithmic scale; × where it is negative."""
+    parts = [
+        each.curve[len(each.curve) * number // width : len(each.curve) * (number + 1) // width]
+        for number in range(min(width, len(each.curve)))
+    ]
+    lowest = [min(part) for part in parts]
+    return "".join(_NEGATIVE if low < 0 else _LEVELS[min(7, int(8 * low))] for low in lowest)
+
+
+# In viewBox units.
+WIDTH, HEIGHT = 320.0, 170.0
+LEFT, RIGHT, TOP, BOTTOM = 34.0, 10.0, 10.0, 30.0
+
+
+def write_advice(advice: Advice, model: str, out_file: Path) -> None:
+    write_text(out_file, render_advice(advice, model))
+
+
+def render_advice(advice: Advice, model: str) -> str:
+    methods = [
+        {
+            "advice": each,
+            "reach": reach_text(each, advice),
+            "is_short": each.reach[0] < advice.context_len,
+            "plot": _plot(each, advice),
+        }
+        for each in advice.methods
+    ]
+    template = load_templates(Path(__file__).parent).get_template("advice.html.j2")
+    return template.render(
+        model=model,
+        context=format_size(advice.context_len),
+        facts=model_facts(advice),
+        verdict=verdict(advice),
+        methods=methods,
+        published=PUBLISHED,
+        version=__version__,
+    )
+
+
+def _plot(each: MethodAdvice, advice: Advice) -> Markup:
+    """Plot the lowest B(m) of every bin, relative to B(0), over distances on a logarithmic scale."""
+    low, high = min(-0.25, *(min(other.curve) for other in advice.methods)), 1.0
+    floor = HEIGHT - BOTTOM
+    span = math.log(advice.context_len)
+
+    def place_x(distance: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * math.log(max(1.0, distance)) / span
+
+    def place_y(value: float) -> float:
+        return floor - (floor - TOP) * (value - low) / (high - low)
+
+    drawn = []
+    for value in (0.0, 0.5, 1.0):
+        y = place_y(value)
+        drawn.append(svg_line(LEFT, y, WIDTH - RIGHT, y, "grid" if value else "zero"))
+        drawn.append(svg_text(LEFT - 5, y + 4, f"{100 * value:g}%", "end"))
+    for power in range(0, int(math.log2(advice.context_len)) + 1, 5 if advice.context_len > 1 << 12 else 3):
+        drawn.append(svg_text(place_x(2.0**power), floor + 16, format_size(1 << power)))
+    middles = [math.sqrt(start * stop) for start, stop in zip(advice.edges[:-1], advice.edges[1:], strict=True)]
+    points = [(place_x(x), place_y(y)) for x, y in zip(middles, each.curve, strict=True)]
+    drawn.append(element("path", class_="curve", d="M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)))
+    drawn += [
+        element("circle", class_="below", cx=x, cy=y, r=2.6)
+        for (x, y), value in zip(points, each.curve, strict=True)
+        if value < 0
+    ]
+    about = f"{each.method}: lowest B(m) by distance, {reach_text(each, advice)} before it is negative"
+    return svg(WIDTH, HEIGHT, about, *drawn, class_=None)

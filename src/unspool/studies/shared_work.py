@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,12 @@ from typing import Any
 import yaml
 
 from unspool.core.artifacts import MANIFEST, digest, read_manifest, write_atomic
-from unspool.data.corpus.build import SEEDED
-from unspool.evals.run import Scoring
-from unspool.models.presets import NewModel
+from unspool.models.config import NewModel
+from unspool.recipe.context import RunContext, Share
 from unspool.recipe.json_schema import value_at
 from unspool.recipe.load import EVAL_PATHS, LoadedRecipe, load_recipe
 from unspool.recipe.paths import ASSET_PREFIX, expand_home, path_exists
-from unspool.recipe.run import BASE, Run
+from unspool.recipe.run import BASE
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import CoreDumper, Place
 from unspool.studies.load import Study, StudyRun
@@ -34,8 +33,6 @@ from unspool.studies.load import Study, StudyRun
 
 
 RECIPES = "recipes"
-# Keys of sources and of evals that name files.
-SOURCE_PATHS = ("path", "prose", "template")
 
 
 def recipe_file(study: Study, run: StudyRun) -> Path:
@@ -81,10 +78,10 @@ def path_places(recipe: Recipe) -> Iterator[Place]:
     """Where a recipe names files and folders of this machine."""
     yield ("model",) if isinstance(recipe.model, str) else ("model", "tokenizer")
     for name, source in recipe.sources.items():
-        yield from (("sources", name, key) for key in SOURCE_PATHS if getattr(source, key, None))
-    for name, rows in recipe.datasets.items():
-        if rows.nextlong and rows.nextlong.model:
-            yield ("datasets", name, "nextlong", "model")
+        yield from (("sources", name, key) for key in source.paths)
+    for name, dataset in recipe.datasets.items():
+        for strategy in dataset.strategies:
+            yield from (("datasets", name, strategy.name, key) for key in strategy.path_keys if getattr(strategy, key))
     for at, entry in enumerate(recipe.evals):
         yield from (("evals", at, key) for key in EVAL_PATHS if getattr(entry, key, None))
         yield from (("evals", at, "paths", name) for name in getattr(entry, "paths", {}))
@@ -114,18 +111,19 @@ LOCK = ".lock"
 
 def corpus_key(loaded: LoadedRecipe, name: str) -> str:
     source = loaded.recipe.sources[name]
-    paths = {key: located(loaded, getattr(source, key, None)) for key in SOURCE_PATHS}
-    seed = loaded.recipe.seed if source.kind in SEEDED else None
-    plain = source.model_dump(mode="json", exclude=set(SOURCE_PATHS))
+    paths = {key: located(loaded, path) for key, path in source.paths.items()}
+    seed = loaded.recipe.seed if source.seeded else None
+    plain = source.model_dump(mode="json", exclude=set(source.path_keys))
     return digest([plain, paths, _tokenizer(loaded), seed])[:16]
 
 
 def rows_key(loaded: LoadedRecipe, name: str) -> str:
     config = loaded.recipe.datasets[name]
     corpora = {source: corpus_key(loaded, source) for source in config.shares}
-    embedder = located(loaded, config.nextlong.model) if config.nextlong else None
-    plain = config.model_dump(mode="json", by_alias=True, exclude={"nextlong": {"model"}})
-    return digest([plain, name, corpora, _tokenizer(loaded), embedder, loaded.recipe.seed])[:16]
+    paths = [located(loaded, getattr(strategy, key)) for strategy in config.strategies for key in strategy.path_keys]
+    excluded = {strategy.name: set(strategy.path_keys) for strategy in config.strategies}
+    plain = config.model_dump(mode="json", by_alias=True, exclude=excluded)
+    return digest([plain, name, corpora, _tokenizer(loaded), paths, loaded.recipe.seed])[:16]
 
 
 def base_scores_key(loaded: LoadedRecipe) -> str | None:
@@ -156,41 +154,21 @@ def _tokenizer(loaded: LoadedRecipe) -> str | None:
     return located(loaded, model.tokenizer if isinstance(model, NewModel) else model)
 
 
-class SharingRun(Run):
-    """A run that takes what others of its study have made, and leaves them what it makes."""
+def share_between_runs(study_dir: Path) -> Share:
+    """Build what runs of a study have in common once, in the study's folder, and link it into each run."""
 
-    def __init__(self, loaded: LoadedRecipe, study_dir: Path) -> None:
-        self._shared = study_dir / SHARED
-        super().__init__(loaded)
-
-    def _corpus(self, name: str, folder: Path) -> dict[str, Any]:
-        shared = self._shared / "corpus" / corpus_key(self.loaded, name) / name
+    def share(context: RunContext, folder: str, build: Callable[[Path], Any]) -> Any:
+        key = shared_boxes(context.loaded).get(folder)
+        if key is None:
+            return build(context.out / folder)
+        kind, name = folder.split("/")
+        shared = study_dir / SHARED / kind / key / name
         with locked(shared.parent):
-            counts = super()._corpus(name, shared)
-            lend(shared, folder)
-        return counts
+            result = build(shared)
+            lend(shared, context.out / folder)
+        return result
 
-    def _rows(self, name: str, folder: Path) -> dict[str, Any]:
-        shared = self._shared / "datasets" / rows_key(self.loaded, name) / name
-        with locked(shared.parent):
-            counts = super()._rows(name, shared)
-            lend(shared, folder)
-        return counts
-
-    def _scores(self, ref: str, scoring: Scoring) -> None:
-        key = base_scores_key(self.loaded)
-        if scoring.model != BASE or key is None:
-            super()._scores(ref, scoring)
-            return
-        shared = self._shared / "scores" / key / BASE
-        own = scoring.out_dir
-        with locked(shared.parent):
-            super()._scores(ref, _into(scoring, shared))
-            lend(shared, own)
-
-
-def _into(scoring: Scoring, folder: Path) -> Scoring:
-    return Scoring(**{**vars(scoring), "out_dir": folder})
+    return share
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from unspool.core.config import Config
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import Size
 from unspool.models.memory.policy import MemoryPolicy, Recompute
-from unspool.rope.methods import RopeMethod, Unchanged
+from unspool.rope.methods import AnyRopeMethod, Unchanged
 from unspool.training.optim.config import OptimizerConfig
 from unspool.training.parallel.config import ParallelConfig
 from unspool.training.spike_guard import GuardConfig
@@ -92,10 +92,6 @@ class AttentionDistillationConfig(Config):
         return self.lr_before / 4 if self.after_lr is None else self.after_lr
 
 
-# Position methods whose frequencies engines compute from the context that a config claims.
-BY_CONTEXT = ("dynamic", "longrope", "ntk-by-parts", "pi", "yarn")
-
-
 class StageConfig(Config):
     """One training stage: a mix of rows at one context length under one schedule."""
 
@@ -105,7 +101,7 @@ class StageConfig(Config):
     export_context_length: Size | None = Field(
         None, description="the context that the trained model claims; this one when not given"
     )
-    rope: RopeMethod = Unchanged()
+    rope: AnyRopeMethod = Unchanged()
     attention_distillation: AttentionDistillationConfig | None = Field(
         None, description="queries and keys fitted to what the model attended to before its positions were changed"
     )
@@ -166,7 +162,7 @@ class StageConfig(Config):
 
     @model_validator(mode="after")
     def _distillation_has_something_to_fit(self) -> "StageConfig":
-        if self.attention_distillation and self.attention_distillation.before and isinstance(self.rope, Unchanged):
+        if self.attention_distillation and self.attention_distillation.before and self.rope.keeps_frequencies:
             raise ValueError(
                 "attention_distillation.before has nothing to do while rope is unchanged; give a rope method, or leave "
                 "attention_distillation.before out"
@@ -217,7 +213,7 @@ class StageConfig(Config):
         if (
             self.export_context_length
             and self.export_context_length < self.context_length
-            and self.rope.method in BY_CONTEXT
+            and self.rope.uses_max_positions
         ):
             raise ValueError(
                 f"export_context_length cannot be below context_length with method {self.rope.method}, whose positions "

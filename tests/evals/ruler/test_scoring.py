@@ -3,7 +3,7 @@
 import random
 
 from unspool.evals.suite import Question
-from unspool.evals.suites.ruler.task_texts import match_all, match_any
+from unspool.evals.suites.ruler.suite import match_all, match_any
 
 
 def asked(mode: str, *references: str) -> Question:

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from unspool.core.errors import ConfigError
 from unspool.data.mixture import ModelShape
 from unspool.data.packing.store import RowSet
-from unspool.models.presets import SIZES, NewModel
+from unspool.models.config import SIZES, NewModel
 from unspool.models.tokenizer import location
 from unspool.training.batch import attended_by
 from unspool.training.config import StageConfig

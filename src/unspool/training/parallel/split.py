@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unspool.core.errors import ConfigError
-from unspool.data.packing.store import IGNORE
+from unspool.data.packing.row import IGNORE
 from unspool.training.batch import Batch
 
 

@@ -1,0 +1,84 @@
+"""Citations by hand, with an entailment that is told what entails what."""
+
+import pytest
+
+from unspool.evals.scoring import citations as cite
+from unspool.evals.scoring.citations import (
+    CitationScore,
+    citations,
+    claims_of,
+    one_line,
+    qampari,
+    remove_citations,
+    sentences,
+    str_em,
+)
+
+DOCUMENTS = ["Title: a\nred", "Title: b\ngreen", "Title: c\nblue"]
+
+
+def entails(premise: str, claim: str) -> bool:
+    """Every colour that the claim names stands in the premise."""
+    return all(colour in premise for colour in ("red", "green", "blue") if colour in claim)
+
+
+def cited(*claims: str, mode: cite.Mode = "fixed") -> CitationScore | None:
+    return citations(claims, DOCUMENTS, entails, mode)
+
+
+def test_a_sentence_counts_if_what_it_cites_entails_it():
+    assert cited("It is red [1].", "It is green [1].", "It is blue.") == CitationScore(1 / 3, 1 / 2)
+
+
+def test_a_citation_is_needed_if_it_entails_alone_or_the_others_do_not():
+    assert cited("It is red and green [1][2].") == CitationScore(1, 1)
+    assert cited("It is red [1][3].") == CitationScore(1, 1 / 2)  # the third adds nothing
+    assert cited("It is red [2][3].") == CitationScore(0, 0)
+
+
+def test_only_the_first_three_citations_count():
+    documents = [*DOCUMENTS, "Title: d\nred"]
+    found = citations(["It is red [2][3][2][4]."], documents, entails)
+    assert found == CitationScore(0, 0)
+
+
+def test_what_the_reference_does_wrong():
+    assert cited(mode="reference") is None  # no sentence: left out of the mean
+    assert cited() == CitationScore(0, 0)
+    assert cited("It is blue [0].", mode="reference") == CitationScore(1, 1)  # "[0]" is the last document
+    assert cited("It is blue [0].") == CitationScore(0, 0)
+    outside = ("It is red [1].", "It is green [2][9].")
+    assert cited(*outside, mode="reference") == CitationScore(1 / 2, 1)  # a made-up citation costs no precision
+    assert cited(*outside) == CitationScore(1 / 2, 1 / 3)
+
+
+def test_sentences_keep_the_marks_that_follow_them():
+    text = "One is red [1]. Two is green.[2] Three is blue. [3] 4 of them are grey! So?"
+    assert sentences(text) == [
+        "One is red [1].",
+        "Two is green.[2]",
+        "Three is blue. [3]",
+        "4 of them are grey!",
+        "So?",
+    ]
+    assert claims_of("1. It is red.", question=None) == ["It is red."]
+    assert claims_of("red [1], blue [2].", question="Which?") == ["Which? red [1]", "Which? blue [2]"]
+
+
+def test_marks_and_new_lines_are_taken_away_before_answers_are_sought():
+    assert remove_citations("Red [1][2] and blue[3].") == "Red and blue."
+    assert one_line("a\n\nb<|im_end|>") == "a b"
+
+
+def test_asqa_and_qampari_by_hand():
+    assert str_em("Founded by Ada\nin 1900 [1].", [["Ada", "Eve"], ["1901"]]) == 0.5
+    found = qampari("Ada [1], Eve [2], Bob.", [["Ada"], ["Eva", "Eve"], ["Zoe"]])
+    assert found == pytest.approx({"precision": 2 / 3, "recall": 2 / 3, "recall_top5": 2 / 3})
+    many = [[name] for name in "abcdefgh"]
+    assert qampari("b, c, d, e, f, g", many)["recall_top5"] == 1
+    assert qampari("", many) == {"precision": 0, "recall": 0, "recall_top5": 0}
+
+
+def test_counting_every_citation_as_needed_would_show(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cite, "_needed", lambda *_: True)
+    assert cited("It is red [1][3].") != CitationScore(1, 1 / 2)
