@@ -25,16 +25,14 @@ from unspool.data.strategies.nextlong import NextLongConfig
 from unspool.data.strategies.pose import PoseConfig
 from unspool.data.strategies.upsample import UpsampleConfig
 from unspool.data.strategies.utk import UtkConfig
-from unspool.evals.config import (
-    HelmetEval,
-    InfbenchEval,
-    KeyValueEval,
-    LvEval,
-    NiahEval,
-    NochaEval,
-    PerplexityEval,
-    RulerEval,
-)
+from unspool.evals.suites.helmet import HelmetEval
+from unspool.evals.suites.infbench import InfbenchEval
+from unspool.evals.suites.key_value import KeyValueEval
+from unspool.evals.suites.lveval import LvEval
+from unspool.evals.suites.niah import NiahEval
+from unspool.evals.suites.nocha import NochaEval
+from unspool.evals.suites.perplexity import PerplexityEval
+from unspool.evals.suites.ruler import RulerEval
 from unspool.models.config import NewModel
 from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_recipes

@@ -5,10 +5,9 @@ import math
 
 import numpy as np
 import pytest
-from scipy.special import stdtr
 
+from unspool.core.stats import ALPHA, sign_test, t_p_value
 from unspool.studies.arm_comparison import (
-    ALPHA,
     could_tell,
     difference,
     flip_p,
@@ -16,7 +15,6 @@ from unspool.studies.arm_comparison import (
     over_prompts,
     over_seeds,
     pooled,
-    sign_p,
 )
 
 
@@ -50,7 +48,7 @@ def test_intervals_over_seeds_use_the_quantiles_of_printed_tables(seeds, printed
 def test_right_and_wrong_answers_give_the_sign_test(wins, losses, wanted):
     values = [1] * wins + [-1] * losses + [0] * 7
     assert over_prompts(as_contributions(values), bounded=True).p == pytest.approx(wanted)
-    assert sign_p(wins - losses, wins + losses) == pytest.approx(wanted)
+    assert sign_test(wins - losses, wins + losses) == pytest.approx(wanted)
 
 
 def test_graded_differences_are_flipped_in_every_way():
@@ -84,7 +82,7 @@ def test_pairs_tell_what_lonely_means_cannot():
     assert over_prompts(as_contributions(after - before), bounded=False).p < 0.01
     gap = abs(after.mean() - before.mean())
     unpaired = gap / math.sqrt(after.var(ddof=1) / 12 + before.var(ddof=1) / 12)
-    assert 2 * (1 - stdtr(22, unpaired)) > 0.5, "the broken variant sees nothing"
+    assert t_p_value(unpaired, 22) > 0.5, "the broken variant sees nothing"
 
 
 def test_intervals_hold_the_truth_about_as_often_as_they_say():

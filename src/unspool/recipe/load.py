@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from unspool.core.config import did_you_mean
 from unspool.core.errors import ConfigError
-from unspool.evals.config import Eval
+from unspool.evals.config import EvalConfig
 from unspool.recipe.json_schema import (
     Shape,
     child,
@@ -165,11 +165,11 @@ class LoadedRecipe:
         paths = {path for name in sources for path in self.recipe.sources[name].paths.values()}
         return [name for name in self.recipe.synth if SYNTH_PREFIX + name in paths]
 
-    def evals(self) -> list[Eval]:
+    def evals(self) -> list[EvalConfig]:
         """The recipe's evaluations, with their paths resolved."""
         return [self._found(entry) for entry in self.recipe.evals]
 
-    def _found(self, entry: Eval) -> Eval:
+    def _found(self, entry: EvalConfig) -> EvalConfig:
         changed: dict[str, Any] = {key: self.path(value) for key in EVAL_PATHS if (value := getattr(entry, key, None))}
         paths: dict[str, str] = getattr(entry, "paths", {})
         if paths:

@@ -15,7 +15,7 @@ import transformers
 from unspool import __version__
 from unspool.core.errors import ConfigError
 from unspool.core.logging import silence
-from unspool.evals.contexts import Plan, runnable
+from unspool.evals.plan import EvalPlan
 from unspool.evals.run import Scoring, score_model
 from unspool.models.config import NewModel, original_context
 from unspool.models.load import model_digest
@@ -132,8 +132,7 @@ def report(context: RunContext) -> Outcome:
 
 def check_evals(context: RunContext) -> None:
     """Find a suite that cannot work (too short a text or length) now, not after hours of training."""
-    evals = runnable(context.loaded.evals())
-    Plan(evals, context.tokenizer, seed=context.recipe.seed, root=Path()).check()
+    EvalPlan(context.loaded.evals(), context.tokenizer, seed=context.recipe.seed, root=Path()).check()
 
 
 def _check_layouts(context: RunContext) -> None:

@@ -17,9 +17,11 @@ from unspool.core.config import lookup
 from unspool.data.sources.files import find_files
 from unspool.data.tokenize.chat_template import load_template
 from unspool.data.tokenize.encoder import build_encoder
-from unspool.evals.backends.base import Backend, ModelBackend
-from unspool.evals.config import Eval
+from unspool.evals.backends.base import Backend
+from unspool.evals.backends.transformers import ModelBackend
+from unspool.evals.config import EvalConfig
 from unspool.evals.heldout import heldout_digest
+from unspool.evals.suites import suite_of
 from unspool.models.load import model_digest
 from unspool.recipe.context import RunContext
 from unspool.recipe.load import LoadedRecipe
@@ -57,9 +59,7 @@ class Synthesis:
         self.context = RunContext(loaded=self.loaded)
         check_data_inputs(self.context)
         self.tokenizer = self.context.tokenizer
-        self.out.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.out / "recipe.yaml", dump_recipe(loaded.recipe))
-        self.context.note()
+        self._whole_recipe = loaded.recipe
         self.templates = {
             name: load_templates(None if config.templates is None else Path(loaded.path(config.templates)))
             for name, config in self.sets.items()
@@ -69,6 +69,10 @@ class Synthesis:
             self._files(config)
 
     def corpora(self) -> dict[str, dict[str, Any]]:
+        """Start the run folder and tokenize the documents of all sets; returns the counts by source."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.out / "recipe.yaml", dump_recipe(self._whole_recipe))
+        self.context.note()
         return {name: build_source(self.context, name) for name in self.recipe.sources}
 
     def estimates(self) -> dict[str, Estimate]:
@@ -181,5 +185,6 @@ def _settings(config: SynthConfig) -> dict[str, Any]:
     return plain
 
 
-def _heldout(entry: Eval) -> dict[str, str] | None:
-    return heldout_digest(entry.text, Path()) if hasattr(entry, "text") else None
+def _heldout(entry: EvalConfig) -> dict[str, str] | None:
+    heldout = suite_of(entry).heldout(entry)
+    return None if heldout is None else heldout_digest(heldout.text, Path())

@@ -12,8 +12,16 @@ from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
 
+from unspool.core.stats import (
+    ALPHA,
+    agresti_min,
+    agresti_min_interval,
+    sign_test,
+    standard_error,
+    t_p_value,
+    t_quantile,
+)
 from unspool.studies.arm_scores import (
     Answers,
     Contributions,
@@ -28,7 +36,6 @@ from unspool.studies.arm_scores import (
 from unspool.studies.load import Study
 from unspool.studies.schema import Margin
 
-ALPHA = 0.05
 # Up to this many differences all 2^n sign flips are enumerated; above, DRAWS of them are sampled.
 MAX_EXACT = 14
 DRAWS = 20_000
@@ -218,7 +225,7 @@ def flip_p(values: np.ndarray) -> float:
     if n == 0:
         return 1.0
     if np.ptp(sizes) <= TOLERANCE * sizes.max():
-        return sign_p(round(signed / float(sizes.mean())), n)
+        return sign_test(round(signed / float(sizes.mean())), n)
     wanted = abs(signed) - TOLERANCE * float(sizes.sum())
     if n <= MAX_EXACT:
         return float(np.mean(np.abs(_flips(n) @ sizes) >= wanted))
@@ -236,13 +243,6 @@ def _flips(n: int) -> np.ndarray:
     return 1 - 2 * ((np.arange(1 << n)[:, None] >> np.arange(n)) & 1).astype(np.int8)
 
 
-def sign_p(lead: int, n: int) -> float:
-    """Two-sided p-value of n coin flips with `lead` more heads than tails."""
-    most = (n + abs(lead)) // 2
-    tail = sum(math.comb(n, heads) for heads in range(most, n + 1))
-    return min(1.0, float(2 * tail / 2**n))
-
-
 def could_tell(num_prompts: int, comparisons: int) -> bool:
     """Whether this many prompts could show a difference at all, even if all of them agreed."""
     return 2.0 ** (1 - num_prompts) * max(1, comparisons) < ALPHA
@@ -251,30 +251,11 @@ def could_tell(num_prompts: int, comparisons: int) -> bool:
 def _interval(values: np.ndarray, *, bounded: bool) -> tuple[float | None, float | None]:
     if len(values) < 2:
         return None, None
-    mean, error = (_bounded_error if bounded else _plain_error)(values)
-    half = _t_quantile(len(values) - 1) * error
-    if not bounded:
-        return mean - half, mean + half
-    # The bounded mean is shrunk towards 0; the interval holds the observed mean for any n.
-    observed = float(values.mean())
-    return max(-1.0, min(observed, mean - half)), min(1.0, max(observed, mean + half))
-
-
-def _plain_error(values: np.ndarray) -> tuple[float, float]:
-    """Mean and standard error; 0 for one value."""
-    error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return float(values.mean()), error
-
-
-def _bounded_error(values: np.ndarray) -> tuple[float, float]:
-    """Agresti and Min's mean and standard error.
-
-    Half an observation is added to each of the four outcomes of a pair, so that n equal answers are no certainty.
-    """
-    n = len(values)
-    mean = float(values.sum()) / (n + 2)
-    variance = max(0.0, (float((values**2).sum()) + 1) / (n + 2) - mean**2)
-    return mean, math.sqrt(variance / (n + 2))
+    quantile = t_quantile(len(values) - 1)
+    if bounded:
+        return agresti_min_interval(values, quantile)
+    mean, error = standard_error(values)
+    return mean - quantile * error, mean + quantile * error
 
 
 def over_seeds(contributions: Contributions, *, bounded: bool = False) -> Test:
@@ -287,13 +268,13 @@ def over_seeds(contributions: Contributions, *, bounded: bool = False) -> Test:
     if k < 2:
         return Test(n=k, p=None, low=None, high=None)
     prompts = np.array(list(pooled(contributions).values()))
-    _, noise = (_bounded_error if bounded else _plain_error)(prompts * len(prompts))
+    _, noise = (agresti_min if bounded else standard_error)(prompts * len(prompts))
     error = max(stdev(means) / math.sqrt(k), noise)
     mean = fmean(means)
     if error <= TOLERANCE * abs(mean):
         return Test(n=k, p=None, low=None, high=None)
-    half = _t_quantile(k - 1) * error
-    return Test(n=k, p=2 * (1 - float(stdtr(k - 1, abs(mean) / error))), low=mean - half, high=mean + half)
+    half = t_quantile(k - 1) * error
+    return Test(n=k, p=t_p_value(mean / error, k - 1), low=mean - half, high=mean + half)
 
 
 def holm(ps: Sequence[float | None]) -> list[float | None]:
@@ -305,8 +286,3 @@ def holm(ps: Sequence[float | None]) -> list[float | None]:
         so_far = max(so_far, min(1.0, (len(known) - rank) * p))
         corrected[at] = so_far
     return corrected
-
-
-@cache
-def _t_quantile(freedom: int) -> float:
-    return float(stdtrit(freedom, 1 - ALPHA / 2))

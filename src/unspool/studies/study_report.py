@@ -9,10 +9,11 @@ from typing import Any
 from unspool import __version__
 from unspool.core.artifacts import write_atomic
 from unspool.core.errors import ConfigError, UnspoolError
+from unspool.core.stats import ALPHA
 from unspool.recipe.load import load_recipe
 from unspool.recipe.run import REPORT
 from unspool.reporting.page import write_report
-from unspool.studies.arm_comparison import ALPHA, compare_arms
+from unspool.studies.arm_comparison import compare_arms
 from unspool.studies.arm_scores import Answers, read_answers
 from unspool.studies.load import Study, StudyRun
 from unspool.studies.run import RunState

@@ -69,6 +69,10 @@ class NextLongConfig(StrategyConfig):
         return self.longest
 
     @property
+    def keeps_chunk_order(self) -> bool:
+        return False  # negatives are sorted by similarity
+
+    @property
     def embedder(self) -> str | None:
         return self.model
 

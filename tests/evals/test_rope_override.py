@@ -1,4 +1,4 @@
-"""`unspool eval --position`: a model scored with other positions, without training."""
+"""`unspool eval --rope`: a model scored with other positions, without training."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from unspool.cli.eval_options import read_rope
 from unspool.cli.main import build_app
-from unspool.evals.backends.base import Stretch
-from unspool.evals.backends.pick import Choice
+from unspool.evals.backends.base import BackendOptions, RopeOverride
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import load_tokenizer
@@ -18,7 +17,7 @@ from unspool.recipe.paths import resolve_path
 from unspool.rope.methods import Abf, Yarn
 
 SHIPPED = "asset:tiny-base"
-LOSS = ["--suite", "loss", "--lengths", "1K", "--samples", "2", "--device", "cpu", "--json"]
+LOSS = ["--suite", "perplexity", "--lengths", "1K", "--samples", "2", "--device", "cpu", "--json"]
 
 
 def scored(*args: str) -> dict:
@@ -48,12 +47,12 @@ def test_scores_are_those_of_a_folder_that_has_the_positions_in_its_config(tmp_p
 
 def test_scores_of_one_method_and_context_are_not_taken_for_those_of_another():
     def identity(**how):
-        return Choice(kind="transformers", model=resolve_path(SHIPPED, Path()), **how).identity
+        return BackendOptions(kind="transformers", model=resolve_path(SHIPPED, Path()), **how).identity
 
     ways = [
         {},
         *(
-            {"stretch": Stretch(rope=position, context_length=context)}
+            {"rope": RopeOverride(rope=position, context_length=context)}
             for position in (Yarn(method="yarn"), Abf(method="abf", base=2e4), Abf(method="abf", base=3e4))
             for context in (1024, 2048)
         ),
@@ -69,17 +68,20 @@ def test_a_method_alone_or_with_settings():
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--rope", "yam"], "--position: method = yam: "),
+        (["--rope", "yam"], "--rope: method = yam: "),
         (["--rope", "yam"], "yarn"),
-        (["--rope", "{method: abf, bass: 8e6}"], "--position: bass: unknown key; did you mean 'base'?"),
-        (["--rope", "{method: abf, base: many}"], "--position: base = many: must be "),
+        (["--rope", "{method: abf, bass: 8e6}"], "--rope: bass: unknown key; did you mean 'base'?"),
+        (["--rope", "{method: abf, base: many}"], "--rope: base = many: must be "),
         (["--rope", "[yarn"], "cannot be read"),
         (["--rope", "3"], "write a method"),
-        (["--context", "8K"], "give --position too"),
+        (["--context", "8K"], "give --rope too"),
         (["--rope", "yarn", "--context", "much"], "--context 'much'"),
         (["--rope", "yarn", "--suite", "short"], "--context 32K"),
-        (["--rope", "yarn", "--suite", "ruler", "--lm-eval", "tasks"], "--position has no part in it"),
-        (["--rope", "yarn", "--backend", "oracle"], "--position is for --backend transformers"),
+        (
+            ["--rope", "yarn", "--suite", "ruler", "--lm-eval", "tasks"],
+            "--rope cannot be combined with --lm-eval",
+        ),
+        (["--rope", "yarn", "--backend", "oracle"], "--rope works with --backend transformers only"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(args, says):

@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unspool.evals import questions
+from unspool.evals import suites
 from unspool.evals.backends.mock import Oracle
-from unspool.evals.config import RulerEval
-from unspool.evals.prompts import Spool
+from unspool.evals.prompts import PromptCache
 from unspool.evals.run import Scoring, score
-from unspool.evals.suite import Question, Suite
+from unspool.evals.suite import Question
+from unspool.evals.suites.ruler import RulerEval
+from unspool.evals.task_suite import TaskSuite
 
 from .toy import TOY
 
@@ -34,8 +35,8 @@ def made(monkeypatch) -> Counter:
 
         return replace(task, build=build)
 
-    suite: Suite = replace(TOY, tasks={name: counting(task) for name, task in TOY.tasks.items()})
-    monkeypatch.setitem(questions.SUITES, "ruler", suite)
+    suite: TaskSuite = replace(TOY, tasks={name: counting(task) for name, task in TOY.tasks.items()})
+    monkeypatch.setitem(suites.SUITES, "ruler", suite)
     return counted
 
 
@@ -46,24 +47,24 @@ def scoring(tmp_path: Path) -> Scoring:
 
 
 def test_what_is_put_comes_back_once_and_equal(tmp_path: Path):
-    spool = Spool(tmp_path)
-    spool.put("one", (ASKED, IDS))
-    spool.put("two", (replace(ASKED, depth=None), IDS[:0]))
+    cache = PromptCache(tmp_path)
+    cache.put("one", (ASKED, IDS))
+    cache.put("two", (replace(ASKED, depth=None), IDS[:0]))
 
-    asked, ids = spool.take("one") or pytest.fail("nothing came back")
+    asked, ids = cache.take("one") or pytest.fail("nothing came back")
     assert asked == ASKED and isinstance(asked.meta["t"], tuple)
     np.testing.assert_array_equal(ids, IDS)
-    assert (spool.take("two") or pytest.fail("nothing"))[0].depth is None
-    assert spool.take("one") is None and spool.take("three") is None
+    assert (cache.take("two") or pytest.fail("nothing"))[0].depth is None
+    assert cache.take("one") is None and cache.take("three") is None
     assert not list(tmp_path.iterdir()), "the file has no name"
 
 
 def test_it_stops_at_its_limit_and_after_a_full_disk(tmp_path: Path):
-    small = Spool(tmp_path, most_bytes=10)
+    small = PromptCache(tmp_path, max_bytes=10)
     small.put("one", (ASKED, IDS))
     assert small.take("one") is None
 
-    full = Spool(tmp_path)
+    full = PromptCache(tmp_path)
     full.put("one", (ASKED, IDS))
 
     class Full:
@@ -88,7 +89,7 @@ def test_every_prompt_is_made_once(scoring, made, tokenizer):
 
 def test_without_room_it_is_made_twice_with_the_same_result(scoring, made, tokenizer, monkeypatch):
     score(scoring, Oracle(tokenizer))
-    monkeypatch.setattr("unspool.evals.run.Spool", lambda folder: Spool(folder, most_bytes=0))
+    monkeypatch.setattr("unspool.evals.run.PromptCache", lambda folder: PromptCache(folder, max_bytes=0))
     other = replace(scoring, out_dir=scoring.root / "other")
     made.clear()
     score(other, Oracle(tokenizer))
