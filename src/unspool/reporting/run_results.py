@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unspool.reporting.suite_titles import FIRST_SUITES
+from unspool.evals.suites import SUITES
+from unspool.reporting.suite_titles import counts_right_answers
 
 BASE = "base"
 LOSS = "perplexity"
@@ -105,7 +106,8 @@ class ModelScores:
 def recall_suites(models: Iterable[ModelScores]) -> list[str]:
     """All scored suites but loss, in the order of the page."""
     found = {cell.suite for model in models for cell in model.cells} - {LOSS}
-    order = {suite: position for position, suite in enumerate(FIRST_SUITES)}
+    first = [suite for suite in SUITES if counts_right_answers(suite)]
+    order = {suite: position for position, suite in enumerate(first)}
     return sorted(found, key=lambda suite: (order.get(suite, len(order)), suite))
 
 

@@ -1,21 +1,7 @@
-"""What the report calls suites and groups of their tasks, keyed by the recipe's names.
+"""Titles of suites in reports. A suite brings its own; groups of tasks follow the papers' tables."""
 
-These tables go when the suite objects answer for themselves.
-"""
+from unspool.evals.suites import SUITES
 
-SUITE_TITLES = {
-    "niah": "Needle recall",
-    "key_value": "Key-value recall",
-    "perplexity": "Loss",
-    "ruler": "RULER",
-    "helmet": "HELMET",
-    "lveval": "LV-Eval",
-    "infbench": "∞Bench",
-    "nocha": "Claims about books",
-    "short": "Short tasks",
-}
-RIGHT_OR_WRONG_SUITES = ("niah", "key_value")
-FIRST_SUITES = ("niah", "key_value")
 # Titles of HELMET's categories, in the order of its tables.
 HELMET_CATEGORY_TITLES = {
     "recall": "Recall",
@@ -33,4 +19,10 @@ RULER_TASK_GROUPS = {"niah": "Needles", "vt": "Tracing", "cwe": "Counting", "fwe
 def suite_title(suite: str) -> str:
     """The title of a suite or of `suite: task`."""
     name, colon, task = suite.partition(":")
-    return SUITE_TITLES.get(name, name) + colon + task
+    title = SUITES[name].title if name in SUITES else {"short": "Short tasks"}.get(name, name)
+    return title + colon + task
+
+
+def counts_right_answers(suite: str) -> bool:
+    """Whether the scores of a suite are shares of right answers; such suites come first on the page."""
+    return suite in SUITES and SUITES[suite].measure == "accuracy"
