@@ -108,7 +108,7 @@ def test_every_trouble_is_tried_again_and_counted(tmp_path, monkeypatch):
         trouble.over.set()
     assert trouble.keys == {f"Bearer {KEY}"}
     with GeneratorReplies(tmp_path / "replies.jsonl") as again:
-        assert dict(again.errors) == expected, "troubles are counted over all runs"
+        assert dict(again.errors) == expected, "errors are counted over all runs"
         assert len(again) == 3
     assert KEY not in (tmp_path / "replies.jsonl").read_text()
 

@@ -30,7 +30,7 @@ def test_full_attention_makes_a_document_of_every_row():
 def test_labels_are_those_of_each_row_alone_whatever_attention():
     """Full attention sees across documents, but still no label crosses from one into the next."""
     alone = np.concatenate([labels(row.tokens, row.doc_lens, row.loss_mask) for row in ROWS])
-    for attention in ("documents", "full"):
+    for attention in ("intra_document", "full"):
         batch = build_batch(ROWS, attention=attention)
 
         assert batch.labels.tolist() == alone.tolist()

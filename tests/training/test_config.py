@@ -6,7 +6,7 @@ from unspool.rope.methods import Unchanged
 
 
 def test_sizes_and_defaults_are_read():
-    stage = build_stage(context="1K", batch="4K", tokens="1M")
+    stage = build_stage(context_length="1K", batch_tokens="4K", tokens="1M")
 
     assert (stage.context_length, stage.batch_tokens, stage.steps) == (1024, 4096, 256)
     assert stage.rope == Unchanged()
@@ -20,9 +20,12 @@ def test_a_last_step_that_would_not_be_full_is_left_out():
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
-        ({"batch": 48}, r"batch must be a multiple of context \(32 tokens\)"),
-        ({"micro_batch_tokens": 48}, "micro_batch must be a multiple of context and divide batch"),
-        ({"batch": 96, "micro_batch_tokens": 64}, "micro_batch must be a multiple of context and divide batch"),
+        ({"batch_tokens": 48}, r"batch_tokens must be a multiple of context_length \(32 tokens\)"),
+        ({"micro_batch_tokens": 48}, "micro_batch_tokens must be a multiple of context_length and divide batch_tokens"),
+        (
+            {"batch_tokens": 96, "micro_batch_tokens": 64},
+            "micro_batch_tokens must be a multiple of context_length and divide batch_tokens",
+        ),
         ({"tokens": 32}, "tokens must be at least one batch"),
         ({"mix": {}}, "every share must be above 0"),
         ({"mix": {"long": 0}}, "every share must be above 0"),
@@ -30,7 +33,7 @@ def test_a_last_step_that_would_not_be_full_is_left_out():
         ({"lr_overrides": {"mlp": -1e-3}}, "every lr must be 0 or more"),
         ({"export_context_length": 64}, "claim must not exceed context"),
         (
-            {"export_context_length": 16, "position": {"method": "yarn"}},
+            {"export_context_length": 16, "rope": {"method": "yarn"}},
             "claim cannot be below context with method yarn",
         ),
         (
@@ -51,7 +54,7 @@ def test_a_last_step_that_would_not_be_full_is_left_out():
         ),
         ({"attention_distillation": {"datasets": "short", "after": 8}}, "give lr, the highest rate of its own steps"),
         (
-            {"attention_distillation": {"datasets": "held", "after": 8, "lr": 1e-3}, "validation": {"rows": "held"}},
+            {"attention_distillation": {"datasets": "held", "after": 8, "lr": 1e-3}, "validation": {"dataset": "held"}},
             r"validation\.rows held are in refit\.rows",
         ),
         ({"warmup_ratio": 1}, "less than 1"),
@@ -66,12 +69,12 @@ def test_impossible_stages_are_refused(changes, wanted):
 
 
 def test_a_refit_has_shares_and_a_smaller_rate_after_training():
-    refit = build_stage(refit={"rows": "short", "after": 8, "lr": 4e-3}).attention_distillation
+    refit = build_stage(attention_distillation={"datasets": "short", "after": 8, "lr": 4e-3}).attention_distillation
 
     assert (refit.shares, refit.lr_after, refit.before) == ({"short": 1.0}, 1e-3, 0)
     assert (
         build_stage(
-            attention_distillation={"rows": {"a": 3, "b": 1}, "after": 8, "lr": 1, "after_lr": 2}
+            attention_distillation={"datasets": {"a": 3, "b": 1}, "after": 8, "lr": 1, "after_lr": 2}
         ).attention_distillation.lr_after
         == 2
     )

@@ -30,12 +30,12 @@ REFIT = {
     "before": 3,
     "during": WEIGHT,
     "after": 2,
-    "batch": 32,
+    "batch_tokens": 32,
     "during_batch_tokens": 16,
     "lr": 1e-2,
 }
 NAN = {"model.layers.0.self_attn.q_proj.weight": torch.tensor(float("nan"))}
-PLAIN = STAGE.model_dump(mode="json", exclude={"refit"})
+PLAIN = STAGE.model_dump(mode="json", exclude={"attention_distillation"})
 WITH = build_stage(**PLAIN | {"attention_distillation": REFIT})
 
 
@@ -123,7 +123,9 @@ def test_a_step_has_the_gradient_of_training_and_the_weighted_one_of_the_distanc
         student.zero_grad()
         distance = distance_by_transformers(teacher, student, tokens)
         distance.backward()
-        assert metrics(tmp_path / "with" / "one")[step]["refit"] == pytest.approx(distance.item(), rel=1e-4)
+        assert metrics(tmp_path / "with" / "one")[step]["attention_distillation"] == pytest.approx(
+            distance.item(), rel=1e-4
+        )
         for name, parameter in student.named_parameters():
             added = taken[step][name] - taken[steps + step][name]
             if "q_proj" in name or "k_proj" in name:
@@ -153,13 +155,13 @@ def test_before_during_and_after_go_through_the_rows_one_after_the_other(inputs,
 
 
 def test_metrics_tell_the_distance_of_every_step_and_only_where_there_is_one(inputs, undisturbed, tmp_path):
-    assert all(line["refit"] > 0 for line in metrics(undisturbed))
+    assert all(line["attention_distillation"] > 0 for line in metrics(undisturbed))
     assert [json.loads(line)["phase"] for line in (undisturbed / FILE).read_text().splitlines()] == [
         *["before"] * 3,
         *["after"] * 2,
     ]
     run(inputs, tmp_path / "one", changed(during=0))
-    assert not any("refit" in line for line in metrics(tmp_path / "one"))
+    assert not any("attention_distillation" in line for line in metrics(tmp_path / "one"))
 
 
 def test_a_distance_that_is_not_a_number_changes_nothing_and_stays_valid_json(inputs, tmp_path, monkeypatch):
@@ -173,7 +175,7 @@ def test_a_distance_that_is_not_a_number_changes_nothing_and_stays_valid_json(in
     run(inputs, tmp_path / "one", stage)
 
     found = metrics(tmp_path / "one")
-    assert all(line["refit"] is None and line["skipped"] for line in found)
+    assert all(line["attention_distillation"] is None and line["skipped"] for line in found)
 
 
 def test_the_teacher_is_gone_before_another_is_loaded(inputs, tmp_path, monkeypatch):
@@ -201,17 +203,17 @@ def test_queries_and_keys_of_the_shipped_model_stay_near_what_they_attended_to(t
     found = {}
     for weight in (1e-9, 4.0):
         stage = build_stage(
-            position={"method": "abf", "base": 5e5},
+            rope={"method": "abf", "base": 5e5},
             mix={"short": 1.0},
-            context=512,
-            batch=1024,
+            context_length=512,
+            batch_tokens=1024,
             tokens=12 * 1024,
             lr=3e-3,
             lr_overrides={"q_proj": 3e-3, "k_proj": 3e-3, "model": 0},
-            attention_distillation={"rows": "short", "during": weight, "during_batch_tokens": 512},
+            attention_distillation={"datasets": "short", "during": weight, "during_batch_tokens": 512},
         )
         run(inputs, tmp_path / str(weight) / "one", stage)
-        found[weight] = [line["refit"] for line in metrics(tmp_path / str(weight) / "one")]
+        found[weight] = [line["attention_distillation"] for line in metrics(tmp_path / str(weight) / "one")]
     measured, counted = found[1e-9], found[4.0]
     assert measured[0] == pytest.approx(counted[0], rel=1e-5), "the same rows and weights"
     assert counted[-1] < 0.7 * counted[0]
@@ -232,7 +234,9 @@ def test_a_killed_stage_ends_with_the_same_bits(step, inputs, undisturbed, tmp_p
     run(inputs, out, WITH)
 
     assert_same_result(out, undisturbed)
-    assert [line["refit"] for line in metrics(out)] == [line["refit"] for line in metrics(undisturbed)]
+    assert [line["attention_distillation"] for line in metrics(out)] == [
+        line["attention_distillation"] for line in metrics(undisturbed)
+    ]
 
 
 # Refused
@@ -277,23 +281,25 @@ def test_the_untrained_part_of_a_model_gets_nothing(inputs, tmp_path):
 def test_on_cuda_it_follows_the_cpu_to_bfloat16(position, text_rows, tmp_path):
     inputs = StageInputs(model=TINY, datasets={"short": text_rows}, attention_distillation={"short": text_rows})
     stage = build_stage(
-        position=position,
+        rope=position,
         mix={"short": 1.0},
-        context=512,
-        batch=1024,
+        context_length=512,
+        batch_tokens=1024,
         tokens=4 * 1024,
         lr=1e-3,
         attention_distillation={
-            "rows": "short",
+            "datasets": "short",
             "before": 2,
             "during": 4.0,
             "after": 2,
-            "batch": 1024,
+            "batch_tokens": 1024,
             "during_batch_tokens": 512,
             "lr": 1e-3,
         },
     )
     for device in ("cpu", "cuda"):
         run_stage(stage, inputs, tmp_path / device / "one", seed=0, device=torch.device(device))
-    on_cpu, on_gpu = ([line["refit"] for line in metrics(tmp_path / device / "one")] for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (
+        [line["attention_distillation"] for line in metrics(tmp_path / device / "one")] for device in ("cpu", "cuda")
+    )
     assert on_gpu == pytest.approx(on_cpu, rel=0.03)

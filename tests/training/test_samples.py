@@ -9,7 +9,7 @@ from unspool.training.metrics.validation import build_samples, shown
 
 
 def sampling(prompts, model=None, **options):
-    stage = build_stage(context=64, batch=64, samples={"prompts": prompts, "tokens": 6, **options})
+    stage = build_stage(context_length=64, batch_tokens=64, samples={"prompts": prompts, "tokens": 6, **options})
     model = model or build_model()
     return build_samples(stage, model, build_tokenizer()).write(model)
 

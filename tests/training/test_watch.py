@@ -148,7 +148,7 @@ def held(tmp_path_factory):
 
 
 LOOKING = build_stage(
-    validation={"rows": "held", "every": 2}, samples={"prompts": ["the \x1b[1mriver"], "every": 4, "tokens": 3}
+    validation={"dataset": "held", "every": 2}, samples={"prompts": ["the \x1b[1mriver"], "every": 4, "tokens": 3}
 )
 
 
@@ -277,7 +277,7 @@ def test_a_log_gets_a_line_at_first_at_last_and_now_and_then(tmp_path, capsys):
 
 def test_time_that_is_left_is_by_the_wall_and_speed_by_the_steps():
     clock = Clock()
-    found = Meter(steps=10, batch=64, clock=clock)
+    found = Meter(steps=10, batch_tokens=64, clock=clock)
     for _ in range(3):
         clock.now += 5
         found.add(2.0, None)
@@ -286,7 +286,7 @@ def test_time_that_is_left_is_by_the_wall_and_speed_by_the_steps():
 
 
 def test_speed_is_that_of_the_last_steps_only():
-    found = Meter(steps=100, batch=64, clock=Clock())
+    found = Meter(steps=100, batch_tokens=64, clock=Clock())
     found.add(1000.0, 0.01)  # a first step that compiles
     for _ in range(flops.LAST_STEPS):
         found.add(2.0, 0.5)

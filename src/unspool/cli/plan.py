@@ -1,6 +1,7 @@
 """`unspool plan`: tokens, memory, hours and settings of a recipe before anything is started."""
 
 import json
+import logging
 import re
 import shlex
 import shutil
@@ -12,7 +13,7 @@ import typer
 from unspool.cli.recipes import Override
 from unspool.cli.run import RecipeArgument
 from unspool.core.errors import ConfigError
-from unspool.core.progress import progress_bar, say
+from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count, format_size
 from unspool.planning.cost import GPUS
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from unspool.planning.fit import Estimate, Machine
     from unspool.planning.recipe_plan import Plan, StagePlan
     from unspool.recipe.load import LoadedRecipe
+
+logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([GT])i?B?", re.IGNORECASE)
@@ -83,7 +86,7 @@ def _machine(gpu: str | None, count: int, host_mem: str | None, *, here: bool) -
     if here and gpu is not None and own is not None and find_gpu(gpu) != own:
         raise ConfigError(f"--measure measures this machine's {own.name}, not --gpu {gpu}; leave one of them out.")
     if gpu is None and own is None:
-        say(f"no GPU here and no --gpu: planning for {REFERENCE.title}")
+        logger.info(f"no GPU here and no --gpu: planning for {REFERENCE.title}")
     return Machine(gpu=find_gpu(gpu) if gpu else own or REFERENCE, count=count, host=_bytes(host_mem))
 
 
@@ -117,7 +120,7 @@ def _saved(loaded: "LoadedRecipe", machine: "Machine", model: str | None) -> "Ca
     found = load_calibration(loaded.recipe.out)
     if found is None or not found.is_for(machine.gpu.name, planned_model(loaded, model).shape):
         return None
-    say(f"rates measured earlier: {loaded.recipe.out / FILE}")
+    logger.info(f"rates measured earlier: {loaded.recipe.out / FILE}")
     return found
 
 
@@ -130,11 +133,11 @@ def _measured(loaded: "LoadedRecipe", machine: "Machine", model: str | None) -> 
     first = plan_recipe(loaded, machine, model=model)
     longest = max(first.stages, key=lambda planned: planned.stage.context_length)
     stage = longest.chosen.stage if longest.chosen else longest.stage
-    say(f"measuring a few layers of stage {stage.name} on {machine.gpu.title}, six steps of some seconds …")
+    logger.info(f"measuring a few layers of stage {stage.name} on {machine.gpu.title}, six steps of some seconds …")
     docs = first.data.documents[stage.name]
     found = measure(first.model.shape, stage, docs, machine.gpu, torch.device("cuda"))
     path = save_calibration(found, loaded.recipe.out)
-    say(f"measured rates are kept in {path}, and used from now on")
+    logger.info(f"measured rates are kept in {path}, and used from now on")
     return found
 
 

@@ -5,6 +5,7 @@ the same bytes as one that was never killed.
 """
 
 import json
+import logging
 import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from unspool.core.artifacts import digest, seal, stale_reason, write_atomic
 from unspool.core.errors import ConfigError
-from unspool.core.progress import progress_bar, say
+from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count
 from unspool.data.facts import word_list
 from unspool.evals.backends.base import Backend
@@ -28,6 +29,8 @@ from unspool.evals.suites import suite_of
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 # Raised when prompts or scoring change, so that older scores are made again.
 SUITE_VERSION = 1
@@ -64,13 +67,13 @@ def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
     identity = _identity(scoring)
     reason = stale_reason(scoring.out_dir, **identity)
     if reason is None:
-        say(f"scores of {scoring.model}: up to date")
+        logger.info(f"scores of {scoring.model}: up to date")
         loaded: dict[str, Any] = json.loads((scoring.out_dir / SUMMARY).read_text(encoding="utf-8"))
         return loaded
     plan = EvalPlan(scoring.evals, backend.tokenizer, seed=scoring.seed, root=scoring.root)
     backend.planned_tokens = plan.prompt_tokens
     num_samples = plan.num_samples
-    say(
+    logger.info(
         f"scores of {scoring.model} ({reason}): {plan.num_contexts} contexts, {num_samples} samples, "
         f"{format_count(plan.prompt_tokens)} prompt tokens"
     )
@@ -176,7 +179,7 @@ def _score_units(plan: EvalPlan, backend: Backend, path: Path, *, label: str) ->
     done = _recover(path, units)
     contexts = sum(unit.num_contexts for unit in units[:done])
     if done:
-        say(f"{label}: {contexts} of {total} contexts were scored before")
+        logger.info(f"{label}: {contexts} of {total} contexts were scored before")
     if done < len(units):
         plan.check()
     # Counted in tokens, since a long context takes as much time as many short ones.

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
+from unspool.core.stats import Z, score_interval, wilson
 from unspool.evals.config import TaskEval
 from unspool.evals.scoring.effective_length import adaptation_rate, effective_length
 from unspool.evals.scoring.ranking import pair_accuracy
-from unspool.evals.stats import Z, interval, wilson
 from unspool.evals.suite import Cell, Sample, Task
 
 # Depths are continuous; a heatmap has rows.
@@ -156,7 +156,7 @@ def combined(parts: Sequence[Cell]) -> Cell:
 def _task(config: TaskEval, task: Task, length: int, samples: Sequence[Sample]) -> list[Cell]:
     def cell(depth: float | None, chosen: Sequence[Sample]) -> Cell:
         known = [sample["score"] for sample in chosen if sample["score"] is not None]
-        low, high = interval(known) if known else (None, None)
+        low, high = score_interval(known) if known else (None, None)
         return {
             **_head(config, length),
             "task": task.name,

@@ -6,16 +6,14 @@ it allows.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from unspool.core.config import nearest
+from unspool.core.config import nearest, registry_version
 from unspool.core.errors import ConfigError
-from unspool.data.sources.base import Source
-from unspool.data.sources.registry import SOURCES
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import Marks, Place, Problem
 
@@ -25,12 +23,12 @@ SIZE_TYPES = {"integer", "number", "string"}
 
 
 def recipe_schema() -> Shape:
-    return _build_schema(tuple(SOURCES.values()))
+    """Return the JSON schema of recipes, with every kind, method and strategy that is registered now."""
+    return _build_schema(registry_version())
 
 
-@cache
-def _build_schema(source_kinds: tuple[type[Source], ...]) -> Shape:
-    """Build the schema again whenever a kind has been registered."""
+@lru_cache(maxsize=1)
+def _build_schema(version: object) -> Shape:
     schema = Recipe.model_json_schema(by_alias=True)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 

@@ -4,6 +4,7 @@ A step skips what is up to date and says why it redoes the rest, so a run is saf
 ranks all of them train; rank 0 does every other step while the others wait.
 """
 
+import logging
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import transformers
 
 from unspool import __version__
 from unspool.core.errors import ConfigError
-from unspool.core.progress import console, say
+from unspool.core.logging import silence
 from unspool.evals.plan import EvalPlan
 from unspool.evals.run import Scoring, score_model
 from unspool.models.config import NewModel, original_context
@@ -32,6 +33,8 @@ from unspool.training.parallel.ranks import Ranks
 from unspool.training.parallel.requirements import check_fit
 from unspool.training.stage import StageInputs, run_stage, stage_reason
 
+logger = logging.getLogger(__name__)
+
 BASE = "base"
 REPORT = "report.html"
 
@@ -48,7 +51,7 @@ def open_run(loaded: LoadedRecipe, ranks: Ranks | None = None, *, share: Share =
     """Check everything that can be checked without work, then create the run folder."""
     context = RunContext(loaded=loaded, ranks=ranks or one_rank(pick_device(loaded.recipe.device)), share=share)
     if not context.is_leader:
-        console.quiet = True  # rank 0 speaks for all
+        silence()  # rank 0 logs for all
     check_data_inputs(context)
     _check_layouts(context)
     facts = {
@@ -63,7 +66,8 @@ def open_run(loaded: LoadedRecipe, ranks: Ranks | None = None, *, share: Share =
 def run(context: RunContext) -> Outcome:
     """Run every step of the recipe."""
     count = len(context.recipe.stages)
-    say(f"{context.recipe.name}: {count} stage{'s' * (count != 1)} on {device_of(context).type}, into {context.out}")
+    stages = f"{count} stage{'s' * (count != 1)}"
+    logger.info(f"{context.recipe.name}: {stages} on {device_of(context).type}, into {context.out}")
     context.on_leader(lambda: check_evals(context))
     tokenize(context)
     pack(context)

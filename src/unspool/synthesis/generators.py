@@ -106,7 +106,7 @@ def _num_tokens(reported: Any, text: str) -> int:
     return reported if isinstance(reported, int) and reported >= 0 else len(text) // CHARS_PER_TOKEN
 
 
-# Requests come in bursts; a batch waits so long for more.
+# Requests arrive in bursts, so a batch waits for more before it starts.
 BATCH_WAIT_SECONDS = 0.05
 _Waiting = tuple[Request, "Future[Reply]"]
 

@@ -5,6 +5,7 @@ The exit code is the shell's for that signal: 143 for SIGTERM (which Slurm sends
 130 for Ctrl-C.
 """
 
+import logging
 import os
 import signal
 import threading
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from unspool.core.progress import say
+logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -45,7 +46,7 @@ def listen(name: str) -> Iterator[Stop]:
             os.kill(os.getpid(), number)
             return
         stop.signal = signal.Signals(number)
-        say(f"{name}: {stop.signal.name}: stopping after this step; a second one stops at once")
+        logger.warning(f"{name}: {stop.signal.name}: stopping after this step; a second one stops at once")
 
     before = {number: signal.signal(number, note) for number in SIGNALS}
     try:

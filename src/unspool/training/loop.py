@@ -7,6 +7,7 @@ they go by the same numbers; the leader writes.
 Elsewhere: what is written about each step (watch.py), what is wrong with one (guard.py), resuming (resume.py).
 """
 
+import logging
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 
 from unspool.core.errors import UnspoolError
-from unspool.core.progress import say
 from unspool.data.mixture import Mix, ModelShape
 from unspool.data.packing.store import RowSet
 from unspool.training.checkpoint.resume import CHECKPOINTS, resumable
@@ -32,6 +32,8 @@ from unspool.training.optim.base import Updater
 from unspool.training.parallel.mesh import Team, one_rank
 from unspool.training.spike_guard import Guard
 from unspool.training.step import StepResult, train_step
+
+logger = logging.getLogger(__name__)
 
 # Learning rate by step.
 
@@ -90,7 +92,7 @@ def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, 
             if not guard.note(result.loss, result.grad_norm, wrong):
                 raise UnspoolError(_stopped(stage, step, batches.picks, wrong))
             if wrong:
-                say(f"stage {stage.name}: step {step} is skipped: {wrong} (rows {_named(batches.picks)})")
+                logger.warning(f"stage {stage.name}: step {step} is skipped: {wrong} (rows {_named(batches.picks)})")
             if ledger is not None:
                 ledger.append(ledger_line(step, batches.picks, skipped=wrong))
             team.ranks.outside("saving or looking", step)
@@ -137,7 +139,7 @@ def _content(path: Path) -> dict[str, bytes]:
 def _leave(stage: StageConfig, work: Path, asked: Signals) -> None:
     saved = checkpoints(work / CHECKPOINTS)
     kept = f"saved as {saved[-1].name}" if saved else "nothing could be saved"
-    say(f"stage {stage.name}: stopped by {asked.name}, {kept}; the same command goes on from there")
+    logger.warning(f"stage {stage.name}: stopped by {asked.name}, {kept}; the same command goes on from there")
     raise StoppedError(asked)
 
 

@@ -9,6 +9,7 @@ Price: what cannot be read part by part (loading.py) every rank loads whole into
 """
 
 import errno
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +24,6 @@ from torch import Tensor
 
 from unspool.core.artifacts import digest, publish, read_manifest, stale_reason, write_atomic
 from unspool.core.errors import ConfigError, UnspoolError
-from unspool.core.progress import say
 from unspool.core.sizes import format_count, format_size
 from unspool.data.mixture import Mix, epoch_warnings
 from unspool.data.packing.store import RowSet, open_rows
@@ -55,6 +55,8 @@ from unspool.training.parallel.mesh import Team, build_team, one_rank
 from unspool.training.parallel.ranks import Ranks
 from unspool.training.parallel.requirements import check_fit, model_shape
 from unspool.training.spike_guard import Guard
+
+logger = logging.getLogger(__name__)
 
 KIND = "stage"
 
@@ -158,7 +160,7 @@ def _look(stage: StageConfig, out_dir: Path, identity: dict[str, Any]) -> str | 
     if reason is None:
         # A kill just after publishing leaves checkpoints behind.
         shutil.rmtree(_work_path(out_dir), ignore_errors=True)
-        say(f"stage {stage.name}: up to date")
+        logger.info(f"stage {stage.name}: up to date")
     return reason
 
 
@@ -197,9 +199,9 @@ def _announce(stage: StageConfig, mix: Mix, reason: str, *, done: int, team: Tea
     tokens = f"{format_count(stage.steps * stage.batch_tokens)} tokens at {format_size(stage.context_length)}"
     epochs = mix.epochs(stage.steps * stage.batch_tokens // stage.context_length)
     repeated = ", ".join(f"{name} {epoch:.2g}" for name, epoch in epochs.items())
-    say(f"stage {stage.name}: {stage.steps} steps, {tokens} on {where} ({reason}{resumed}); epochs: {repeated}")
+    logger.info(f"stage {stage.name}: {stage.steps} steps, {tokens} on {where} ({reason}{resumed}); epochs: {repeated}")
     for warning in epoch_warnings(epochs):
-        say(f"stage {stage.name}: {warning}")
+        logger.warning(f"stage {stage.name}: {warning}")
 
 
 @contextmanager

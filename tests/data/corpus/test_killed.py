@@ -35,7 +35,7 @@ SOURCES: dict[str, FileSource] = {
     "code": ReposSource(kind="repos", path="repos", max_bad=1),
 }
 ROWS: dict[str, dict[str, Any]] = {
-    "long": {"from": {"books": 0.8, "code": 0.2}, "length": 512},
+    "long": {"from": {"books": 0.8, "code": 0.2}, "seq_len": 512},
     "tangled": {"from": "books", "seq_len": 512, "utk": {"min_split": 32}},
 }
 

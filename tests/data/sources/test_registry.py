@@ -115,7 +115,7 @@ def test_a_name_has_one_class_and_a_class_one_name(with_csv):
     class Nameless(FileSource):
         pass
 
-    with pytest.raises(ConfigError, match="'csv' already names CsvSource"):
+    with pytest.raises(ConfigError, match=r"'csv' is already registered \(CsvSource\)"):
         register_source(Other)
     with pytest.raises(ConfigError, match=r"Nameless\.kind must be a Literal with one name"):
         register_source(Nameless)

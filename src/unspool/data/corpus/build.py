@@ -11,6 +11,7 @@ order up to and including the one that reaches the source's limit.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,6 @@ from datatrove.pipeline.base import PipelineStep
 
 from unspool.core.artifacts import CHECKSUM_LIMIT, FORMAT, digest, file_digest, read_manifest, seal, stale_reason
 from unspool.core.errors import DataError
-from unspool.core.progress import say
 from unspool.data.corpus.config import EngineConfig
 from unspool.data.corpus.executors import check_engine, run_tasks, started
 from unspool.data.corpus.ledger import QUARANTINE, Ledger, check_bad_share, describe_bad, load_ledgers
@@ -43,6 +43,8 @@ from unspool.data.tokenize.encoder import build_encoder, choose_route, forget_en
 # Importing it takes seconds, which every worker process would pay.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
 
 KIND = "corpus"
 # Format of the files that tasks write into the work folder; raised when it changes, so that no old folder is resumed.
@@ -75,7 +77,7 @@ def build_corpus(
         settings["seed"] = seed
     reason = stale_reason(out_dir, kind=KIND, inputs=inputs, settings=settings)
     if reason is None:
-        say(f"corpus {name}: up to date")
+        logger.info(f"corpus {name}: up to date")
         manifest = read_manifest(out_dir)
         assert manifest is not None
         counts: dict[str, Any] = manifest["counts"]
@@ -85,7 +87,7 @@ def build_corpus(
     if chat is None:
         encoder = choose_route(encoder, list(source.sample(units, seed)))
     forget_engines()
-    say(f"corpus {name}: tokenizing with {encoder.route} ({reason})")
+    logger.info(f"corpus {name}: tokenizing with {encoder.route} ({reason})")
     ledger = Ledger()
     tasks = source.divide(units, seed)
     limit = source.token_limit
@@ -120,7 +122,7 @@ def build_corpus(
         counts["trained_tokens"] = int(trained.sum())
         (partial / TEMPLATE_FILE).write_text(chat.template.text, encoding="utf-8")
     if total.bad:
-        say(f"corpus {name}: {len(total.bad)} unreadable records in {QUARANTINE}: {describe_bad(total.bad)}")
+        logger.warning(f"corpus {name}: {len(total.bad)} unreadable records in {QUARANTINE}: {describe_bad(total.bad)}")
     shutil.rmtree(partial / WORK)
     seal(partial, out_dir, kind=KIND, inputs=inputs, settings=settings, counts=counts)
     return counts

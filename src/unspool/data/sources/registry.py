@@ -1,12 +1,9 @@
 """All source kinds by name, and the type of a recipe's `sources` entries."""
 
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, get_args
+from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, GetJsonSchemaHandler, PlainValidator, SerializeAsAny, TypeAdapter
-from pydantic_core import CoreSchema
-
+from unspool.core.config import FromRegistry, register, tag_value
 from unspool.core.errors import ConfigError
 from unspool.data.sources.base import Document, FileSource, Source, read_items
 from unspool.data.sources.chat import ChatSource
@@ -42,34 +39,18 @@ def register_source(source: type[SourceClass]) -> type[SourceClass]:
     Raises:
         ConfigError: `kind` is not a Literal with one name, or another class has that name.
     """
-    names = get_args(source.model_fields["kind"].annotation)
-    if len(names) != 1:
-        raise ConfigError(f"{source.__name__}.kind must be a Literal with one name, such as Literal['csv'].")
-    if SOURCES.setdefault(names[0], source) is not source:
-        raise ConfigError(f"source kind {names[0]!r} already names {SOURCES[names[0]].__name__}; use another name.")
+    register(SOURCES, tag_value(source, "kind"), source, kind="source kind")
     return source
 
 
-@cache
-def _adapter(classes: tuple[type[Source], ...]) -> TypeAdapter[Source]:
-    kinds: Any = Annotated[Union[classes], Field(discriminator="kind")]  # noqa: UP007
-    return TypeAdapter(kinds)
+_ANY_KIND = FromRegistry(SOURCES, "kind")
+AnySource = Annotated[Source, _ANY_KIND]
 
 
 def build_source(settings: Any) -> Source:
     """Check the settings of a source, `kind` included; pydantic's ValidationError if they are wrong."""
-    return _adapter(tuple(SOURCES.values())).validate_python(settings)
-
-
-class _AllKinds:
-    """Makes the JSON schema list the kinds that are registered when it is asked for."""
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return handler(_adapter(tuple(SOURCES.values())).core_schema)
-
-
-# Not a Union, which would be fixed when the recipe's class is built, before others can register their kinds.
-AnySource = Annotated[SerializeAsAny[Source], PlainValidator(build_source), _AllKinds()]
+    source: Source = _ANY_KIND.adapter().validate_python(settings)
+    return source
 
 
 def source_for_file(path: Path, text: str | None = None) -> FileSource:

@@ -11,6 +11,7 @@ No token crosses a mask boundary: the text is split there, as it is when a model
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,10 +23,11 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from unspool.core.errors import ConfigError
-from unspool.core.progress import say
 from unspool.data.sources.base import Message
 from unspool.data.sources.files import Unreadable
 from unspool.data.tokenize.chat_template import BEGIN, END, PRIVATE, ChatTemplate, check_template
+
+logger = logging.getLogger(__name__)
 
 _PROBE = "\ufdd2"  # stands for an answer
 
@@ -152,7 +154,9 @@ def build_chat_encoder(tokenizer: PreTrainedTokenizerFast, template: str | None,
     special = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
     settled = check_template(ChatTemplate(text=template, special_tokens=tuple(sorted(special.items()))), name)
     if settled.merges_system:
-        say(f"source {source}: {name} has no system role; system messages are put before the first user message")
+        logger.warning(
+            f"source {source}: {name} has no system role; system messages are put before the first user message"
+        )
     definition, controls = _rename_controls(tokenizer.backend_tokenizer.to_str())
     encoder = ChatEncoder(template=settled, definition=definition, controls=controls)
     _check_masks(encoder, name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import logging
 import platform
 import zlib
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,6 @@ from tokenizers import Tokenizer
 
 from unspool.core.artifacts import digest
 from unspool.core.errors import ConfigError, DataError
-from unspool.core.progress import say
 from unspool.core.rng import rng_for
 from unspool.data.tokenize.fast import (
     ENGINES,
@@ -32,6 +32,8 @@ from unspool.data.tokenize.fast import (
     load_reference,
     pre_tokenizer_parts,
 )
+
+logger = logging.getLogger(__name__)
 
 # One passage of `_PASSAGE` characters in every `_STRIDE` is compared with the tokenizer.
 _STRIDE = 1 << 20
@@ -263,7 +265,7 @@ def choose_route(encoder: Encoder, sample: Sequence[str]) -> Encoder:
         agreed = f"{route} gives the tokenizer's own ids on {len(sample)} sample documents ({millions:.1f}M characters)"
         return replace(encoder, route=route, why="; ".join([*refusals, agreed]))
     why = "; ".join(refusals)
-    say(f"tokenizing with tokenizers, which takes several times longer: {why}")
+    logger.warning(f"tokenizing with tokenizers, which takes several times longer: {why}")
     return replace(encoder, route="tokenizers", why=why)
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.client import HTTPException, InvalidURL
 from threading import BoundedSemaphore
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from unspool.evals.prompts import Prompt, PromptQuestion
 # Status codes that may be different a moment later.
 TRANSIENT_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 MAX_PAUSE = 60.0
+Result = TypeVar("Result")
 _NO_ADDRESS = "is no address; give one such as http://localhost:8000/v1."
 
 
@@ -64,18 +65,33 @@ def post_json(
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
     """POST JSON and return the JSON reply, with retries."""
-    problem = ""
-    for number in range(retry.attempts):
+    try:
+        return call_with_retries(lambda: post_once(url, body, key=key, seconds=retry.seconds), retry, sleep=sleep)
+    except TransientError as error:
+        raise UnspoolError(
+            f"{url} gave no answer in {retry.attempts} attempts ({printable_line(error.problem)}). Start the server or "
+            "raise --timeout, and run this again: finished answers are kept."
+        ) from None
+
+
+def call_with_retries(
+    call: Callable[[], Result],
+    retry: RetryPolicy,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    on_error: Callable[[TransientError], None] = lambda error: None,
+) -> Result:
+    """Call until there is no TransientError; raises that of the last attempt."""
+    number = 0
+    while True:
         try:
-            return post_once(url, body, key=key, seconds=retry.seconds)
+            return call()
         except TransientError as error:
-            problem = error.problem
-            if number + 1 < retry.attempts:
-                sleep(retry_delay(number, error, retry))
-    raise UnspoolError(
-        f"{url} gave no answer in {retry.attempts} attempts ({printable_line(problem)}). Start the server or raise "
-        "--timeout, and run this again: finished answers are kept."
-    )
+            on_error(error)
+            if number + 1 >= retry.attempts:
+                raise
+            sleep(retry_delay(number, error, retry))
+            number += 1
 
 
 def retry_delay(number: int, error: TransientError, retry: RetryPolicy) -> float:

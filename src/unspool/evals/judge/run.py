@@ -6,6 +6,7 @@ twice. Unparsable replies are counted, and their scores stay missing.
 
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from typing import Any
 
 from unspool.core.artifacts import read_manifest, seal, write_atomic
 from unspool.core.errors import ConfigError, DataError
-from unspool.core.progress import progress_bar, say
+from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count
 from unspool.evals.backends.base import Backend
 from unspool.evals.config import eval_adapter
@@ -25,6 +26,8 @@ from unspool.evals.reply_cache import ReplyCache
 from unspool.evals.run import SAMPLES, SUMMARY, summarize
 from unspool.evals.suite import Question
 from unspool.evals.suites.records import Record, read_records
+
+logger = logging.getLogger(__name__)
 
 JUDGEMENTS = "judgements.jsonl"
 CHARS_PER_TOKEN = 4  # of English, for an estimate
@@ -103,7 +106,9 @@ def judge_folder(folder: Path, judge: Judge) -> dict[str, Any]:
         judged = [_apply_judgment(sample, judge.name, replies) for sample in samples]
     answers = [sample["judgement"] for sample in judged if "judge" in sample]
     unparsable = sum(answer["unparsable"] for answer in answers)
-    say(f"{folder.name}: {judge.name} judged {len(answers)} answers; replies to {unparsable} could not be parsed")
+    logger.info(
+        f"{folder.name}: {judge.name} judged {len(answers)} answers; replies to {unparsable} could not be parsed"
+    )
     return _write_back(folder, judged)
 
 

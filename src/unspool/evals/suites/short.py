@@ -15,9 +15,9 @@ import yaml
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
+from unspool.core.stats import Z
 from unspool.evals.backends.base import RopeOverride
 from unspool.evals.plan import EvalPlan
-from unspool.evals.stats import Z
 from unspool.evals.suite import Question
 from unspool.evals.suites import SUITES
 from unspool.evals.task_suite import PlannedTasks

@@ -13,6 +13,7 @@ which keeps the offsets of shards in the files' own headers.
 """
 
 import json
+import logging
 import os
 import shutil
 import time
@@ -35,8 +36,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from unspool.core.artifacts import digest, file_digest
-from unspool.core.progress import say
 from unspool.training.parallel.dtensor import as_part, own_part
+
+logger = logging.getLogger(__name__)
 
 STATE = "state.json"
 # One more than needed, in case the newest is lost with the disk it was written to.
@@ -111,7 +113,7 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
         try:
             return Checkpoint(path, _read_facts(path))
         except _DamagedError as damage:
-            say(f"checkpoint {path.name} cannot be used ({damage}); going back to the one before it")
+            logger.warning(f"checkpoint {path.name} cannot be used ({damage}); going back to the one before it")
     return None
 
 
@@ -275,7 +277,7 @@ class Saver:
         self.wait()
         waited = time.perf_counter() - began
         if waited > SHORT_S:
-            say(
+            logger.warning(
                 f"stage {self._stage}: step {facts['step']} waited {waited:.0f} s for the checkpoint of step "
                 f"{self._step} to be written; a larger checkpoint_every or a faster disk avoids that"
             )
@@ -305,7 +307,7 @@ class Saver:
         except OSError as error:
             last = checkpoints(self._folder)
             there = f"{last[-1].name} is there" if last else "there is none yet"
-            say(
+            logger.warning(
                 f"stage {self._stage}: the checkpoint of step {facts['step']} could not be written "
                 f"({error.strerror or error}); {there}, and training goes on: the next one will be tried as usual"
             )

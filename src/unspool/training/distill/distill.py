@@ -13,6 +13,7 @@ Elsewhere: the distance and the layers (layers.py), what a recipe may say (train
 """
 
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 from unspool.core.artifacts import write_atomic
 from unspool.core.errors import ConfigError, UnspoolError
-from unspool.core.progress import long_bar, say
+from unspool.core.progress import long_bar
 from unspool.core.sizes import format_count, format_size
 from unspool.data.mixture import Mix
 from unspool.data.packing.store import RowSet
@@ -42,6 +43,8 @@ from unspool.training.interrupt import StoppedError, listen
 from unspool.training.metrics.logger import GrowingFile
 from unspool.training.metrics.validation import looking_at
 from unspool.training.optim.base import Updater
+
+logger = logging.getLogger(__name__)
 
 # Called with the number of a step of training.
 AuxLoss = Callable[[int], float]
@@ -153,7 +156,7 @@ class AttentionDistillation:
     def _run(self, phase: str, steps: int, *, lr: float, first: int) -> dict[str, Tensor]:
         """The fitted weights in fp32, which the model already computes with; `first` is the first slot of rows."""
         name = f"stage {self.stage.name}"
-        say(f"{name}: distillation {phase} training, {steps} steps, {format_count(steps * self._batch)} tokens")
+        logger.info(f"{name}: distillation {phase} training, {steps} steps, {format_count(steps * self._batch)} tokens")
         _drop_lines(self.work / FILE, phase)
         weights = self._masters()
         adam = torch.optim.Adam(list(weights.values()), lr=lr, betas=BETAS)
@@ -181,7 +184,9 @@ class AttentionDistillation:
                 lines.append(json.dumps(line | {"seconds": round(time.perf_counter() - began, 4)}) + "\n")
                 advance(1, f"attention KL {loss:.4f}")
                 if stop.signal is not None:
-                    say(f"{name}: stopped by {stop.signal.name}; the same command begins this distillation anew")
+                    logger.warning(
+                        f"{name}: stopped by {stop.signal.name}; the same command begins this distillation anew"
+                    )
                     raise StoppedError(stop.signal)
         return {key: weight.detach() for key, weight in weights.items()}
 

@@ -7,6 +7,7 @@ Elsewhere: speed and ETA (meter.py), MFU (flops.py), TensorBoard and W&B (tracke
 """
 
 import json
+import logging
 import math
 import shutil
 import time
@@ -20,7 +21,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from unspool.core.artifacts import write_atomic
-from unspool.core.progress import Advance, long_bar, say
+from unspool.core.progress import Advance, long_bar
 from unspool.core.sizes import format_size
 from unspool.training.config import StageConfig, is_due
 from unspool.training.metrics import validation as samples_module
@@ -37,6 +38,8 @@ from unspool.training.metrics.validation import (
 )
 from unspool.training.parallel.dtensor import computing_device
 from unspool.training.parallel.mesh import Team
+
+logger = logging.getLogger(__name__)
 
 # A file that grows by a line at a time and survives a full disk.
 
@@ -70,7 +73,9 @@ class GrowingFile:
             self._write()
         except OSError as error:
             if not had_waited:
-                say(f"{self._path.name} cannot be written now ({error.strerror or error}); its lines wait in memory")
+                logger.warning(
+                    f"{self._path.name} cannot be written now ({error.strerror or error}); its lines wait in memory"
+                )
 
     @property
     def content(self) -> bytes:
@@ -280,7 +285,7 @@ class Watch:
         means = {span_name(bucket): bucket["value"] for bucket in found["buckets"] if bucket["n"]}
         shown_means = "  ".join(f"{name} {value:.3f}" for name, value in means.items())
         if found["n"]:
-            say(f"stage {self._stage.name}: step {step}  validation loss {found['loss']:.3f}  ({shown_means})")
+            logger.info(f"stage {self._stage.name}: step {step}  validation loss {found['loss']:.3f}  ({shown_means})")
             by_place = {f"validation/{name}": value for name, value in means.items()}
             self._trackers.numbers(step, {"validation/loss": found["loss"], **by_place})
 
@@ -289,7 +294,9 @@ class Watch:
             return
         self._append(SAMPLES, [{"step": step, **sample} for sample in written])
         for number, sample in enumerate(written):
-            say(f"stage {self._stage.name}: step {step}  {shown(sample['prompt'], 60)} → {shown(sample['text'])}")
+            logger.info(
+                f"stage {self._stage.name}: step {step}  {shown(sample['prompt'], 60)} → {shown(sample['text'])}"
+            )
             self._trackers.text(step, f"samples/{number}", sample["prompt"] + sample["text"])
 
 

@@ -7,6 +7,7 @@ the same numbers: those that share rows compute their parts of them, the others 
 Elsewhere: when (watch.py); scores of finished models (eval/).
 """
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError
-from unspool.core.progress import say
 from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size
 from unspool.data.packing.row import IGNORE, position_ids
@@ -34,6 +34,8 @@ from unspool.training.parallel.dtensor import computing_device, is_divided, part
 from unspool.training.parallel.mesh import place_of
 from unspool.training.parallel.split import part_of, split_batch
 from unspool.training.step import batch_loss
+
+logger = logging.getLogger(__name__)
 
 # Using a model in the middle of its training, and leaving it as if nobody had.
 
@@ -152,7 +154,7 @@ def warn_if_trained_on(stage: StageConfig, folder: Path, trained: Mapping[str, P
     known = {digest for rows in trained.values() for digest in _corpora(rows).values()}
     shared = sorted(source for source, digest in _corpora(folder).items() if digest in known)
     if shared and stage.validation:
-        say(
+        logger.warning(
             f"stage {stage.name}: validation rows {stage.validation.dataset} are made from {', '.join(shared)}, "
             "which is "
             "trained on too; their loss may be that of text the model has seen"

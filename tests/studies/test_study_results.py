@@ -24,14 +24,14 @@ from unspool.studies.schema import Margin
 from unspool.studies.stats import difference, over_prompts
 
 SHORT, LONG = Part("niah", None, 128), Part("niah", None, 512)
-FAR = Part("loss", None, 512, 256, 512)
+FAR = Part("perplexity", None, 512, 256, 512)
 
 
 def measure(name: str, part: Part) -> Measure:
     return Measure(name=name, suite=part.suite, task=part.task, parts=((1.0, part),))
 
 
-MEASURES = [measure("niah/128", SHORT), measure("niah/512", LONG), measure("loss/256-512", FAR)]
+MEASURES = [measure("niah/128", SHORT), measure("niah/512", LONG), measure("perplexity/256-512", FAR)]
 
 
 def answers(seed: int, short, long, losses=()):
@@ -87,7 +87,7 @@ def sample(suite, index, score, length=128, **more):
 
 
 def test_questions_on_one_context_are_one_prompt(tmp_path):
-    kv = [sample("kv", index, 1.0) for index in range(6)]
+    kv = [sample("key_value", index, 1.0) for index in range(6)]
     tasks = [sample("ruler", index, 0.5, task="qa") for index in range(3)]
     folder = save_scores(
         tmp_path / "scores",
@@ -96,7 +96,7 @@ def test_questions_on_one_context_are_one_prompt(tmp_path):
         [{"hash": f"ruler{index}", "context": "same" if index < 2 else "other"} for index in range(3)],
     )
     found = read_answers(folder)
-    assert len({answer.prompt for answer in found[Part("kv", None, 128)].values()}) == 2
+    assert len({answer.prompt for answer in found[Part("key_value", None, 128)].values()}) == 2
     assert sorted({answer.prompt for answer in found[Part("ruler", "qa", 128)].values()}) == [
         "ruler other",
         "ruler same",
@@ -113,7 +113,7 @@ def test_what_was_not_judged_is_missing_and_not_zero(tmp_path):
 
 def test_losses_are_read_by_range_of_positions(tmp_path):
     losses = [{"from": 0, "to": 256, "value": 2.0, "n": 255}, {"from": 256, "to": 512, "value": 4.0, "n": 256}]
-    folder = save_scores(tmp_path / "scores", [sample("loss", 0, 3.0, length=512, losses=losses)], [])
+    folder = save_scores(tmp_path / "scores", [sample("perplexity", 0, 3.0, length=512, losses=losses)], [])
     assert value_of(read_answers(folder), MEASURES[2]) == 4.0
 
 
@@ -158,7 +158,7 @@ def test_arms_are_ranked_by_long_scores_and_missing_ones_come_last():
         }
     )
     assert [(entry["rank"], entry["arm"]) for entry in result["ranking"]] == [(1, "b"), (2, "a"), (None, "c")]
-    assert result["ranked_by"] == {"score": ["niah/512"], "loss": ["loss/256-512"]}
+    assert result["ranked_by"] == {"score": ["niah/512"], "loss": ["perplexity/256-512"]}
     assert table_of(result, "niah/512")["arms"]["c"] == {"mean": None, "deviation": None, "n": 0, "by_seed": {}}
     assert verdict(result, "niah/512", "c")["verdict"] == "not measured"
     assert "| – | c | – |" in markdown(result | {"name": "made-up", "runs": []})
@@ -214,14 +214,14 @@ def test_a_loss_is_better_when_lower_and_six_windows_cannot_tell_seven_arms_apar
         name: {0: answers(0, [], [1], [3.0 - 0.1 * at - 0.01 * w for w in range(6)])} for at, name in enumerate(names)
     }
     result = Arms(names).compare(found)
-    assert {one["says"] for one in table_of(result, "loss/256-512")["comparisons"]} == {
+    assert {one["says"] for one in table_of(result, "perplexity/256-512")["comparisons"]} == {
         "the sample is too small to tell (n = 6 could show nothing)"
     }
     found = {
         name: {0: answers(0, [], [1], [3.0 - 0.1 * at - 0.01 * w for w in range(12)])} for at, name in enumerate(names)
     }
     result = Arms(names).compare(found)
-    assert {one["verdict"] for one in table_of(result, "loss/256-512")["comparisons"]} == {"better"}
+    assert {one["verdict"] for one in table_of(result, "perplexity/256-512")["comparisons"]} == {"better"}
 
 
 def test_three_seeds_that_agree_say_it_of_the_recipe_and_two_that_do_not_say_it_of_the_models():
@@ -233,7 +233,7 @@ def test_three_seeds_that_agree_say_it_of_the_recipe_and_two_that_do_not_say_it_
     result = Arms(["a", "sure", "mixed"]).compare(
         {"a": arm([0, 0, 0]), "sure": arm([-0.5, -0.52, -0.48]), "mixed": arm([-0.5, -0.02])}
     )
-    sure, mixed = (verdict(result, "loss/256-512", name) for name in ("sure", "mixed"))
+    sure, mixed = (verdict(result, "perplexity/256-512", name) for name in ("sure", "mixed"))
     assert (sure["verdict"], sure["of"], sure["says"]) == ("better", "seeds", "better, over 3 seeds")
     assert (mixed["verdict"], mixed["of"]) == ("better", "models")
     assert mixed["says"] == "better on these prompts; 2 seeds are too few to say so of the recipe"
@@ -246,16 +246,16 @@ def test_a_difference_that_is_sure_and_tiny_is_said_to_be_tiny():
         }
 
     result = Arms(["a", "b"]).compare({"a": arm(0), "b": arm(0.001)})
-    says = verdict(result, "loss/256-512", "b")["says"]
+    says = verdict(result, "perplexity/256-512", "b")["says"]
     assert says == "worse by less than 0.02 nats on these prompts; one seed only"
     result = Arms(["a", "b"]).compare({"a": arm(0, 0, 0), "b": arm(0.001, 0.0011, 0.0009)})
-    assert verdict(result, "loss/256-512", "b")["says"] == "worse by less than 0.02 nats, over 3 seeds"
+    assert verdict(result, "perplexity/256-512", "b")["says"] == "worse by less than 0.02 nats, over 3 seeds"
 
 
 def test_arms_that_surely_differ_by_less_than_the_margin_are_equal():
     found = {name: {0: answers(0, [], [1], [3.0 + 0.1 * w + tiny * (-1) ** w for w in range(8)])}
              for name, tiny in (("a", 0.0), ("b", 0.001))}  # fmt: skip
-    assert verdict(Arms(["a", "b"]).compare(found), "loss/256-512", "b")["says"] == "equal within 0.02 nats"
+    assert verdict(Arms(["a", "b"]).compare(found), "perplexity/256-512", "b")["says"] == "equal within 0.02 nats"
 
 
 def test_arms_are_compared_with_whom_the_study_says():
@@ -275,10 +275,10 @@ def test_the_measures_of_a_recipe_are_known_before_it_runs():
 
     names = [one.name for one in measures_of([load_recipe("tiny").recipe])]
     assert names[:3] == ["niah/256", "niah/1K", "niah/2K"]
-    assert names[-1] == "loss/1K-2K"
+    assert names[-1] == "perplexity/1K-2K"
 
 
 def test_long_measures_rank_and_where_there_are_none_the_longest():
-    assert [one.name for one in ranking(MEASURES, None, 128)] == ["niah/512", "loss/256-512"]
-    assert [one.name for one in ranking(MEASURES, None, 4096)] == ["niah/512", "loss/256-512"]
+    assert [one.name for one in ranking(MEASURES, None, 128)] == ["niah/512", "perplexity/256-512"]
+    assert [one.name for one in ranking(MEASURES, None, 4096)] == ["niah/512", "perplexity/256-512"]
     assert [one.name for one in ranking(MEASURES, ["niah/128"], 128)] == ["niah/128"]

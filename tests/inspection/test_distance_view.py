@@ -1,39 +1,45 @@
 """Distances of rows sets: what counts as text, what is said beside the numbers, and how they are drawn."""
 
 import re
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from inspection_factory import byte_tokenizer, pieced_row, save_rows, tangled_row
+from unspool.core.charts import decades
+from unspool.core.formatting import format_share
 from unspool.data.packing.row import Row
-from unspool.inspection.detokenize import Reading, find_tokenizer
-from unspool.inspection.distances.count import (
+from unspool.inspection.detokenize import FoundTokenizer, find_tokenizer
+from unspool.inspection.distance_view import (
     Distances,
     bin_names,
     count_distances,
+    distance_tables,
     distance_values,
     doublings,
-    number_tables,
+    draw_tails,
     print_distances,
     read_text,
-    show_share,
+    render_distances,
     unique_names,
 )
-from unspool.inspection.distances.curves import Axes, Curve, curve_chart, decades, even_ticks, render_distances
 from unspool.inspection.packed_rows import Rows
-from unspool.inspection.run_paths import find_place
+from unspool.inspection.run_paths import find_data
 from unspool.inspection.terminal import build_console
 
 CIP = {"cip": {"pieces": 2}, "packing": "concat"}
 
 
 def counted(
-    folder: Path, beyond: tuple[int, ...] = (), *, reading: Reading | None = None, rows: int | None = None
+    folder: Path,
+    beyond: tuple[int, ...] = (),
+    *,
+    tokenizer: FoundTokenizer | None = None,
+    rows: int | None = None,
 ) -> Distances:
-    text = read_text(Rows(find_place(folder), reading or Reading()), folder.name, most_rows=rows)
+    text = read_text(Rows(find_data(folder), tokenizer or FoundTokenizer()), folder.name, most_rows=rows)
     return count_distances(text, doublings(text.reach), beyond)
 
 
@@ -52,17 +58,17 @@ def test_marks_are_no_text_and_pieces_of_a_document_are_one(tmp_path):
     row = tangled_row(byte_tokenizer())
     recorded = pieced_row(row.doc_lens.tolist(), [0, 1, 0], tokens=row.tokens, loss_mask=row.loss_mask)
     folder = save_rows(tmp_path / "rows", [recorded], utk={"preserve_order": True})
-    reading = find_tokenizer(find_place(folder), str(tmp_path / "tokenizer"), str)
-    assert reading.decoder is not None
-    texts = [reading.encoder.encode_plain([text])[0] for text in ("the river runs past", " the old mill")]  # type: ignore[union-attr]
+    tokenizer = find_tokenizer(find_data(folder), str(tmp_path / "tokenizer"), str)
+    assert tokenizer.decoder is not None
+    texts = [tokenizer.encoder.encode_plain([text])[0] for text in ("the river runs past", " the old mill")]  # type: ignore[union-attr]
     one = sum(map(len, texts)) + 1  # and EOS
     other = int(row.doc_lens[1])
-    known = counted(folder, reading=reading)
+    known = counted(folder, tokenizer=tokenizer)
     assert known.total == (one * (one - 1) + other * (other - 1)) // 2
     assert known.text.notes == []
     unknown = counted(folder)
     assert unknown.total > known.total
-    assert "marks count as text" in unknown.text.notes[0]
+    assert "special tokens count as text" in unknown.text.notes[0]
 
 
 def test_padding_is_no_text(tmp_path):
@@ -76,7 +82,7 @@ def test_skipped_positions_are_distances_and_it_is_said(tmp_path):
     each = counted(save_rows(tmp_path / "rows", [row], pose={"target": 128}), (64,))
     assert each.beyond[64] == 4
     assert each.edges[-1] == 64
-    assert "differences of positions" in each.text.notes[0]
+    assert "differences of position ids" in each.text.notes[0]
 
 
 def test_a_sample_of_rows_is_evenly_spaced_and_said(tmp_path):
@@ -99,7 +105,7 @@ def test_a_share_of_nothing_is_unknown_and_a_small_one_is_not_nothing(tmp_path):
     row = Row(np.zeros(2, np.uint32), np.array([1, 1], np.int32), None, "books", "intra_document")
     each = counted(save_rows(tmp_path / "rows", [row], packing="concat"))
     assert each.share(0) is None
-    assert [show_share(share) for share in (None, 0.0, 0.00004, 0.0123, 1.0)] == [
+    assert [format_share(share) for share in (None, 0.0, 0.00004, 0.0123, 1.0)] == [
         "–",
         "0.0%",
         "<0.01%",
@@ -122,10 +128,11 @@ def test_bins_and_names():
 
 def test_the_tables_hold_every_bin_what_is_beyond_and_the_sum(tmp_path):
     each = counted(save_rows(tmp_path / "cip", [pieced_row([4, 4, 4, 4], [0, 1, 0, 1])], **CIP), (4,))
-    shares, per_row = number_tables([each], [4])
-    assert [name for name, _ in shares.bins] == ["1–2", "2–4", "4–8", "8–16"]
-    assert shares.beyond == [("4 and more", ["57.1%"]), ("8 and more (half a row)", ["35.7%"])]
-    assert per_row.beyond[-1] == ("all", ["56"])
+    shares, per_row = distance_tables([each], [4])
+    assert [row[0].text for row in shares.body] == ["1–2", "2–4", "4–8", "8–16"]
+    totals = [[entry.text for entry in row] for row in shares.totals]
+    assert totals == [["4 and more", "57.1%"], ["8 and more (half a row)", "35.7%"]]
+    assert [entry.text for entry in per_row.totals[-1]] == ["all", "56"]
 
 
 def test_the_page_draws_a_curve_and_a_marker_of_its_own_for_each_set_and_escapes_names(tmp_path):
@@ -133,17 +140,13 @@ def test_the_page_draws_a_curve_and_a_marker_of_its_own_for_each_set_and_escapes
         counted(save_rows(tmp_path / name, [pieced_row([4, 4, 4, 4], [0, 1, 0, 1])], **CIP)) for name in ("<b>a", "b")
     ]
     page = render_distances(sets, [4])
-    assert page.count('<path class="curve c0"') == 3  # two charts and the key
-    assert page.count('<path class="curve c1"') == 3
-    assert len(set(re.findall(r'<path class="c\d" transform="translate\(0.0 0.0\)" d="([^"]+)"', page))) == 2
+    assert page.count('<g class="m0">') == 3  # two charts and the key
+    assert page.count('<g class="m1">') == 3
+    assert page.count('<polyline class="line"') == 4
+    assert page.count('<circle class="dot"') == page.count('<polygon class="dot"') > 4
     assert "<b>a" not in page
     assert "&lt;b&gt;a" in page
     assert "<script" not in page
-
-
-@pytest.mark.parametrize(("top", "ticks"), [(0.43, [0, 0.1, 0.2, 0.3, 0.4, 0.5]), (6, [0, 1, 2, 3, 4, 5, 6])])
-def test_ticks_reach_the_highest_value_in_round_steps(top, ticks):
-    assert np.allclose(even_ticks(top), ticks)
 
 
 def test_decades_surround_the_values():
@@ -152,12 +155,15 @@ def test_decades_surround_the_values():
     assert len(decades(1e-3, 1e15)) <= 9
 
 
-def test_a_curve_has_a_gap_where_there_is_no_value():
-    axes = Axes(about="x", x_title="x", x_names=["1", "2", "3", "4"], show_y=str, log_y=True)
-    curve = Curve(style="c0", marker=0, values=[10, 0, 100, None], tips=["", "", "", ""])
-    (path,) = re.findall(r'class="curve c0" d="([^"]+)"', curve_chart([curve], axes))
-    assert (path.count("M"), path.count("L")) == (2, 0)
-    assert curve_chart([Curve(style="c0", marker=0, values=[None], tips=[""])], axes) == ""
+def test_a_curve_has_a_gap_where_no_pair_is_so_far_apart(tmp_path):
+    near = counted(save_rows(tmp_path / "near", [pieced_row([4] * 4, [0, 1, 2, 3])], **CIP))
+    far = counted(save_rows(tmp_path / "far", [pieced_row([4, 4, 4, 4], [0, 1, 0, 1])], **CIP))
+    texts = (near.text, far.text)
+    both = [count_distances(text, doublings(far.text.reach), []) for text in texts]
+    tails = draw_tails(both)
+    dots = [len(re.findall('class="dot"', part)) for part in tails.split('<g class="m')[1:]]
+    assert dots == [2, 4]
+    assert draw_tails([replace(both[0], beyond=dict.fromkeys(both[0].beyond, 0))]) == ""
 
 
 def test_what_does_not_fit_beside_goes_below(tmp_path):

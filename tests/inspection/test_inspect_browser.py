@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from inspection_factory import pieced_row, save_rows, save_run
-from unspool.inspection.detokenize import Reading, find_tokenizer
-from unspool.inspection.distances.count import count_distances, doublings, read_text
-from unspool.inspection.distances.curves import write_distances
+from unspool.inspection.detokenize import FoundTokenizer, find_tokenizer
+from unspool.inspection.distance_view import count_distances, doublings, read_text, write_distances
 from unspool.inspection.items import Item, Part, Show, Span
 from unspool.inspection.packed_rows import Rows
-from unspool.inspection.run_paths import find_place
+from unspool.inspection.run_paths import find_data
 from unspool.inspection.viewer_page import render
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
@@ -30,7 +29,7 @@ UNBROKEN = "x" * 4000
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tangled rows, and text that would burst a page."""
     run_dir = save_run(tmp_path_factory.mktemp("runs") / "small")
-    place = find_place(run_dir / "datasets" / "tangled")
+    place = find_data(run_dir / "datasets" / "tangled")
     rows = Rows(place, find_tokenizer(place, None, lambda name: str(run_dir / name)))
     wide = Part(title=UNBROKEN, length=9, facts=[UNBROKEN], spans=[Span(f"<b>{UNBROKEN}\nשלום", "text")])
     ids = Part(title="ids", length=9, spans=[Span(UNBROKEN, "text", True, (7,))])
@@ -82,14 +81,14 @@ def many_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two pieces of each of twelve documents, as `interleave` puts them."""
     row = pieced_row([40] * 24, [*range(12), *range(12)])
     folder = save_rows(tmp_path_factory.mktemp("cip") / "rows", [row], cip={"pieces": 2})
-    rows = Rows(find_place(folder), Reading())
+    rows = Rows(find_data(folder), FoundTokenizer())
     path = folder / "look.html"
     path.write_text(render([(rows.summary(), [rows.item(0, Show())])]))
     return path
 
 
 def painted(page: "sync_api.Page", selector: str) -> list[tuple[int, int, int]]:
-    """The colour at each element's upper edge, where no text is, as a screenshot of the whole page shows it."""
+    """The color at each element's upper edge, where no text is, as a screenshot of the whole page shows it."""
     places = page.locator(selector).evaluate_all(
         "all => all.map(one => { const b = one.getBoundingClientRect();"
         " return [b.left + b.width / 2 + scrollX, b.top + 3 + scrollY].map(Math.floor); })"
@@ -118,7 +117,7 @@ def distance(one: tuple[int, int, int], other: tuple[int, int, int]) -> int:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 390])
-def test_a_screenshot_shows_pieces_in_the_colours_of_their_documents(browser, many_documents, scheme, width):
+def test_a_screenshot_shows_pieces_in_the_colors_of_their_documents(browser, many_documents, scheme, width):
     page = browser.new_page()
     page.emulate_media(color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 900})
@@ -126,17 +125,17 @@ def test_a_screenshot_shows_pieces_in_the_colours_of_their_documents(browser, ma
     bands = painted(page, ".bands rect")
     backs = painted(page, ".part")
 
-    for colours, apart in ((bands, 40), (backs, 3)):
-        assert len(colours) == 24
-        assert colours[:12] == colours[12:]
+    for colors, apart in ((bands, 40), (backs, 3)):
+        assert len(colors) == 24
+        assert colors[:12] == colors[12:]
         pairs = [(one, other) for one in range(12) for other in range(one)]
-        assert min(distance(colours[one], colours[other]) for one, other in pairs) >= apart
+        assert min(distance(colors[one], colors[other]) for one, other in pairs) >= apart
     assert page.locator(".doc").all_inner_texts() == [str(number + 1) for number in [*range(12), *range(12)]]
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.close()
 
 
-def test_a_screenshot_of_a_tangled_row_shows_coloured_pieces_knots_and_masked_tokens(browser, page_file):
+def test_a_screenshot_of_a_tangled_row_shows_colored_pieces_knots_and_masked_tokens(browser, page_file):
     page = browser.new_page()
     page.goto(page_file.as_uri())
 
@@ -167,7 +166,7 @@ def test_the_page_of_distances_shows_a_curve_for_each_set(browser, tmp_path):
     sets = []
     for name, docs in (("plain", [0, 0, 1, 1]), ("cip", [0, 1, 0, 1])):
         folder = save_rows(tmp_path / name, [pieced_row([40] * 4, docs)], cip={"pieces": 2})
-        text = read_text(Rows(find_place(folder), Reading()), name)
+        text = read_text(Rows(find_data(folder), FoundTokenizer()), name)
         sets.append(count_distances(text, doublings(text.reach), [64]))
     write_distances(sets, [64], tmp_path / "distances.html")
     for width, scheme in ((1200, "light"), (390, "dark")):
@@ -175,12 +174,12 @@ def test_the_page_of_distances_shows_a_curve_for_each_set(browser, tmp_path):
         page.emulate_media(color_scheme=scheme)
         page.set_viewport_size({"width": width, "height": 900})
         page.goto((tmp_path / "distances.html").as_uri())
-        curves = page.locator("svg.curves .curve")
+        curves = page.locator("svg.chart .line")
         assert curves.count() == 4  # two charts of two sets
         boxes = [curves.nth(number).bounding_box() for number in range(4)]
         assert all(box and box["width"] > 150 and box["height"] > 10 for box in boxes)
-        colours = curves.evaluate_all("all => all.map(one => getComputedStyle(one).stroke)")
-        assert len(set(colours[:2])) == 2
+        colors = curves.evaluate_all("all => all.map(one => getComputedStyle(one).stroke)")
+        assert len(set(colors[:2])) == 2
         assert page.get_by_role("rowheader", name="64 and more").first.is_visible()
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         page.close()

@@ -1,0 +1,29 @@
+"""Titles of suites, HELMET's categories and groups of RULER's tasks in reports."""
+
+from unspool.evals.suites import SUITES
+
+SHORT_TITLE = "Short tasks"
+# Titles of HELMET's categories, in the order of its tables.
+HELMET_CATEGORY_TITLES = {
+    "recall": "Recall",
+    "rag": "RAG",
+    "rerank": "Re-rank",
+    "cite": "Cite",
+    "longqa": "Long QA",
+    "summ": "Summaries",
+    "icl": "ICL",
+}
+# How RULER's tasks begin, grouped as in Figure 5 of Untie the Knots.
+RULER_TASK_GROUPS = {"niah": "Needles", "vt": "Tracing", "cwe": "Counting", "fwe": "Counting", "qa": "Questions"}
+
+
+def suite_title(suite: str) -> str:
+    """The title of a suite or of `suite: task`; the name itself where a suite is not registered."""
+    name, colon, task = suite.partition(":")
+    title = SUITES[name].title if name in SUITES else SHORT_TITLE if name == "short" else name
+    return title + colon + task
+
+
+def measure_of(suite: str) -> str:
+    """What a suite gives: accuracy, score or loss; score for tasks and suites that are not registered."""
+    return SUITES[suite].measure if suite in SUITES else "score"
