@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from unspool.core.artifacts import digest
 from unspool.core.errors import UnspoolError
-from unspool.evals.backends.openai import RetryPolicy, TransientError, call_with_retries, printable_line
+from unspool.evals.backends.openai import RetryPolicy, TransientError, printable_line, with_retries
 from unspool.evals.reply_cache import ReplyCache
 
 MAX_FAILURES_IN_A_ROW = 20  # then the server is taken to be down and the run ends
@@ -198,7 +198,7 @@ class GeneratorClient:
             return self._backend.reply(request)
 
         try:
-            reply = call_with_retries(attempt, self._retry, sleep=self._sleep, on_error=self._count_error)
+            reply = with_retries(attempt, self._retry, sleep=self._sleep, on_error=self._count_error)
         except TransientError as error:
             self._count(None)
             if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:

@@ -46,7 +46,7 @@ class Steps:
     parallel: dict[str, Any] = field(default_factory=dict)
     family: str = "llama"
     rows: str = "packed"
-    micro_batch: int = 32
+    micro_batch_tokens: int = 32
     vocab: int = 300
 
 
@@ -77,7 +77,7 @@ def take_steps(case: Steps, *, alone: bool, steps: int = STEPS) -> Taken:
     stage = build_stage(
         batch_tokens=256,
         tokens=256 * STEPS,
-        micro_batch_tokens=case.micro_batch,
+        micro_batch_tokens=case.micro_batch_tokens,
         mix={"long": 1.0},
         parallel=case.parallel,
     )

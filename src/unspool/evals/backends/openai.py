@@ -66,7 +66,7 @@ def post_json(
 ) -> dict[str, Any]:
     """POST JSON and return the JSON reply, with retries."""
     try:
-        return call_with_retries(lambda: post_once(url, body, key=key, seconds=retry.seconds), retry, sleep=sleep)
+        return with_retries(lambda: post_once(url, body, key=key, seconds=retry.seconds), retry, sleep=sleep)
     except TransientError as error:
         raise UnspoolError(
             f"{url} gave no answer in {retry.attempts} attempts ({printable_line(error.problem)}). Start the server or "
@@ -74,14 +74,14 @@ def post_json(
         ) from None
 
 
-def call_with_retries(
+def with_retries(
     call: Callable[[], Result],
     retry: RetryPolicy,
     *,
     sleep: Callable[[float], None] = time.sleep,
     on_error: Callable[[TransientError], None] = lambda error: None,
 ) -> Result:
-    """Call until there is no TransientError; raises that of the last attempt."""
+    """Call until it succeeds; raises the TransientError of the last attempt."""
     number = 0
     while True:
         try:
