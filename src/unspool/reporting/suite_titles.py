@@ -1,7 +1,8 @@
-"""Titles of suites in reports. A suite brings its own; groups of tasks follow the papers' tables."""
+"""Titles of suites, HELMET's categories and groups of RULER's tasks in reports."""
 
 from unspool.evals.suites import SUITES
 
+SHORT_TITLE = "Short tasks"
 # Titles of HELMET's categories, in the order of its tables.
 HELMET_CATEGORY_TITLES = {
     "recall": "Recall",
@@ -17,12 +18,12 @@ RULER_TASK_GROUPS = {"niah": "Needles", "vt": "Tracing", "cwe": "Counting", "fwe
 
 
 def suite_title(suite: str) -> str:
-    """The title of a suite or of `suite: task`."""
+    """The title of a suite or of `suite: task`; the name itself where a suite is not registered."""
     name, colon, task = suite.partition(":")
-    title = SUITES[name].title if name in SUITES else {"short": "Short tasks"}.get(name, name)
+    title = SUITES[name].title if name in SUITES else SHORT_TITLE if name == "short" else name
     return title + colon + task
 
 
-def counts_right_answers(suite: str) -> bool:
-    """Whether the scores of a suite are shares of right answers; such suites come first on the page."""
-    return suite in SUITES and SUITES[suite].measure == "accuracy"
+def measure_of(suite: str) -> str:
+    """What a suite gives: accuracy, score or loss; score for tasks and suites that are not registered."""
+    return SUITES[suite].measure if suite in SUITES else "score"
