@@ -63,10 +63,15 @@ from unspool.synthesis.config import (
     ServerGenerator,
     SynthConfig,
 )
-from unspool.training.config import AttentionDistillationConfig, SamplesConfig, StageConfig, ValidationConfig
+from unspool.training.config import (
+    AttentionDistillationConfig,
+    GuardConfig,
+    SamplesConfig,
+    StageConfig,
+    ValidationConfig,
+)
 from unspool.training.optim.config import OptimizerConfig
 from unspool.training.parallel.config import ParallelConfig
-from unspool.training.spike_guard import GuardConfig
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "unspool"

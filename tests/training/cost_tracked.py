@@ -21,7 +21,7 @@ from unspool.models.memory.checkpointing import apply_memory
 from unspool.planning.cost import Shape
 from unspool.training.config import StageConfig
 from unspool.training.loader import build_step
-from unspool.training.optim.base import build_updater
+from unspool.training.optim.updater import build_updater
 from unspool.training.step import train_step
 
 from .parallel.cases import random_row

@@ -8,7 +8,7 @@ import torch
 from factory import build_model, build_stage, random_row
 from unspool.training.config import StageConfig
 from unspool.training.loader import build_step
-from unspool.training.optim.base import Updater, build_updater
+from unspool.training.optim.updater import Updater, build_updater
 from unspool.training.step import StepResult, train_step
 
 MODES = [

@@ -16,14 +16,13 @@ from unspool.models.loss import GPU_LOGITS
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.planning import cost
 from unspool.planning.cost import Rates, Settings, Shape, memory, seconds, sent, ulysses_elements
-from unspool.training.batch import build_batch
-from unspool.training.optim.base import build_updater
+from unspool.training.batch import build_batch, split_batch
+from unspool.training.optim.updater import build_updater
 from unspool.training.parallel import ring
 from unspool.training.parallel.apply import parallelize
 from unspool.training.parallel.config import Layout, ParallelConfig
-from unspool.training.parallel.dtensor import own_part
-from unspool.training.parallel.mesh import build_mesh, place_of
-from unspool.training.parallel.split import split_batch
+from unspool.training.parallel.dtensor import local_shard
+from unspool.training.parallel.mesh import build_mesh, rank_coords
 from unspool.training.step import batch_loss
 
 from .cost_tracked import shape_of
@@ -84,7 +83,7 @@ def _count(folder: Path, parallel: dict[str, int]) -> None:
     """What this rank holds and sends in one step, by what it is."""
     config = ParallelConfig(**parallel)
     mesh = build_mesh(config, dist.get_world_size(), "cpu")
-    place = place_of(mesh)
+    place = rank_coords(mesh)
     model = parallelize(build_model().train(), mesh, config)
     updater = build_updater(build_stage(), model)
     heads: list[int] = []
@@ -105,9 +104,9 @@ def _count(folder: Path, parallel: dict[str, int]) -> None:
     loss, _ = batch_loss(model, part)
     forward_heads = sum(heads)
     loss.backward()
-    held = [own_part(weight) for weight in model.parameters()]
-    held += [own_part(weight.grad) for weight in model.parameters()]
-    held += [own_part(moment) for moment in updater.moment_tensors().values() if moment.dim()]
+    held = [local_shard(weight) for weight in model.parameters()]
+    held += [local_shard(weight.grad) for weight in model.parameters()]
+    held += [local_shard(moment) for moment in updater.optimizer_tensors().values() if moment.dim()]
     if dist.get_rank() == 0:
         found = {
             "held": sum(one.nbytes for one in held),

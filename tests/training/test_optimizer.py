@@ -7,9 +7,9 @@ import torch
 
 from factory import build_model, build_stage
 from unspool.core.errors import ConfigError
-from unspool.training.optim import base as optimizer_module
+from unspool.training.optim import updater as optimizer_module
 from unspool.training.optim.adamw import Rates, build_trained, numbers_of, update_by_operators
-from unspool.training.optim.base import build_updater
+from unspool.training.optim.updater import build_updater
 
 from .optimizer_runs import assert_same, copied, small_model, start, take
 

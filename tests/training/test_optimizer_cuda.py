@@ -17,7 +17,7 @@ from unspool.training.optim.adamw import (
     update_by_operators,
 )
 from unspool.training.optim.adamw8bit import Quantized
-from unspool.training.optim.base import build_updater
+from unspool.training.optim.updater import build_updater
 
 from .optimizer_runs import MODES, assert_same, copied, mode_name, small_model, stage_of, take
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.training.optim import adamw as adamw_module
-from unspool.training.optim import base as optimizer_module
+from unspool.training.optim import updater as optimizer_module
 from unspool.training.optim.adamw import build_trained
 from unspool.training.optim.adamw8bit import Quantized
 from unspool.training.optim.config import OptimizerConfig
@@ -82,11 +82,11 @@ def test_the_seed_of_rounding_is_part_of_the_state(weights):
 def test_moments_are_handed_on_to_a_stage_of_another_kind(states):
     model, updater, stage = start({"states": states})
     take(model, updater, stage, range(3))
-    saved = copied(updater.moment_tensors())
+    saved = copied(updater.optimizer_tensors())
     other = "8bit" if states == "fp32" else "fp32"
     _, later, _ = start({"states": other})
 
-    later.load_moments(saved)
+    later.load_optimizer(saved)
 
     for one, its in zip(updater._trained, later._trained, strict=True):
         assert its.count == one.count == int(its.steps) == 3

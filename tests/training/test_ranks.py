@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.training.parallel import watchdog
-from unspool.training.parallel.ranks import Ranks, pick_backend, ranks, read_place
+from unspool.training.parallel.ranks import Ranks, pick_backend, ranks, read_rank_env
 from unspool.training.parallel.watchdog import Beat, Heartbeat, Limits, gone_sentence, hang_sentence
 
 # For ranks of which none falls silent: however slow the machine is, none is taken for one that did.
@@ -139,11 +139,11 @@ def test_one_rank_has_no_process_group():
 )
 def test_an_environment_that_makes_no_sense_is_refused(env, told):
     with pytest.raises(ConfigError, match=told):
-        read_place(env)
+        read_rank_env(env)
 
 
 def test_ranks_that_share_a_gpu_do_not_talk_by_nccl():
-    place = read_place(environment(1, 2))
+    place = read_rank_env(environment(1, 2))
     assert pick_backend("cuda", place, num_devices=8) == (torch.device("cuda", 1), "cpu:gloo,cuda:nccl")
     assert pick_backend("cuda", place, num_devices=1) == (torch.device("cuda", 0), "cpu:gloo,cuda:gloo")
     assert pick_backend("cpu", place, num_devices=8) == (torch.device("cpu"), "gloo")

@@ -24,9 +24,9 @@ from unspool.recipe.load import load_recipe
 from unspool.recipe.run import Run
 from unspool.training.checkpoint.resume import OPTIMIZER
 from unspool.training.distill import distill as refit_module
-from unspool.training.distill.distill import FILE, WEIGHTS, build_distillation, check_refit
-from unspool.training.interrupt import StoppedError
-from unspool.training.optim.base import build_updater
+from unspool.training.distill.distill import FILE, WEIGHTS, build_distillation, check_distillation
+from unspool.training.optim.updater import build_updater
+from unspool.training.schedule import StoppedError
 from unspool.training.stage import StageInputs
 
 from .stage_runs import SHORT, STAGE, assert_same_result, kill_after_step, run
@@ -348,10 +348,10 @@ def test_several_ranks_and_new_models_are_refused():
     new = NewModel(size="4M", tokenizer=TINY, context_length=64)
 
     with pytest.raises(ConfigError, match=r"stage one: refit is not supported on several ranks \(here 2\)"):
-        check_refit(WITH, TINY, {}, world_size=2)
+        check_distillation(WITH, TINY, {}, world_size=2)
     with pytest.raises(ConfigError, match="stage one: refit keeps what a model attends to, and a new model"):
-        check_refit(WITH, new, {}, world_size=1)
-    check_refit(STAGE, new, {}, world_size=2)
+        check_distillation(WITH, new, {}, world_size=1)
+    check_distillation(STAGE, new, {}, world_size=2)
 
 
 def test_a_batch_that_does_not_fit_its_rows_is_refused(inputs, tmp_path):

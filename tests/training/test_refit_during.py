@@ -15,10 +15,10 @@ from unspool.core.errors import ConfigError
 from unspool.data.packing.store import open_rows
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_rope
-from unspool.training.distill.distill import FILE, AttentionDistillation, build_distillation, check_refit
+from unspool.training.distill.distill import FILE, AttentionDistillation, build_distillation, check_distillation
 from unspool.training.metrics.logger import METRICS
 from unspool.training.optim import base
-from unspool.training.optim.base import build_updater
+from unspool.training.optim.updater import build_updater
 from unspool.training.stage import StageInputs, run_stage
 
 from .stage_runs import STAGE, assert_same_result, kill_after_step, run
@@ -243,7 +243,7 @@ def test_what_cannot_be_is_refused(inputs, tmp_path):
         **PLAIN | {"attention_distillation": REFIT, "optimizer": {"step": "in-backward"}, "micro_batch_tokens": 64}
     )
     with pytest.raises(ConfigError, match=r"refit\.during adds to gradients that optimizer\.step in-backward has used"):
-        check_refit(stage, TINY, {}, world_size=1)
+        check_distillation(stage, TINY, {}, world_size=1)
     frozen = build_stage(**PLAIN | {"attention_distillation": REFIT, "lr_overrides": {"q_proj": 0, "k_proj": 0}})
     with pytest.raises(ConfigError, match=r"lr_overrides sets queries and keys to 0; give them a rate"):
         run(inputs, tmp_path / "one", frozen)

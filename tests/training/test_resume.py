@@ -109,7 +109,7 @@ def test_a_result_that_cannot_be_written_is_told_in_a_sentence_and_costs_nothing
 
     out = tmp_path / "one"
     with monkeypatch.context() as patched:
-        patched.setattr("unspool.training.stage.save_handover", full)
+        patched.setattr("unspool.training.stage.save_stage_state", full)
         with pytest.raises(UnspoolError) as error:
             run(materials, out)
     assert str(error.value) == (

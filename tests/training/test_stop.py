@@ -12,7 +12,7 @@ import pytest
 from factory import in_child, save_mini
 from unspool.training import loop as loop_module
 from unspool.training.checkpoint.save import checkpoints
-from unspool.training.interrupt import StoppedError, listen
+from unspool.training.schedule import StoppedError, listen
 
 from .stage_runs import assert_same_result, run
 

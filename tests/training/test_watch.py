@@ -13,7 +13,15 @@ from unspool.core import progress
 from unspool.training.config import is_due
 from unspool.training.metrics import flops, logger
 from unspool.training.metrics.flops import FlopCount, Meter, Speed
-from unspool.training.metrics.logger import METRICS, SAMPLES, VALIDATION, StepReport, Watch, build_watch, keep_watched
+from unspool.training.metrics.logger import (
+    METRICS,
+    SAMPLES,
+    VALIDATION,
+    MetricsLogger,
+    StepReport,
+    build_logger,
+    copy_logs,
+)
 from unspool.training.metrics.trackers import Trackers
 
 STAGE = build_stage()  # six steps of 64 tokens
@@ -46,7 +54,7 @@ def watched(work, steps, *, stage=STAGE, done=0, **changes):
             clock.now += 0.5
             yield step
 
-    with Watch(stage, work, done=done, device=CPU, clock=clock, **changes) as watching:
+    with MetricsLogger(stage, work, done=done, device=CPU, clock=clock, **changes) as watching:
         for step in watching.timed(rows()):
             clock.now += 1.5
             watching.step(report(step))
@@ -79,7 +87,7 @@ def test_each_step_is_one_line_with_every_key(tmp_path):
 
 
 def test_what_is_not_a_number_is_null_in_the_file(tmp_path):
-    with Watch(STAGE, tmp_path, done=0, device=CPU) as watching:
+    with MetricsLogger(STAGE, tmp_path, done=0, device=CPU) as watching:
         for _ in watching.timed([1]):
             watching.step(report(1, loss=float("nan"), grad_norm=float("inf"), skipped=True, more={"reason": "spike"}))
     (line,) = lines(tmp_path / METRICS)
@@ -100,7 +108,7 @@ def test_a_resumed_stage_drops_what_comes_after_its_checkpoint(tmp_path):
 
 def test_lines_that_are_not_dropped_would_be_noticed(tmp_path, monkeypatch):
     watched(tmp_path, [1, 2, 3])
-    monkeypatch.setattr(logger, "keep_lines", lambda path, done: None)
+    monkeypatch.setattr(logger, "truncate_log", lambda path, done: None)
     watched(tmp_path, [2, 3], done=1)
     assert [line["step"] for line in lines(tmp_path / METRICS)] == [1, 2, 3, 2, 3]
 
@@ -128,7 +136,9 @@ class Kept:
 
 def test_trackers_get_the_numbers_and_are_closed_after_an_error(tmp_path):
     kept = Kept()
-    watching = Watch(STAGE, tmp_path, done=0, device=CPU, open_trackers=lambda: Trackers({"kept": lambda: kept}))
+    watching = MetricsLogger(
+        STAGE, tmp_path, done=0, device=CPU, open_trackers=lambda: Trackers({"kept": lambda: kept})
+    )
     with pytest.raises(ValueError, match="broken"), watching:
         for _ in watching.timed([1]):
             watching.step(report(1))
@@ -154,7 +164,7 @@ LOOKING = build_stage(
 
 def looked(work, held, steps, *, done=0):
     model = build_model()
-    watching = build_watch(
+    watching = build_logger(
         LOOKING, model, build_tokenizer(), work, done=done, seed=0, rows={"long": held}, validation=held
     )
     with watching:
@@ -187,7 +197,7 @@ def test_a_stage_that_is_asked_to_stop_looks_when_it_is_taken_up_again(tmp_path,
     model = build_model()
 
     def watching(done):
-        return build_watch(
+        return build_logger(
             LOOKING, model, build_tokenizer(), tmp_path, done=done, seed=0, rows={"long": held}, validation=held
         )
 
@@ -230,7 +240,7 @@ def test_what_was_watched_is_published_with_the_stage(tmp_path, held):
         (work / "wandb" / kind).mkdir(parents=True)
         (work / "wandb" / kind / "data").write_bytes(b"x")
     (work / "checkpoints").mkdir()
-    keep_watched(work, out)
+    copy_logs(work, out)
     names = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
     assert names == [METRICS, SAMPLES, "tensorboard/events.1", VALIDATION, "wandb/offline-run-1/data"]
 
@@ -267,7 +277,7 @@ def test_the_bar_shows_speed_mfu_memory_loss_and_eta(tmp_path, monkeypatch, widt
 
 def test_a_log_gets_a_line_at_first_at_last_and_now_and_then(tmp_path, capsys):
     stage = build_stage(tokens=64 * 100)
-    with Watch(stage, tmp_path, done=0, device=CPU) as watching:
+    with MetricsLogger(stage, tmp_path, done=0, device=CPU) as watching:
         for step in watching.timed(range(1, 101)):
             watching.step(report(step))
     first, last = capsys.readouterr().err.splitlines()

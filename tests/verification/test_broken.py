@@ -22,7 +22,7 @@ from unspool.data.packing.store import IGNORE
 from unspool.models.memory.offload import Offloader
 from unspool.models.rotary import rotate_heads
 from unspool.training.batch import Batch
-from unspool.training.optim.base import Updater
+from unspool.training.optim.updater import Updater
 
 
 def caught(found) -> bool:
@@ -133,7 +133,7 @@ def quantities(found) -> list[str]:
 
 
 def test_moments_that_are_not_restored(monkeypatch, case, results):
-    monkeypatch.setattr(Updater, "load_moments", lambda updater, saved: None)
+    monkeypatch.setattr(Updater, "load_optimizer", lambda updater, saved: None)
     assert quantities(results("resumed", case("llama"))) == ["bits"]
 
 

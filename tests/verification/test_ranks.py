@@ -18,9 +18,8 @@ import unspool.training.step
 from training.parallel.ranks import run_ranks
 from unspool.cli.main import build_app
 from unspool.data.packing.store import IGNORE
-from unspool.training.batch import Batch
+from unspool.training.batch import Batch, split_batch
 from unspool.training.parallel.mesh import sum_over_ranks
-from unspool.training.parallel.split import split_batch
 from unspool.verification.rank_processes import RankProcesses
 from unspool.verification.run import run_check
 from unspool.verification.splits import answer, fitting_ways, rank_check

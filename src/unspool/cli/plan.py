@@ -247,8 +247,9 @@ def _policy(chosen: "Estimate") -> str:
     words = [
         f"{name} {value}" for name, value in own.items() if name == "activation_checkpointing" or value != plain[name]
     ]
-    optimizer = chosen.stage.optimizer
-    words.append(f"optimizer {optimizer.weights} weights, {optimizer.states} states, step {optimizer.step}")
+    words.append(
+        f"optimizer {', '.join(f'{key} {value}' for key, value in chosen.stage.optimizer.model_dump().items())}"
+    )
     if chosen.stage.compile:
         words.append("compile")
     if chosen.stage.parallel.offload:

@@ -110,9 +110,9 @@ def _ranked(recipe: str, overrides: list[str] | None) -> Iterator[Any]:
     loaded = _loaded(recipe, overrides)
     # Only now: it loads torch, and a mistake in a recipe should be told at once.
     from unspool.recipe.run import Run, pick_device
-    from unspool.training.parallel.ranks import ranks
+    from unspool.training.parallel.ranks import init_ranks
 
-    with ranks(pick_device(loaded.recipe.device).type) as these:
+    with init_ranks(pick_device(loaded.recipe.device).type) as these:
         yield Run(loaded, these)
 
 

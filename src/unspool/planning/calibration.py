@@ -31,7 +31,7 @@ from unspool.planning.footprint import Footprint, Held, footprint
 from unspool.planning.step_time import Documents, Pace, StepSeconds, documents, pace_of, step_seconds
 from unspool.training.config import StageConfig
 from unspool.training.loader import build_step
-from unspool.training.optim.base import build_updater
+from unspool.training.optim.updater import build_updater
 from unspool.training.step import train_step
 
 # What a short measured run says about the cost model: factors for one GPU and one model's shape, in a small file.
@@ -181,9 +181,7 @@ def _trial(shape: Shape, small: StageConfig, lens: list[int], gpu: Gpu, device: 
     held = Held(
         tokens=small.context_length,
         policy=small.memory,
-        weights=small.optimizer.weights,
-        states=small.optimizer.states,
-        in_backward=small.optimizer.step == "in-backward",
+        optimizer=small.optimizer,
         compiled=small.compile,
     )
     computed = step_seconds(shape, held, documents(lens), pace_of(gpu))

@@ -26,7 +26,6 @@ from unspool.recipe.launch import work_of
 from unspool.recipe.load import LoadedRecipe
 from unspool.recipe.yaml_lines import CoreDumper
 from unspool.training.config import StageConfig
-from unspool.training.optim.config import OptimizerConfig
 from unspool.training.parallel.config import Layout, check_layout, fits_heads, settle_layout
 
 GIB = 1 << 30
@@ -39,11 +38,6 @@ NODE = 8  # GPUs of a machine
 WORTH = 0.02
 # From here on tensors reach 2³¹ elements (docs/memory.md).
 MANY_TOKENS = 512 << 10
-LARGE_OPTIMIZERS = (
-    {"states": "8bit"},
-    {"weights": "bf16", "states": "8bit"},
-    {"weights": "bf16", "states": "8bit", "step": "in-backward"},
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,17 +102,16 @@ def estimate(case: Case, stage: StageConfig) -> Estimate:
     heads = (case.shape.num_heads, case.shape.num_kv_heads)
     check_layout(layout, work_of(case.loaded, stage, heads))
     alone = case.machine.count == 1
-    if not alone and stage.optimizer != OptimizerConfig():
-        raise ConfigError("optimizer: several devices keep weights and moments in fp32 and step after; leave it out.")
+    problem = None if alone else stage.optimizer.sharding_problem()
+    if problem is not None:
+        raise ConfigError(problem)
     stage.memory.check_layers(case.shape.num_layers)
     micro_batch = stage.micro_batch_tokens or stage.context_length
     held = Held(
         tokens=-(-micro_batch // layout.sequence_ranks),
         micro_batches=stage.batch_tokens // micro_batch // layout.data_ranks,
         policy=stage.memory,
-        weights=stage.optimizer.weights,
-        states=stage.optimizer.states,
-        in_backward=stage.optimizer.step == "in-backward",
+        optimizer=stage.optimizer,
         compiled=stage.compile,
         layout=layout,
         on_host=stage.parallel.offload and not alone,
@@ -185,10 +178,9 @@ def _other_optimizers(case: Case, stage: StageConfig) -> Iterator[Estimate]:
     if case.machine.count > 1:
         return
     whole = (stage.micro_batch_tokens or stage.context_length) == stage.batch_tokens
-    for wanted in LARGE_OPTIMIZERS:
-        if wanted.get("step") and (not whole or "skip" in (stage.guard.nan, stage.guard.spike)):
+    for optimizer in stage.optimizer.alternatives():
+        if optimizer.step == "in-backward" and (not whole or "skip" in (stage.guard.nan, stage.guard.spike)):
             continue
-        optimizer = OptimizerConfig.model_validate(wanted)
         found = [one for one in _same_results(case, stage.model_copy(update={"optimizer": optimizer})) if one.fits]
         yield from found
         if found:

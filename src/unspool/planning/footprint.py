@@ -17,12 +17,12 @@ from itertools import accumulate
 
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.planning.cost import FULL, HALF, LOGITS_BYTES, Shape, kv_slices
+from unspool.training.optim.base import OptimizerConfig
+from unspool.training.optim.config import AdamWConfig
 from unspool.training.parallel.config import Layout
 
 ONE = Layout(replicate=1, shard=1, ring=1, ulysses=1)
 GIB = 1 << 30
-# AdamW's moments in 8 bits: two codes, and two fp32 scales for 256 of them.
-QUANTIZED = 2 * (1 + FULL / 256)
 # What cuDNN's backward pass takes besides its results, per query number: the queries' gradient summed in fp32.
 WORKSPACE = FULL
 # Positions: cosines and sines in fp32. Tokens, labels and positions are 64-bit numbers.
@@ -38,9 +38,7 @@ class Held:
     tokens: int  # of one micro-batch, on this rank
     micro_batches: int = 1  # of one step, on this rank
     policy: MemoryPolicy = field(default_factory=MemoryPolicy)
-    weights: str = "fp32"
-    states: str = "fp32"
-    in_backward: bool = False
+    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     compiled: bool = True
     layout: Layout = ONE
     on_host: bool = False  # parallel.offload: weights, gradients and moments
@@ -111,6 +109,7 @@ class _Count:
         self.queries = HALF * shape.num_heads * shape.head_dim
         self.keys = HALF * kv_slices(shape, held.layout.ulysses) * shape.head_dim
         self.inner = HALF * shape.intermediate
+        self.grad_bytes = held.optimizer.grad_bytes()
         self.recomputed = self.policy.activation_checkpointing != "none"
         self.hosts = self._host_layers()
         by_layer = [self.kept(layer) for layer in range(shape.num_layers)]
@@ -132,30 +131,24 @@ class _Count:
 
     def optimizer(self) -> float:
         """Masters of a single device; where weights are divided, the parts are the masters."""
-        held, params = self.held, self.shape.params
+        held, params, config = self.held, self.shape.params, self.held.optimizer
         if not held.alone:
-            return 0.0 if held.on_host else 2 * FULL * params / held.parts
-        masters = FULL * params if held.weights == "fp32" else 0.0
-        return masters + (QUANTIZED if held.states == "8bit" else 2 * FULL) * params
+            return 0.0 if held.on_host else config.state_bytes() * params / held.parts
+        return (config.master_bytes() + config.state_bytes()) * params
 
     def gradients(self, params: float) -> float:
         """Of so many parameters that have got theirs in this micro-batch."""
         held = self.held
-        if held.in_backward or held.on_host:
+        if held.optimizer.step == "in-backward" or held.on_host:
             return 0.0
         if not held.alone:
             return FULL * (self.shape.params if held.micro_batches > 1 else params) / held.parts
-        grads = (FULL if self._plain else HALF) * params
+        grads = self.grad_bytes * params
         if held.micro_batches == 1:
             return grads
         # Of the micro-batch before as it came; from the second sum on, in fp32.
-        before = FULL if self._plain or held.micro_batches > 2 else HALF
+        before = FULL if held.micro_batches > 2 else self.grad_bytes
         return FULL * params + before * (self.shape.params - params)
-
-    @property
-    def _plain(self) -> bool:
-        """torch's own AdamW, which takes its gradients in fp32."""
-        return self.held.weights == "fp32" and self.held.states == "fp32"
 
     # Per token
 
@@ -277,7 +270,8 @@ class _Count:
         )
 
     def host(self) -> float:
-        states = 4 * FULL * self.shape.params / self.held.parts if self.held.on_host else 0.0
+        per_param = 2 * FULL + self.held.optimizer.state_bytes()  # weight and gradient, states
+        states = per_param * self.shape.params / self.held.parts if self.held.on_host else 0.0
         return states + self.moved()
 
     def moved(self) -> float:
@@ -340,6 +334,7 @@ class _Count:
         layers = shape.num_layers * shape.layer_params
         base = self._base("the embedding's gradient", layers + (0 if shape.tied else shape.table_params), 0)
         # As it comes, and in fp32 where AdamW takes it so; a tied one has the head's to be added to.
-        table = (HALF + (FULL if self._plain or self.held.micro_batches > 1 else 0)) * shape.table_params
+        in_fp32 = self.grad_bytes == FULL or self.held.micro_batches > 1
+        table = (HALF + (FULL if in_fp32 else 0)) * shape.table_params
         tied = HALF * shape.table_params if shape.tied else 0.0
         return replace(base, layer=table + tied + self.hidden * self.held.tokens)

@@ -28,7 +28,7 @@ UNFUSED = 2.8  # times as long
 BACKWARD = 2.5  # times the products of attention's forward pass
 # A Python program needs this long to start the kernels of a layer, forward and backward; short rows wait for it.
 STARTING = 1.0e-3
-HOST_ADAM = 20e9  # bytes per second of AdamW's states in host memory, for one device's share of its machine
+HOST_UPDATE = 20e9  # bytes per second of an update in host memory, for one device's share of its machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,15 +151,15 @@ class _Count:
         return 6.0 * shape.table_params * tokens / self.matmul + moved / self.stream
 
     def update(self) -> float:
-        """Adding micro-batches up, the norm, AdamW."""
-        held, params = self.held, self.shape.params / self.held.parts
+        """Seconds of gradient accumulation, the norm and the optimizer's step."""
+        held, params, config = self.held, self.shape.params / self.held.parts, self.held.optimizer
         added = 10 * params * (held.micro_batches - 1) / self.stream
+        states = config.state_bytes_moved()
         if held.on_host:
-            return added + 28 * params / HOST_ADAM + (HALF + FULL) * params / self.pace.host
-        grad = FULL if held.micro_batches > 1 or (held.weights, held.states) == ("fp32", "fp32") else HALF
-        states = 4 if held.states == "8bit" else 16
-        weights = 10 if held.weights == "fp32" else 4
-        return added + (2 * grad + states + weights) * params / self.stream
+            # The weight is read and written, the gradient read, all in fp32.
+            return added + (3 * FULL + states) * params / HOST_UPDATE + (HALF + FULL) * params / self.pace.host
+        grad = FULL if held.micro_batches > 1 else config.grad_bytes()
+        return added + (2 * grad + states + config.weight_bytes_moved()) * params / self.stream
 
     def step(self) -> StepSeconds:
         shape, held, pace = self.shape, self.held, self.pace

@@ -37,10 +37,10 @@ from unspool.reporting.gather import gather
 from unspool.reporting.page import write_report
 from unspool.training.checkpoint.resume import OPTIMIZER
 from unspool.training.config import StageConfig
-from unspool.training.distill.distill import check_refit
-from unspool.training.parallel.mesh import from_leader, one_rank
+from unspool.training.distill.distill import check_distillation
+from unspool.training.parallel.apply import check_fit
+from unspool.training.parallel.mesh import from_leader, single_rank
 from unspool.training.parallel.ranks import Ranks
-from unspool.training.parallel.requirements import check_fit
 from unspool.training.stage import StageInputs, run_stage, stage_reason
 
 # The boxes of a recipe that need no model: corpora and rows.
@@ -183,7 +183,7 @@ class Run(Preparation):
 
     def __init__(self, loaded: LoadedRecipe, ranks: Ranks | None = None) -> None:
         """`ranks`: those of the job, of which this process is one; without them it is alone."""
-        self.ranks = ranks or one_rank(pick_device(loaded.recipe.device))
+        self.ranks = ranks or single_rank(pick_device(loaded.recipe.device))
         self.device = self.ranks.device
         if not self.ranks.is_leader:
             console.quiet = True  # what is said is said once
@@ -279,7 +279,7 @@ class Run(Preparation):
                 else {}
             )
             start = self.model if self._earlier(stage) is None else None
-            check_refit(stage, start, row_lens, world_size=self.ranks.world_size)
+            check_distillation(stage, start, row_lens, world_size=self.ranks.world_size)
 
     def _check_evals(self) -> None:
         """Find a suite that cannot work (too short a text or length) now, not after hours of training."""

@@ -30,9 +30,9 @@ from unspool.training.checkpoint.resume import OPTIMIZER, resume
 from unspool.training.config import StageConfig
 from unspool.training.loader import LEDGER, find_gaps, read_ledger
 from unspool.training.loop import Training, run_steps
-from unspool.training.metrics.logger import METRICS, Watch
-from unspool.training.optim.base import build_updater
-from unspool.training.spike_guard import Guard
+from unspool.training.metrics.logger import METRICS, MetricsLogger
+from unspool.training.optim.updater import build_updater
+from unspool.training.schedule import SpikeGuard
 from unspool.training.stage import StageInputs, run_stage
 from unspool.verification.case import LARGE, Case
 from unspool.verification.families import FAMILIES, SHAPE, small_subjects
@@ -271,8 +271,8 @@ def _run(case: Case, work: Path, *, cuts: Sequence[int]) -> dict[str, Tensor]:
     work.mkdir()
     for last_step in (*cuts, STEPS):
         model = copy.deepcopy(case.model)
-        updater, guard = build_updater(STAGE, model), Guard(STAGE.guard)
-        done = resume(work, updater, guard, growing=(LEDGER, METRICS), seed=case.seed, stage=STAGE.name)
+        updater, guard = build_updater(STAGE, model), SpikeGuard(STAGE.guard)
+        done = resume(work, updater, guard, logs=(LEDGER, METRICS), seed=case.seed, stage=STAGE.name)
         rows: Any = _rows(case)
         sizes = {name: len(of_set) for name, of_set in rows.items()}
         row_lens = {name: len(of_set[0].tokens) for name, of_set in rows.items()}
@@ -280,8 +280,8 @@ def _run(case: Case, work: Path, *, cuts: Sequence[int]) -> dict[str, Tensor]:
         mix.last_step = last_step
         training = Training(model, updater, guard, mix, rows, case.device)
         try:
-            with Watch(STAGE, work, done=done, device=case.device, is_leader=False) as watch:
-                run_steps(STAGE, training, work, done=done, watch=watch)
+            with MetricsLogger(STAGE, work, done=done, device=case.device, is_leader=False) as logger:
+                run_steps(STAGE, training, work, done=done, logger=logger)
         except _CutError:
             assert last_step < STEPS
     return {name: tensor.detach().cpu().clone() for name, tensor in updater.state_tensors().items()}

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unspool.training.parallel.ranks import Seat, pick_backend
+from unspool.training.parallel.ranks import RankEnv, pick_backend
 from unspool.verification.results import error_line
 from unspool.verification.splits import answer
 
@@ -122,16 +122,16 @@ class RankProcesses(AbstractContextManager["RankProcesses"]):
 
 def main() -> None:
     folder, rank, world_size, device_type = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    seat = Seat(
+    rank_env = RankEnv(
         rank=rank,
         world_size=world_size,
         local_rank=rank,
         local_world_size=world_size,
         host="",
         port=0,
-        agent_keeps_store=False,
+        agent_hosts_store=False,
     )
-    device, backend = pick_backend(device_type, seat, num_devices=torch.cuda.device_count())
+    device, backend = pick_backend(device_type, rank_env, num_devices=torch.cuda.device_count())
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(1)

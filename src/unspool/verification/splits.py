@@ -20,12 +20,11 @@ from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
 from unspool.models.fuse import keep_tables
 from unspool.training.config import StageConfig
-from unspool.training.loader import build_step
+from unspool.training.loader import build_step, model_shape
 from unspool.training.parallel.apply import parallelize
 from unspool.training.parallel.config import ParallelConfig, Work, check_layout, settle_layout
-from unspool.training.parallel.fsdp import whole
-from unspool.training.parallel.mesh import build_mesh, place_of
-from unspool.training.parallel.requirements import model_shape
+from unspool.training.parallel.dtensor import full_tensor
+from unspool.training.parallel.mesh import build_mesh, rank_coords
 from unspool.training.step import train_step
 from unspool.verification.case import Case, trained
 from unspool.verification.families import FAMILIES, Subject
@@ -175,7 +174,7 @@ def rank_outcome(model: Any, step: Step, way: Way, *, world_size: int) -> tuple[
     )
     rows: Any = {"rows": step.rows}
     picks = [[("rows", index)] for index in range(NUM_ROWS)]
-    work = build_step(stage, rows, picks, place=place_of(mesh), shape=shape)
+    work = build_step(stage, rows, picks, coords=rank_coords(mesh), shape=shape)
     gather = _Gather(model)
     loss = train_step(model, gather, work, lr=stage.lr, mesh=mesh).loss
     return loss, gather.grads
@@ -194,7 +193,7 @@ class _Gather:
     def finish(self, *, is_good: bool, max_norm: float) -> float:
         for name, weight in self._model.named_parameters():
             grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            self.grads[name] = whole(grad).float().cpu()
+            self.grads[name] = full_tensor(grad).float().cpu()
         return 0.0
 
 

@@ -16,13 +16,12 @@ from unspool.data.packing.store import IGNORE
 from unspool.models.attention.interface import attend
 from unspool.models.checks import attention_of, layers_of
 from unspool.models.memory.policy import MemoryPolicy
-from unspool.training.batch import Batch
+from unspool.training.batch import Batch, split_batch
 from unspool.training.parallel import sharded_load, ulysses
 from unspool.training.parallel.apply import Exchange, apply_sequence, parallelize
 from unspool.training.parallel.config import ParallelConfig
 from unspool.training.parallel.fsdp import apply_fsdp, whole
-from unspool.training.parallel.mesh import AXES, build_mesh, place_of
-from unspool.training.parallel.split import split_batch
+from unspool.training.parallel.mesh import AXES, build_mesh, rank_coords
 
 from .cases import BASES, FULL, MORE, Case, same_bits, this_rank
 from .steps import step_jobs
@@ -235,7 +234,7 @@ def places(world: int) -> Any:
     mesh = build_mesh(ParallelConfig(ulysses=2), world, "cpu")
     gathered: list[Any] = [None] * world
     groups = {axis: dist.get_process_group_ranks(mesh.get_group(axis)) for axis in AXES}
-    dist.all_gather_object(gathered, (place_of(mesh), groups))
+    dist.all_gather_object(gathered, (rank_coords(mesh), groups))
     return gathered
 
 

@@ -8,7 +8,7 @@ from unspool.core.errors import ConfigError
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.training.parallel.apply import parallelize
 from unspool.training.parallel.config import ParallelConfig
-from unspool.training.parallel.sharded_load import build_empty
+from unspool.training.parallel.fsdp import build_empty
 
 from .jobs import LOADED_VOCAB
 
