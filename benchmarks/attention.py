@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from unspool.core.rng import rng_for
 from unspool.models.attention import cuda
 from unspool.models.attention.interface import attend
-from unspool.models.attention.reference import Rules
+from unspool.models.attention.reference import AttentionInputs
 
 ROW = 64 << 10
 SHAPES = {"32/8 x 128": (32, 8, 128), "9/3 x 64": (9, 3, 64)}
@@ -114,8 +114,12 @@ def ours(heads: list[Tensor], row: Documents) -> Tensor:
 
 
 def varlen(heads: list[Tensor], row: Documents) -> Tensor:
+    return cuda._varlen(by_token(heads), row, row)[None]
+
+
+def by_token(heads: list[Tensor]) -> AttentionInputs:
     query, key, value = (tensor[0].transpose(0, 1) for tensor in heads)
-    return cuda._varlen((query, key, value), row, row, Rules())[None]
+    return AttentionInputs(query=query, key=key, value=value)
 
 
 def dense(kernel: SDPBackend, heads: list[Tensor], row: Documents) -> Tensor:
@@ -150,8 +154,7 @@ def measure_crossover(num_heads: int, num_kv_heads: int, dim: int) -> dict[str, 
         row = (*(length,) * count, *((ROW - length * count,) if ROW % length else ()))
 
         def alone(heads: list[Tensor], row: Documents) -> Tensor:
-            query, key, value = (tensor[0].transpose(0, 1) for tensor in heads)
-            return cuda._planned((query, key, value), Rules(), cuda.plan(row, 1))[None]
+            return cuda._attend_planned(by_token(heads), cuda.plan(row, 1))[None]
 
         ratios[length] = timed(alone, heads, grad, row) / timed(varlen, heads, grad, row)
     first = next((length for length in SWEEP if all(ratios[at] < 1 for at in SWEEP if at >= length)), None)

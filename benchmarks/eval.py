@@ -27,8 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from unspool.core.rng import rng_for
 from unspool.models.attention.interface import NAME, register
 from unspool.models.fuse import fuse_for_reading, pays_to_fuse
-from unspool.models.generation.batch_limits import chunk_len
-from unspool.models.generation.generate import answer
+from unspool.models.generation.generate import answer, prefill_chunk_len
 
 LLAMA_3_8B = {
     "vocab_size": 128_256,
@@ -139,7 +138,7 @@ def prefill(model: Any, length: int, stock: tuple[float, float], flash: tuple[fl
     their_seconds, their_gib = stock
     return {
         "tokens": length,
-        "chunk": min(length, chunk_len(model, length)),
+        "chunk": min(length, prefill_chunk_len(model, length)),
         "seconds": our_seconds,
         "tokens_per_second": length / our_seconds,
         "share_of_ceiling": length / our_seconds / CEILING,

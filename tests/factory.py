@@ -20,6 +20,7 @@ from unspool.core.artifacts import publish
 from unspool.data.facts import word_list
 from unspool.data.packing.store import Row, RowWriter
 from unspool.models.attention.interface import NAME, register
+from unspool.models.attention.reference import AttentionInputs
 from unspool.training.config import StageConfig
 
 CPU = torch.device("cpu")
@@ -255,3 +256,7 @@ def save_mini(folder: Path) -> Path:
     path = folder / "mini.yaml"
     path.write_text(MINI)
     return path
+
+
+def attention_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> AttentionInputs:
+    return AttentionInputs(query=query, key=key, value=value, **options)

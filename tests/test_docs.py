@@ -49,7 +49,7 @@ from unspool.evals.config import (
     PerplexityEval,
     RulerEval,
 )
-from unspool.models.presets import NewModel
+from unspool.models.config import NewModel
 from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_recipes
 from unspool.recipe.schema import Recipe

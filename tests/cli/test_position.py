@@ -14,7 +14,7 @@ from unspool.models.export import save_model
 from unspool.models.rotary import apply_rope
 from unspool.rope.bound import bound, first_negative
 from unspool.rope.harpe import Harpe
-from unspool.rope.methods import Abf, RopeMethod, Yarn
+from unspool.rope.methods import Abf, AnyRopeMethod, Yarn
 from unspool.rope.tables import shape_of
 
 METHODS = ["unchanged", "abf", "ntk", "pi", "dynamic", "ntk-by-parts", "yarn", "llama3", "harpe"]
@@ -47,7 +47,7 @@ def test_each_method_is_advised_with_a_line_that_comes_to_what_is_said(advice):
         }
     )
     for each in advice["methods"][1:]:
-        pasted = TypeAdapter(RopeMethod).validate_python(yaml.safe_load(each["line"])["position"])
+        pasted = TypeAdapter(AnyRopeMethod).validate_python(yaml.safe_load(each["line"])["rope"])
         settled = pasted.resolve(rope, 2048)
         assert settled.parameters == each["parameters"]
         assert settled.max_positions == each["max_positions"]
@@ -107,7 +107,7 @@ def test_models_that_have_been_extended_are_counted_from_their_original_length(t
             by_name["unchanged"]["summary"]
             == {
                 "yarn": "base 10000, yarn scaling",
-                "harpe": "a base per head",
+                "harpe": "a base per head, 10000 to 1e5",
                 "abf": "base 1e5",
             }[name]
         )

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from factory import SMALL_SIZE, save_folder, save_mini
 from unspool.cli.main import build_app
-from unspool.models.presets import SIZES
+from unspool.models.config import SIZES
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,8 +14,8 @@ from unspool.cli.main import build_app
 from unspool.core.artifacts import read_manifest
 from unspool.data.facts import word_list
 from unspool.data.packing.store import open_rows
+from unspool.models.config import SIZES
 from unspool.models.load import build_new
-from unspool.models.presets import SIZES
 from unspool.models.tokenizer import load_tokenizer
 from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import resolve_path

@@ -48,7 +48,7 @@ def test_every_conversation_that_was_asked_for_is_accounted_for(made):
         assert entry["asked"] == entry["kept"] + sum(entry["rejected"].values()) + sum(entry["failed"].values())
     refused = {reason for entry in result["kinds"].values() for reason in entry["rejected"]}
     assert {"unparsable", "refers", "unsupported", "near_copy"} <= refused
-    assert result["requests"]["troubles"]["http_500"] > 0
+    assert result["requests"]["errors"]["http_500"] > 0
     assert result["failed"] == 0, "each is tried again"
     listed = [json.loads(line) for line in (folder / "run/synth/long/rejected.ndjson").read_text().splitlines()]
     assert len(listed) == result["rejected"]
@@ -119,7 +119,7 @@ def test_other_wording_needs_no_new_reply(made):
     again = json.loads(done.stdout)["long"]
     assert again["made"]
     # Lengths change with the wording, so the last few may be others.
-    assert again["requests"]["asked"] <= 0.1 * result["requests"]["asked"]
+    assert again["requests"]["sent"] <= 0.1 * result["requests"]["sent"]
     records = read_conversations(folder / "run/synth/long")
     answers = [record["messages"][1]["content"] for record in records if record["kind"] == "qa"]
     assert answers
@@ -134,16 +134,16 @@ def test_a_stage_reads_it_and_is_trained_on_answers_only(made):
         json.dumps(
             {
                 "name": "sft",
-                "model": {"size": "4M", "tokenizer": "asset:tiny-base", "context": 512},
+                "model": {"size": "4M", "tokenizer": "asset:tiny-base", "context_length": 512},
                 "out": str(folder / "sft"),
                 "engine": {"workers": 1},
                 "sources": {"made": {"kind": "chat", "path": str(synth_dir), "template": "plain.jinja"}},
-                "rows": {"made": {"from": "made", "length": 512, "packing": "truncate"}},
+                "datasets": {"made": {"from": "made", "seq_len": 512, "packing": "truncate"}},
                 "stages": [],
             }
         )
     )
-    done = invoke("rows", str(recipe), "--json")
+    done = invoke("pack", str(recipe), "--json")
     assert done.exit_code == 0, done.output
     records = read_conversations(synth_dir)
     corpus = open_corpus(folder / "sft/corpus/made")
@@ -156,7 +156,7 @@ def test_a_stage_reads_it_and_is_trained_on_answers_only(made):
         trained = tokenizer.decode(tokens[mask])
         assert trained == record["messages"][1]["content"] + tokenizer.eos_token
         assert np.flatnonzero(mask)[0] > len(tokens) / 2, "the document is only read"
-    manifest = read_manifest(folder / "sft/rows/made")
+    manifest = read_manifest(folder / "sft/datasets/made")
     assert manifest is not None
     assert manifest["counts"]["documents"] > 0
 
@@ -175,7 +175,7 @@ def test_the_estimate_asks_nothing_and_is_near(tmp_path):
     assert told["seconds"] >= 2 * told["requests"]
     mocked = invoke("synth", str(recipe), "--json", "--set", "synth.long.generator={kind: mock, reply_tokens: 128}")
     result = json.loads(mocked.stdout)["long"]
-    assert told["requests"] == pytest.approx(result["requests"]["asked"], rel=0.25)
+    assert told["requests"] == pytest.approx(result["requests"]["sent"], rel=0.25)
     assert sum(told["examples"].values()) == pytest.approx(result["kept"], rel=0.25)
 
 

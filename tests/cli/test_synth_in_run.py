@@ -13,7 +13,7 @@ from synthesis.toy import MOCK, write_documents, write_recipe
 from unspool.cli.main import build_app
 from unspool.core.errors import ConfigError
 from unspool.data.packing.store import open_rows
-from unspool.models.presets import SIZES
+from unspool.models.config import SIZES
 from unspool.studies.load import check_study_inputs, load_study
 
 STAGE = {"name": "sft", "context": 512, "mix": {"talks": 1}, "tokens": 1024, "batch": 512, "lr": 1e-3}

@@ -17,7 +17,7 @@ from unspool.evals.config import KeyValueEval, NiahEval, PerplexityEval, RulerEv
 from unspool.evals.contexts import Plan
 from unspool.evals.run import Scoring, score_model
 from unspool.evals.suites import niah
-from unspool.models.generation import batch_limits
+from unspool.models.generation import generate
 
 from .toy import TOY
 
@@ -104,7 +104,7 @@ def test_questions_that_share_a_context_or_a_row_get_the_answers_they_get_alone(
     prompt = together.prompt(row)
     with monkeypatch.context() as small:
         # Memory that takes three of these prompts at a time.
-        small.setattr(batch_limits, "CPU_BATCH_TOKENS", 3 * (len(prompt.questions[0].ids) + 16))
+        small.setattr(generate, "CPU_BATCH_TOKENS", 3 * (len(prompt.questions[0].ids) + 16))
         assert made.answers(prompt) == [made.answers(alone.prompt(unit))[0] for unit in alone.units[:8]]
     assert outputs(together) == outputs(alone)
     assert len(set(outputs(alone).values())) > 4, "equal answers would hide a mix-up"

@@ -14,14 +14,14 @@ from unspool.evals.config import RulerEval
 from unspool.evals.judge.protocols import calls, parse, score, summary_score
 from unspool.evals.judge.run import (
     Judge,
-    Kept,
+    JudgeReplies,
     agreement,
     check_judge,
     estimate,
     judge_folder,
-    kept_for,
     local_judge,
     read_samples,
+    replies_for,
     scores_folders,
 )
 from unspool.evals.run import Scoring
@@ -140,7 +140,7 @@ def test_nothing_is_asked_twice_even_after_a_kill(folder):
 
     with pytest.raises(KeyboardInterrupt):
         judge_folder(folder, Judge(name="j", ask=dying))
-    assert estimate(read_samples(folder), kept_for(folder, "j")).calls == 2
+    assert estimate(read_samples(folder), replies_for(folder, "j")).calls == 2
     beside = folder.with_name("base.judgements.jsonl")
     beside.write_text(beside.read_text() + '{"key": "to')
 
@@ -148,12 +148,12 @@ def test_nothing_is_asked_twice_even_after_a_kill(folder):
     judge_folder(folder, Judge(name="j", ask=None))
 
     assert len(asked) == len(set(asked)) == 4
-    assert estimate(read_samples(folder), Kept(folder / "judgements.jsonl", "j")).calls == 0
-    assert estimate(read_samples(folder), Kept(folder / "judgements.jsonl", "another")).calls == 4
+    assert estimate(read_samples(folder), JudgeReplies(folder / "judgements.jsonl", "j")).calls == 0
+    assert estimate(read_samples(folder), JudgeReplies(folder / "judgements.jsonl", "another")).calls == 4
 
 
 def test_the_cost_is_known_beforehand(folder):
-    planned = estimate(read_samples(folder), kept_for(folder, "j"))
+    planned = estimate(read_samples(folder), replies_for(folder, "j"))
 
     assert planned.calls == 4 and 500 < planned.prompt_tokens < 4000 and planned.reply_tokens == 2048
     assert planned.cost(1e6, 0) == pytest.approx(planned.prompt_tokens)
@@ -180,12 +180,12 @@ def test_a_judge_is_checked_against_labels(tmp_path):
     graded.write_text("".join(json.dumps(case) + "\n" for case in cases))
     judge = Judge(name="j", ask=lambda prompt: "no" if "o1" in prompt else reply(1, 3))
 
-    found = check_judge(graded, judge, Kept(tmp_path / "kept.jsonl", "j"))
+    found = check_judge(graded, judge, JudgeReplies(tmp_path / "kept.jsonl", "j"))
 
     assert (found.n, found.unparsable, found.agreement) == (3, 1, pytest.approx(1 / 3))
     graded.write_text('{"question": "q", "references": ["r"], "output": "o", "label": 7}\n')
     with pytest.raises(DataError, match=r"line 1 needs question, references \(a list\), output and label"):
-        check_judge(graded, judge, Kept(tmp_path / "kept.jsonl", "j"))
+        check_judge(graded, judge, JudgeReplies(tmp_path / "kept.jsonl", "j"))
 
 
 def test_a_model_of_this_process_can_judge(tokenizer):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from unspool.inspection.attention.tiles import Far, Layer, Sight, build_sight, draw, lowest_keys, measure
-from unspool.models.attention.reference import Rules
 
 LENGTH = 203  # no multiple of any block or tile below
 TILES = [(16, 16), (32, 48), (64, 16), (7, 11), (512, 512)]
@@ -28,7 +27,9 @@ def build_layer(
     return Layer(
         query=2 * torch.randn(4, length, 16, generator=rng),
         key=2 * torch.randn(num_kv, length, 16, generator=rng),
-        rules=Rules(scaling=scaling, window=window, softcap=softcap),
+        scale=16**-0.5 if scaling is None else scaling,
+        window=window,
+        softcap=softcap,
         sinks=torch.randn(4, generator=rng) + 2 if sinks else None,
     )
 
@@ -36,13 +37,12 @@ def build_layer(
 def probabilities(layer: Layer, doc_ids: torch.Tensor | None = None) -> torch.Tensor:
     """float64[H, S, S], all at once."""
     key = layer.key.double().repeat_interleave(len(layer.query) // len(layer.key), dim=0)
-    scale = layer.query.shape[-1] ** -0.5 if layer.rules.scaling is None else layer.rules.scaling
-    scores = layer.query.double() @ key.transpose(1, 2) * scale
-    if layer.rules.softcap is not None:
-        scores = layer.rules.softcap * (scores / layer.rules.softcap).tanh()
+    scores = layer.query.double() @ key.transpose(1, 2) * layer.scale
+    if layer.softcap is not None:
+        scores = layer.softcap * (scores / layer.softcap).tanh()
     places = torch.arange(scores.shape[-1], device=scores.device)
     behind = places[:, None] - places
-    seen = (behind >= 0) & (behind < (layer.rules.window or len(places)))
+    seen = (behind >= 0) & (behind < (layer.window or len(places)))
     if doc_ids is not None:
         seen &= doc_ids[:, None] == doc_ids
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -91,7 +91,7 @@ def test_block_maxima_and_far_mass_are_those_of_the_whole_softmax(case, tile):
 
     wanted = torch.stack([block_maxima(head, 16) for head in whole]).float()
     torch.testing.assert_close(maps, wanted, rtol=0, atol=CLOSE)
-    window = layer.rules.window
+    window = layer.window
     if window is None:
         by_hand = far_by_hand(whole, 40, 0, torch.zeros(LENGTH), torch.zeros(LENGTH))
     else:
@@ -147,7 +147,7 @@ def test_a_rule_that_is_a_little_off_is_caught(change):
 
 def test_query_heads_take_the_keys_they_share():
     layer = build_layer(num_kv=2)
-    swapped = Layer(query=layer.query, key=layer.key.flip(0), rules=layer.rules, sinks=None)
+    swapped = Layer(query=layer.query, key=layer.key.flip(0), scale=layer.scale)
     right, wrong = (measure(each, one_text()).far for each in (layer, swapped))
     assert max(abs(a - b) for a, b in zip(right, wrong, strict=True)) > 100 * CLOSE
 
@@ -175,7 +175,7 @@ def test_changing_one_masked_document_changes_no_bit_of_another():
     lens = [61, 80, 62]
     sight = build_sight(lens, [0, 1, 2], masked=True, beyond=20, first=0)
     layer = build_layer()
-    other = Layer(query=layer.query.clone(), key=layer.key.clone(), rules=layer.rules, sinks=None)
+    other = Layer(query=layer.query.clone(), key=layer.key.clone(), scale=layer.scale)
     other.query[:, :61] += 1
     other.key[:, :61] -= 1
     before, after = (all_maps(each, sight, measure(each, sight), 1, (32, 48)) for each in (layer, other))
@@ -217,7 +217,7 @@ def test_the_first_key_of_each_query_is_that_of_its_window_or_document():
 
 def test_scores_beyond_what_exp_can_hold_are_kept_right():
     layer = build_layer()
-    steep = Layer(query=50 * layer.query, key=layer.key, rules=layer.rules, sinks=None)
+    steep = Layer(query=50 * layer.query, key=layer.key, scale=layer.scale)
     found = measure(steep, one_text(), tile=(32, 48))
     wanted = far_by_hand(probabilities(steep), 40, 0, torch.zeros(LENGTH), torch.zeros(LENGTH))
     assert found.far == pytest.approx(wanted, abs=1e-4)
@@ -232,7 +232,7 @@ def test_the_head_that_looks_far_is_found():
     query = torch.zeros(4, length, 4)
     query[:, :, 1] = 400
     query[far_head] = torch.tensor([20.0, 0, 0, 0])
-    layer = Layer(query=query, key=key, rules=Rules(scaling=1.0), sinks=None)
+    layer = Layer(query=query, key=key, scale=1.0)
     sight = build_sight([length], [0], masked=False, beyond=40, first=0)
     found = measure(layer, sight, tile=(32, 48))
     assert found.far[far_head] > 0.7

@@ -1,5 +1,6 @@
 """Packing changes no document. The references are stock `transformers` and a softmax written out by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -146,32 +147,32 @@ def test_no_position_sees_a_later_one(family):
     assert not looks_ahead(build_model(family))
 
 
-def one_document(query, key, value, rules, sinks, doc_lens):
-    return _true_reference(query, key, value, rules, sinks, None)
+def one_document(inputs):
+    return _true_reference(replace(inputs, doc_lens=None))
 
 
-def borders_off_by_one(query, key, value, rules, sinks, doc_lens):
-    moved = (doc_lens[0] + 1, *doc_lens[1:-1], doc_lens[-1] - 1)
-    return _true_reference(query, key, value, rules, sinks, moved)
+def borders_off_by_one(inputs):
+    doc_lens = inputs.doc_lens
+    return _true_reference(replace(inputs, doc_lens=(doc_lens[0] + 1, *doc_lens[1:-1], doc_lens[-1] - 1)))
 
 
-def not_causal(query, key, value, rules, sinks, doc_lens):
-    key, value = attention_reference.same_heads(query, key, value)
-    return functional.scaled_dot_product_attention(query, key, value, scale=rules.scaling)
+def not_causal(inputs):
+    key, value = attention_reference.repeat_kv_heads(*inputs.heads)
+    return functional.scaled_dot_product_attention(inputs.query, key, value, scale=inputs.scaling).transpose(1, 2)
 
 
-_true_reference = attention_reference.reference
+_true_reference = attention_reference.reference_attention
 
 
 @pytest.mark.parametrize("broken", [one_document, borders_off_by_one])
 def test_the_leak_probe_catches_attention_that_leaks(broken, monkeypatch):
-    monkeypatch.setattr(interface, "reference", broken)
+    monkeypatch.setattr(interface, "reference_attention", broken)
 
     assert leaks(build_model())
 
 
 def test_the_causality_probe_catches_attention_that_looks_ahead(monkeypatch):
-    monkeypatch.setattr(interface, "reference", not_causal)
+    monkeypatch.setattr(interface, "reference_attention", not_causal)
 
     assert looks_ahead(build_model())
 
@@ -315,14 +316,14 @@ def test_masks_and_scores_of_unknown_kind_are_refused():
     query = torch.randn(1, 2, 4, 8)
     module = torch.nn.Module()
 
-    with pytest.raises(ConfigError, match="masks of its own"):
+    with pytest.raises(ConfigError, match="builds its own attention masks"):
         attend(module, query, query, query, torch.ones(1, 1, 4, 4))
     with pytest.raises(ConfigError, match="uses position_bias"):
         attend(module, query, query, query, None, position_bias=torch.ones(1))
-    with pytest.raises(ConfigError, match="looks at later tokens"):
+    with pytest.raises(ConfigError, match="attends to later tokens"):
         attend(module, query, query, query, None, is_causal=False)
     module.is_causal = False
-    with pytest.raises(ConfigError, match="looks at later tokens"):
+    with pytest.raises(ConfigError, match="attends to later tokens"):
         attend(module, query, query, query, None)
 
 
@@ -330,5 +331,5 @@ def test_masks_and_scores_of_unknown_kind_are_refused():
 def test_lengths_that_do_not_cover_the_row_are_a_bug(doc_lens):
     query = torch.randn(1, 2, 4, 8)
 
-    with pytest.raises(AssertionError, match="cover one packed row"):
+    with pytest.raises(AssertionError, match="cover one sequence"):
         attend(torch.nn.Module(), query, query, query, None, doc_lens=doc_lens)

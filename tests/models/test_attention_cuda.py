@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
+from factory import attention_inputs
 from unspool.models.attention import cuda
-from unspool.models.attention.cuda import borders, dense_from, plan, rounded
+from unspool.models.attention.cuda import cumulative_lens, dense_from, padded_len, plan
 from unspool.models.attention.interface import attend, register
-from unspool.models.attention.reference import Rules, reference, same_heads
+from unspool.models.attention.reference import reference_attention, repeat_kv_heads
 
 MIXES = [
     (640,),
@@ -53,30 +54,29 @@ def plain_varlen(query, key, value, query_ends, key_ends, max_q, max_k, *, scale
     assert enable_gqa == (query.shape[1] != key.shape[1])
     lens = [torch.diff(ends).tolist() for ends in (query_ends, key_ends)]
     assert max(lens[0]) <= max_q and max(lens[1]) <= max_k
-    rules = Rules(scaling=scale, window=None if left < 0 else left + 1)
+    options = {"scaling": scale, "window": None if left < 0 else left + 1}
     outs = [
-        reference(*(part.transpose(0, 1)[None] for part in parts), rules, None, None)[0].transpose(0, 1)
+        reference_attention(attention_inputs(*(part.transpose(0, 1)[None] for part in parts), **options))[0]
         for parts in zip(*(torch.split(heads, sizes) for heads, sizes in
                            ((query, lens[0]), (key, lens[1]), (value, lens[1]))), strict=True)
     ]  # fmt: skip
     return torch.cat(outs)
 
 
-def plain_sdpa(heads, rules, *, is_causal, kernels=cuda.KERNELS):
-    query, key, value = heads
-    key, value = same_heads(query, key, value)
+def plain_sdpa(inputs, *, is_causal, kernels=cuda.KERNELS):
+    query, (key, value) = inputs.query, repeat_kv_heads(*inputs.heads)
     assert query.shape[2] > 1 or kernels[0] != SDPBackend.CUDNN_ATTENTION, "one more key each time: planned anew"
     assert query.shape[2] == 1 or query.shape[2] % 128 == 0, "a length that cuDNN would have to plan anew"
-    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=rules.scaling)
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=inputs.scaling)
     return out.transpose(1, 2)
 
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    monkeypatch.setattr(cuda, "fits", lambda *heads: True)
+    monkeypatch.setattr(cuda, "supports", lambda *heads: True)
     monkeypatch.setattr(cuda, "varlen_attn", plain_varlen)
     monkeypatch.setattr(cuda, "_sdpa", plain_sdpa)
-    monkeypatch.setattr(cuda, "_asks_for_groups", lambda: True)
+    monkeypatch.setattr(cuda, "_has_enable_gqa", lambda: True)
     # So that documents of 512 tokens count as long.
     monkeypatch.setattr(cuda, "DENSE_FROM", {64: 2.0 * 8 * 64 * 512**2})
 
@@ -86,9 +86,8 @@ def stand_ins(monkeypatch):
 def test_documents_divided_among_kernels_come_out_as_in_the_reference(doc_lens, window, stand_ins):
     heads = random_heads(sum(doc_lens), 2)
     target = torch.randn(1, sum(doc_lens), 8, 64, generator=torch.Generator().manual_seed(1))
-    rules = Rules(scaling=0.3, window=window)
     leaves = [tensor.clone().requires_grad_() for tensor in heads]
-    wanted = reference(*leaves, rules, None, doc_lens).transpose(1, 2)
+    wanted = reference_attention(attention_inputs(*leaves, scaling=0.3, window=window, doc_lens=doc_lens))
     (wanted * target).sum().backward()
 
     found = attended(heads, target, scaling=0.3, doc_lens=doc_lens, sliding_window=window)
@@ -106,8 +105,8 @@ def test_rows_without_packing_come_out_as_in_the_reference(num_queries, window, 
 
     found, _ = attend(torch.nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window)
 
-    wanted = reference(query, key, value, Rules(scaling=0.3, window=window), None, None)
-    torch.testing.assert_close(found, wanted.transpose(1, 2), rtol=1e-4, atol=1e-5)
+    wanted = reference_attention(attention_inputs(query, key, value, scaling=0.3, window=window))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_long_documents_stand_alone_and_short_neighbours_together():
@@ -130,20 +129,20 @@ def test_fewer_and_smaller_heads_need_longer_documents():
 
 def test_lengths_are_rounded_to_few_and_by_little():
     lengths = np.arange(1024, 70_000, 7)
-    up = np.array([rounded(int(length)) for length in lengths])
+    up = np.array([padded_len(int(length)) for length in lengths])
 
     assert (up >= lengths).all()
     assert (up / lengths).max() < 1.125
     assert len(set(up.tolist())) < 120
-    assert rounded(65_536) == 65_536
+    assert padded_len(65_536) == 65_536
 
 
 def test_borders_are_made_once_and_can_be_saved_for_a_backward_pass():
     with torch.inference_mode():
-        first = borders((3, 4), torch.device("cpu"))
+        first = cumulative_lens((3, 4), torch.device("cpu"))
 
     assert first.tolist() == [0, 3, 7]
-    assert borders((3, 4), torch.device("cpu")) is first
+    assert cumulative_lens((3, 4), torch.device("cpu")) is first
     assert not first.is_inference()
 
 
@@ -290,8 +289,8 @@ def test_layers_after_the_first_wait_for_nothing():
 IN_A_NEW_PROCESS = """
 import sys, torch
 from unspool.models.attention.interface import register
-from unspool.models.attention.cuda import attend
-from unspool.models.attention.reference import Rules
+from unspool.models.attention.cuda import cuda_attention
+from unspool.models.attention.reference import AttentionInputs
 
 if sys.argv[1] == "registered first":
     register()
@@ -300,7 +299,7 @@ heads = [torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16, device="cuda") for _ i
 if sys.argv[1] == "registered on a device":
     register()
 if sys.argv[1] != "stock":
-    attend(heads[0][:, :, -1:], *heads[1:], Rules(scaling=None), None)
+    cuda_attention(AttentionInputs(query=heads[0][:, :, -1:], key=heads[1], value=heads[2]))
 torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
 print(torch._C._get_sdp_priority_order())
 """
@@ -309,12 +308,12 @@ print(torch._C._get_sdp_priority_order())
 def test_registering_lets_torch_choose_its_order_of_kernels_once_and_only_if_cuda_starts(monkeypatch):
     waiting: list[Any] = []
     monkeypatch.setattr(torch.cuda, "_lazy_call", waiting.append)
-    cuda.settle_kernel_order.cache_clear()
+    cuda.initialize_kernel_order.cache_clear()
     try:
         register()
         register()
     finally:
-        cuda.settle_kernel_order.cache_clear()
+        cuda.initialize_kernel_order.cache_clear()
 
     assert waiting == [cuda._select_kernel]
     empty = torch.empty(1, 1, 0, 8, dtype=torch.bfloat16)
@@ -343,7 +342,7 @@ def test_attention_runs_its_kernel_and_no_other(monkeypatch):
     query, key, value = random_heads(16, 2)
 
     for _ in range(2):
-        cuda.attend(query[:, :, -1:], key, value, Rules(scaling=None), None)
+        cuda.cuda_attention(attention_inputs(query[:, :, -1:], key, value))
 
     assert called == ["our order", "attention"] * 2
 

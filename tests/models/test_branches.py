@@ -5,11 +5,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from factory import attention_inputs
 from unspool.models.attention.interface import NAME, register
-from unspool.models.attention.reference import Rules
 from unspool.models.generation import generate, shared_prefix
-from unspool.models.generation.generate import RoomyLayer, answer
-from unspool.models.generation.shared_prefix import Branches, attend_part, can_branch
+from unspool.models.generation.generate import PreallocatedLayer, answer
+from unspool.models.generation.shared_prefix import SharedPrefixAttention, can_share_prefix, partial_attention
 
 from .test_generate import SHAPE, plain
 
@@ -60,7 +60,9 @@ def test_a_question_that_is_done_leaves_the_row(model, questions):
 def test_seeing_another_question_would_be_noticed(model, questions, monkeypatch):
     wanted = [plain(model, CONTEXT, question, 5) for question in questions]
     monkeypatch.setattr(
-        Branches, "_own_mask", lambda self, window: torch.ones(self._fed, len(self._owners), dtype=torch.bool)
+        SharedPrefixAttention,
+        "_own_mask",
+        lambda self, window: torch.ones(self._num_new, len(self._owners), dtype=torch.bool),
     )
 
     assert answer(model, CONTEXT, questions, max_new_tokens=5, stop_ids=()) != wanted
@@ -68,13 +70,13 @@ def test_seeing_another_question_would_be_noticed(model, questions, monkeypatch)
 
 def test_forgetting_the_context_would_be_noticed(model, questions, monkeypatch):
     wanted = [plain(model, CONTEXT, question, 5) for question in questions]
-    own = shared_prefix.attend_part
+    own = shared_prefix.partial_attention
 
-    def forgetful(query, key, value, rules, mask):
-        out, log_sum = own(query, key, value, rules, mask)
+    def forgetful(inputs, mask):
+        out, log_sum = own(inputs, mask)
         return (out, log_sum) if mask is not None else (out, torch.full_like(log_sum, -torch.inf))
 
-    monkeypatch.setattr(shared_prefix, "attend_part", forgetful)
+    monkeypatch.setattr(shared_prefix, "partial_attention", forgetful)
 
     assert answer(model, CONTEXT, questions, max_new_tokens=5, stop_ids=()) != wanted
 
@@ -89,20 +91,20 @@ def test_a_part_without_visible_keys_weighs_nothing():
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
 
-    out, log_sum = attend_part(query, key, value, Rules(), torch.zeros(3, 5, dtype=torch.bool))
+    out, log_sum = partial_attention(attention_inputs(query, key, value), torch.zeros(3, 5, dtype=torch.bool))
 
     assert out.eq(0).all() and log_sum.eq(-torch.inf).all()
 
 
 def test_long_questions_are_answered_one_by_one(model, questions, monkeypatch):
-    monkeypatch.setattr(generate, "MOST_OWN_TOKENS", 16)
+    monkeypatch.setattr(generate, "MAX_SHARED_TOKENS", 16)
     sizes = calls_of(model, lambda: answer(model, CONTEXT, questions, max_new_tokens=2, stop_ids=()))
 
     assert sizes == [40, 30, 1, 9, 1, 17, 1, 2, 1]
 
 
 def test_models_of_other_attention_are_left_alone():
-    assert not can_branch(LlamaForCausalLM(LlamaConfig(**SHAPE)))
+    assert not can_share_prefix(LlamaForCausalLM(LlamaConfig(**SHAPE)))
 
 
 BY_LENGTH = {
@@ -128,17 +130,17 @@ def test_a_long_neighbour_changes_no_answer_where_positions_depend_on_the_longes
     model = LlamaForCausalLM(config).eval()
     found = answer(model, context, questions, max_new_tokens=4, stop_ids=())
     assert found == [answer(model, context, [ids], max_new_tokens=4, stop_ids=())[0] for ids in questions]
-    assert not can_branch(model)
+    assert not can_share_prefix(model)
 
 
 def test_the_cache_keeps_what_it_was_given_and_copies_only_to_grow():
     torch.manual_seed(0)
-    layer = RoomyLayer(8)
+    layer = PreallocatedLayer(8)
     given = [torch.randn(1, 2, size, 4) for size in (5, 2, 1, 9)]
     stores = []
     for part in given:
         keys, values = layer.update(part, 2 * part)
-        stores.append(layer._kept[0].data_ptr())
+        stores.append(layer._buffers[0].data_ptr())
 
     assert torch.equal(keys, torch.cat(given, dim=2)) and torch.equal(values, 2 * keys)
     assert stores[0] == stores[1] == stores[2] != stores[3]
@@ -155,11 +157,11 @@ def test_parts_on_cuda_in_bfloat16_are_those_in_fp32(window):
     shared, own = 512, 40
     query = torch.randn(1, 8, own, 64, device="cuda", dtype=torch.bfloat16)
     key, value = torch.randn(2, 1, 2, shared + own, 64, device="cuda", dtype=torch.bfloat16)
-    told = Branches(shared, query.device)
+    told = SharedPrefixAttention(shared, query.device)
     owners = torch.arange(own, device="cuda") // 10
-    told.feed(owners, shared + torch.arange(own, device="cuda") % 10)
+    told.add_tokens(owners, shared + torch.arange(own, device="cuda") % 10)
 
-    found = told(None, query, key, value, Rules(window=window), None, None)
+    found = told(None, attention_inputs(query, key, value, window=window))
 
-    wanted = told(None, query.float(), key.float(), value.float(), Rules(window=window), None, None)
+    wanted = told(None, attention_inputs(query.float(), key.float(), value.float(), window=window))
     torch.testing.assert_close(found.float(), wanted, rtol=0.02, atol=0.02)

@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 import torch
 
+from factory import attention_inputs
 from unspool.models.attention import decode
-from unspool.models.attention.decode import OwnKeys, agrees, by_hand, by_kernel, visible
-from unspool.models.attention.reference import Rules, reference
-from unspool.models.generation import batch_limits, batched, generate
-from unspool.models.generation.batched import Batch, PaddedLayer, Piece, answer_batch, captured
+from unspool.models.attention.decode import (
+    PaddedAttention,
+    flash_attention,
+    flash_kernel_is_correct,
+    masked_attention,
+    padding_mask,
+)
+from unspool.models.attention.reference import reference_attention
+from unspool.models.generation import batched, generate
+from unspool.models.generation.batched import Batch, PaddedLayer, Segment, answer_batch, capture_graph
 from unspool.models.generation.generate import answer
 
 from .test_generate import KINDS, made, plain
@@ -74,7 +81,7 @@ def test_several_rows_feed_one_batch_and_a_long_prompt_is_read_in_parts(llama, p
 
 def test_what_does_not_fit_one_batch_makes_several(llama, prompts, monkeypatch):
     wanted = answer(llama, NOTHING, prompts, **FREE)
-    monkeypatch.setattr(batch_limits, "CPU_BATCH_TOKENS", 41 + 6)
+    monkeypatch.setattr(generate, "CPU_BATCH_TOKENS", 41 + 6)
     found: list[list[int]] = []
     shapes = shapes_of(llama, lambda: found.extend(answer(llama, NOTHING, prompts, **FREE)))
 
@@ -121,8 +128,8 @@ def test_nothing_of_it_stays_on_the_model(llama, prompts):
 @pytest.mark.parametrize("wrong", [0, 1, -1])
 def test_seeing_one_key_too_many_or_too_few_would_be_noticed(llama, prompts, monkeypatch, wrong):
     wanted = answer(llama, NOTHING, prompts, **FREE)
-    own = decode.visible
-    monkeypatch.setattr(decode, "visible", lambda seen, keys, window: own(seen + wrong, keys, window))
+    own = decode.padding_mask
+    monkeypatch.setattr(decode, "padding_mask", lambda seen, keys, window: own(seen + wrong, keys, window))
 
     assert (answer(llama, NOTHING, prompts, **FREE) == wanted) == (wrong == 0)
 
@@ -133,20 +140,20 @@ def test_seeing_one_key_too_many_or_too_few_would_be_noticed(llama, prompts, mon
 def test_one_query_over_its_own_keys_is_the_reference(window, softcap, has_sinks, monkeypatch):
     torch.manual_seed(0)
     # Keys of two prompts at a time, as where they take too much in fp32.
-    monkeypatch.setattr(decode, "MOST_COPIED", 2 * 2 * 20 * 8)
+    monkeypatch.setattr(decode, "MAX_COPIED", 2 * 2 * 20 * 8)
     lengths = torch.tensor([3, 19, 11])
     query, key, value = torch.randn(3, 4, 1, 8), torch.randn(3, 2, 20, 8), torch.randn(3, 2, 20, 8)
-    rules = Rules(scaling=0.3, window=window, softcap=softcap)
     sinks = torch.randn(4) if has_sinks else None
-    told = OwnKeys(lengths, 20)
-    told.feed()
+    inputs = attention_inputs(query, key, value, scaling=0.3, window=window, softcap=softcap, sinks=sinks)
+    told = PaddedAttention(lengths, 20)
+    told.start_step()
 
-    found = told(None, query, key, value, rules, sinks, None)
+    found = told(None, inputs)
 
     for at, length in enumerate(lengths.tolist()):
         own = slice(at, at + 1)
         seen = (query[own], key[own, :, : length + 1], value[own, :, : length + 1])
-        torch.testing.assert_close(found[own], reference(*seen, rules, sinks, None).transpose(1, 2))
+        torch.testing.assert_close(found[own], reference_attention(inputs.with_heads(*seen)))
 
 
 def test_tokens_go_to_the_place_of_their_prompt():
@@ -155,20 +162,20 @@ def test_tokens_go_to_the_place_of_their_prompt():
     layer = PaddedLayer(batch)
     row, rest, new = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 3, 4), torch.randn(3, 2, 1, 4)
 
-    batch.pieces = [Piece(0, 0, 4), Piece(1, 0, 1)]
+    batch.segments = [Segment(0, 0, 4), Segment(1, 0, 1)]
     assert layer.update(row, 2 * row)[0] is row, "a row is attended to as it is"
-    for piece, part in ((Piece(2, 0, 2), rest[:, :, :2]), (Piece(2, 2, 1), rest[:, :, 2:])):
-        batch.pieces = [piece]
+    for piece, part in ((Segment(2, 0, 2), rest[:, :, :2]), (Segment(2, 2, 1), rest[:, :, 2:])):
+        batch.segments = [piece]
         keys, values = layer.update(part, 2 * part)
     assert torch.equal(keys, rest) and torch.equal(values, 2 * rest)
-    batch.pieces, batch.lengths = [], torch.tensor([4, 1, 3])
+    batch.segments, batch.lengths = [], torch.tensor([4, 1, 3])
     keys, values = layer.update(new, 2 * new)
 
     wanted = torch.zeros(3, 2, 6, 4)
     wanted[0, :, :4], wanted[1, :, :1], wanted[2, :, :3] = row[0, :, :4], row[0, :, 4:], rest[0]
     wanted[[0, 1, 2], :, [4, 1, 3]] = new[:, :, 0]
     assert torch.equal(keys, wanted) and torch.equal(values, 2 * wanted)
-    layer.keep(torch.tensor([2]))
+    layer.select(torch.tensor([2]))
     assert torch.equal(layer.keys, wanted[2:])
 
 
@@ -195,7 +202,7 @@ def test_steps_before_a_capture_and_prompts_that_are_done_leave_no_trace(kind, p
     wanted = answer(model, NOTHING, prompts, **options)
     graphs = []
     monkeypatch.setattr(batched, "can_capture", lambda model: True)
-    monkeypatch.setattr(batched, "captured", lambda *args: graphs.append(Replayed(*args)) or graphs[-1])
+    monkeypatch.setattr(batched, "capture_graph", lambda *args: graphs.append(Replayed(*args)) or graphs[-1])
 
     assert answer(model, NOTHING, prompts, **options) == wanted
     assert [graph.resets for graph in graphs] == [1] * (max_new_tokens > 1)
@@ -243,7 +250,7 @@ def test_a_capture_leaves_state_and_stream_as_they_were(error, monkeypatch):
         on.append(streams.now)
         state.add_(1)
 
-    assert (captured(step, (state,)) is None) == (error is not None)
+    assert (capture_graph(step, (state,)) is None) == (error is not None)
     assert on == [streams.side] * 3, "two steps before the one that is captured"
     assert state.tolist() == [3, 4] and streams.now is streams.main
 
@@ -254,13 +261,13 @@ def flash_forward(query, key, value, query_ends, key_ends, max_q, max_k, dropout
     assert query_ends.dtype == key_ends.dtype == options["seqused_k"].dtype == torch.int32
     left, right = options["window_size_left"], options["window_size_right"]
     assert right == (-1 if left < 0 else 0), "other windows are taken for something else"
-    rules = Rules(scaling=options["scale"], window=None if left < 0 else left + 1)
+    rules = {"scaling": options["scale"], "window": None if left < 0 else left + 1}
     outs = []
     for at, (start, end) in enumerate(pairwise(key_ends.tolist())):
         count = int(options["seqused_k"][at])
         assert count <= end - start == max_k
         own = (heads[start : start + count].transpose(0, 1)[None] for heads in (key, value))
-        outs.append(reference(query[at][None, :, None], *own, rules, None, None)[0, :, 0])
+        outs.append(reference_attention(attention_inputs(query[at][None, :, None], *own, **rules))[0, 0])
     return (torch.stack(outs),)
 
 
@@ -268,7 +275,7 @@ def flash_forward(query, key, value, query_ends, key_ends, max_q, max_k, dropout
 def test_answers_by_the_kernel_are_those_of_each_prompt_alone(kind, prompts, monkeypatch):
     model = made(kind)
     wanted = [plain(model, NOTHING, ids, 6) for ids in prompts]
-    monkeypatch.setattr(decode, "has_kernel", lambda *heads: True)
+    monkeypatch.setattr(decode, "has_flash_kernel", lambda inputs: True)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_forward)
 
     assert answer(model, NOTHING, prompts, **FREE) == wanted
@@ -276,21 +283,21 @@ def test_answers_by_the_kernel_are_those_of_each_prompt_alone(kind, prompts, mon
 
 def test_a_kernel_that_is_missing_or_looks_at_too_many_keys_is_not_used(monkeypatch):
     heads = (torch.device("cpu"), torch.float32, 4, 2, 8)
-    agrees.cache_clear()
-    assert not agrees(*heads), "a CPU has none"
+    flash_kernel_is_correct.cache_clear()
+    assert not flash_kernel_is_correct(*heads), "a CPU has none"
 
     def kernel(extra):
-        def by_other(query, key, value, rules, seen, borders):
-            mask = visible(seen + extra, torch.arange(key.shape[2]), rules.window)
-            return by_hand(query, key, value, rules, None, mask)
+        def by_other(inputs, num_keys, offsets):
+            mask = padding_mask(num_keys + extra, torch.arange(inputs.key.shape[2]), inputs.window)
+            return masked_attention(inputs, mask)
 
         return by_other
 
     for extra, wanted in ((0, True), (1, False)):
-        agrees.cache_clear()
-        monkeypatch.setattr(decode, "by_kernel", kernel(extra))
-        assert agrees(*heads) == wanted
-    agrees.cache_clear()
+        flash_kernel_is_correct.cache_clear()
+        monkeypatch.setattr(decode, "flash_attention", kernel(extra))
+        assert flash_kernel_is_correct(*heads) == wanted
+    flash_kernel_is_correct.cache_clear()
 
 
 def test_a_model_that_does_not_attend_through_us_is_answered_one_prompt_at_a_time(monkeypatch, prompts):
@@ -330,10 +337,10 @@ def graphs(monkeypatch):
     made_graphs = []
 
     def watched(step, state):
-        made_graphs.append(captured(step, state))
+        made_graphs.append(capture_graph(step, state))
         return made_graphs[-1]
 
-    monkeypatch.setattr(batched, "captured", watched)
+    monkeypatch.setattr(batched, "capture_graph", watched)
     return made_graphs
 
 
@@ -369,7 +376,7 @@ def test_in_half_precision_a_graph_writes_what_is_most_likely(kind, dtype, graph
 def test_in_half_precision_a_graph_writes_what_single_launches_write(monkeypatch):
     model, prompts = on_cuda("unspool", torch.bfloat16), prompts_of(300, 9, 170, 2, 411)
     found = answer(model, NOTHING, prompts, max_new_tokens=24, stop_ids=())
-    monkeypatch.setattr(batched, "captured", lambda step, state: None)
+    monkeypatch.setattr(batched, "capture_graph", lambda step, state: None)
 
     assert answer(model, NOTHING, prompts, max_new_tokens=24, stop_ids=()) == found
 
@@ -413,11 +420,14 @@ def test_the_kernel_agrees_with_fp32(heads, window):
     options = {"device": "cuda", "dtype": torch.bfloat16}
     query = torch.randn(4, num_heads, 1, dim, **options)
     key, value = (torch.randn(4, room_len, num_kv, dim, **options).transpose(1, 2) for _ in range(2))
-    rules, mask = Rules(window=window), visible(seen, torch.arange(room_len, device="cuda"), window)
+    mask = padding_mask(seen, torch.arange(room_len, device="cuda"), window)
+    inputs = attention_inputs(query, key, value, window=window)
 
-    assert agrees(query.device, torch.bfloat16, *heads), "this torch has another operator; the slow way is taken"
-    found = by_kernel(query, key, value, rules, seen, decode.borders(4, room_len, query.device))
-    wanted = by_hand(query.float(), key.float(), value.float(), rules, None, mask)
+    assert flash_kernel_is_correct(query.device, torch.bfloat16, *heads), (
+        "this torch has another operator; the slow way is taken"
+    )
+    found = flash_attention(inputs, seen, decode.padded_offsets(4, room_len, query.device))
+    wanted = masked_attention(inputs.with_heads(query.float(), key.float(), value.float()), mask)
 
     torch.testing.assert_close(found.float(), wanted, rtol=0.02, atol=0.02)
 

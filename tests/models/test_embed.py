@@ -12,7 +12,7 @@ from unspool.data.corpus.store import CorpusReader, CorpusWriter
 from unspool.data.packing.config import NextLongConfig
 from unspool.data.packing.pack import Doc, Tally
 from unspool.data.strategies.nextlong import build_negatives
-from unspool.models.embed import Embedder
+from unspool.models.load import Embedder
 from unspool.models.tokenizer import load_tokenizer
 
 TINY = str(Path(unspool.__file__).parent / "assets" / "tiny-base")

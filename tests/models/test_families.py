@@ -128,7 +128,7 @@ def test_a_window_that_our_attention_is_not_told_of_is_refused(family, changes):
         for layer in model.base_model.layers:
             layer.self_attn.sliding_window = None
 
-    with pytest.raises(ConfigError, match="only masks of its own express"):
+    with pytest.raises(ConfigError, match="needs its own attention masks"):
         check_attention(model, NAME)
 
     assert model.config._attn_implementation == NAME

@@ -30,7 +30,7 @@ def test_loss_and_gradient_stay(family, without_inductor):
     fuse.fuse_parts(model)
 
     assert apart(trained(model), wanted) < 1e-6
-    gates = [part for part in fuse.token_parts(model) if getattr(part.forward, "__name__", "") == "gated"]
+    gates = [part for part in fuse.tokenwise_modules(model) if getattr(part.forward, "__name__", "") == "gated"]
     assert len(gates) == model.config.num_hidden_layers, "the MLPs of this family were not recognised"
 
 

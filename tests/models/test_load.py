@@ -28,8 +28,8 @@ from factory import CPU, SHAPE, VOCAB, build_model, build_tokenizer, random_toke
 from unspool.core.errors import ConfigError
 from unspool.data.strategies.utk.special_tokens import KNOTS, knot_ids, trained_ids
 from unspool.models.attention.interface import register
-from unspool.models.load import build_new, fit_vocabulary, load_model, model_digest, original_context
-from unspool.models.presets import SIZES, NewModel
+from unspool.models.config import SIZES, NewModel, original_context
+from unspool.models.load import build_new, fit_vocabulary, load_model, model_digest
 from unspool.models.tokenizer import load_tokenizer
 
 
@@ -127,7 +127,7 @@ def test_layers_that_attend_by_masks_of_their_own_are_refused(tmp_path):
     config = PhimoeConfig(**SHAPE, num_local_experts=2, sliding_window=5)
     save_folder(tmp_path, PhimoeForCausalLM(config))
 
-    with pytest.raises(ConfigError, match="only masks of its own express"):
+    with pytest.raises(ConfigError, match="needs its own attention masks"):
         load(tmp_path)
 
 
@@ -153,7 +153,7 @@ def test_the_language_model_of_a_model_that_also_sees_is_loaded_alone(tmp_path):
         (GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2), "gpt2"),
         (OPTConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, ffn_dim=32), "opt"),
         (BloomConfig(vocab_size=300, hidden_size=32, n_layer=1, n_head=2), "bloom"),
-        (GPTJConfig(vocab_size=300, n_embd=32, n_layer=1, n_head=2, rotary_dim=8), "in code of its own"),
+        (GPTJConfig(vocab_size=300, n_embd=32, n_layer=1, n_head=2, rotary_dim=8), "has its own attention code"),
         (MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1, state_size=4), "mamba"),
         (T5Config(vocab_size=300, d_model=32, d_ff=32, num_layers=1, num_heads=2), "could not be loaded"),
     ],

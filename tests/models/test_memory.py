@@ -156,7 +156,7 @@ def test_a_setting_that_changes_results_is_noticed(owner, name, broken, plain, m
 
 
 def test_heads_that_take_the_bases_of_others_are_noticed(monkeypatch):
-    monkeypatch.setattr(interface._Heads, "__getattr__", _all_heads)
+    monkeypatch.setattr(interface._HeadsView, "__getattr__", _all_heads)
 
     with pytest.raises(AssertionError):
         test_heads_with_bases_of_their_own_keep_them_when_computed_in_turn(EXACT["heads"])
@@ -269,20 +269,20 @@ def test_attention_sees_only_some_heads_at_a_time(monkeypatch):
 
 
 def test_heads_that_lie_too_far_apart_are_moved_together(plain, monkeypatch):
-    monkeypatch.setattr(interface, "MOST_ELEMENTS", 100)
-    attend = interface._attend
+    monkeypatch.setattr(interface, "MAX_ELEMENTS", 100)
+    attend = interface._call_inner
     together = []
 
     def watching(function, module, query, key, value, *rest, **kwargs):
         together.extend(tensor.transpose(1, 2).is_contiguous() for tensor in (query, key, value))
         return attend(function, module, query, key, value, *rest, **kwargs)
 
-    monkeypatch.setattr(interface, "_attend", watching)
+    monkeypatch.setattr(interface, "_call_inner", watching)
 
     assert apart(trained(build(policy=EXACT["heads"])), plain) < ROUNDING
     assert together == [True] * (3 * 2 * LAYERS)
     heads = torch.randn(1, 64, 4, 8).transpose(1, 2)[:, :2]
-    moved = interface._within_reach(heads)
+    moved = interface._compact(heads)
     assert torch.equal(moved, heads)
     assert moved.transpose(1, 2).is_contiguous()
 
@@ -433,5 +433,5 @@ def test_layers_that_are_not_found_are_refused():
     model = build_model()
     model.base_model.layers = nn.Sequential(*model.base_model.layers)
 
-    with pytest.raises(ConfigError, match="LlamaForCausalLM keeps its layers elsewhere"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM does not keep its layers"):
         apply_memory(model, MemoryPolicy(activation_checkpointing="full"))

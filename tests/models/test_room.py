@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from unspool.models.generation import batch_limits
-from unspool.models.generation.batch_limits import MOST_PROMPTS, batches, chunk_len, rows
+from unspool.models.generation import generate
+from unspool.models.generation.batched import group_prompts
+from unspool.models.generation.generate import MAX_PROMPTS, plan_batches, prefill_chunk_len
 
 
 class Gpu:
@@ -38,45 +39,45 @@ def gpu(monkeypatch):
 
 
 def test_chunks_on_a_gpu_depend_on_its_size_and_the_length():
-    assert chunk_len(Large(), 128 << 10) >= 128 << 10, "128K of an 8B model fits an H200 in one piece"
-    assert 1024 <= chunk_len(Large(), 512 << 10) < 512 << 10
+    assert prefill_chunk_len(Large(), 128 << 10) >= 128 << 10, "128K of an 8B model fits an H200 in one piece"
+    assert 1024 <= prefill_chunk_len(Large(), 512 << 10) < 512 << 10
 
 
 def test_a_batch_and_the_row_that_is_read_into_it_fit_the_gpu():
     kept, read, weights = 128 << 10, 2 * (8 * 4096 + 4 * 4096 + 4 * 14336), 16 << 30
     for length in (1000, 30_000, 130_000):
-        [first, *_] = batches(Large(), [length] * 64, 100)
+        [first, *_] = plan_batches(Large(), [length] * 64, 100)
         padded = len(first) * (length + 100)
-        row = min(batch_limits.MOST_ROW_TOKENS, chunk_len(Large(), padded))
+        row = min(generate.MAX_ROW_TOKENS, prefill_chunk_len(Large(), padded))
 
         assert weights + padded * kept + row * read <= 0.8 * Gpu.total_memory
         assert row >= 16_384
-    assert len(batches(Large(), [4000] * 64, 100)[0]) == 64
+    assert len(plan_batches(Large(), [4000] * 64, 100)[0]) == 64
 
 
 def test_batches_hold_every_prompt_once_and_alike_ones_together():
     lens = [5, 900, 7, 800, 6] * 30
-    found = batches(OnCpu(), lens, 24)
+    found = plan_batches(OnCpu(), lens, 24)
 
     assert sorted(at for some in found for at in some) == list(range(150))
     in_order = [lens[at] for some in found for at in some]
     assert in_order == sorted(lens, reverse=True)
-    assert max(map(len, found)) <= MOST_PROMPTS
+    assert max(map(len, found)) <= MAX_PROMPTS
 
 
 def test_batches_are_about_equally_large():
-    assert [len(some) for some in batches(OnCpu(), [10] * 65, 6)] == [33, 32]
-    assert [len(some) for some in batches(OnCpu(), [20_000] * 4, 6)] == [2, 2]
-    assert [len(some) for some in batches(OnCpu(), [batch_limits.CPU_BATCH_TOKENS] * 2, 6)] == [1, 1]
+    assert [len(some) for some in plan_batches(OnCpu(), [10] * 65, 6)] == [33, 32]
+    assert [len(some) for some in plan_batches(OnCpu(), [20_000] * 4, 6)] == [2, 2]
+    assert [len(some) for some in plan_batches(OnCpu(), [generate.CPU_BATCH_TOKENS] * 2, 6)] == [1, 1]
 
 
 def test_one_long_prompt_does_not_make_short_ones_wait():
-    found = batches(OnCpu(), [10] * 30 + [batch_limits.CPU_BATCH_TOKENS] + [10] * 30, 6)
+    found = plan_batches(OnCpu(), [10] * 30 + [generate.CPU_BATCH_TOKENS] + [10] * 30, 6)
 
     assert [len(some) for some in found] == [1, 60] and found[0] == [30]
 
 
 def test_rows_hold_what_fits_and_a_longer_one_alone():
-    assert rows([5, 4, 3], 9) == [range(2), range(2, 3)]
-    assert rows([50, 4, 3], 9) == [range(1), range(1, 3)]
-    assert rows([2], 9) == [range(1)]
+    assert group_prompts([5, 4, 3], 9) == [range(2), range(2, 3)]
+    assert group_prompts([50, 4, 3], 9) == [range(1), range(1, 3)]
+    assert group_prompts([2], 9) == [range(1)]

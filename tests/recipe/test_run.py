@@ -16,9 +16,11 @@ import torch
 
 from factory import SMALL_SIZE, count_file_events, in_child_dying_at_file_event, save_folder, save_mini
 from unspool.core.errors import ConfigError
-from unspool.models.presets import SIZES
+from unspool.models.config import SIZES
+from unspool.recipe import prepare
 from unspool.recipe.load import load_recipe
-from unspool.recipe.run import Run, pick_device
+from unspool.recipe.run import open_run, pick_device, stage_inputs, train
+from unspool.recipe.run import run as run_recipe
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,7 +48,7 @@ def finished(whole, tmp_path) -> Path:
 
 
 def run(recipe: Path, out: Path, *sets: str):
-    return Run(load_recipe(recipe, [f"out={out}", *sets])).everything()
+    return run_recipe(open_run(load_recipe(recipe, [f"out={out}", *sets])))
 
 
 def results(out: Path) -> dict[str, bytes]:
@@ -166,14 +168,14 @@ def test_a_new_question_redoes_scores_only(recipe, finished, capsys):
 
 
 def test_the_time_a_box_took_stays_when_it_is_only_checked(recipe, finished, monkeypatch):
-    prepared = Run(load_recipe(recipe, [f"out={finished}"]))
-    before = prepared._notes()["seconds"]
+    context = open_run(load_recipe(recipe, [f"out={finished}"]))
+    before = context.notes()["seconds"]
     slow = iter(range(0, 100_000, 100))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(slow)))
 
-    prepared.everything()
+    run_recipe(context)
 
-    assert prepared._notes()["seconds"] == before
+    assert context.notes()["seconds"] == before
     assert set(before) == {str(path.parent.relative_to(finished)) for path in finished.glob("*/*/manifest.json")}
 
 
@@ -232,61 +234,61 @@ def test_paths_are_found_beside_the_recipe_wherever_it_is_run_from(place, recipe
     monkeypatch.chdir(recipe.parent / place)
     given = Path(os.path.relpath(recipe))
 
-    prepared = Run(load_recipe(given, [f"out={tmp_path / 'out'}"]))
+    context = open_run(load_recipe(given, [f"out={tmp_path / 'out'}"]))
 
-    assert prepared.corpora()["books"]["documents"] == 20
-    assert prepared.loaded.evals()[0].text == str(given.parent / "held-out.jsonl")
+    assert prepare.tokenize(context)["books"]["documents"] == 20
+    assert context.loaded.evals()[0].text == str(given.parent / "held-out.jsonl")
 
 
 # Where a stage starts
 
 
 def test_a_stage_takes_model_and_moments_of_the_one_it_starts_from(recipe, whole):
-    prepared = Run(load_recipe(recipe, [f"out={whole}", "stages.utk.init=previous"]))
-    first, abf, utk = prepared.recipe.stages
+    context = open_run(load_recipe(recipe, [f"out={whole}", "stages.utk.init=previous"]))
+    first, abf, utk = context.recipe.stages
 
-    assert prepared._inputs(first).model == prepared.model
+    assert stage_inputs(context, first).model == context.model
     for stage, name in ((abf, "first"), (utk, "abf")):
-        inputs = prepared._inputs(stage)
+        inputs = stage_inputs(context, stage)
         assert inputs.model == str(whole / "stages" / name / "model")
         assert inputs.moments == whole / "stages" / name / "optimizer.safetensors"
 
 
 def test_a_stage_that_starts_from_the_model_takes_no_moments(recipe, whole):
-    prepared = Run(load_recipe(recipe, [f"out={whole}", "stages.abf.init=base"]))
+    context = open_run(load_recipe(recipe, [f"out={whole}", "stages.abf.init=base"]))
 
-    inputs = prepared._inputs(prepared.recipe.stages[1])
-    assert (inputs.model, inputs.moments) == (prepared.model, None)
+    inputs = stage_inputs(context, context.recipe.stages[1])
+    assert (inputs.model, inputs.moments) == (context.model, None)
 
 
 def test_a_stage_whose_start_is_not_trained_is_refused(recipe, tmp_path):
-    prepared = Run(load_recipe(recipe, [f"out={tmp_path / 'out'}"]))
+    context = open_run(load_recipe(recipe, [f"out={tmp_path / 'out'}"]))
 
     with pytest.raises(ConfigError, match="stage abf starts from stage first, which is not trained yet"):
-        prepared.train(prepared.recipe.stages[1])
+        train(context, context.recipe.stages[1])
 
 
 def test_a_stage_alone_does_not_go_on_from_one_that_the_recipe_has_changed(recipe, finished, capsys):
     before = results(finished)
-    prepared = Run(load_recipe(recipe, [f"out={finished}", "stages.first.lr=2e-3"]))
+    context = open_run(load_recipe(recipe, [f"out={finished}", "stages.first.lr=2e-3"]))
 
     with pytest.raises(ConfigError) as error:
-        prepared.train(prepared.recipe.stages[1])
+        train(context, context.recipe.stages[1])
 
     assert str(error.value) == (
-        "stage abf starts from stage first, which is not what the recipe says now (changed settings: stage); train it "
-        "first: --stage first, or no --stage for all stages in order."
+        "stage abf starts from stage first, which does not match the recipe (changed settings: stage); train it first "
+        "with --stage first, or omit --stage to train all stages in order."
     )
     assert results(finished) == before
 
-    prepared.train(prepared.recipe.stages[0])
-    prepared.train(prepared.recipe.stages[1])
+    train(context, context.recipe.stages[0])
+    train(context, context.recipe.stages[1])
     assert "(changed inputs: model)" in said(capsys)[-1]
 
 
 def test_a_stage_alone_is_left_alone_if_nothing_changed(recipe, finished, capsys):
-    prepared = Run(load_recipe(recipe, [f"out={finished}"]))
-    prepared.train(prepared.recipe.stages[1])
+    context = open_run(load_recipe(recipe, [f"out={finished}"]))
+    train(context, context.recipe.stages[1])
     assert said(capsys) == ["stage abf: up to date"]
 
 

@@ -3,15 +3,8 @@
 import numpy as np
 import pytest
 
-from unspool.rope.bound import (
-    bound,
-    bound_by_refinement,
-    curve,
-    first_negative,
-    plain_frequencies,
-    round_bases,
-    smallest_base,
-)
+from unspool.rope.bound import bound, curve, first_negative, round_bases, smallest_base
+from unspool.rope.tables import plain_frequencies
 
 K = 1024
 FIRST_NEGATIVE = {5e5: 18_438, 1e6: 27_115, 2e6: 48_415, 5e6: 82_999, 8e6: 61_936, 1e7: 144_660, 1.28e8: 605_269}
@@ -19,6 +12,16 @@ FIRST_NEGATIVE = {5e5: 18_438, 1e6: 27_115, 2e6: 48_415, 5e6: 82_999, 8e6: 61_93
 PAPER = {1: 4.3e3, 2: 1.6e4, 4: 2.7e4, 8: 8.4e4, 16: 3.1e5, 32: 6.4e5, 64: 2.1e6, 128: 7.8e6}
 # Su's smaller ones, from a finer grid.
 SU = {1: 4.3e3, 2: 1.2e4, 4: 2.7e4, 8: 8.4e4, 16: 2.3e5, 32: 6.3e5, 64: 2.1e6, 128: 4.9e6, 256: 2.4e7, 1024: 6.5e7}
+
+
+def bound_by_refinement(length: int, dim: int, rounds: int = 5) -> float | None:
+    """Su's procedure, behind his published bounds: from 1000·length, ever finer equal divisions down from the last."""
+    base: float | None = 1000.0 * length
+    for number in range(1, rounds + 1):
+        if base is None:
+            return None
+        base = smallest_base(length, dim, np.linspace(0, 1, 10**number + 1)[1:] * base)
+    return base
 
 
 def passes(base: float, length: int, dim: int = 128) -> bool:

@@ -2,21 +2,22 @@
 
 import json
 import math
+from typing import Literal
 
 import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from unspool.core.errors import ConfigError
-from unspool.rope.methods import RopeMethod, Unchanged
-from unspool.rope.tables import RopeShape
+from unspool.rope.methods import ROPE_METHODS, AnyRopeMethod, Unchanged, method_name, register_rope_method
+from unspool.rope.tables import RopeMethod, RopeSettings, RopeShape
 
 K = 1024
 SHAPE = RopeShape(rotary_dim=128, num_kv_heads=4, base=500_000.0, original_len=8 * K, max_positions=8 * K)
 
 
 def position(**plain):
-    return TypeAdapter(RopeMethod).validate_python(plain)
+    return TypeAdapter(AnyRopeMethod).validate_python(plain)
 
 
 def settled(context_len=64 * K, rope=SHAPE, **plain):
@@ -141,12 +142,12 @@ def test_longrope_takes_its_factors_from_the_recipe_or_from_a_file(tmp_path):
         ({"method": "harpe", "low": 1e4, "high": float("inf")}, "finite"),
         ({"method": "harpe"}, "bases uniform needs low and high"),
         ({"method": "harpe", "bases": "printed", "low": 1e6, "high": 5e6}, "printed is a fixed list"),
-        ({"method": "harpe", "low": 1e4, "high": 1e5, "shared": True, "rotate_by_layer": True}, "no meaning"),
+        ({"method": "harpe", "low": 1e4, "high": 1e5, "shared": True, "rotate_by_layer": True}, "no effect"),
         ({"method": "yarn", "factor": 0.5}, "greater than or equal to 1"),
         ({"method": "yarn", "beta_fast": 1, "beta_slow": 2}, "beta_slow must be below beta_fast"),
         ({"method": "llama3", "low_freq_factor": 4}, "low_freq_factor must be below"),
         ({"method": "longrope"}, "needs short_factor and long_factor"),
-        ({"method": "longrope", "file": "nowhere.json"}, "file nowhere.json is no JSON that can be read"),
+        ({"method": "longrope", "file": "nowhere.json"}, "file nowhere.json is not readable JSON"),
         ({"method": "alibi"}, "'unchanged', 'abf', 'ntk', 'pi'"),
     ],
 )
@@ -168,5 +169,56 @@ def test_a_factor_that_does_not_reach_the_context_is_refused(method):
 
 
 def test_longrope_refuses_factors_for_another_head_size():
-    with pytest.raises(ConfigError, match="long_factor holds 32 numbers, and this model turns 64"):
+    with pytest.raises(ConfigError, match="long_factor holds 32 numbers, and this model rotates 64"):
         settled(method="longrope", short_factor=[1] * 64, long_factor=[1] * 32)
+
+
+# The registry
+
+
+class Halved(RopeMethod):
+    method: Literal["halved"]
+    times: int = 1
+
+    def resolve(self, rope, context_len):
+        parameters = {"rope_type": "linear", "factor": 2.0**self.times, "rope_theta": rope.base}
+        return RopeSettings(parameters=parameters, max_positions=context_len)
+
+
+@pytest.fixture
+def halved():
+    register_rope_method(Halved)
+    yield
+    del ROPE_METHODS["halved"]
+
+
+def test_names_are_those_of_the_methods():
+    assert {name: method_name(cls) for name, cls in ROPE_METHODS.items()} == {name: name for name in ROPE_METHODS}
+
+
+def test_a_registered_method_is_read_listed_and_written(halved):
+    adapter = TypeAdapter(AnyRopeMethod)
+
+    found = position(method="halved", times=3)
+
+    assert found == Halved(method="halved", times=3)
+    assert adapter.dump_python(found) == {"method": "halved", "times": 3}
+    assert adapter.json_schema()["discriminator"]["mapping"]["halved"] == "#/$defs/Halved"
+    assert found.resolve(SHAPE, 64 * K).tables(SHAPE).inv_freq[0] == 1 / 8
+    with pytest.raises(ValidationError, match="'harpe', 'halved'"):
+        position(method="alibi")
+    with pytest.raises(ValidationError, match=r"halved\.time\n.*Extra inputs"):
+        position(method="halved", time=3)
+
+
+def test_a_method_that_is_not_registered_is_refused():
+    with pytest.raises(ValidationError, match="does not match any of the expected tags"):
+        position(method="halved")
+
+
+def test_two_methods_cannot_have_one_name():
+    class Yarn(RopeMethod):
+        method: Literal["yarn"]
+
+    with pytest.raises(ValueError, match="'yarn' is already registered"):
+        register_rope_method(Yarn)

@@ -9,7 +9,7 @@ import torch
 
 from unspool.evals.backends.base import ModelBackend
 from unspool.recipe.paths import resolve_path
-from unspool.synthesis.generators import LocalAnswering
+from unspool.synthesis.generators import LocalBackend
 from unspool.synthesis.requests import Reply, Request
 
 
@@ -36,7 +36,7 @@ REQUESTS = [
 ]
 
 
-def together(answering: LocalAnswering, requests: list[Request]) -> list[Reply]:
+def together(answering: LocalBackend, requests: list[Request]) -> list[Reply]:
     ready = Barrier(len(requests))
 
     def one(request: Request) -> Reply:
@@ -48,11 +48,11 @@ def together(answering: LocalAnswering, requests: list[Request]) -> list[Reply]:
 
 
 def test_replies_side_by_side_are_those_of_requests_alone(backend):
-    alone = LocalAnswering(backend, "w")
+    alone = LocalBackend(backend, "w")
     expected = [alone.reply(request) for request in REQUESTS]
     assert len({reply.text for reply in expected}) > 3, "replies that are all the same would show nothing"
     counting = Counting(backend)
-    found = together(LocalAnswering(counting, "w", width=4), REQUESTS)
+    found = together(LocalBackend(counting, "w", width=4), REQUESTS)
     assert [(one.text, one.prompt_tokens, one.is_cut) for one in found] == [
         (one.text, one.prompt_tokens, one.is_cut) for one in expected
     ]
@@ -62,24 +62,24 @@ def test_replies_side_by_side_are_those_of_requests_alone(backend):
 
 def test_a_row_holds_no_more_than_its_room_and_one_length_of_replies(backend):
     counting = Counting(backend, row_tokens=80)
-    together(LocalAnswering(counting, "w", width=7), REQUESTS)
+    together(LocalBackend(counting, "w", width=7), REQUESTS)
     assert sum(counting.rows) == 7
     assert max(counting.rows) < 4
     counting = Counting(backend)
     mixed = [Request(prompt=request.prompt, max_tokens=8 + number) for number, request in enumerate(REQUESTS[:4])]
-    found = together(LocalAnswering(counting, "w", width=4), mixed)
+    found = together(LocalBackend(counting, "w", width=4), mixed)
     assert counting.rows == [1, 1, 1, 1]
     assert all(reply.reply_tokens <= request.max_tokens for reply, request in zip(found, mixed, strict=True))
 
 
 def test_a_reply_goes_on_from_its_first_words_and_holds_them(backend):
     begun = Request(prompt="Tell me of the sea.", max_tokens=6, begin="Question: Who")
-    reply = LocalAnswering(backend, "w").reply(begun)
+    reply = LocalBackend(backend, "w").reply(begun)
     assert reply.text.startswith("Question: Who")
     assert len(reply.text) > len("Question: Who")
-    plain = LocalAnswering(backend, "w").reply(Request(prompt="Tell me of the sea.", max_tokens=6))
+    plain = LocalBackend(backend, "w").reply(Request(prompt="Tell me of the sea.", max_tokens=6))
     assert reply.prompt_tokens > plain.prompt_tokens
-    whole = LocalAnswering(backend, "w").reply(Request(prompt="Tell me of the sea.\n\nQuestion: Who", max_tokens=6))
+    whole = LocalBackend(backend, "w").reply(Request(prompt="Tell me of the sea.\n\nQuestion: Who", max_tokens=6))
     assert reply.text == "Question: Who" + whole.text
 
 
@@ -88,7 +88,7 @@ def test_an_error_reaches_everybody_who_waits(backend):
         def answers(self, prompt):
             raise RuntimeError("out of memory")
 
-    answering = LocalAnswering(Broken(backend), "w", width=4)
+    answering = LocalBackend(Broken(backend), "w", width=4)
     with ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(answering.reply, request) for request in REQUESTS[:4]]
         for future in futures:

@@ -8,12 +8,11 @@ import pytest
 
 from unspool.core.errors import ConfigError
 from unspool.synthesis.config import SynthConfig
-from unspool.synthesis.conversation import even_groups, num_requests, summarize
-from unspool.synthesis.documents import Turn, around, tile
-from unspool.synthesis.generator_prompts import OURS, fill
-from unspool.synthesis.kind_balance import Schedule, balanced
+from unspool.synthesis.conversation import even_groups, summarize
+from unspool.synthesis.documents import Visit, split_text, window_around
 from unspool.synthesis.requests import Request
-from unspool.synthesis.templates import PLACES, Uses, load_templates
+from unspool.synthesis.scheduler import Scheduler, num_summary_requests, surplus
+from unspool.synthesis.templates import DEFAULT_REQUESTS, PLACEHOLDERS, TemplateUsage, fill, load_templates
 
 from .toy import document
 
@@ -21,7 +20,7 @@ from .toy import document
 @pytest.mark.parametrize("size", [40, 300, 2000, 10**6])
 def test_parts_lie_in_order_and_leave_out_only_space(size):
     text = document(np.random.default_rng(0), 60)
-    spans = tile(text, size)
+    spans = split_text(text, size)
     ends = [0, *(end for span in spans for end in span), len(text)]
     assert ends == sorted(ends)
     assert all(not text[stop:start].strip() for stop, start in zip(ends[::2], ends[1::2], strict=True))
@@ -33,21 +32,21 @@ def test_parts_lie_in_order_and_leave_out_only_space(size):
 
 
 def test_text_without_a_space_is_cut_anywhere():
-    assert tile("x" * 100, 30) == [(0, 33), (33, 67), (67, 100)]
+    assert split_text("x" * 100, 30) == [(0, 33), (33, 67), (67, 100)]
 
 
 def test_a_stretch_holds_its_part_which_lies_anywhere_in_it():
     text = document(np.random.default_rng(1), 200)
-    inner = tile(text, 300)[10]
+    inner = split_text(text, 300)[10]
     starts = []
     for seed in range(200):
-        start, stop = around(text, inner, 1500, np.random.default_rng(seed))
+        start, stop = window_around(text, inner, 1500, np.random.default_rng(seed))
         assert start <= inner[0] < inner[1] <= stop
         assert stop - start <= 1500
         starts.append((inner[0] - start) / 1500)
     assert min(starts) < 0.15
     assert max(starts) > 0.6
-    assert around(text, inner, len(text), np.random.default_rng(0)) == (0, len(text))
+    assert window_around(text, inner, len(text), np.random.default_rng(0)) == (0, len(text))
 
 
 @pytest.mark.parametrize(("parts", "group", "expected"), [(1, 8, 1), (8, 8, 9), (9, 8, 12), (64, 8, 73), (5, 2, 11)])
@@ -58,16 +57,20 @@ def test_summaries_go_from_parts_to_groups_to_the_whole(parts, group, expected):
         asked.extend(prompt.prompt for prompt in prompts)
         return [f"Summary: {len(asked)}-{number}" for number in range(len(prompts))]
 
-    found = summarize([f"part {number}" for number in range(parts)], group, ask, asks=OURS, longest=100)
+    found = summarize(
+        [f"part {number}" for number in range(parts)], group, ask, templates=DEFAULT_REQUESTS, max_tokens=100
+    )
     assert not isinstance(found, str)
-    assert len(asked) == expected == num_requests(parts, group)
+    assert len(asked) == expected == num_summary_requests(parts, group)
     if parts > 1:
         assert "the entire text" in asked[-1]
         assert sum("the entire text" in prompt for prompt in asked) == 1
 
 
 def test_a_reply_that_is_no_summary_ends_it():
-    found = summarize(["a", "b"], 2, lambda prompts: ["Answer: no"] * len(prompts), asks=OURS, longest=100)
+    found = summarize(
+        ["a", "b"], 2, lambda prompts: ["Answer: no"] * len(prompts), templates=DEFAULT_REQUESTS, max_tokens=100
+    )
     assert found == "Answer: no"
 
 
@@ -79,7 +82,9 @@ def test_groups_are_even_and_in_order():
 
 def test_there_are_a_dozen_wordings_of_everything_and_all_have_their_places():
     lists = load_templates(None).lists
-    assert {kind: set(names) for kind, names in lists.items()} == {kind: set(names) for kind, names in PLACES.items()}
+    assert {kind: set(names) for kind, names in lists.items()} == {
+        kind: set(names) for kind, names in PLACEHOLDERS.items()
+    }
     for kind, names in lists.items():
         for name, texts in names.items():
             assert len(set(texts)) == len(texts) >= 12, (kind, name)
@@ -95,8 +100,8 @@ def test_what_is_filled_in_is_not_read_as_a_template():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("qa: {placement: ['{document}']}", "lacks {question}"),
-        ("qa: {answer: ['{answer} {name}']}", "has {name}; places here: {answer}"),
+        ("qa: {placement: ['{document}']}", "has no placeholder {question}"),
+        ("qa: {answer: ['{answer} {name}']}", "unknown placeholder {name}; allowed: {answer}"),
         ("qa: {answers: ['{answer}']}", "did you mean 'answer'?"),
         ("sumary: {}", "did you mean 'summary'?"),
         ("qa: {answer: []}", "at least one"),
@@ -113,29 +118,29 @@ def test_wording_of_the_users_is_checked(text, said, tmp_path):
 
 def test_the_least_used_wording_comes_next_also_after_refusals():
     templates = load_templates(None)
-    uses = Uses(templates, seed=0)
+    uses = TemplateUsage(templates, seed=0)
     counts: Counter[int] = Counter()
     for number in range(60):
         chosen = uses.choose("qa", number)
         if number % 3 == 0:
-            uses.give_back("qa", chosen)
+            uses.release("qa", chosen)
         else:
-            counts[chosen.ids["answer"]] += 1
+            counts[chosen["answer"]] += 1
     assert len(counts) == len(templates.lists["qa"]["answer"])
     assert max(counts.values()) - min(counts.values()) <= 1
 
 
 class Documents:
-    """Only what a schedule looks at."""
+    """Only what a scheduler looks at."""
 
     def __init__(self, lens: np.ndarray) -> None:
         self.lens = lens
 
-    def num_turns(self, purpose: str) -> int:
+    def num_visits(self, purpose: str) -> int:
         return len(self.lens)
 
-    def turn(self, purpose: str, number: int) -> Turn:
-        return Turn(number, 0)
+    def visit(self, purpose: str, number: int) -> Visit:
+        return Visit(number, 0)
 
 
 def config(**more: object) -> SynthConfig:
@@ -148,28 +153,28 @@ def config(**more: object) -> SynthConfig:
 def test_shares_come_out_with_lengths_and_refusals_of_any_kind(shares, tokens):
     rng = np.random.default_rng(0)
     documents = Documents(rng.integers(1000, 20000, size=900))
-    schedule = Schedule(config(shares=shares, tokens=tokens), documents, load_templates(None), seed=0)  # type: ignore[arg-type]
-    flying, lines = [], []
+    scheduler = Scheduler(config(shares=shares, tokens=tokens), documents, load_templates(None), seed=0)  # type: ignore[arg-type]
+    in_flight, lines = [], []
     while True:
-        while len(flying) < 16 and (job := schedule.next_job()):
-            flying.append(job)
-        if not flying:
+        while len(in_flight) < 16 and (job := scheduler.next_job()):
+            in_flight.append(job)
+        if not in_flight:
             break
-        job = flying.pop(0)
-        size = min(job.room, int(documents.lens[job.turn.document] * (0.5 if job.kind == "rag" else 1)))
+        job = in_flight.pop(0)
+        size = min(job.max_tokens, int(documents.lens[job.visit.document] * (0.5 if job.kind == "rag" else 1)))
         kept = rng.random() < (0.4 if job.kind == "summary" else 0.9)
-        if kept and not schedule.accepts(job.kind, size):
-            schedule.close(job.kind)
+        if kept and not scheduler.accepts(job.kind, size):
+            scheduler.close(job.kind)
             kept = False
-        known = SimpleNamespace(turn=job.turn) if job.kind == "qa" else None
-        schedule.settle(job, size if kept else None, known)  # type: ignore[arg-type]
+        known = SimpleNamespace(visit=job.visit) if job.kind == "qa" else None
+        scheduler.finish(job, size if kept else None, known)  # type: ignore[arg-type]
         lines.append({"n": job.number, "kind": job.kind, "kept": kept, "tokens": size})
-    dropped = balanced(lines, config(shares=shares, tokens=tokens))
+    dropped = surplus(lines, config(shares=shares, tokens=tokens))
     left = Counter[str]()
     for line in lines:
         left[line["kind"]] += line["tokens"] if line["kept"] and line["n"] not in dropped else 0
     whole = sum(left.values())
-    parts = config(shares=shares).parts
+    parts = config(shares=shares).token_shares
     assert {kind: left[kind] / whole for kind in parts} == pytest.approx(parts, abs=0.01)
     if tokens and shares != {"rag": 1, "summary": 3}:
         assert whole == pytest.approx(tokens, rel=0.01)
@@ -178,5 +183,5 @@ def test_shares_come_out_with_lengths_and_refusals_of_any_kind(shares, tokens):
 def test_shares_are_left_alone_where_too_much_would_be_given_up():
     lines = [{"n": number, "kind": "qa", "kept": True, "tokens": 100} for number in range(20)]
     lines += [{"n": 20, "kind": "summary", "kept": True, "tokens": 100}]
-    assert balanced(lines, config(shares={"qa": 1, "summary": 1})) == set()
-    assert balanced(lines[:3] * 0 + lines[-3:], config(shares={"qa": 1, "summary": 1})) == set()
+    assert surplus(lines, config(shares={"qa": 1, "summary": 1})) == set()
+    assert surplus(lines[:3] * 0 + lines[-3:], config(shares={"qa": 1, "summary": 1})) == set()

@@ -11,11 +11,10 @@ from unspool.cli.main import build_app
 from unspool.data.facts import word_list
 from unspool.models.tokenizer import load_tokenizer
 from unspool.recipe.paths import resolve_path
-from unspool.synthesis.config import ChecksConfig
-from unspool.synthesis.decontamination import Evaluations, eval_texts
-from unspool.synthesis.generator_prompts import Pair, read_pair, read_summary
-from unspool.synthesis.near_duplicates import NearCopies
-from unspool.synthesis.quality import REASONS, pair_reason, refers, support, supports
+from unspool.synthesis.config import REJECT_REASONS, ChecksConfig
+from unspool.synthesis.decontamination import NgramIndex, eval_texts
+from unspool.synthesis.quality import NearDuplicates, pair_reason, refers, support, supports
+from unspool.synthesis.templates import Pair, parse_pair, parse_summary
 
 from .toy import document, write_documents, write_recipe
 
@@ -29,31 +28,31 @@ TEXT = (
 
 
 def test_a_planted_evaluation_question_is_caught_however_it_is_spelled():
-    evaluations = Evaluations(13)
-    evaluations.add(QUESTION)
-    evaluations.add("Too short a text")
-    assert evaluations.holds_part_of(f"Some words before. {QUESTION} And some after.")
-    assert evaluations.holds_part_of(QUESTION.upper().replace(" ", "  \n").replace("?", " !"))
+    evaluations = NgramIndex(13)
+    evaluations.add([QUESTION])
+    evaluations.add(["Too short a text"])
+    assert evaluations.overlaps(f"Some words before. {QUESTION} And some after.")
+    assert evaluations.overlaps(QUESTION.upper().replace(" ", "  \n").replace("?", " !"))
     words = QUESTION.split()
-    assert evaluations.holds_part_of(" ".join(words[2:15])), "thirteen words in a row"
-    assert not evaluations.holds_part_of(" ".join(words[2:14])), "twelve"
-    assert not evaluations.holds_part_of(" ".join([*words[:9], "strange", *words[9:]]))
-    assert not evaluations.holds_part_of("Too short a text")
+    assert evaluations.overlaps(" ".join(words[2:15])), "thirteen words in a row"
+    assert not evaluations.overlaps(" ".join(words[2:14])), "twelve"
+    assert not evaluations.overlaps(" ".join([*words[:9], "strange", *words[9:]]))
+    assert not evaluations.overlaps("Too short a text")
 
 
 def test_a_short_question_is_caught_as_a_whole():
-    evaluations = Evaluations(13)
-    evaluations.add("Who was the first king of Norway?")
-    assert evaluations.holds_part_of("They asked: who was the first king of Norway, and when?")
-    assert not evaluations.holds_part_of("Who was the first king of Denmark?")
+    evaluations = NgramIndex(13)
+    evaluations.add(["Who was the first king of Norway?"])
+    assert evaluations.overlaps("They asked: who was the first king of Norway, and when?")
+    assert not evaluations.overlaps("Who was the first king of Denmark?")
 
 
 def test_clean_texts_are_not_taken_for_evaluations():
     rng = np.random.default_rng(0)
-    evaluations = Evaluations(13)
-    evaluations.add_all(document(rng, 200) for _ in range(50))
-    assert evaluations.num_runs > 80_000
-    found = sum(evaluations.holds_part_of(document(rng, 200)) for _ in range(200))
+    evaluations = NgramIndex(13)
+    evaluations.add(document(rng, 200) for _ in range(50))
+    assert len(evaluations) > 80_000
+    found = sum(evaluations.overlaps(document(rng, 200)) for _ in range(200))
     assert found == 0
 
 
@@ -66,12 +65,12 @@ def test_what_the_suites_of_a_recipe_ask_is_known():
         KeyValueEval.model_validate({"suite": "key_value", "lengths": [512], "samples": 2}),
     ]
     texts = list(eval_texts(evals, tokenizer, seed=0, root=Path()))
-    evaluations = Evaluations(13)
-    evaluations.add_all(texts)
+    evaluations = NgramIndex(13)
+    evaluations.add(texts)
     longest = max(texts, key=len)
     middle = longest[len(longest) // 2 : len(longest) // 2 + 2000]
-    assert evaluations.holds_part_of(middle), "a haystack of the evaluation"
-    assert not evaluations.holds_part_of(document(np.random.default_rng(1), 300))
+    assert evaluations.overlaps(middle), "a haystack of the evaluation"
+    assert not evaluations.overlaps(document(np.random.default_rng(1), 300))
 
 
 def test_a_question_of_an_evaluation_is_refused_by_the_command_wherever_it_stands(tmp_path):
@@ -100,27 +99,27 @@ def near_copy(text: str, rng: np.random.Generator, changes: int) -> str:
 
 def test_planted_near_copies_are_caught_and_clean_texts_are_not():
     rng = np.random.default_rng(3)
-    near = NearCopies(0.7)
+    near = NearDuplicates(0.7)
     originals = [document(rng, 6) for _ in range(200)]
     wrong = 0
     for text in originals:
-        wrong += near.has_like(text)
+        wrong += near.has_similar(text)
         near.add(text)
     assert wrong == 0, "false positives"
     # Two words of about sixty changed: at most six of sixty triples, an overlap of 0.8 and more.
-    caught = sum(near.has_like(near_copy(text, rng, 2)) for text in originals)
+    caught = sum(near.has_similar(near_copy(text, rng, 2)) for text in originals)
     assert caught >= 0.99 * len(originals)
-    assert all(near.has_like(text.upper() + "!") for text in originals[:20])
+    assert all(near.has_similar(text.upper() + "!") for text in originals[:20])
     # Half of the words changed: another text.
-    assert sum(near.has_like(near_copy(text, rng, 30)) for text in originals) == 0
+    assert sum(near.has_similar(near_copy(text, rng, 30)) for text in originals) == 0
 
 
 def test_texts_of_one_or_two_words_are_compared_as_well():
-    near = NearCopies(0.7)
+    near = NearDuplicates(0.7)
     near.add("Yes.")
-    assert near.has_like("yes")
-    assert not near.has_like("no")
-    assert not near.has_like("")
+    assert near.has_similar("yes")
+    assert not near.has_similar("no")
+    assert not near.has_similar("")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ def test_support_counts_content_words_by_their_stems():
 )
 def test_a_pair_is_refused_for_one_reason(pair, reason):
     assert pair_reason(pair, TEXT, ChecksConfig.model_validate({})) == reason
-    assert reason is None or reason in REASONS
+    assert reason is None or reason in REJECT_REASONS
 
 
 @pytest.mark.parametrize(
@@ -192,11 +191,11 @@ def test_a_pair_is_refused_for_one_reason(pair, reason):
     ],
 )
 def test_replies_are_read_whole_or_not_at_all(reply, pair):
-    assert read_pair(reply) == pair
+    assert parse_pair(reply) == pair
 
 
 def test_summaries_are_read_by_their_label():
-    assert read_summary("Here it is.\nSummary: one\n\ntwo") == "one\n\ntwo"
-    assert read_summary(" one two\n") == "one two"
-    assert read_summary("Question: q?\nAnswer: a") is None
-    assert read_summary(" \n") is None
+    assert parse_summary("Here it is.\nSummary: one\n\ntwo") == "one\n\ntwo"
+    assert parse_summary(" one two\n") == "one two"
+    assert parse_summary("Question: q?\nAnswer: a") is None
+    assert parse_summary(" \n") is None

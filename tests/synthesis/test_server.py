@@ -16,8 +16,15 @@ from unspool.core.errors import ConfigError, UnspoolError
 from unspool.evals.backends.openai import Patience, attempt
 from unspool.synthesis import generators
 from unspool.synthesis.config import ServerGenerator
-from unspool.synthesis.generators import MockAnswering, ServerAnswering, build_asking
-from unspool.synthesis.requests import Asking, Failed, Pace, Replies, Reply, Request
+from unspool.synthesis.generators import MockBackend, ServerBackend, build_client
+from unspool.synthesis.requests import (
+    GeneratorClient,
+    GeneratorReplies,
+    RateLimiter,
+    Reply,
+    Request,
+    RequestFailedError,
+)
 
 from .toy import read_conversations, send, send_text, server, wait_for, write_documents, write_recipe
 
@@ -85,30 +92,30 @@ def test_every_trouble_is_tried_again_and_counted(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     trouble = Trouble()
     monkeypatch.setattr(generators, "attempt", trouble.attempt)
-    with server(trouble) as url, Replies(tmp_path / "replies.jsonl") as replies:
-        asking = build_asking(generator(url), replies, open_backend=lambda ref: pytest.fail("no model is needed"))
+    with server(trouble) as url, GeneratorReplies(tmp_path / "replies.jsonl") as replies:
+        client = build_client(generator(url), replies, open_backend=lambda ref: pytest.fail("no model is needed"))
         requests = [Request(prompt="x" * count, max_tokens=5) for count in (1, 2, 3)]
-        found = asking.ask(*requests)
+        found = client.send(*requests)
         assert [reply.text for reply in found] == [f"Answer to {count}, …" for count in (1, 2, 3)]
         expected = {"http_429": 3, "http_500": 3, "timeout": 3, "garbage": 6, "closed": 3}
-        assert dict(asking.traffic.troubles) == expected
-        assert (asking.traffic.asked, asking.traffic.failed, asking.traffic.known) == (3, 0, 0)
+        assert dict(client.stats.errors) == expected
+        assert (client.stats.sent, client.stats.failed, client.stats.cached) == (3, 0, 0)
         # A reply is there a moment before its request is no longer under way.
-        wait_for(lambda: not asking._under_way)
-        assert asking.ask(*requests) == found
-        assert asking.traffic.known == 3
-        asking.close()
+        wait_for(lambda: not client._in_flight)
+        assert client.send(*requests) == found
+        assert client.stats.cached == 3
+        client.close()
         trouble.over.set()
     assert trouble.keys == {f"Bearer {KEY}"}
-    with Replies(tmp_path / "replies.jsonl") as again:
-        assert dict(again.troubles) == expected, "troubles are counted over all runs"
+    with GeneratorReplies(tmp_path / "replies.jsonl") as again:
+        assert dict(again.errors) == expected, "troubles are counted over all runs"
         assert len(again) == 3
     assert KEY not in (tmp_path / "replies.jsonl").read_text()
 
 
 def test_the_command_with_a_bad_server_keeps_the_key_to_itself(tmp_path, monkeypatch):
     monkeypatch.setenv("SYNTH_KEY", KEY)
-    mock = MockAnswering({}, 0.0)
+    mock = MockBackend({}, 0.0)
     seen: dict[str, int] = {}
 
     def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
@@ -131,8 +138,8 @@ def test_the_command_with_a_bad_server_keeps_the_key_to_itself(tmp_path, monkeyp
     result = json.loads(done.stdout)["long"]
     assert result["asked"] == result["kept"] + result["rejected"] + result["failed"]
     assert result["failed"] > 0
-    assert result["requests"]["troubles"]["http_500"] > 0
-    assert result["requests"]["troubles"]["http_503"] == 3 * result["requests"]["failed"]
+    assert result["requests"]["errors"]["http_500"] > 0
+    assert result["requests"]["errors"]["http_503"] == 3 * result["requests"]["failed"]
     assert read_conversations(tmp_path / "run/synth/long")
     assert KEY not in done.output
     for path in (path for path in tmp_path.rglob("*") if path.is_file()):
@@ -148,30 +155,30 @@ def test_what_only_the_user_can_mend_is_told_at_once(status, tmp_path, monkeypat
         asked.append(handler.path)
         send(handler, status, f"bad key {KEY}".encode(), {"Location": "http://127.0.0.1:1/elsewhere"})
 
-    with server(answer) as url, Replies(tmp_path / "replies.jsonl") as replies:
-        asking = build_asking(generator(url), replies, open_backend=lambda ref: pytest.fail("no model is needed"))
+    with server(answer) as url, GeneratorReplies(tmp_path / "replies.jsonl") as replies:
+        client = build_client(generator(url), replies, open_backend=lambda ref: pytest.fail("no model is needed"))
         with pytest.raises(ConfigError, match=str(status)) as told:
-            asking.ask(Request(prompt="x", max_tokens=5))
-        asking.close()
+            client.send(Request(prompt="x", max_tokens=5))
+        client.close()
     assert asked == ["/v1/chat/completions"], "neither tried again nor sent elsewhere"
     assert KEY not in str(told.value)
 
 
 def test_a_server_that_is_down_ends_the_run_and_keeps_what_it_said(tmp_path):
     down = generator("http://127.0.0.1:9/v1", attempts=2)
-    with Replies(tmp_path / "replies.jsonl") as replies:
-        asking = Asking(ServerAnswering(down), replies, width=1, patience=Patience(attempts=2, pause=0.0001))
+    with GeneratorReplies(tmp_path / "replies.jsonl") as replies:
+        client = GeneratorClient(ServerBackend(down), replies, width=1, patience=Patience(attempts=2, pause=0.0001))
         failures = 0
         with pytest.raises(UnspoolError, match="20 requests in a row") as told:
             for number in range(30):
                 try:
-                    asking.ask(Request(prompt=str(number), max_tokens=1))
-                except Failed:
+                    client.send(Request(prompt=str(number), max_tokens=1))
+                except RequestFailedError:
                     failures += 1
-        asking.close()
+        client.close()
     assert failures == 19
     assert not isinstance(told.value, ConfigError)
-    assert replies.troubles["connection"] == 40
+    assert replies.errors["connection"] == 40
 
 
 class Slow:
@@ -199,11 +206,11 @@ class Slow:
 
 def test_requests_are_as_many_at_a_time_as_allowed_and_none_is_asked_twice(tmp_path):
     slow = Slow(width=3)
-    with Replies(tmp_path / "replies.jsonl") as replies:
-        asking = Asking(slow, replies, width=3)
+    with GeneratorReplies(tmp_path / "replies.jsonl") as replies:
+        client = GeneratorClient(slow, replies, width=3)
         requests = [Request(prompt=str(number % 10), max_tokens=1) for number in range(40)]
-        found = asking.ask(*requests)
-        asking.close()
+        found = client.send(*requests)
+        client.close()
     assert [reply.text for reply in found] == [request.prompt for request in requests]
     assert (slow.most, slow.calls) == (3, 10)
 
@@ -219,10 +226,12 @@ class Clock:
 @pytest.mark.parametrize(("requests", "tokens", "expected"), [(60, None, 60), (None, 6000, 60), (60, 3000, 120)])
 def test_no_more_requests_and_tokens_a_minute_than_allowed(requests, tokens, expected):
     clock = Clock()
-    pace = Pace(requests_per_minute=requests, tokens_per_minute=tokens, clock=lambda: clock.now, sleep=clock.sleep)
+    limiter = RateLimiter(
+        requests_per_minute=requests, tokens_per_minute=tokens, clock=lambda: clock.now, sleep=clock.sleep
+    )
     begun = []
     for _ in range(61):
-        pace.wait(100)
+        limiter.wait(100)
         begun.append(clock.now)
     assert begun[-1] - begun[0] == pytest.approx(expected, abs=4)
     allowed = min(requests or 1e9, (tokens or 1e9) / 100)
@@ -232,28 +241,28 @@ def test_no_more_requests_and_tokens_a_minute_than_allowed(requests, tokens, exp
 
 def test_a_server_that_asks_for_a_pause_gets_it_from_all():
     clock = Clock()
-    pace = Pace(clock=lambda: clock.now, sleep=clock.sleep)
-    pace.hold(30)
-    pace.wait(1)
+    limiter = RateLimiter(clock=lambda: clock.now, sleep=clock.sleep)
+    limiter.pause(30)
+    limiter.wait(1)
     assert clock.now == 1030
 
 
 def test_a_line_cut_by_a_kill_is_passed_over_and_what_follows_is_whole(tmp_path):
     path = tmp_path / "replies.jsonl"
     reply = Reply(text="päivää\n\x85", prompt_tokens=1, reply_tokens=2, seconds=0.1)
-    with Replies(path) as replies:
+    with GeneratorReplies(path) as replies:
         replies.add("a", reply)
         replies.add("b", reply)
     path.write_bytes(path.read_bytes()[:-20])
-    with Replies(path) as replies:
+    with GeneratorReplies(path) as replies:
         assert ("a" in replies, "b" in replies) == (True, False)
         replies.add("b", reply)
         assert replies.get("b") == reply
-    with Replies(path) as replies:
+    with GeneratorReplies(path) as replies:
         assert (len(replies), replies.get("a"), replies.get("b")) == (2, reply, reply)
 
 
 def test_two_runs_do_not_write_to_one_file(tmp_path):
     path: Path = tmp_path / "replies.jsonl"
-    with Replies(path), pytest.raises(ConfigError, match="in use by another"):
-        Replies(path)
+    with GeneratorReplies(path), pytest.raises(ConfigError, match="in use by another"):
+        GeneratorReplies(path)

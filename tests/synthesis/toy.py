@@ -57,11 +57,11 @@ def write_recipe(folder: Path, synth: dict[str, Any], **more: Any) -> Path:
     (folder / "plain.jinja").write_text(CHAT_TEMPLATE)
     recipe = {
         "name": "made",
-        "model": {"size": "4M", "tokenizer": "asset:tiny-base", "context": 512},
+        "model": {"size": "4M", "tokenizer": "asset:tiny-base", "context_length": 512},
         "out": str(folder / "run"),
         "engine": {"workers": 1},
         "sources": {"docs": {"kind": "jsonl", "path": str(folder / "docs.jsonl")}},
-        "rows": {},
+        "datasets": {},
         "stages": [],
         "synth": {"long": {"from": "docs", "generator": MOCK, **SMALL, **synth}},
         **more,

@@ -16,12 +16,12 @@ from factory import CPU, build_model, build_stage, dying_at, in_child, save_fold
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.data.packing.store import IGNORE, open_rows
+from unspool.models.config import NewModel
 from unspool.models.load import load_model
 from unspool.models.loss import read_head, summed_loss
-from unspool.models.presets import NewModel
 from unspool.models.rotary import apply_rope
 from unspool.recipe.load import load_recipe
-from unspool.recipe.run import Run
+from unspool.recipe.run import open_run, stage_inputs
 from unspool.training.checkpoint.resume import OPTIMIZER
 from unspool.training.distill import distill as refit_module
 from unspool.training.distill.distill import FILE, WEIGHTS, build_distillation, check_distillation
@@ -337,11 +337,11 @@ def test_a_run_refuses_rows_beyond_the_old_context_before_any_work(tmp_path):
         "batch_tokens: 2K, lr: 1e-3, attention_distillation: {datasets: short, before: 8, lr: 1e-3}}\n"
     )
 
-    assert Run(load_recipe(recipe))._inputs(load_recipe(recipe).recipe.stages[0]).attention_distillation == {
+    assert stage_inputs(open_run(load_recipe(recipe)), load_recipe(recipe).recipe.stages[0]).attention_distillation == {
         "short": tmp_path / "out" / "datasets" / "short"
     }
     with pytest.raises(ConfigError, match=r"refit\.rows long have 2K tokens, .* context of 256"):
-        Run(load_recipe(recipe, ["stages.one.attention_distillation.datasets=long"]))
+        open_run(load_recipe(recipe, ["stages.one.attention_distillation.datasets=long"]))
 
 
 def test_several_ranks_and_new_models_are_refused():

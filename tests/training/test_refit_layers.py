@@ -11,7 +11,6 @@ from torch import Tensor
 from factory import SHAPE, packed_inputs, random_tokens
 from unspool.core.errors import ConfigError
 from unspool.models.attention.interface import NAME, register
-from unspool.models.attention.reference import Rules
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.rotary import apply_rope
@@ -216,7 +215,9 @@ def test_blocks_of_queries_change_nothing(window, monkeypatch):
         Attended(
             query=torch.randn(4, 20, 8, generator=rng),
             key=torch.randn(2, 20, 8, generator=rng),
-            rules=Rules(window=window, softcap=3.0),
+            scale=8**-0.5,
+            window=window,
+            softcap=3.0,
             sinks=torch.zeros(4),
         )
         for _ in range(2)

@@ -17,7 +17,7 @@ from factory import (
 )
 from unspool.core.errors import ConfigError
 from unspool.data.strategies.utk.special_tokens import KNOTS, knot_ids
-from unspool.models.presets import NewModel
+from unspool.models.config import NewModel
 from unspool.training.checkpoint.resume import OPTIMIZER
 from unspool.training.stage import StageInputs
 

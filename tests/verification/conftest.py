@@ -10,9 +10,8 @@ import torch
 
 from unspool.models.export import PlainProcess
 from unspool.verification.case import Case, build_case
-from unspool.verification.families import small_subjects
-from unspool.verification.results import Result
-from unspool.verification.run import build_checks, run_check
+from unspool.verification.fixtures import build_small_models
+from unspool.verification.run import Result, build_checks, run_check
 
 DEVICE = torch.device("cpu")
 
@@ -28,7 +27,7 @@ def built(tmp_path_factory) -> Callable[[str], Case]:
     @cache
     def build(family: str) -> Case:
         folder = tmp_path_factory.mktemp("models")
-        (subject,) = small_subjects(folder, seed=0, wide=False, names=[family])
+        (subject,) = build_small_models(folder, seed=0, wide=False, names=[family])
         return build_case(subject, device=DEVICE, seed=0)
 
     return build

@@ -16,13 +16,12 @@ import unspool.training.batch
 import unspool.training.checkpoint.resume
 import unspool.training.loader
 import unspool.training.loop
-import unspool.training.step
 import unspool.verification.interruptions
-from unspool.data.packing.store import IGNORE
 from unspool.models.memory.offload import Offloader
 from unspool.models.rotary import rotate_heads
-from unspool.training.batch import Batch
 from unspool.training.optim.updater import Updater
+
+from .mistakes import average_micro_batches, cross_documents, leak_attention, set_attention_lens, weigh_loss
 
 
 def caught(found) -> bool:
@@ -34,48 +33,31 @@ def caught(found) -> bool:
 
 
 def test_labels_that_cross_documents(monkeypatch, case, results):
-    def crossing(tokens, doc_lens, loss_mask):
-        shifted = np.append(tokens[1:].astype(np.int64), IGNORE)
-        if loss_mask is not None:
-            shifted[:-1][~loss_mask[1:]] = IGNORE
-        return shifted
-
-    monkeypatch.setattr(unspool.training.batch, "labels", crossing)
-    assert caught(results("packed", case("llama")))
+    cross_documents(monkeypatch)
+    assert caught(results("packing", case("llama")))
 
 
-@pytest.mark.parametrize("check", ["packed", "alone"])
+@pytest.mark.parametrize("check", ["packing", "isolation"])
 def test_attention_that_ignores_where_documents_end(check, monkeypatch, case, results):
-    def leaking(batch: Batch):
-        return {
-            "input_ids": batch.tokens[None],
-            "position_ids": batch.position_ids[None],
-            "doc_lens": (len(batch.tokens),),
-        }
-
-    monkeypatch.setattr(Batch, "model_inputs", property(leaking))
+    leak_attention(monkeypatch)
     assert caught(results(check, case("llama")))
 
 
-@pytest.mark.parametrize("check", ["packed", "alone"])
+@pytest.mark.parametrize("check", ["packing", "isolation"])
 def test_attention_that_lets_one_token_through(check, monkeypatch, case, results):
     """Documents that end one token too late."""
 
-    def shifted(batch: Batch):
-        first, *middle, last = batch.doc_lens
-        return {
-            "input_ids": batch.tokens[None],
-            "position_ids": batch.position_ids[None],
-            "doc_lens": (first + 1, *middle, last - 1),
-        }
+    def shifted(doc_lens):
+        first, *middle, last = doc_lens
+        return (first + 1, *middle, last - 1)
 
-    monkeypatch.setattr(Batch, "model_inputs", property(shifted))
+    set_attention_lens(monkeypatch, shifted)
     assert caught(results(check, case("llama")))
 
 
 def test_positions_that_do_not_restart(monkeypatch, case, results):
     monkeypatch.setattr(unspool.training.batch, "position_ids", lambda lens: np.arange(lens.sum()))
-    found = results("packed", case("llama"))
+    found = results("packing", case("llama"))
     assert [result.quantity for result in found if result.status == "failed"] == ["positions"]
 
 
@@ -83,7 +65,7 @@ def test_a_window_that_is_not_kept(case, results):
     broken = case("mistral")
     for layer in broken.model.base_model.layers:
         layer.self_attn.config.sliding_window = None
-    assert caught(results("packed", broken))
+    assert caught(results("packing", broken))
 
 
 def turning_keys_otherwise(query, key, inv_freq, position_ids):
@@ -92,7 +74,7 @@ def turning_keys_otherwise(query, key, inv_freq, position_ids):
     return turned, other
 
 
-@pytest.mark.parametrize("check", ["packed", "moved", "export"])
+@pytest.mark.parametrize("check", ["packing", "position-shift", "export"])
 def test_queries_and_keys_of_a_head_that_turn_by_different_bases(check, monkeypatch, case, results):
     monkeypatch.setattr(unspool.models.attention.interface, "rotate_heads", turning_keys_otherwise)
     assert caught(results(check, case("qwen3+harpe")))
@@ -102,27 +84,13 @@ def test_queries_and_keys_of_a_head_that_turn_by_different_bases(check, monkeypa
 
 
 def test_a_loss_that_is_averaged_in_every_micro_batch(monkeypatch, case, results):
-    summed = unspool.training.step.summed_loss
-
-    def averaged(hidden, head, labels, **options):
-        total, losses = summed(hidden, head, labels, **options)
-        share = 10 / max(1, int((labels != IGNORE).sum()))
-        return total * share, losses * share
-
-    monkeypatch.setattr(unspool.training.step, "summed_loss", averaged)
-    assert caught(results("split", case("llama")))
+    average_micro_batches(monkeypatch)
+    assert caught(results("micro-batches", case("llama")))
 
 
 def test_a_step_that_weighs_its_first_rows_more(monkeypatch, case, results):
-    summed, calls = unspool.training.step.summed_loss, []
-
-    def weighed(hidden, head, labels, **options):
-        calls.append(0)
-        total, losses = summed(hidden, head, labels, **options)
-        return total * (1 + 1e-3 / len(calls)), losses
-
-    monkeypatch.setattr(unspool.training.step, "summed_loss", weighed)
-    assert caught(results("order", case("llama")))
+    weigh_loss(monkeypatch, lambda labels, number: 1 + 1e-3 / number)
+    assert caught(results("row-order", case("llama")))
 
 
 # Promise 3
@@ -134,7 +102,7 @@ def quantities(found) -> list[str]:
 
 def test_moments_that_are_not_restored(monkeypatch, case, results):
     monkeypatch.setattr(Updater, "load_optimizer", lambda updater, saved: None)
-    assert quantities(results("resumed", case("llama"))) == ["bits"]
+    assert quantities(results("resume", case("llama"))) == ["bits"]
 
 
 def test_weights_that_come_back_rounded(monkeypatch, case, results):
@@ -144,17 +112,17 @@ def test_weights_that_come_back_rounded(monkeypatch, case, results):
         true(updater, {name: tensor.bfloat16() if "/weight" in name else tensor for name, tensor in saved.items()})
 
     monkeypatch.setattr(Updater, "load_state_tensors", rounding)
-    assert quantities(results("resumed", case("llama"))) == ["bits"]
+    assert quantities(results("resume", case("llama"))) == ["bits"]
 
 
 def test_random_numbers_that_do_not_go_on(monkeypatch, case, results):
     true = unspool.training.loop.learning_rate
     by_chance = lambda stage, step: true(stage, step) * (1 + float(torch.rand(())))  # noqa: E731
     monkeypatch.setattr(unspool.training.loop, "learning_rate", by_chance)
-    assert not caught(results("resumed", case("llama")))
+    assert not caught(results("resume", case("llama")))
 
     monkeypatch.setattr(unspool.training.checkpoint.resume, "set_random_state", lambda state: None)
-    assert quantities(results("resumed", case("llama"))) == ["bits"]
+    assert quantities(results("resume", case("llama"))) == ["bits"]
 
 
 @pytest.mark.parametrize("by", [1, -1])
@@ -176,7 +144,7 @@ def test_rows_that_go_on_one_place_off(by, monkeypatch, case, results):
 
     monkeypatch.setattr(unspool.training.loop, "load_steps", load)
     monkeypatch.setattr(unspool.training.loader, "step_picks", shifted)
-    assert quantities(results("resumed", case("llama"))) == ["bits", "ledger"]
+    assert quantities(results("resume", case("llama"))) == ["bits", "ledger"]
 
 
 def test_a_ledger_that_is_not_cut_back_to_its_checkpoint(monkeypatch, case, results):
@@ -184,7 +152,7 @@ def test_a_ledger_that_is_not_cut_back_to_its_checkpoint(monkeypatch, case, resu
     monkeypatch.setattr(
         unspool.verification.interruptions, "resume", lambda *args, growing, **rest: true(*args, growing=(), **rest)
     )
-    assert quantities(results("resumed", case("llama"))) == ["ledger"]
+    assert quantities(results("resume", case("llama"))) == ["ledger"]
 
 
 def test_a_step_that_is_done_twice(monkeypatch, case, results):
@@ -195,7 +163,7 @@ def test_a_step_that_is_done_twice(monkeypatch, case, results):
         return max(0, true(*args, **options) - 1)
 
     monkeypatch.setattr(unspool.verification.interruptions, "resume", early)
-    assert quantities(results("resumed", case("llama"))) == ["bits", "ledger"]
+    assert quantities(results("resume", case("llama"))) == ["bits", "ledger"]
 
 
 # Promise 4
@@ -248,8 +216,8 @@ def test_tables_computed_in_bf16(case, results):
         return angles.cos().float(), angles.sin().float()
 
     rotary.forward = rounded
-    assert caught(results("tables", broken))
-    assert caught(results("packed", broken))
+    assert caught(results("rope-tables", broken))
+    assert caught(results("packing", broken))
 
 
 def test_frequencies_of_heads_rounded_to_bf16(case, results):
@@ -257,8 +225,8 @@ def test_frequencies_of_heads_rounded_to_bf16(case, results):
     broken = case("qwen3+harpe")
     for layer in broken.model.base_model.layers:
         layer.self_attn.head_inv_freq = layer.self_attn.head_inv_freq.bfloat16().float()
-    assert caught(results("tables", broken))
-    assert caught(results("packed", broken))
+    assert caught(results("rope-tables", broken))
+    assert caught(results("packing", broken))
 
 
 # Promise 5
@@ -286,7 +254,7 @@ def forgetting_recompute(layers, *_):
         layer.forward = torch.no_grad()(layer.forward)
 
 
-@pytest.mark.parametrize("check", ["recompute", "keep-attention", "recompute-every", "offload"])
+@pytest.mark.parametrize("check", ["activation-checkpointing", "keep-attention", "layers-per-checkpoint", "offload"])
 def test_layers_whose_gradient_is_never_computed(check, monkeypatch, case, results):
     monkeypatch.setattr(unspool.models.memory.checkpointing, "apply_recompute", forgetting_recompute)
     assert caught(results(check, case("llama")))

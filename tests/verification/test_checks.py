@@ -7,13 +7,11 @@ import torch
 
 from unspool.core.errors import ConfigError
 from unspool.models.attention.cuda import dense_from
-from unspool.verification.case import build_case
-from unspool.verification.families import FAMILIES, SHAPE, WIDE, Subject, small_subjects
-from unspool.verification.ground_truth import ROW, Outcome, apart, gradient_errors
-from unspool.verification.results import Check, Measured, SkippedError, error_line
+from unspool.verification.case import Check, Measured, SkippedError, build_case, error_line
+from unspool.verification.fixtures import FAMILIES, SHAPE, WIDE, ModelSpec, build_small_models, build_steps, row_len
+from unspool.verification.ground_truth import STEP, Outcome, compare, gradient_errors
 from unspool.verification.run import PROMISES, build_checks, run_check, run_checks
-from unspool.verification.tolerance import FP32, allowed
-from unspool.verification.training_rows import build_steps, row_len
+from unspool.verification.tolerance import FP32, tolerance_for
 
 # What says nothing about the model is in test_killed.py.
 CHECKS = [name for name, check in build_checks(None).items() if not check.once]
@@ -41,7 +39,7 @@ def test_every_promise_is_kept_by_every_small_family(family, case, results):
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_promise_is_kept_on_a_gpu(family, tmp_path, plain):
-    subjects = small_subjects(tmp_path, seed=0, wide=True, names=[family])
+    subjects = build_small_models(tmp_path, seed=0, wide=True, names=[family])
     checks = [check for check in build_checks(plain).values() if not check.once]
     # All of them before any is judged: a GPU is not at hand every day.
     found = [result for some in run_checks(subjects, checks, device=torch.device("cuda"), seed=0) for result in some]
@@ -87,8 +85,8 @@ def test_large_models_get_short_rows():
 
 def test_the_same_seed_gives_the_same_model_and_another_seed_another(tmp_path):
     def weights(folder: str, seed: int) -> torch.Tensor:
-        (subject,) = small_subjects(tmp_path / folder, seed=seed, wide=False, names=["llama"])
-        return subject.plain(torch.device("cpu")).lm_head.weight
+        (subject,) = build_small_models(tmp_path / folder, seed=seed, wide=False, names=["llama"])
+        return subject.load_plain(torch.device("cpu")).lm_head.weight
 
     assert torch.equal(weights("a", 0), weights("b", 0))
     assert not torch.equal(weights("a", 0), weights("c", 1))
@@ -109,16 +107,16 @@ def test_one_weight_in_which_terms_cancel_does_not_hide_a_small_mistake_in_all_o
     """As in SmolLM2: one norm is off by 2.9e-3 for everybody, half of the weights by 5e-5."""
     wanted = {f"{number}": torch.full((4,), 1.0) for number in range(9)}
     outcome = lambda errors: Outcome(  # noqa: E731
-        {ROW: 1.0},
-        {ROW: {name: grad * (1 + error) for (name, grad), error in zip(wanted.items(), errors, strict=True)}},
+        {STEP: 1.0},
+        {STEP: {name: grad * (1 + error) for (name, grad), error in zip(wanted.items(), errors, strict=True)}},
     )
     truth = outcome([0.0] * 9)
-    plain = apart(outcome([2.9e-3] + [5e-5] * 8), truth)
-    ours = apart(outcome([2.8e-3] + [6e-5] * 8), truth)
-    wrong = apart(outcome([2.8e-3] + [1e-3] * 8), truth)
+    plain = compare(outcome([2.9e-3] + [5e-5] * 8), truth)
+    ours = compare(outcome([2.8e-3] + [6e-5] * 8), truth)
+    wrong = compare(outcome([2.8e-3] + [1e-3] * 8), truth)
 
-    assert (ours.gradient <= 1.5 * plain.gradient, ours.middle <= 1.5 * plain.middle) == (True, True)
-    assert (wrong.gradient <= 1.5 * plain.gradient, wrong.middle <= 1.5 * plain.middle) == (True, False)
+    assert (ours.gradient <= 1.5 * plain.gradient, ours.median <= 1.5 * plain.median) == (True, True)
+    assert (wrong.gradient <= 1.5 * plain.gradient, wrong.median <= 1.5 * plain.median) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +124,7 @@ def test_one_weight_in_which_terms_cancel_does_not_hide_a_small_mistake_in_all_o
     [(1e-7, "fp32", 1e-5), (1e-4, "fp32", 1.5e-4), (1.0, "fp32", 1e-3), (1e-2, "bf16", 1.5e-2), (0.0, "bf16", 0.0)],
 )
 def test_what_plain_transformers_is_off_by_sets_the_tolerance_within_limits(plain_error, dtype, wanted):
-    assert allowed(plain_error, dtype) == pytest.approx(wanted)
+    assert tolerance_for(plain_error, dtype) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(("error", "status"), [(0.5, "passed"), (1.0, "passed"), (1.1, "failed"), (math.nan, "failed")])
@@ -180,8 +178,8 @@ def test_a_mistake_of_ours_is_not_taken_for_a_broken_promise(case):
 
 
 def test_a_model_that_is_refused_is_skipped_with_the_reason_and_the_next_one_is_checked(tmp_path, plain):
-    (good,) = small_subjects(tmp_path, seed=0, wide=False, names=["llama"])
-    bad = Subject(name="bad", ref=str(tmp_path / "nowhere"))
+    (good,) = build_small_models(tmp_path, seed=0, wide=False, names=["llama"])
+    bad = ModelSpec(name="bad", ref=str(tmp_path / "nowhere"))
     checks = [build_checks(plain)["chunked-loss"]]
 
     (first,), second = run_checks([bad, good], checks, device=torch.device("cpu"), seed=0)
@@ -192,6 +190,6 @@ def test_a_model_that_is_refused_is_skipped_with_the_reason_and_the_next_one_is_
 
 
 def test_building_a_case_twice_gives_the_same_truth(tmp_path):
-    (subject,) = small_subjects(tmp_path, seed=0, wide=False, names=["llama"])
+    (subject,) = build_small_models(tmp_path, seed=0, wide=False, names=["llama"])
     first, second = (build_case(subject, device=torch.device("cpu"), seed=0).truths["several"] for _ in range(2))
     assert first.losses == second.losses

@@ -9,12 +9,11 @@ from typer.testing import CliRunner
 
 import unspool.training.batch
 from unspool.cli.main import build_app
-from unspool.verification.families import FAMILIES
-from unspool.verification.results import Result, closing, reasons, table_rows
-from unspool.verification.run import PROMISES, build_checks
+from unspool.verification.fixtures import FAMILIES
+from unspool.verification.run import PROMISES, Result, build_checks, reasons, summary_line, table_rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "verify.md"
-QUICK = ("verify", "--device", "cpu", "--model", "llama", "--only", "packed")
+QUICK = ("verify", "--device", "cpu", "--model", "llama", "--only", "packing")
 
 
 def run(*args: str):
@@ -24,7 +23,7 @@ def run(*args: str):
 def result(**changes) -> Result:
     plain = {
         "promise": 1,
-        "check": "packed",
+        "check": "packing",
         "quantity": "loss",
         "model": "llama",
         "device": "cpu",
@@ -41,7 +40,7 @@ def result(**changes) -> Result:
 def test_kept_promises_end_with_0_and_a_table():
     done = run(*QUICK)
     assert done.exit_code == 0, done.output
-    assert "packed loss" in done.stdout
+    assert "packing loss" in done.stdout
     assert "3 passed" in done.stdout
 
 
@@ -65,7 +64,7 @@ def test_json_holds_every_number():
     ("args", "wanted"),
     [
         (("--device", "tpu"), "--device 'tpu' is not known; use auto, cpu, cuda."),
-        (("--only", "pakced"), "--only 'pakced' is not known. Did you mean 'packed'?"),
+        (("--only", "pakcing"), "--only 'pakcing' is not known. Did you mean 'packing'?"),
         (("--model", "no/such/folder/model.gguf", "--device", "cpu"), "no/such/folder/model.gguf"),
     ],
 )
@@ -89,7 +88,7 @@ def test_the_list_shows_every_check_and_every_model_and_runs_nothing():
 
 def test_the_table_shows_the_model_that_came_nearest_to_its_tolerance():
     (row,) = table_rows([result(), result(model="qwen2", error=2e-7), result(model="olmo2", error=0.0)], each=False)
-    assert row == ("1", "packed loss", "qwen2", "cpu fp32", "2.0e-07", "1.0e-05", "passed", "1.5")
+    assert row == ("1", "packing loss", "qwen2", "cpu fp32", "2.0e-07", "1.0e-05", "passed", "1.5")
 
 
 def test_a_failure_is_never_put_together_with_others():
@@ -104,9 +103,9 @@ def test_each_gives_every_model_its_line():
 
 def test_reasons_are_told_once_for_all_models_and_checks_they_hold_for():
     skipped = {"status": "skipped", "error": None, "tolerance": None, "quantity": "", "detail": "not here"}
-    results = [result(model=model, check=check, **skipped) for model in "ab" for check in ("packed", "alone")]
-    assert reasons(results) == ["skipped: packed, alone on a, b: not here"]
-    assert closing([*results, result()]) == "1 passed, 4 skipped"
+    results = [result(model=model, check=check, **skipped) for model in "ab" for check in ("packing", "isolation")]
+    assert reasons(results) == ["skipped: packing, isolation on a, b: not here"]
+    assert summary_line([*results, result()]) == "1 passed, 4 skipped"
 
 
 # The page

@@ -8,23 +8,23 @@ import torch
 import unspool.training.checkpoint.resume
 import unspool.verification.interruptions
 from unspool.training.optim.updater import Updater
-from unspool.verification.families import given_subject
+from unspool.verification.case import SkippedError
+from unspool.verification.fixtures import user_model
 from unspool.verification.interruptions import run_kills
-from unspool.verification.results import SkippedError
 from unspool.verification.run import build_checks, run_check
 
 CPU = torch.device("cpu")
 
 
 def test_two_kills_in_processes_of_their_own_change_no_bit(built):
-    found = run_check(build_checks(None, kills=2)["killed"], built("llama"))
+    found = run_check(build_checks(None, kills=2)["sigkill"], built("llama"))
     assert [(result.quantity, result.status) for result in found] == [("bits", "passed"), ("ledger", "passed")]
     assert all(result.detail.startswith("2 kills, ") for result in found)
 
 
 @pytest.mark.gpu
 def test_kills_on_a_gpu_change_no_bit(built):
-    found = run_check(build_checks(None)["killed"], replace(built("llama"), device=torch.device("cuda")))
+    found = run_check(build_checks(None)["sigkill"], replace(built("llama"), device=torch.device("cuda")))
     if found[0].status == "skipped":
         pytest.skip(found[0].detail)  # where sums come in any order, nothing can be said of those that were killed
     assert [(result.quantity, result.status) for result in found] == [("bits", "passed"), ("ledger", "passed")], found
@@ -75,7 +75,7 @@ def test_kills_bring_a_mistake_to_light(mistake, tmp_path, monkeypatch):
 
 def test_a_model_of_the_users_is_not_killed(built, tmp_path):
     case = built("llama")
-    check = build_checks(None)["killed"]
-    named = case.__class__(**vars(case) | {"subject": given_subject(str(tmp_path))})
-    with pytest.raises(SkippedError, match="unspool verify --only killed"):
+    check = build_checks(None)["sigkill"]
+    named = case.__class__(**vars(case) | {"spec": user_model(str(tmp_path))})
+    with pytest.raises(SkippedError, match="unspool verify --only sigkill"):
         check.measure(named)

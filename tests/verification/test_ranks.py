@@ -18,25 +18,25 @@ import unspool.training.step
 from training.parallel.ranks import run_ranks
 from unspool.cli.main import build_app
 from unspool.data.packing.store import IGNORE
-from unspool.training.batch import Batch, split_batch
+from unspool.training.batch import Batch
 from unspool.training.parallel.mesh import sum_over_ranks
-from unspool.verification.rank_processes import RankProcesses
+from unspool.training.batch import split_batch
+from unspool.verification.rank_layouts import RankProcesses, compute_layouts, possible_layouts, rank_check
 from unspool.verification.run import run_check
-from unspool.verification.splits import answer, fitting_ways, rank_check
 
 
 class Forked:
     """Ranks that are copies of this process, and so have what a test has broken in it."""
 
-    def __init__(self, folder: Path, world_size: int, ways: Callable[[str], bool]) -> None:
-        self._folder, self.world_size, self._ways = folder, world_size, ways
+    def __init__(self, folder: Path, world_size: int, layouts: Callable[[str], bool]) -> None:
+        self._folder, self.world_size, self._layouts = folder, world_size, layouts
 
-    def answers(self, request: dict[str, Any]) -> dict[str, Any]:
-        chosen = [way for way in request["ways"] if self._ways(way)]
+    def compute(self, request: dict[str, Any]) -> dict[str, Any]:
+        chosen = [layout for layout in request["layouts"] if self._layouts(layout)]
         assert chosen
 
         def work(rank: int) -> None:
-            found = answer(request | {"ways": chosen}, world_size=self.world_size)
+            found = compute_layouts(request | {"layouts": chosen}, world_size=self.world_size)
             if rank == 0:
                 torch.save(found, self._folder / "answer")
 
@@ -49,7 +49,7 @@ def failed(case, tmp_path) -> Callable[..., list[str]]:
     """The quantities that do not come out right on 2 ranks, in layouts with this `ulysses` on rows of this step."""
 
     def check(ulysses: int, step: str = "several") -> list[str]:
-        ranks = Forked(tmp_path, 2, lambda way: (way["ulysses"], way["step"], way["replicate"]) == (ulysses, step, 1))
+        ranks = Forked(tmp_path, 2, lambda one: (one["ulysses"], one["step"], one["replicate"]) == (ulysses, step, 1))
         found = run_check(rank_check(ranks), case("llama"))
         assert found and all(result.error is not None for result in found), found
         return [result.quantity for result in found if result.status == "failed"]
@@ -78,7 +78,7 @@ def test_labels_shifted_after_the_split(failed, monkeypatch):
         return replace(part, labels=labels, num_valid=(int((labels != IGNORE).sum()),))
 
     monkeypatch.setattr(unspool.training.loader, "split_batch", late)
-    assert "ulysses 2, full rows loss" in failed(ulysses=2, step="whole")
+    assert "ulysses 2, single documents loss" in failed(ulysses=2, step="whole")
 
 
 def test_documents_cut_at_rank_borders(failed, monkeypatch):
@@ -107,18 +107,18 @@ def test_a_gradient_that_counts_twice(failed, monkeypatch):
 
 def test_layouts_are_those_that_the_heads_allow():
     def names(world_size: int, *heads: int) -> list[str]:
-        return [way.name for way in fitting_ways(world_size, *heads, 64)]
+        return [layout.name for layout in possible_layouts(world_size, *heads, 64)]
 
     assert names(2, 4, 2) == [
         "shard 2",
         "ulysses 2",
         "replicate 2",
-        "shard 2, full rows",
-        "ulysses 2, full rows",
-        "ring 2, full rows",
-        "replicate 2, full rows",
+        "shard 2, single documents",
+        "ulysses 2, single documents",
+        "ring 2, single documents",
+        "replicate 2, single documents",
     ]
-    assert {"shard 2 × ulysses 2", "replicate 2 × shard 2", "ulysses 2 × ring 2, full rows", "ulysses 4"} <= set(
+    assert {"shard 2 × ulysses 2", "replicate 2 × shard 2", "ulysses 2 × ring 2, single documents", "ulysses 4"} <= set(
         names(4, 4, 2)
     )
     assert not any("ulysses" in name for name in names(2, 9, 3))
@@ -132,12 +132,12 @@ def test_a_rank_that_fails_is_named_and_others_are_started_for_the_next_request(
         "device": "cpu",
         "seed": 0,
         "length": 64,
-        "ways": [{"step": "several", "replicate": 1, "shard": 1, "ring": 1, "ulysses": 2}],
+        "layouts": [{"step": "several", "replicate": 1, "shard": 1, "ring": 1, "ulysses": 2}],
     }
     with RankProcesses(2) as ranks:
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"rank [01]: .*nowhere"):
-                ranks.answers(request)
+                ranks.compute(request)
 
 
 @pytest.mark.slow
@@ -149,7 +149,9 @@ def test_the_command_gives_a_line_for_each_layout():
     found = json.loads(done.stdout)
     assert {one["check"] for one in found} == {"ranks"}
     assert {one["promise"] for one in found} == {2}
-    assert {"shard 2 loss", "ulysses 2 gradient", "ring 2, full rows gradient"} <= {one["quantity"] for one in found}
+    assert {"shard 2 loss", "ulysses 2 gradient", "ring 2, single documents gradient"} <= {
+        one["quantity"] for one in found
+    }
 
 
 def test_the_signal_that_ended_a_rank_is_told_with_what_it_said_before():
@@ -158,8 +160,8 @@ def test_the_signal_that_ended_a_rank_is_told_with_what_it_said_before():
         ranks._children[0].send_signal(signal.SIGSEGV)
         ranks._children[0].wait()
         (ranks._folder / "errors-0").write_text("UserWarning: of something else\n")
-        with pytest.raises(RuntimeError, match="rank 0 was ended by SIGSEGV, its last words: UserWarning"):
-            ranks.answers({"device": "cpu"})
+        with pytest.raises(RuntimeError, match="rank 0 was killed by SIGSEGV; its last output: UserWarning"):
+            ranks.compute({"device": "cpu"})
 
 
 @pytest.mark.gpu
@@ -168,6 +170,6 @@ def test_two_ranks_that_share_a_gpu_compute_what_one_does():
         build_app(), ["verify", "--device", "cuda", "--model", "llama", "--only", "ranks", "--ranks", "2", "--json"]
     )
     assert done.exit_code == 0, done.output
-    assert {"shard 2 loss", "ulysses 2 loss", "ring 2, full rows loss"} <= {
+    assert {"shard 2 loss", "ulysses 2 loss", "ring 2, single documents loss"} <= {
         one["quantity"] for one in json.loads(done.stdout)
     }

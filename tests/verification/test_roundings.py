@@ -7,23 +7,23 @@ import pytest
 import torch
 
 import unspool.models.loss
-import unspool.training.step
 from unspool.core.rng import rng_for
 from unspool.verification import ground_truth
 from unspool.verification.case import Case, build_case
-from unspool.verification.families import Subject, small_subjects
+from unspool.verification.fixtures import ModelSpec, build_small_models, build_steps
 from unspool.verification.ground_truth import (
-    ROW,
-    Reordered,
-    apart,
+    STEP,
+    ReorderedSums,
     batched_outcome,
+    compare,
     exact_outcome,
-    fp32_error,
+    fp32_rounding_error,
     plain_outcome,
-    usual_error,
+    rounding_error,
 )
-from unspool.verification.tolerance import DRAW_FROM, DRAWS, FACTOR, FP32, FP32_MOST, FP32_WORST_WEIGHT
-from unspool.verification.training_rows import build_steps
+from unspool.verification.tolerance import DRAW_FROM, DRAWS, FACTOR, FP32, FP32_MAX, FP32_WORST_WEIGHT
+
+from .mistakes import weigh_loss
 
 CPU = torch.device("cpu")
 # One channel so much larger than the others takes the first digits of every norm, as in SmolLM2: half of the weights
@@ -32,11 +32,11 @@ HUGE, SEED = 10.0, 2
 
 
 @pytest.fixture(scope="module")
-def uneven(tmp_path_factory) -> Subject:
+def uneven(tmp_path_factory) -> ModelSpec:
     """A small Llama with a huge channel, which norms make up for."""
     folder = tmp_path_factory.mktemp("models")
-    (even,) = small_subjects(folder, seed=SEED, wide=False, names=["llama"])
-    model = even.plain(CPU)
+    (even,) = build_small_models(folder, seed=SEED, wide=False, names=["llama"])
+    model = even.load_plain(CPU)
     with torch.no_grad():
         model.get_input_embeddings().weight[:, 0] = HUGE
         for name, weight in model.named_parameters():
@@ -44,7 +44,7 @@ def uneven(tmp_path_factory) -> Subject:
                 weight[1:] *= HUGE
     shutil.copytree(folder / "llama", folder / "uneven")
     model.save_pretrained(folder / "uneven")
-    return Subject(name="uneven", ref=str(folder / "uneven"))
+    return ModelSpec(name="uneven", ref=str(folder / "uneven"))
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +53,12 @@ def uneven_case(uneven) -> Case:
 
 
 def small(tmp_path, family):
-    (subject,) = small_subjects(tmp_path, seed=0, wide=False, names=[family])
-    return subject.plain(CPU), build_steps(64, vocabulary=256, seed=0)["several"]
+    (subject,) = build_small_models(tmp_path, seed=0, wide=False, names=[family])
+    return subject.load_plain(CPU), build_steps(64, vocabulary=256, seed=0)["several"]
 
 
 def drawn(model, step, seed):
-    with Reordered(rng_for(seed, "test")):
+    with ReorderedSums(rng_for(seed, "test")):
         return batched_outcome(model, step)
 
 
@@ -71,11 +71,11 @@ def test_sums_in_another_order_round_otherwise_and_are_the_same_numbers(family, 
 
     found = [batched_outcome(model, step), *(drawn(model, step, seed) for seed in range(3))]
 
-    assert all(apart(one, truth).gradient < FP32 for one in found)
+    assert all(compare(one, truth).gradient < FP32 for one in found)
     for first, second in pairwise(found):
         assert all(
-            not torch.equal(grad, second.grads[ROW][name])
-            for name, grad in first.grads[ROW].items()
+            not torch.equal(grad, second.grads[STEP][name])
+            for name, grad in first.grads[STEP].items()
             if name.endswith("proj.weight")
         )
 
@@ -84,7 +84,7 @@ def test_an_order_of_sums_is_the_seeds(tmp_path):
     model, step = small(tmp_path, "llama")
     first, again, other = (drawn(model, step, seed) for seed in (0, 0, 1))
     assert first.losses == again.losses
-    assert apart(first, again).gradient == 0 < apart(first, other).gradient
+    assert compare(first, again).gradient == 0 < compare(first, other).gradient
 
 
 def test_only_what_is_asked_for_gets_logits_and_losses_and_gradients_stay(tmp_path):
@@ -95,12 +95,12 @@ def test_only_what_is_asked_for_gets_logits_and_losses_and_gradients_stay(tmp_pa
     everywhere = plain_outcome(model, step)
     assert sum(rows) > asked
     rows.clear()
-    only = plain_outcome(model, step, asked_only=True)
+    only = plain_outcome(model, step, targets_only=True)
     hook.remove()
 
     assert sum(rows) <= asked
     assert only.losses.keys() == everywhere.losses.keys()
-    far = apart(only, everywhere)
+    far = compare(only, everywhere)
     assert max(far.loss, far.gradient) < FP32
 
 
@@ -108,30 +108,30 @@ def test_a_model_that_hardly_rounds_is_not_measured_again_and_again(monkeypatch,
     model, step = small(tmp_path, "llama")
     truth = exact_outcome(model, step)
     model.float()
-    monkeypatch.setattr(ground_truth, "Reordered", None)
+    monkeypatch.setattr(ground_truth, "ReorderedSums", None)
 
-    found = fp32_error(model, step, truth, seed=0)
+    found = fp32_rounding_error(model, step, truth, seed=0)
 
-    assert found == usual_error(model, step, truth, asked_only=True)
+    assert found == rounding_error(model, step, truth, targets_only=True)
     assert found.gradient < DRAW_FROM
 
 
 def test_all_orders_that_are_drawn_set_the_limit_and_two_of_them_would_not_allow_for_the_others(uneven, uneven_case):
-    model, step, truth = uneven.plain(CPU), uneven_case.steps["several"], uneven_case.truths["several"]
+    model, step, truth = uneven.load_plain(CPU), uneven_case.steps["several"], uneven_case.truths["several"]
     middles = []
     for draw in range(DRAWS):
-        with Reordered(rng_for(SEED, "verify", "sums", "several", draw)):
-            middles.append(apart(batched_outcome(model, step), truth).middle)
+        with ReorderedSums(rng_for(SEED, "verify", "sums", "several", draw)):
+            middles.append(compare(batched_outcome(model, step), truth).median)
 
-    usual = usual_error(model, step, truth, asked_only=True).middle
-    assert uneven_case.plain["several"].middle == max(usual, *middles)
+    usual = rounding_error(model, step, truth, targets_only=True).median
+    assert uneven_case.plain["several"].median == max(usual, *middles)
     assert sorted(middles)[1] * FACTOR < max(middles)
 
 
 def test_what_products_of_few_tokens_round_is_allowed_for(monkeypatch, tmp_path, results):
     """Here by far more than any does: the gradient of fewer than six logits is off by a thousandth."""
     few, off = 6, 1.001
-    softmax_grad, plain = unspool.models.loss._softmax_grad, Subject.plain
+    softmax_grad, plain = unspool.models.loss._softmax_grad, ModelSpec.load_plain
 
     def ours(logits, *args):
         losses, grad = softmax_grad(logits, *args)
@@ -147,24 +147,24 @@ def test_what_products_of_few_tokens_round_is_allowed_for(monkeypatch, tmp_path,
         return model
 
     monkeypatch.setattr(unspool.models.loss, "_softmax_grad", ours)
-    monkeypatch.setattr(Subject, "plain", hooked)
-    (subject,) = small_subjects(tmp_path, seed=0, wide=False, names=["llama"])
+    monkeypatch.setattr(ModelSpec, "load_plain", hooked)
+    (subject,) = build_small_models(tmp_path, seed=0, wide=False, names=["llama"])
     case = build_case(subject, device=CPU, seed=0)
     step, truth = case.steps["several"], case.truths["several"]
 
-    assert usual_error(hooked(subject, CPU), step, truth, asked_only=False).gradient < FP32
-    (gradient,) = (result for result in results("split", case) if result.quantity == "gradient")
+    assert rounding_error(hooked(subject, CPU), step, truth, targets_only=False).gradient < FP32
+    (gradient,) = (result for result in results("micro-batches", case) if result.quantity == "gradient")
     assert (gradient.error > FP32, gradient.status) == (True, "passed")
 
 
 def test_limits_of_a_model_that_rounds_much_stay_far_below_a_mistake(uneven_case):
     for name in uneven_case.steps:
-        limits = uneven_case.tolerances(name)
-        assert FP32 < limits.middle < FP32_MOST / 10
-        assert FP32 < limits.gradient < FP32_WORST_WEIGHT / 100
+        _, worst_weight, median = uneven_case.tolerances(name)
+        assert FP32 < median < FP32_MAX / 10
+        assert FP32 < worst_weight < FP32_WORST_WEIGHT / 100
 
 
-@pytest.mark.parametrize("check", ["packed", "split", "order", "recompute"])
+@pytest.mark.parametrize("check", ["packing", "micro-batches", "row-order", "activation-checkpointing"])
 def test_promises_are_kept_by_a_model_that_rounds_much(check, uneven_case, results):
     assert [result.status for result in results(check, uneven_case) if result.status != "passed"] == []
 
@@ -173,13 +173,8 @@ def test_promises_are_kept_by_a_model_that_rounds_much(check, uneven_case, resul
 def test_a_row_that_weighs_a_thousandth_more_is_caught_in_a_model_that_rounds_much(
     row, monkeypatch, uneven_case, results
 ):
-    summed, calls = unspool.training.step.summed_loss, []
-
-    def weighed(hidden, head, labels, **options):
-        calls.append(0)
-        total, losses = summed(hidden, head, labels, **options)
-        # The first of the ways to split has one row in each micro-batch.
-        return total * (1 + 1e-3 * (len(calls) == row + 1)), losses
-
-    monkeypatch.setattr(unspool.training.step, "summed_loss", weighed)
-    assert [result.quantity for result in results("split", uneven_case) if result.status == "failed"] == ["gradient"]
+    # The first split has one row in each micro-batch.
+    weigh_loss(monkeypatch, lambda labels, number: 1 + 1e-3 * (number == row + 1))
+    assert [result.quantity for result in results("micro-batches", uneven_case) if result.status == "failed"] == [
+        "gradient"
+    ]

@@ -11,7 +11,8 @@ from unspool.core.sizes import format_size
 from unspool.recipe.json_schema import sentence, validation_problems
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import Marks
-from unspool.rope.methods import RopeMethod
+from unspool.rope.methods import AnyRopeMethod
+from unspool.rope.tables import RopeMethod
 
 OPTION = "--rope"
 # Where a recipe has it, so that mistakes are told in the recipe's words.
@@ -30,7 +31,7 @@ def read_rope(text: str) -> RopeMethod:
     if not isinstance(value, dict):
         raise ConfigError(f"{OPTION} {text!r}: write a method, such as yarn, or {{method: abf, base: 8e6}}.")
     try:
-        found: RopeMethod = TypeAdapter[Any](RopeMethod).validate_python(value)
+        found: RopeMethod = TypeAdapter[Any](AnyRopeMethod).validate_python(value)
     except ValidationError as error:
         raise ConfigError(_told(value)) from error
     return found

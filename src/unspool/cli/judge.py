@@ -39,7 +39,7 @@ def judge(
 
         unspool judge --check graded.jsonl --url http://localhost:8000/v1 --model-name llama
     """
-    from unspool.evals.judge.run import estimate, judge_folder, kept_for, read_samples, scores_folders
+    from unspool.evals.judge.run import estimate, judge_folder, read_samples, replies_for, scores_folders
 
     if (run is None) == (check is None):
         raise ConfigError("judge needs either a RUN or --check FILE.")
@@ -50,7 +50,8 @@ def judge(
     assert run is not None
     summaries = []
     for folder in scores_folders(run):
-        planned = estimate(read_samples(folder), kept_for(folder, chosen.name))
+        with replies_for(folder, chosen.name) as replies:
+            planned = estimate(read_samples(folder), replies)
         price = f", about {planned.cost(price_in, price_out):.2f}" if price_in or price_out else ""
         typer.echo(f"{folder.name}: {planned}{price}", err=True)
         if not dry_run:
@@ -62,11 +63,12 @@ def judge(
 
 
 def _check(path: Path, chosen: "Judge", as_json: bool) -> None:
-    from unspool.evals.judge.run import JUDGEMENTS, Kept, check_judge
+    from unspool.evals.judge.run import JUDGEMENTS, JudgeReplies, check_judge
 
     if not path.is_file():
         raise ConfigError(f"--check {path}: no such file.")
-    found = vars(check_judge(path, chosen, Kept(path.with_name(f"{path.name}.{JUDGEMENTS}"), chosen.name)))
+    with JudgeReplies(path.with_name(f"{path.name}.{JUDGEMENTS}"), chosen.name) as replies:
+        found = vars(check_judge(path, chosen, replies))
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return

@@ -71,6 +71,7 @@ def _print(advice: "Advice", model: str) -> None:
 
     from unspool.rope.advice import PUBLISHED
     from unspool.rope.advice_page import model_facts, reach_text, sparkline, verdict
+    from unspool.rope.methods import ROPE_METHODS
 
     console = Console(highlight=False, markup=False, emoji=False)
     console.print(f"{model} at {format_size(advice.context_len)}", style="bold", soft_wrap=True)
@@ -92,7 +93,9 @@ def _print(advice: "Advice", model: str) -> None:
     console.print("\nTo paste into a stage:", style="bold")
     for each in advice.methods[1:]:
         console.print(f"  {each.line}", soft_wrap=True)
-    console.print("  longrope needs factors from a search: short_factor and long_factor, or file", soft_wrap=True)
+    for name, method in ROPE_METHODS.items():
+        if method.requirement is not None:
+            console.print(f"  {name} needs {method.requirement}", soft_wrap=True)
     console.print("\nWhat published recipes used:", style="bold")
     width = max(len(used.model) for used in PUBLISHED)
     for used in PUBLISHED:

@@ -20,18 +20,21 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 
 
 def run(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = False) -> None:
-    """Everything a recipe names, in order: corpus, rows, stages, scores, report.
+    """Run a recipe end to end: tokenize, pack, train, evaluate, report.
 
-    Safe to kill and to run again: finished parts are skipped, a half-done
-    stage resumes from its last checkpoint, and what changed is redone.
+    You can kill it at any time and run it again: it skips finished steps,
+    resumes an unfinished stage from its last checkpoint, and redoes what
+    changed in the recipe or its inputs.
 
         unspool run tiny
 
         unspool run my.yaml --set stages.0.lr=2e-5 --set out=runs/other-lr
     """
-    with _ranked(recipe, overrides) as prepared:
-        outcome = prepared.everything()
-    if not prepared.ranks.is_leader:
+    with _opened(recipe, overrides) as context:
+        from unspool.recipe.run import run as run_recipe
+
+        outcome = run_recipe(context)
+    if not context.is_leader:
         return
     if as_json:
         typer.echo(json.dumps({"headline": outcome.headline, "report": str(outcome.report)}, indent=1))
@@ -43,16 +46,19 @@ def run(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = Fa
 
 
 def tokenize(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = False) -> None:
-    """Only the first box: read and tokenise the documents of every source.
+    """Read and tokenize all sources of a recipe.
 
-    Shows how long the documents are and what became of every record. What
-    could not be read is listed in quarantine.jsonl beside the documents.
+    Prints document lengths and what happened to every record. Records that
+    cannot be read are listed in quarantine.jsonl beside the documents.
 
         unspool tokenize my.yaml
 
         unspool tokenize my.yaml --set sources.web.max_bad=0.01 --json
     """
-    counts = _prepared(recipe, overrides).corpora()
+    loaded = _loaded(recipe, overrides)
+    from unspool.recipe import prepare
+
+    counts = prepare.tokenize(prepare.open_data_run(loaded))
     if as_json:
         typer.echo(json.dumps(counts, indent=1))
         return
@@ -61,16 +67,19 @@ def tokenize(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson
 
 
 def pack(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = False) -> None:
-    """The first two boxes: documents, then the training rows made of them.
+    """Tokenize all sources and pack them into the datasets of a recipe.
 
-    Shows for every rows set what it holds, how full it is, and where each
-    token of its sources went: into a row, or dropped for a named reason.
+    Prints the size and fill rate of every dataset, and where each source
+    token went: into a packed sequence, or dropped for a named reason.
 
         unspool pack my.yaml
     """
-    prepared = _prepared(recipe, overrides)
-    prepared.corpora()
-    counts = prepared.rows()
+    loaded = _loaded(recipe, overrides)
+    from unspool.recipe import prepare
+
+    context = prepare.open_data_run(loaded)
+    prepare.tokenize(context)
+    counts = prepare.pack(context)
     if as_json:
         typer.echo(json.dumps(counts, indent=1))
         return
@@ -82,38 +91,40 @@ def pack(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = F
 
 def train(
     recipe: RecipeArgument,
-    stage: Annotated[str | None, typer.Option(help="Only this stage; all of them, in order, when not given.")] = None,
+    stage: Annotated[str | None, typer.Option(help="Train only this stage; by default all stages, in order.")] = None,
     overrides: Override = None,
 ) -> None:
-    """Documents, rows and stages, without scores and report."""
-    with _ranked(recipe, overrides) as prepared:
-        stages = {entry.name: entry for entry in prepared.recipe.stages}
+    """Tokenize, pack and train the stages of a recipe, without evaluation and report.
+
+    Also runs under torchrun; `unspool launch` starts it on several GPUs.
+
+        unspool train my.yaml --stage 64k
+    """
+    with _opened(recipe, overrides) as context:
+        from unspool.recipe import prepare
+        from unspool.recipe.run import stage_dir
+        from unspool.recipe.run import train as train_stage
+
+        stages = {entry.name: entry for entry in context.recipe.stages}
         chosen = [lookup(stages, stage, kind="stage")] if stage else list(stages.values())
-        prepared.corpora()
-        prepared.rows()
+        prepare.tokenize(context)
+        prepare.pack(context)
         for entry in chosen:
-            prepared.train(entry)
-            if prepared.ranks.is_leader:
-                typer.echo(str((prepared.out / "stages" / entry.name / "model").absolute()))
-
-
-def _prepared(recipe: str, overrides: list[str] | None) -> Any:
-    loaded = _loaded(recipe, overrides)
-    from unspool.recipe.run import Preparation
-
-    return Preparation(loaded)
+            train_stage(context, entry)
+            if context.is_leader:
+                typer.echo(str((stage_dir(context, entry.name) / "model").absolute()))
 
 
 @contextmanager
-def _ranked(recipe: str, overrides: list[str] | None) -> Iterator[Any]:
-    """The boxes of a recipe on this process, or on all ranks of the job that it is one of."""
+def _opened(recipe: str, overrides: list[str] | None) -> Iterator[Any]:
+    """Open the run of a recipe in this process, or on all ranks of the job that it is part of."""
     loaded = _loaded(recipe, overrides)
-    # Only now: it loads torch, and a mistake in a recipe should be told at once.
-    from unspool.recipe.run import Run, pick_device
+    # Import late, so that recipe errors appear immediately: these load torch.
+    from unspool.recipe.run import open_run, pick_device
     from unspool.training.parallel.ranks import init_ranks
 
     with init_ranks(pick_device(loaded.recipe.device).type) as these:
-        yield Run(loaded, these)
+        yield open_run(loaded, these)
 
 
 def _loaded(recipe: str, overrides: list[str] | None) -> Any:

@@ -1,4 +1,4 @@
-"""`unspool verify`: prove the numeric promises on this machine, as a table or as JSON."""
+"""`unspool verify`: check the numeric promises on this machine."""
 
 import json
 import tempfile
@@ -15,9 +15,10 @@ from unspool.core.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from unspool.verification.results import Check, Result
+    from unspool.verification.case import Check
+    from unspool.verification.run import Result
 
-BROKEN = 1  # a promise is not kept; 2 is the user's own mistake
+BROKEN = 1  # exit code when a check fails; 2 is a usage error
 TABLE_WIDTH = 100
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -25,36 +26,37 @@ DEVICES = ("auto", "cpu", "cuda")
 def verify(
     model: Annotated[
         list[str] | None,
-        typer.Option(help="A model folder, .gguf file or Hub id, or a small family by name. Repeatable."),
+        typer.Option(help="Model folder, .gguf file or Hub id, or the name of a small model. Repeatable."),
     ] = None,
-    only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Only this check. Repeatable.")] = None,
-    device: Annotated[str, typer.Option(help="auto (the CPU, and the GPU where there is one), cpu or cuda.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Other seeds give other tokens and other small models.")] = 0,
+    only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Run only this check. Repeatable.")] = None,
+    device: Annotated[str, typer.Option(help="auto (the CPU, and the GPU if there is one), cpu or cuda.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Random seed for tokens and for the weights of small models.")] = 0,
     kills: Annotated[
-        int | None, typer.Option(min=1, help="How often a run is killed and begun again; a few when not given.")
+        int | None, typer.Option(min=1, help="How often `sigkill` kills and restarts a run (default: 3).")
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=2, max=8, help="Also: a step on so many local ranks, in every layout that fits.")
+        int | None,
+        typer.Option(min=2, max=8, help="Also check a step on this many local ranks, in every layout that fits."),
     ] = None,
-    each: Annotated[bool, typer.Option("--each", help="A line for every model, not only for the worst.")] = False,
+    each: Annotated[bool, typer.Option("--each", help="Print a row for every model, not only for the worst.")] = False,
     show: Annotated[bool, typer.Option("--list", help="List checks and small models; run nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print every result as JSON.")] = False,
 ) -> None:
-    """Prove the numeric promises on this machine's devices.
+    """Check the numeric promises on this machine's devices.
 
-    Packed documents, split steps, exports and memory policies are compared
-    with plain transformers, which sees one document at a time and holds all
-    logits at once; runs that are killed and resumed, with one that never was.
-    Without --model, small random models of many families are checked. Ends
-    with exit code 1 if a promise is not kept.
+    Packed documents, micro-batches, exports and memory settings are compared
+    with plain transformers, which sees one document at a time and computes
+    all logits at once. Killed and resumed runs are compared with an
+    uninterrupted one. Without --model, small random models of many families
+    are checked. The exit code is 1 if a check fails.
 
         unspool verify
 
         unspool verify --model path/to/model --device cuda
 
-        unspool verify --model gemma2 --only packed --only alone
+        unspool verify --model gemma2 --only packing --only isolation
 
-        unspool verify --only killed --kills 20
+        unspool verify --only sigkill --kills 20
 
         unspool verify --ranks 4 --only ranks
     """
@@ -62,15 +64,15 @@ def verify(
         raise ConfigError(f"--device {device!r} is not known; use {', '.join(DEVICES)}.")
     from unspool.models.export import PlainProcess
     from unspool.verification.interruptions import KILLS
-    from unspool.verification.rank_processes import RankProcesses
+    from unspool.verification.rank_layouts import RankProcesses
     from unspool.verification.run import build_checks
 
     with ExitStack() as stack:
         plain = stack.enter_context(PlainProcess())
         if ranks is None and "ranks" in (only or []):
             ranks = 2
-        together = stack.enter_context(RankProcesses(ranks)) if ranks else None
-        checks = build_checks(plain, kills=kills or KILLS, ranks=together)
+        group = stack.enter_context(RankProcesses(ranks)) if ranks else None
+        checks = build_checks(plain, kills=kills or KILLS, ranks=group)
         chosen = [lookup(checks, name, kind="--only") for name in only] if only else list(checks.values())
         if show:
             _print_list(chosen)
@@ -88,27 +90,27 @@ def _run(
     models: Sequence[str], checks: "Sequence[Check]", devices: "Sequence[torch.device]", *, seed: int
 ) -> "list[Result]":
     from unspool.core.progress import progress_bar
-    from unspool.verification.families import FAMILIES, given_subject, small_subjects
+    from unspool.verification.fixtures import FAMILIES, build_small_models, user_model
     from unspool.verification.run import run_checks
 
     results: list[Result] = []
     small = [name for name in models or FAMILIES if name in FAMILIES]
-    given = [given_subject(ref) for ref in models if ref not in FAMILIES]
+    given = [user_model(ref) for ref in models if ref not in FAMILIES]
     with ExitStack() as stack:
         total = len(devices) * sum(len(_for_model(checks, number)) for number in range(len(small) + len(given)))
         advance = stack.enter_context(progress_bar("verify", total))
         for device in devices:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            subjects = small_subjects(folder, seed=seed, wide=device.type == "cuda", names=small)
-            for number, subject in enumerate([*subjects, *given]):
-                # Threads only wait for each other where a matrix has some thousand numbers.
-                with _threads(1 if subject in subjects else None):
-                    for batch in run_checks([subject], _for_model(checks, number), device=device, seed=seed):
+            specs = build_small_models(folder, seed=seed, wide=device.type == "cuda", names=small)
+            for number, spec in enumerate([*specs, *given]):
+                # On matrices of a few thousand numbers, threads only wait for each other.
+                with _threads(1 if spec in specs else None):
+                    for batch in run_checks([spec], _for_model(checks, number), device=device, seed=seed):
                         results += batch
                         advance(1, f"{batch[0].model} {batch[0].check}")
-    for subject in given:
-        mine = [result for result in results if result.model == subject.name]
-        # A model that the user named and that cannot be checked at all: an error of the command, not a skipped line.
+    for spec in given:
+        mine = [result for result in results if result.model == spec.name]
+        # If no check applies to a model that the user named, it is a usage error.
         if all(result.status == "skipped" for result in mine) and len({result.detail for result in mine}) == 1:
             raise ConfigError(mine[0].detail)
     return results
@@ -120,7 +122,7 @@ def _for_model(checks: "Sequence[Check]", number: int) -> "list[Check]":
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """So many threads for torch inside; None leaves them alone."""
+    """Set the number of torch threads inside; None keeps it."""
     import torch
 
     before = torch.get_num_threads()
@@ -144,7 +146,7 @@ def _print_list(checks: "Sequence[Check]") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from unspool.verification.families import FAMILIES
+    from unspool.verification.fixtures import FAMILIES
     from unspool.verification.run import PROMISES
 
     table = Table("promise", "check", "what it compares", box=None, pad_edge=False)
@@ -162,7 +164,7 @@ def _print_table(results: "Sequence[Result]", *, each: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from unspool.verification.results import closing, reasons, table_rows
+    from unspool.verification.run import reasons, summary_line, table_rows
 
     num_models = len({result.model for result in results})
     which = "model" if each or num_models == 1 else f"worst of {num_models}"
@@ -171,8 +173,8 @@ def _print_table(results: "Sequence[Result]", *, each: bool) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for row in table_rows(results, each=each):
         table.add_row(*row)
-    # A number that is broken over two lines cannot be read, and a file has no width at all.
+    # A number wrapped over two lines is unreadable, and a file has no width.
     console = Console(highlight=False, width=max(Console().width, TABLE_WIDTH))
     console.print(table)
-    for line in [*reasons(results), closing(results)]:
+    for line in [*reasons(results), summary_line(results)]:
         console.print(line, markup=False, soft_wrap=True)

@@ -7,9 +7,13 @@ with the line, the value and what is allowed.
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import TypeVar
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
 
 from unspool.core.errors import ConfigError
 
@@ -35,3 +39,30 @@ def lookup(registry: Mapping[str, Entry], name: str, *, kind: str) -> Entry:
     guess = nearest(name, registry)
     hint = f"Did you mean {guess!r}? " if guess else ""
     raise ConfigError(f"{kind} {name!r} is not known. {hint}Known: {', '.join(sorted(registry))}.")
+
+
+class FromRegistry:
+    """Pydantic annotation of a config whose class is looked up in a registry by the value of its key `tag`.
+
+    Errors and the JSON schema are those of a discriminated union of the registered classes. The registry is read at
+    validation, so classes that are registered later are found too.
+    """
+
+    def __init__(self, registry: Mapping[str, type[Config]], tag: str) -> None:
+        self._registry, self._tag = registry, tag
+        self._classes: tuple[type[Config], ...] = ()
+        self._union: TypeAdapter[Any]
+
+    def _adapter(self) -> TypeAdapter[Any]:
+        classes = tuple(self._registry.values())
+        if classes != self._classes:
+            self._classes = classes
+            union: Any = reduce(or_, classes)
+            self._union = TypeAdapter(Annotated[union, Field(discriminator=self._tag)])
+        return self._union
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(lambda value: self._adapter().validate_python(value))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return handler(self._adapter().core_schema)

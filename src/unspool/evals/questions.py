@@ -27,7 +27,7 @@ from unspool.evals.prompts import Asker, Made, Prompt, PromptQuestion, Spool, Wo
 from unspool.evals.suite import Ask, Question, Suite, Task
 from unspool.evals.suites import SUITES
 from unspool.evals.wording import Wording, read_wording
-from unspool.models.generation.batch_limits import MOST_PROMPTS
+from unspool.models.generation.generate import MAX_PROMPTS
 
 # Which questions of a set are asked, and which of them are read together.
 
@@ -38,7 +38,7 @@ MOST_TOGETHER = 16
 # is what is lost when a run is killed; a GPU reads longer rows in seconds and says so (`row_tokens` of a backend).
 ROW_TOKENS = 8192
 # And so many prompts, where rows are longer than that.
-MOST_UNRELATED = MOST_PROMPTS
+MOST_UNRELATED = MAX_PROMPTS
 # A prompt longer than this share of a row stays alone.
 _SHARE = 4
 

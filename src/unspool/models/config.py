@@ -1,29 +1,88 @@
-"""A model's config as a plain dict, from a Hub id, a folder or a GGUF file, without its weights."""
+"""Configs of models: sizes of new ones, and the values of existing ones without their weights. Imports no torch."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field, field_validator
+
+from unspool.core.config import Config
 from unspool.core.errors import ConfigError
-from unspool.models.tokenizer import first_line, location, quiet
+from unspool.core.sizes import Size
+from unspool.models.tokenizer import first_line, location, silence_transformers
+
+# Llama-architecture shapes; the vocabulary comes from the tokenizer. Eight small heads: the only one of ten trials
+# that learned to recall a stated fact had them, though three others with eight did not (benchmarks/README.md).
+SIZES: dict[str, dict[str, Any]] = {
+    "4M": {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+    },
+}
+
+
+class NewModel(Config):
+    """`model: {size: 4M, tokenizer: folder, context_length: 256}` starts from random weights."""
+
+    size: str = Field(description=f"one of {', '.join(SIZES)}")
+    tokenizer: str = Field(description="folder with a tokenizer")
+    context_length: Size
+    base: float = Field(10_000.0, gt=1, description="RoPE base")
+
+    @field_validator("size")
+    @classmethod
+    def _known(cls, size: str) -> str:
+        if size not in SIZES:
+            raise ValueError(f"size must be one of {', '.join(SIZES)}")
+        return size
 
 
 def config_values(ref: str) -> dict[str, Any]:
-    """All values with the defaults of the architecture, of the text part where there are several."""
-    quiet()
-    # Only now, since it takes seconds and not all who name a model need its config.
-    from transformers import AutoConfig
+    """Read the config of a Hub id, a folder or a GGUF file, with the architecture's defaults; of its text part only."""
+    content = _read_folder(ref)
+    values: dict[str, Any] = _load_config(ref, content).get_text_config().to_dict()
+    return values
 
+
+def original_context(ref: str) -> int:
+    """Read the context length of a model before any stage."""
+    # A folder of ours may have a model_type that only we know, so its file is read as it is.
+    found = _read_folder(ref) or _load_config(ref, {}).to_dict()
+    if not found.get("max_position_embeddings"):
+        raise ConfigError(
+            f"model {ref}: its config gives no max_position_embeddings, so it has no rotary positions to extend; "
+            "use a model such as Llama, Qwen or Mistral."
+        )
+    return int(found["max_position_embeddings"])
+
+
+def _read_folder(ref: str) -> dict[str, Any]:
     path = Path(ref) / "config.json"
     try:
-        content = json.loads(path.read_text()) if path.is_file() else {}
+        content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise _unreadable(ref, error) from error
+    return content
+
+
+def _load_config(ref: str, content: dict[str, Any]) -> Any:
+    silence_transformers()
+    # Imported late, because it takes seconds.
+    from transformers import AutoConfig
+
+    try:
         if "plain_type" in content:
             # A base per head: a model_type that only we know.
-            kept = {key: value for key, value in content.items() if key not in ("model_type", "auto_map")}
-            config = AutoConfig.for_model(content["plain_type"], **kept)
-        else:
-            config = AutoConfig.from_pretrained(**location(ref), trust_remote_code=False)
+            plain = {key: value for key, value in content.items() if key not in ("model_type", "auto_map")}
+            return AutoConfig.for_model(content["plain_type"], **plain)
+        return AutoConfig.from_pretrained(**location(ref), trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"model {ref}: its config could not be read ({first_line(error)}).") from error
-    values: dict[str, Any] = config.get_text_config().to_dict()
-    return values
+        raise _unreadable(ref, error) from error
+
+
+def _unreadable(ref: str, error: Exception) -> ConfigError:
+    return ConfigError(f"model {ref}: its config could not be read ({first_line(error)}).")

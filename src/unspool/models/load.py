@@ -1,33 +1,41 @@
-"""Models from a Hub id, a folder, a GGUF file, or from nothing.
+"""Models from a Hub id, a folder or a GGUF file, new models, and models that embed texts.
 
-Promise: safetensors only, no remote code; a model that we would compute wrongly is refused.
+Only safetensors are read and no remote code runs. A model that we would compute wrongly is refused.
 """
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers import modeling_gguf_pytorch_utils as gguf_conversion
 
 from unspool.core.artifacts import digest, file_digest, folder_digest
 from unspool.core.errors import ConfigError
 from unspool.models.attention.interface import NAME, register
 from unspool.models.checks import check_attention
+from unspool.models.config import SIZES, NewModel
 from unspool.models.export import HARPE_KEYS, HARPE_TYPE
-from unspool.models.fuse import exact_fp32
-from unspool.models.presets import SIZES, NewModel
+from unspool.models.fuse import require_exact_fp32
 from unspool.models.rotary import apply_head_bases, rope_shape
-from unspool.models.tokenizer import first_line, location, quiet
+from unspool.models.tokenizer import first_line, load_tokenizer, location, silence_transformers
 
-# Where models of text and images keep the weights of their language model, and where a language model alone has them.
-_TEXT_NAMES = {
+_SAFE: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True, "output_loading_info": True}
+# Names of the language model's weights in multimodal models, and in a language model alone.
+_TEXT_WEIGHT_NAMES = {
     r"^language_model\.model\.": "model.",
     r"^model\.language_model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
@@ -35,35 +43,23 @@ _TEXT_NAMES = {
 
 
 def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
-    """The model with our attention, in evaluation mode."""
-    quiet()
+    """Load a model with our attention, in evaluation mode."""
     register()
-    exact_fp32()
+    require_exact_fp32()
     try:
-        bases, config = _harpe(ref)
-        with _quiet_conversion():
+        with _hide_gguf_progress(), _explain_errors(ref, "model"):
+            bases, config = _read_harpe(ref)
+            options = {"config": config} if config else _text_model_options(ref)
             model, loading = AutoModelForCausalLM.from_pretrained(
-                **location(ref),
-                **({"config": config} if config else _text_part(ref)),
-                dtype=dtype,
-                attn_implementation=NAME,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
+                **location(ref), **_SAFE, dtype=dtype, attn_implementation=NAME, **options
             )
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        needs = " pip install 'unspool[gguf]'." if ref.endswith(".gguf") and isinstance(error, ImportError) else ""
-        raise ConfigError(f"model {ref}: could not be loaded ({first_line(error)}).{needs}") from error
     except KeyError as error:
         # Of our attention's name, in architectures that do not look it up where it is registered.
         raise ConfigError(
-            f"model {ref}: its architecture computes attention in code of its own, which is not supported; "
+            f"model {ref}: its architecture has its own attention code, which is not supported; "
             "use a model such as Llama, Qwen or Mistral."
         ) from error
-    if loading["missing_keys"]:
-        # `transformers` would start them from random numbers and only warn.
-        missing = ", ".join(sorted(loading["missing_keys"])[:3])
-        raise ConfigError(f"model {ref}: its files lack weights that its config asks for ({missing}, …); get it again.")
+    _check_complete(loading, ref, "model")
     if ref.endswith(".gguf"):
         _forget_quantization(model)
     model = model.to(device).eval()
@@ -74,20 +70,38 @@ def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
     return model
 
 
-def _text_part(ref: str) -> dict[str, Any]:
-    """What makes `transformers` load only the language model of one that also sees or hears; else nothing."""
+@contextmanager
+def _explain_errors(ref: str, what: str) -> Iterator[None]:
+    """Turn errors of `from_pretrained` into a ConfigError that begins with `what`."""
+    silence_transformers()
+    try:
+        yield
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        needs = " pip install 'unspool[gguf]'." if ref.endswith(".gguf") and isinstance(error, ImportError) else ""
+        raise ConfigError(f"{what} {ref}: could not be loaded ({first_line(error)}).{needs}") from error
+
+
+def _check_complete(loading: dict[str, Any], ref: str, what: str) -> None:
+    if loading["missing_keys"]:
+        # `transformers` would initialize them randomly and only warn.
+        missing = ", ".join(sorted(loading["missing_keys"])[:3])
+        raise ConfigError(f"{what} {ref}: its files lack weights ({missing}, …); download it again.")
+
+
+def _text_model_options(ref: str) -> dict[str, Any]:
+    """Return options to load only the language model of a multimodal model; else nothing."""
     if Path(ref).suffix == ".gguf":
         return {}
     config = AutoConfig.from_pretrained(**location(ref), trust_remote_code=False)
     text = config.get_text_config()
     if text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return {}
-    return {"config": text, "key_mapping": _TEXT_NAMES}
+    return {"config": text, "key_mapping": _TEXT_WEIGHT_NAMES}
 
 
 @contextmanager
-def _quiet_conversion() -> Iterator[None]:
-    """Keep the bar of GGUF conversion, which no setting of `transformers` turns off, to terminals."""
+def _hide_gguf_progress() -> Iterator[None]:
+    """Show the progress bar of GGUF conversion, which `transformers` has no setting for, on terminals only."""
     bar = gguf_conversion.tqdm
     gguf_conversion.tqdm = partial(bar, disable=None)
     try:
@@ -97,16 +111,16 @@ def _quiet_conversion() -> Iterator[None]:
 
 
 def _forget_quantization(model: Any) -> None:
-    """A GGUF file is dequantised on loading; `transformers` would still refuse to save such a model."""
+    """Remove the mark of a quantized model: a GGUF file is dequantized, but `transformers` would refuse to save it."""
     for holder, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
         if hasattr(holder, name):
             delattr(holder, name)
 
 
 def build_new(new: NewModel, tokenizer: Any, *, seed: int) -> Any:
-    """A Llama-architecture model with random weights."""
+    """Build a Llama-architecture model with random weights."""
     register()
-    exact_fp32()
+    require_exact_fp32()
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -122,10 +136,9 @@ def build_new(new: NewModel, tokenizer: Any, *, seed: int) -> Any:
 
 
 def fit_vocabulary(model: Any, new: Collection[int], trained: np.ndarray) -> None:
-    """Let the tokens `new` start at the mean of those `trained`, with more embeddings where there are too few.
+    """Initialize the embeddings of tokens `new` to the mean of those of `trained`; add rows if there are too few.
 
-    Models often have more embeddings than tokens, and tokens that nothing uses; what a new token would find there was
-    never trained.
+    Models often have more embeddings than tokens, and unused tokens. The embeddings found there were never trained.
     """
     if not new:
         return
@@ -136,40 +149,20 @@ def fit_vocabulary(model: Any, new: Collection[int], trained: np.ndarray) -> Non
         for parameter in layer.parameters(recurse=False):
             is_trained = torch.zeros(len(parameter), dtype=parameter.dtype, device=parameter.device)
             is_trained[torch.from_numpy(trained[trained < num_embeddings])] = 1
-            # As a product, because selecting the rows would copy what may be gigabytes.
+            # A product, because selecting the rows could copy gigabytes.
             parameter.data[sorted(new)] = (is_trained @ parameter.data) / is_trained.sum()
 
 
 def model_digest(ref: str) -> str:
-    """Hash of a model's files; of the name alone for a Hub id, whose content the Hub names."""
+    """Hash a model's files, or the name alone of a Hub id."""
     path = Path(ref)
     if path.is_dir():
         return folder_digest(path)
     return file_digest(path) if path.is_file() else digest(ref)
 
 
-def original_context(ref: str) -> int:
-    """The context length a model claims before any stage."""
-    quiet()
-    path = Path(ref) / "config.json"
-    try:
-        # A folder of ours may name a model_type that only we know, so its file is read as it is.
-        if path.is_file():
-            found = json.loads(path.read_text())
-        else:
-            found = AutoConfig.from_pretrained(**location(ref), trust_remote_code=False).to_dict()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {ref}: its config could not be read ({first_line(error)}).") from error
-    if not found.get("max_position_embeddings"):
-        raise ConfigError(
-            f"model {ref}: its config gives no max_position_embeddings, so it has no rotary positions to extend; "
-            "use a model such as Llama, Qwen or Mistral."
-        )
-    return int(found["max_position_embeddings"])
-
-
-def _harpe(ref: str) -> tuple[Any, Any]:
-    """The bases and the plain config of a folder that we exported with a base per head."""
+def _read_harpe(ref: str) -> tuple[Any, Any]:
+    """Return the bases and the plain config of a folder that we exported with a base per head, else None twice."""
     path = Path(ref) / "config.json"
     if not path.is_file():
         return None, None
@@ -183,4 +176,72 @@ def _harpe(ref: str) -> tuple[Any, Any]:
 def _check_supported(model: Any) -> None:
     rope_shape(model.config)
     if not hasattr(model.base_model, "rotary_emb") or not hasattr(model.base_model, "layers"):
-        raise ConfigError(f"model_type {model.config.model_type!r} keeps its layers where we cannot reach them.")
+        raise ConfigError(
+            f"model_type {model.config.model_type!r} does not keep its layers in `model.layers`; use another model."
+        )
+
+
+# Embeddings of texts
+
+# Texts per forward pass.
+EMBEDDING_BATCH = 16
+
+
+class Embedder:
+    """Computes text embeddings [n, d] when called: the mean of a model's last hidden states.
+
+    A text's embedding does not depend on the other texts, up to rounding. A model with another vocabulary gets the
+    decoded text, tokenized by its own tokenizer. Texts beyond the model's context are cut. The model is loaded at the
+    first call, because datasets that are up to date need none.
+    """
+
+    def __init__(self, ref: str, *, tokenizer: Any, device: torch.device) -> None:
+        """`tokenizer` is the one of the token arrays."""
+        self._ref = ref
+        self._tokenizer = tokenizer
+        self._device = device
+
+    def __call__(self, texts: Sequence[np.ndarray]) -> np.ndarray:
+        starts = range(0, len(texts), EMBEDDING_BATCH)
+        return np.concatenate([self._mean_states(texts[start : start + EMBEDDING_BATCH]) for start in starts])
+
+    @cached_property
+    def digest(self) -> str:
+        return model_digest(self._ref)
+
+    @torch.inference_mode()
+    def _mean_states(self, texts: Sequence[np.ndarray]) -> np.ndarray:
+        rows = self._token_ids(texts)
+        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for number, row in enumerate(rows):
+            ids[number, : len(row)] = torch.tensor(row)
+            mask[number, : len(row)] = 1
+        ids, mask = ids.to(self._device), mask.to(self._device)
+        states = self._model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+        sums = (states * mask[:, :, None]).sum(dim=1)
+        vectors: np.ndarray = (sums / mask.sum(dim=1, keepdim=True)).cpu().numpy()
+        return vectors
+
+    def _token_ids(self, texts: Sequence[np.ndarray]) -> list[list[int]]:
+        max_len = getattr(self._model.config, "max_position_embeddings", None)
+        if self._own_tokenizer is None:
+            return [text[:max_len].tolist() for text in texts]
+        plain = [self._tokenizer.decode(text.tolist(), skip_special_tokens=True) for text in texts]
+        encoded = self._own_tokenizer(plain, truncation=max_len is not None, max_length=max_len)
+        # A text of special tokens alone would leave nothing to average.
+        return [row or [0] for row in encoded["input_ids"]]
+
+    @cached_property
+    def _own_tokenizer(self) -> Any:
+        """The model's tokenizer, or None if it is the one of the token arrays."""
+        own = load_tokenizer(self._ref)
+        return None if own.get_vocab() == self._tokenizer.get_vocab() else own
+
+    @cached_property
+    def _model(self) -> Any:
+        what = "nextlong.model"
+        with _explain_errors(self._ref, what):
+            model, loading = AutoModel.from_pretrained(**location(self._ref), **_SAFE, dtype=torch.float32)
+        _check_complete(loading, self._ref, what)
+        return model.to(self._device).eval()

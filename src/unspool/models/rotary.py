@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
-from unspool.models.checks import DOC_LEN, alike, last_states
+from unspool.models.checks import DOC_LEN, is_close, last_states
 from unspool.models.tokenizer import first_line
-from unspool.rope.methods import RopeMethod, Unchanged
 from unspool.rope.tables import (
     GLOBAL_LAYERS,
+    RopeMethod,
     RopeShape,
     frequencies,
     global_parameters,
@@ -46,7 +46,7 @@ def rope_shape(config: Any) -> RopeShape:
 
 def apply_rope(model: Any, position: RopeMethod, context_len: int) -> None:
     """Change `model` in place to the positions of a stage, and its config to match."""
-    if isinstance(position, Unchanged):
+    if position.keeps_frequencies:
         _keep(model.config, context_len)
         return
     settled = position.resolve(rope_shape(model.config), context_len)
@@ -69,7 +69,7 @@ def _keep(config: Any, context_len: int) -> None:
     rope_type = global_parameters(config.to_dict())["rope_type"]
     if rope_type in BY_CONTEXT:
         raise ConfigError(
-            f"position unchanged: this model's {rope_type} scaling changes with its longest context, so at "
+            f"rope unchanged: this model's {rope_type} scaling changes with its longest context, so at "
             f"{format_size(context_len)} it would be trained with other positions than it is loaded with later; "
             f"use method abf, or {rope_type} anew."
         )
@@ -147,7 +147,7 @@ def apply_head_bases(model: Any, bases: np.ndarray | Sequence[Any]) -> None:
     config, backbone = model.config, model.base_model
     if is_nested(config.rope_parameters):
         raise ConfigError(
-            "position harpe: this model has positions of their own in its sliding layers, where a base per head is "
+            "rope harpe: this model has positions of their own in its sliding layers, where a base per head is "
             "not supported; use method abf, which extends the other layers."
         )
     shape = rope_shape(config)
@@ -182,13 +182,13 @@ def _try_head_bases(model: Any) -> None:
         found = last_states(model, (DOC_LEN,))
     except RuntimeError:  # tables of another shape than this model's code expects
         raise refusal from None
-    if not alike(found, own):
+    if not is_close(found, own):
         raise refusal
 
 
 def _refuse_head_bases(model: Any, method: str) -> None:
     if head_bases(model) is not None:
-        raise ConfigError(f"position {method}: this model already has a base per head (HARPE); keep method harpe.")
+        raise ConfigError(f"rope {method}: this model already has a base per head (HARPE); keep method harpe.")
 
 
 def head_bases(model: Any) -> Any:

@@ -1,8 +1,4 @@
-"""Tokenizers from a Hub id, a folder or a GGUF file.
-
-Apart from load.py, since preparing documents needs a tokenizer and none of what models are made of, which takes
-seconds and hundreds of megabytes to import.
-"""
+"""Tokenizers from a Hub id, a folder or a GGUF file. Imports no torch, which takes seconds."""
 
 import json
 import struct
@@ -11,28 +7,25 @@ from typing import Any, BinaryIO
 
 from unspool.core.errors import ConfigError
 
-# One text out of a GGUF file's header.
-
-
+# Types of values in a GGUF header, and the sizes in bytes of the others.
 _TEXT, _ARRAY = 8, 9
-# Bytes of the other kinds of value.
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
 def header_text(path: Path, key: str) -> str | None:
-    """The text that a GGUF file (version 2 or later) gives for `key`; None if there is none."""
+    """Read the text of `key` in the header of a GGUF file (version 2 or later); None if there is none."""
     try:
         with path.open("rb") as file:
             magic, version, _, num_keys = struct.unpack("<4sIQQ", file.read(24))
             if magic != b"GGUF" or version < 2:
-                raise ConfigError(f"{path}: this is no GGUF file of version 2 or later; convert the model again.")
+                raise ConfigError(f"{path}: not a GGUF file of version 2 or later; convert the model again.")
             for _ in range(num_keys):
                 name, kind = _text(file), _number(file, "<I")
                 if name == key and kind == _TEXT:
                     return _text(file)
                 _skip(file, kind)
     except (struct.error, KeyError, UnicodeDecodeError, OverflowError) as error:
-        raise ConfigError(f"{path}: its header cannot be read; the file is damaged, get it again.") from error
+        raise ConfigError(f"{path}: its header cannot be read, so the file is damaged; download it again.") from error
     return None
 
 
@@ -44,7 +37,7 @@ def _text(file: BinaryIO) -> str:
     length = _number(file, "<Q")
     content = file.read(length)
     if len(content) < length:
-        raise struct.error("the file ends within a text")
+        raise struct.error("the file ends inside a text")
     return content.decode()
 
 
@@ -62,15 +55,15 @@ def _skip(file: BinaryIO, kind: int) -> None:
         file.seek(_SIZES[kind], 1)
 
 
-# Names of the class that does what tokenizer.json says and nothing else.
+# Classes that do what tokenizer.json says and nothing else.
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# What GGUF files call tokenizers that take every digit by itself before anything else.
+# GGUF's names of tokenizers that split off every digit first.
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 
 
 def load_tokenizer(ref: str) -> Any:
-    """The fast tokenizer that belongs to `ref`."""
-    quiet()
+    """Load the fast tokenizer of a model."""
+    silence_transformers()
     try:
         tokenizer = _loader(ref).from_pretrained(**location(ref), trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
@@ -83,7 +76,7 @@ def load_tokenizer(ref: str) -> Any:
 
 
 def _split_digits(tokenizer: Any, kind: str | None) -> None:
-    """Put back a step that `transformers` loses when it converts from GGUF."""
+    """Restore a step that `transformers` loses when it converts from GGUF."""
     backend = tokenizer.backend_tokenizer
     own = backend.pre_tokenizer
     if kind not in _SINGLE_DIGITS or "Digits" in repr(own):
@@ -95,7 +88,7 @@ def _split_digits(tokenizer: Any, kind: str | None) -> None:
 
 
 def _loader(ref: str) -> Any:
-    """`AutoTokenizer`, or what it would take in the end, without importing torch to find that out."""
+    """Return `AutoTokenizer`, or the class that it would choose, without importing torch to find out."""
     try:
         named = json.loads((Path(ref) / "tokenizer_config.json").read_text()).get("tokenizer_class")
     except (OSError, ValueError, AttributeError):
@@ -110,14 +103,14 @@ def _loader(ref: str) -> Any:
 
 
 def location(ref: str) -> dict[str, str]:
-    """What `from_pretrained` wants to be told."""
+    """Return the arguments of `from_pretrained` that say where a model is."""
     path = Path(ref)
     if path.suffix == ".gguf":
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     return {"pretrained_model_name_or_path": ref}
 
 
-def quiet() -> None:
+def silence_transformers() -> None:
     """Keep `transformers` from printing."""
     from transformers.utils import logging as transformers_logging
 

@@ -15,8 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from unspool.core.errors import ConfigError
-from unspool.models.config import config_values
-from unspool.models.presets import SIZES, NewModel
+from unspool.models.config import SIZES, NewModel, config_values
 from unspool.planning.cost import Shape
 from unspool.recipe.launch import cached_config
 from unspool.recipe.load import HUB_ID, LoadedRecipe, load_recipe

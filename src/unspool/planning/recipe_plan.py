@@ -21,9 +21,8 @@ from unspool.planning.model_shape import PlannedModel, planned_model
 from unspool.planning.step_time import flops_per_token, pace_of
 from unspool.planning.token_counts import DataPlan, plan_data
 from unspool.recipe.load import LoadedRecipe
-from unspool.rope.advice import short
 from unspool.rope.bound import bound, first_negative
-from unspool.rope.tables import RopeShape, global_parameters, tables
+from unspool.rope.tables import RopeShape, config_frequencies, format_base
 from unspool.rope.tables import shape_of as rope_of
 from unspool.training.config import StageConfig
 
@@ -162,26 +161,23 @@ def _too_much(found: Estimate) -> str:
 def position_lines(values: dict[str, Any], stage: StageConfig) -> list[str]:
     """One or two lines on the stage's RoPE; `unspool rope` says more."""
     try:
-        rope, parameters = rope_of(values), global_parameters(values)
+        rope = rope_of(values)
     except ConfigError:
         return []
     context = stage.context_length
-    if stage.rope.method == "unchanged":
-        frequencies = [tables(parameters, rope.rotary_dim, max_positions=rope.max_positions, seq_len=context).inv_freq]
-        what = f"the model's own base {short(rope.base)}"
+    if stage.rope.keeps_frequencies:
+        frequencies = list(config_frequencies(values, context)[0])
     else:
         try:
             settled = stage.rope.resolve(rope, context)
         except ConfigError as error:
             return [str(error)]
         frequencies = list(np.atleast_2d(settled.tables(rope, context).inv_freq))
-        base = getattr(stage.rope, "base", None)
-        what = f"{stage.rope.method}{f' with base {short(base)}' if base else ''}"
     reaches = [first_negative(line.astype(np.float64), LOOK_AHEAD * context) for line in frequencies]
     worst = min((reach for reach in reaches if reach is not None), default=None)
     far = f"over {format_size(LOOK_AHEAD * context)}" if worst is None else f"{worst:,}"
     verdict = "enough" if worst is None or worst >= context else f"short of {format_size(context)}"
-    lines = [f"{what}: B(m) ≥ 0 up to {far} tokens (Men et al.), {verdict}"]
+    lines = [f"{stage.rope.describe(rope)}: B(m) ≥ 0 up to {far} tokens (Men et al.), {verdict}"]
     if worst is not None and worst < context:
         lines.append(_smallest(rope, context))
     return lines
@@ -189,7 +185,7 @@ def position_lines(values: dict[str, Any], stage: StageConfig) -> list[str]:
 
 def _smallest(rope: RopeShape, context: int) -> str:
     smallest = bound(context, rope.rotary_dim)
-    hint = f"the smallest single base that passes is {short(smallest)}" if smallest else "no single base passes"
+    hint = f"the smallest single base that passes is {format_base(smallest)}" if smallest else "no single base passes"
     hint += " (larger ones may fail)" if smallest else ""
     return f"{hint}; see `unspool rope --context {format_size(context)}`"
 

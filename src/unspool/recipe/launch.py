@@ -16,8 +16,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
-from unspool.models.config import config_values
-from unspool.models.presets import SIZES
+from unspool.models.config import SIZES, config_values
 from unspool.recipe.load import HUB_ID, LoadedRecipe
 from unspool.recipe.paths import path_exists
 from unspool.training.config import StageConfig

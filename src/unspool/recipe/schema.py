@@ -19,7 +19,7 @@ from unspool.data.corpus.config import EngineConfig
 from unspool.data.packing.config import STRATEGIES, DatasetConfig
 from unspool.data.sources.config import Source
 from unspool.evals.config import Eval
-from unspool.models.presets import NewModel
+from unspool.models.config import NewModel
 from unspool.recipe.yaml_lines import CoreDumper, Place, Problem
 from unspool.synthesis.config import SynthConfig
 from unspool.training.config import StageConfig

@@ -20,9 +20,8 @@ from unspool.reporting.charts import Frame, Point, Series, line_chart, nice_tick
 from unspool.reporting.figures import Entry, Figure, Table, entries
 from unspool.reporting.number_format import MISSING, listing, show_percent
 from unspool.reporting.run_results import BASE, RunResults
-from unspool.rope.advice import short
 from unspool.rope.bound import curve
-from unspool.rope.tables import frequencies, global_parameters, shape_of, tables
+from unspool.rope.tables import config_frequencies
 
 NUM_BINS = 96
 MAX_DIMENSIONS = 16  # lines of the table; the chart has them all
@@ -72,16 +71,8 @@ def ropes(results: RunResults, styles: Mapping[str, int]) -> list[Rope]:
 def _frequencies(config: dict[str, Any], context: int) -> tuple[np.ndarray, str] | None:
     """(one line of frequencies per distinct head, what the settings say)."""
     try:
-        rope, parameters = shape_of(config), global_parameters(config)
-        bases = config.get("head_bases")
-        if bases:
-            lines = frequencies(np.unique(np.asarray(bases, dtype=np.float64))[:MAX_HEADS], rope.rotary_dim)
-            low, high = float(np.min(bases)), float(np.max(bases))
-            return lines.astype(np.float64), f"a base per head, {short(low)} to {short(high)}"
-        one = tables(parameters, rope.rotary_dim, max_positions=rope.max_positions, seq_len=context).inv_freq
-        scaled = parameters["rope_type"]
-        summary = f"base {short(rope.base)}" + ("" if scaled == "default" else f", {scaled} scaling")
-        return one[None].astype(np.float64), summary
+        lines, summary = config_frequencies(config, context)
+        return lines[:MAX_HEADS], summary
     except (ConfigError, KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
 

@@ -1,1 +1,1 @@
-"""Position methods: which rotary frequencies a longer context uses."""
+"""RoPE methods: which rotary frequencies a longer context uses."""

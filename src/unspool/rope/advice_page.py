@@ -1,6 +1,6 @@
-"""The advice as one HTML file: a small plot of B(m) for each method, and the numbers as tables.
+"""The advice as text, for the terminal and for one HTML file with a small plot of B(m) per method.
 
-Promise: no network, no scripts, every text escaped.
+The page loads nothing and runs no scripts; all text is escaped.
 """
 
 import math
@@ -12,10 +12,8 @@ from markupsafe import Markup
 from unspool import __version__
 from unspool.core.html import templates_in, write_html
 from unspool.core.sizes import format_size
-from unspool.rope.advice import PUBLISHED, Advice, MethodAdvice, short
-
-# The advice in words, shared by the terminal and the page.
-
+from unspool.rope.advice import PUBLISHED, Advice, MethodAdvice
+from unspool.rope.tables import format_base
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _NEGATIVE = "×"
@@ -24,33 +22,33 @@ _NEGATIVE = "×"
 def model_facts(advice: Advice) -> list[tuple[str, str]]:
     rope = advice.rope
     heads = f"{rope.num_kv_heads} KV heads" if rope.num_kv_heads > 1 else "a single KV head"
-    turned = f"{rope.rotary_dim} dimensions of each head turn"
+    rotated = f"{rope.rotary_dim} dimensions of each head rotate"
     if rope.rotary_dim != advice.head_dim:
-        turned += f", of {advice.head_dim}"
+        rotated += f", of {advice.head_dim}"
     scaling = advice.parameters["rope_type"]
-    own = f"base {short(rope.base)}" + ("" if scaling == "default" else f", scaled: {scaling}")
+    own = f"base {format_base(rope.base)}" + ("" if scaling == "default" else f", scaled: {scaling}")
     if advice.head_bases:
         own = "a base per head (HARPE)"
-    facts = [("rotary shape", f"{turned}, {heads}"), ("positions now", own)]
+    facts = [("rotary shape", f"{rotated}, {heads}"), ("positions now", own)]
     made = f"{format_size(rope.original_len)} tokens"
     if rope.max_positions != rope.original_len:
         made += f", claims {format_size(rope.max_positions)}"
     facts.append(("made for", made))
     if advice.local_layers:
-        facts.append(("sliding layers", "keep positions of their own; what follows is about the other layers"))
+        facts.append(("sliding layers", "keep their own frequencies; the numbers below are for the other layers"))
     return facts
 
 
 def verdict(advice: Advice) -> list[tuple[str, str]]:
-    """The two rules of thumb for one base."""
+    """Return the two rules of thumb for one base."""
     target = format_size(advice.context_len)
     if advice.bound is None:
         men = "no base up to 1e16 passes"
     else:
         passing = f"the smallest base of two digits with B(m) ≥ 0 at every distance below {target}"
-        men = f"{short(advice.bound)}, {passing}; good models have been trained on both sides of it"
+        men = f"{format_base(advice.bound)}, {passing}; good models have been trained on both sides of it"
     factor = advice.context_len / advice.rope.original_len
-    ntk = f"{short(advice.ntk_base)}, for {factor:g} times the length (ProLong trained with twice what it gives)"
+    ntk = f"{format_base(advice.ntk_base)}, for {factor:g} times the length (ProLong trained with twice what it gives)"
     return [("bound of Men et al.", men), ("NTK rule", ntk)]
 
 
@@ -64,7 +62,7 @@ def _distance(reach: int, advice: Advice) -> str:
 
 
 def sparkline(each: MethodAdvice, width: int) -> str:
-    """The lowest B(m) by distance, on a logarithmic scale; × where it is negative."""
+    """Draw the lowest B(m) by distance, on a logarithmic scale; × where it is negative."""
     parts = [
         each.curve[len(each.curve) * number // width : len(each.curve) * (number + 1) // width]
         for number in range(min(width, len(each.curve)))

@@ -1,58 +1,61 @@
 """HARPE: a RoPE base per head (arXiv 2412.07171), with its three ways to choose the bases and its control.
 
 Query heads that share a KV head must share its base, because keys are rotated once; so there are as many bases as
-KV heads. The paper's text does not say enough to repeat its search; what is left open is decided in `search_bases`.
+KV heads. The paper does not specify its search completely; `search_bases` documents our choices.
 """
 
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from unspool.core.config import Config
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import Size
-from unspool.rope.tables import RopeSettings, RopeShape, one_base
+from unspool.rope.tables import RopeMethod, RopeSettings, RopeShape, format_base, one_base, plain_frequencies
 
 # Table 2 of the paper, in units of 10,000: head 1 to head 32.
 PRINTED = (
     *(100, 115, 130, 145, 217, 220, 223, 247, 250, 265, 268, 271, 274, 280, 283, 292),
     *(301, 304, 310, 313, 316, 322, 343, 346, 361, 388, 409, 415, 439, 445, 451, 454),
 )
-# As many as the code of the cited method keeps for each base.
+# As in the code of the method that the paper cites.
 NUM_EXTREMA = 6
-MOST_POINTS = 8192
+MAX_POINTS = 8192
+# The paper's range is 1M to 5M; its upper end is what a stage with a single base would use.
+SUGGESTED_RATIO = 5.0
 
 
-class Harpe(Config):
+class Harpe(RopeMethod):
     """A base per KV head.
 
-    Evenly spread and descending unless told otherwise: the paper's ablation has that ahead of ascending
+    By default bases are evenly spaced and descending: the paper's ablation has that ahead of ascending
     (85.3 against 84.3), and it needs no search.
     """
 
     method: Literal["harpe"]
+    needs_weights: ClassVar[bool] = True
+
     bases: Literal["uniform", "printed", "search"] = Field("uniform", description="how the set of bases is chosen")
     low: float | None = Field(None, gt=1, description="smallest base; not with printed")
     high: float | None = Field(None, gt=1, description="largest base; not with printed")
     order: Literal["descending", "ascending"] | None = Field(
-        None, description="from the first head on; uniform: descending, others: ascending, if not given"
+        None, description="from the first head on; if not given, descending for uniform, else ascending"
     )
     step: Size = Field(30_000, description="search: distance between candidates")
-    rotate_by_layer: bool = Field(False, description="each layer gives the bases to its heads one place further on")
+    rotate_by_layer: bool = Field(False, description="each layer shifts the bases by one head")
     shared: bool = Field(False, description="control: one base for all heads, the mean of the set")
 
     @model_validator(mode="after")
     def _range(self) -> "Harpe":
         if self.bases == "printed":
             if self.low is not None or self.high is not None:
-                raise ValueError("bases printed is a fixed list, so low and high have no meaning; leave them out")
+                raise ValueError("bases printed is a fixed list; leave low and high out")
         elif self.low is None or self.high is None:
             raise ValueError(f"bases {self.bases} needs low and high, such as low: 1e6, high: 5e6")
         elif self.low > self.high:
             raise ValueError(f"low must not exceed high, here {self.low:g} and {self.high:g}")
         if self.shared and self.rotate_by_layer:
-            raise ValueError("rotate_by_layer has no meaning with shared, where all heads have one base")
+            raise ValueError("rotate_by_layer has no effect with shared, where all heads have one base; leave it out")
         return self
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
@@ -62,8 +65,14 @@ class Harpe(Config):
             return RopeSettings(parameters=one_base(bases.mean()), max_positions=max_positions)
         return RopeSettings(head_bases=bases, rotate_by_layer=self.rotate_by_layer, max_positions=max_positions)
 
+    @classmethod
+    def suggest(cls, rope: RopeShape, context_len: int, base: float) -> Self | None:
+        if rope.num_kv_heads == 1:
+            return None
+        return cls(method="harpe", low=float(format_base(base / SUGGESTED_RATIO)), high=base)
+
     def head_bases(self, rope: RopeShape, context_len: int) -> np.ndarray:
-        """The base of each KV head."""
+        """Return the base of each KV head."""
         count = rope.num_kv_heads
         if count == 1 and not self.shared:
             raise ConfigError("rope harpe: this model has a single KV head, so only one base; use method abf.")
@@ -90,13 +99,13 @@ def _printed(count: int) -> np.ndarray:
 
 
 def search_bases(low: float, high: float, step: float, count: int, rotary_dim: int, context_len: int) -> np.ndarray:
-    """The paper's greedy choice of bases whose peaks fall near the valleys of those already chosen; ascending.
+    """Choose bases greedily, so that the peaks of each are near the valleys of those chosen before; ascending.
 
-    As the paper says: begin with `low`; the distance of a candidate is that of its peaks from the valleys collected
-    so far plus that of its valleys from the peaks collected so far; add the nearest, collect its own, repeat.
-    Decided here, where it is silent: the waveform is Σ cos(m·θ_i), as in the cited method; m runs over the context,
-    at up to 8,192 places; it is cut into six equal parts, and the highest and lowest place of each are a peak and
-    a valley, so that all bases have equally many; a peak's distance is that from the nearest valley.
+    From the paper: start with `low`. The distance of a candidate is that of its peaks from the valleys collected so
+    far, plus that of its valleys from the peaks collected so far. Add the nearest, collect its extrema, repeat.
+    Our choices where the paper is silent: the waveform is Σ cos(m·θ_i), as in the method that it cites. m runs over the
+    context, at up to 8,192 positions. The highest and the lowest point of each of six equal parts are a peak and a
+    valley, so that all bases have equally many. A peak's distance is that from the nearest valley.
     """
     candidates = low + step * np.arange(1, int((high - low) / step) + 1)
     if len(candidates) + 1 < count:
@@ -104,28 +113,27 @@ def search_bases(low: float, high: float, step: float, count: int, rotary_dim: i
             f"rope harpe: {len(candidates) + 1} bases from {low:g} to {high:g} in steps of {step:g} are too few "
             f"for {count} KV heads; give a smaller step or a wider range."
         )
-    places = np.unique(np.linspace(0, context_len - 1, min(context_len, MOST_POINTS)).round())
-    extrema = [_extrema(base, rotary_dim, places) for base in (low, *candidates)]
+    positions = np.unique(np.linspace(0, context_len - 1, min(context_len, MAX_POINTS)).round())
+    extrema = [_extrema(base, rotary_dim, positions) for base in (low, *candidates)]
     chosen, left = [low], list(range(len(candidates)))
     peaks, valleys = extrema[0]
     while len(chosen) < count:
-        far = [_nearest(extrema[n + 1][0], valleys) + _nearest(extrema[n + 1][1], peaks) for n in left]
-        best = left.pop(int(np.argmin(far)))
+        distances = [_distance(extrema[n + 1][0], valleys) + _distance(extrema[n + 1][1], peaks) for n in left]
+        best = left.pop(int(np.argmin(distances)))
         chosen.append(float(candidates[best]))
         peaks = np.union1d(peaks, extrema[best + 1][0])
         valleys = np.union1d(valleys, extrema[best + 1][1])
     return np.sort(np.array(chosen))
 
 
-def _extrema(base: float, rotary_dim: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    exponents = np.arange(0, rotary_dim, 2) / rotary_dim
-    wave = np.cos(places[:, None] * base**-exponents).sum(axis=1)
-    parts = np.array_split(np.arange(len(places)), NUM_EXTREMA)
-    parts = [part for part in parts if len(part)]
-    peaks = np.array([places[part[wave[part].argmax()]] for part in parts])
-    valleys = np.array([places[part[wave[part].argmin()]] for part in parts])
+def _extrema(base: float, rotary_dim: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    wave = np.cos(positions[:, None] * plain_frequencies(base, rotary_dim)).sum(axis=1)
+    parts = [part for part in np.array_split(np.arange(len(positions)), NUM_EXTREMA) if len(part)]
+    peaks = np.array([positions[part[wave[part].argmax()]] for part in parts])
+    valleys = np.array([positions[part[wave[part].argmin()]] for part in parts])
     return peaks, valleys
 
 
-def _nearest(points: np.ndarray, others: np.ndarray) -> float:
+def _distance(points: np.ndarray, others: np.ndarray) -> float:
+    """Sum the distances of all points from the nearest of the others."""
     return float(np.abs(points[:, None] - others[None]).min(axis=1).sum())

@@ -1,32 +1,29 @@
-"""Position methods, one class each: from a model's rotary shape and a context to RoPE settings.
-
-In: `RopeShape` and the context length of a stage. Out: `RopeSettings`: the settings as `rope_parameters` of
-`transformers` v5 and the longest context to write beside them, or a base per head, which no such settings can say.
-Promise: factors count from the length that the model's unscaled base was trained for, so a later stage replaces an
-older scaling instead of stacking upon it; settings that contradict each other are refused.
-Elsewhere: what the settings mean in numbers (rope.py), HARPE (harpe.py), changing a model (model/rotary.py).
-"""
+"""The RoPE methods of a recipe, one class each, and their registry."""
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import Field, model_validator
 
-from unspool.core.config import Config
+from unspool.core.config import FromRegistry
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import Size, format_size
 from unspool.rope.harpe import Harpe
-from unspool.rope.tables import RopeSettings, RopeShape, ntk_base, one_base
+from unspool.rope.tables import RopeMethod, RopeSettings, RopeShape, format_base, ntk_base, one_base
 
 
-class Unchanged(Config):
+class Unchanged(RopeMethod):
     """The model's own positions: continued training (CT), or training from scratch."""
 
     method: Literal["unchanged"] = "unchanged"
+    keeps_frequencies: ClassVar[bool] = True
+
+    def describe(self, rope: RopeShape) -> str:
+        return f"the model's own base {format_base(rope.base)}"
 
 
-class Abf(Config):
+class Abf(RopeMethod):
     """Adjusted base frequency: one larger base for every head (Xiong et al.; ProLong)."""
 
     method: Literal["abf"]
@@ -35,9 +32,16 @@ class Abf(Config):
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         return RopeSettings(parameters=one_base(self.base), max_positions=max(context_len, rope.max_positions))
 
+    def describe(self, rope: RopeShape) -> str:
+        return f"{self.method} with base {format_base(self.base)}"
 
-class Factor(Config):
-    """What all methods share that stretch an original length by a factor."""
+    @classmethod
+    def suggest(cls, rope: RopeShape, context_len: int, base: float) -> Self | None:
+        return cls(method="abf", base=base)
+
+
+class Factor(RopeMethod):
+    """A method that stretches the original length by a factor."""
 
     factor: float | None = Field(None, ge=1, description="context ÷ original when not given")
     original: Size | None = Field(None, description="the length to count from; from the model when not given")
@@ -46,29 +50,29 @@ class Factor(Config):
         return self.original or rope.original_len
 
     def stretch(self, rope: RopeShape, context_len: int) -> float:
-        """The factor; ConfigError where there is nothing to stretch."""
+        """Return the factor; ConfigError if there is nothing to stretch."""
         original = self.original_len(rope)
         if self.factor is None and context_len < original:
             raise ConfigError(
-                f"rope {self.name}: context {format_size(context_len)} is shorter than the model's original "
+                f"rope {self.method}: context {format_size(context_len)} is shorter than the model's original "
                 f"{format_size(original)}, so there is nothing to extend; use method unchanged, or give factor."
             )
         return self.factor or context_len / original
 
     def reaching(self, rope: RopeShape, context_len: int) -> float:
-        """The factor; ConfigError where it does not lead from the original length to the context."""
+        """Return the factor; ConfigError if the original length times the factor is less than the context length."""
         factor, original = self.stretch(rope, context_len), self.original_len(rope)
         if round(factor * original) < context_len:
             raise ConfigError(
-                f"rope {self.name}: factor {factor:g} × original {format_size(original)} is only "
+                f"rope {self.method}: factor {factor:g} × original {format_size(original)} is only "
                 f"{format_size(round(factor * original))}, and the context is {format_size(context_len)}; "
                 f"give factor {context_len / original:g} or leave it out."
             )
         return factor
 
-    @property
-    def name(self) -> str:
-        return str(getattr(self, "method", ""))
+    @classmethod
+    def suggest(cls, rope: RopeShape, context_len: int, base: float) -> Self | None:
+        return cls.model_validate({"method": method_name(cls)})
 
 
 class Ntk(Factor):
@@ -85,15 +89,16 @@ class Ntk(Factor):
 
 
 class Pi(Factor):
-    """Position interpolation: all dimensions slowed by the factor (Chen et al.)."""
+    """RopeMethod interpolation: all dimensions slowed by the factor (Chen et al.)."""
 
     method: Literal["pi"]
+    uses_max_positions: ClassVar[bool] = True
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         factor = self.reaching(rope, context_len)
         return RopeSettings(
             parameters={"rope_type": "linear", "factor": factor, "rope_theta": rope.base},
-            # Exactly so: the original length can be read back only from the two together.
+            # Exact, because the original length is read back from the two together.
             max_positions=round(factor * self.original_len(rope)),
         )
 
@@ -102,6 +107,7 @@ class Dynamic(Factor):
     """Dynamic NTK: a base that grows with the length of the input, beyond the original length only."""
 
     method: Literal["dynamic"]
+    uses_max_positions: ClassVar[bool] = True
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         return RopeSettings(
@@ -110,7 +116,7 @@ class Dynamic(Factor):
                 "factor": self.stretch(rope, context_len),
                 "rope_theta": rope.base,
             },
-            # `transformers` takes the original length from max_position_embeddings, which therefore stays.
+            # `transformers` takes the original length from max_position_embeddings, so this must not change.
             max_positions=self.original_len(rope),
         )
 
@@ -119,6 +125,7 @@ class NtkByParts(Factor):
     """Fast dimensions keep their frequency, slow ones are interpolated, those between partly; no temperature."""
 
     method: Literal["ntk-by-parts"]
+    uses_max_positions: ClassVar[bool] = True
     beta_fast: float = Field(32, gt=0, description="dimensions that turn more often over the original length are kept")
     beta_slow: float = Field(1, gt=0, description="dimensions that turn less often are fully interpolated")
     truncate: bool = Field(True, description="widen the part between them to whole dimensions")
@@ -146,7 +153,7 @@ class NtkByParts(Factor):
             parameters["attention_factor"] = attention_factor
         if not self.truncate:
             parameters["truncate"] = False
-        # Exactly so: some versions of `transformers` compute the factor from the two lengths, vLLM the context.
+        # Exact, because some versions of `transformers` compute the factor from the two lengths, and vLLM the context.
         return RopeSettings(parameters=parameters, max_positions=round(factor * original))
 
 
@@ -164,31 +171,37 @@ class LongRope(Factor):
     """LongRoPE: every dimension divided by a factor of its own, found by a search elsewhere."""
 
     method: Literal["longrope"]
+    uses_max_positions: ClassVar[bool] = True
+    requirement: ClassVar[str | None] = "factors from a search: short_factor and long_factor, or file"
     short_factor: tuple[float, ...] | None = Field(None, description="for inputs up to the original length")
     long_factor: tuple[float, ...] | None = Field(None, description="for longer inputs")
     file: str | None = Field(None, description="JSON with short_factor and long_factor, such as a config.json")
     attention_factor: float | None = Field(None, gt=0, description="√(1 + ln factor / ln original) if none")
 
+    @classmethod
+    def suggest(cls, rope: RopeShape, context_len: int, base: float) -> Self | None:
+        return None
+
     @model_validator(mode="before")
     @classmethod
     def _read(cls, plain: Any) -> Any:
-        """Take the factors from the file now, so that a run's record holds the numbers and not just a name."""
+        """Read the factors from the file now, so that the recorded recipe holds the numbers and not a file name."""
         if not isinstance(plain, dict) or not plain.get("file"):
             return plain
         if plain.get("short_factor") or plain.get("long_factor"):
             if "short_factor" in plain and "long_factor" in plain:
-                return plain  # read before, and written down
+                return plain  # a recorded recipe
             raise ValueError("give either file, or short_factor and long_factor")
         try:
             found = json.loads(Path(str(plain["file"])).expanduser().read_text())
         except (OSError, ValueError) as error:
-            raise ValueError(f"file {plain['file']} is no JSON that can be read ({type(error).__name__})") from None
+            raise ValueError(f"file {plain['file']} is not readable JSON ({type(error).__name__})") from None
         for place in ("rope_parameters", "rope_scaling"):
             found = found.get(place) or found if isinstance(found, dict) else {}
         return {**plain, "short_factor": found.get("short_factor"), "long_factor": found.get("long_factor")}
 
     @model_validator(mode="after")
-    def _given(self) -> "LongRope":
+    def _has_factors(self) -> "LongRope":
         if not self.short_factor or not self.long_factor or min(self.short_factor + self.long_factor) <= 0:
             raise ValueError("longrope needs short_factor and long_factor, numbers above 0, or a file that holds both")
         return self
@@ -199,7 +212,7 @@ class LongRope(Factor):
         for name, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
             if len(factors) != rope.rotary_dim // 2:
                 raise ConfigError(
-                    f"rope longrope: {name} holds {len(factors)} numbers, and this model turns "
+                    f"rope longrope: {name} holds {len(factors)} numbers, and this model rotates "
                     f"{rope.rotary_dim // 2} pairs of dimensions; give one for each."
                 )
         parameters: dict[str, Any] = {
@@ -239,12 +252,40 @@ class Llama3(Factor):
                 "original_max_position_embeddings": original,
                 "rope_theta": rope.base,
             },
-            # Meta's own factor is half of what its context would ask for, so the context decides.
+            # Meta's own factor is half of context ÷ original, so the context decides.
             max_positions=context_len,
         )
 
 
-RopeMethod = Annotated[
-    Unchanged | Abf | Ntk | Pi | Dynamic | NtkByParts | Yarn | LongRope | Llama3 | Harpe,
-    Field(discriminator="method"),
-]
+ROPE_METHODS: dict[str, type[RopeMethod]] = {
+    "unchanged": Unchanged,
+    "abf": Abf,
+    "ntk": Ntk,
+    "pi": Pi,
+    "dynamic": Dynamic,
+    "ntk-by-parts": NtkByParts,
+    "yarn": Yarn,
+    "longrope": LongRope,
+    "llama3": Llama3,
+    "harpe": Harpe,
+}
+
+# The type of a config field that takes any registered method.
+AnyRopeMethod = Annotated[RopeMethod, FromRegistry(ROPE_METHODS, "method")]
+
+Method = TypeVar("Method", bound=type[RopeMethod])
+
+
+def method_name(cls: type[RopeMethod]) -> str:
+    """Return the name of a method in recipes: the only value that its field `method` takes."""
+    (name,) = get_args(cls.model_fields["method"].annotation)
+    return str(name)
+
+
+def register_rope_method(cls: Method) -> Method:
+    """Add a method to `ROPE_METHODS`. Call it, or use it as a decorator, before a recipe is read."""
+    name = method_name(cls)
+    if ROPE_METHODS.get(name, cls) is not cls:
+        raise ValueError(f"RoPE method {name!r} is already registered; give the class another name.")
+    ROPE_METHODS[name] = cls
+    return cls

@@ -1,37 +1,35 @@
-"""RoPE settings as `transformers` spells them, and the frequencies they mean.
+"""RoPE settings as `transformers` spells them, the frequencies that they mean, and the base class of RoPE methods.
 
-In: a config as a plain dict, v5's `rope_parameters` (also nested by layer type) or the older `rope_theta` and
-`rope_scaling`. Out: `RopeShape`, what position methods need to know; `Tables`, what a rotary module computes with.
-Promise: frequencies are computed in float64 and rounded to float32 once, at the end; they equal those of
-`transformers` up to its own rounding. A scaling that we do not know is refused, never guessed.
-Elsewhere: making such settings (scaling.py), giving them to a model (model/rotary.py).
+Configs are plain dicts: v5's `rope_parameters` (also nested by layer type) or the older `rope_theta` and
+`rope_scaling`. Frequencies are computed in float64 and rounded to float32 once, at the end; they equal those of
+`transformers` up to its own rounding. An unknown scaling is refused.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from unspool.core.config import lookup
+from unspool.core.config import Config, lookup
 from unspool.core.errors import ConfigError
 
-# The layers that see the whole context, where a model has several kinds: only these are extended.
+# The layers that see the whole context in models with several layer types; only these are extended.
 GLOBAL_LAYERS = "full_attention"
-# Scalings that name the length from which they extend.
-NAMES_ORIGINAL = ("yarn", "longrope", "llama3")
+# Scalings whose settings include the length from which they extend.
+STORES_ORIGINAL_LEN = ("yarn", "longrope", "llama3")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeShape:
-    """What a position method needs to know of a model."""
+    """What a RoPE method needs to know of a model."""
 
     rotary_dim: int
     num_kv_heads: int
     base: float
-    original_len: int  # the context that `base` without any scaling was trained for
-    max_positions: int  # the context that the model claims now
+    original_len: int  # the context length that `base` without any scaling was trained for
+    max_positions: int  # max_position_embeddings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,21 +38,36 @@ class Tables:
     attention_factor: float = 1.0  # cos and sin are multiplied by it
 
 
+def plain_frequencies(base: Any, dim: int) -> np.ndarray:
+    """Return base^(−2i/d) for i < d/2, in float64."""
+    exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
+    table: np.ndarray = base**-exponents
+    return table
+
+
 def frequencies(bases: np.ndarray, rotary_dim: int) -> np.ndarray:
-    """base^(−2i/d) for i < d/2, one line per base."""
-    return _powers(np.asarray(bases, dtype=np.float64)[:, None], rotary_dim).astype(np.float32)
+    """Return float32 base^(−2i/d) for i < d/2, one line per base."""
+    return plain_frequencies(np.asarray(bases, dtype=np.float64)[:, None], rotary_dim).astype(np.float32)
+
+
+def format_base(number: float) -> str:
+    """Format a base as a recipe would: 1e6, 8.8e6, 50000."""
+    if number < 1e5:
+        return f"{number:g}"
+    digits, _, power = f"{number:.2e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
 
 
 # Reading a config
 
 
 def is_nested(parameters: Mapping[str, Any]) -> bool:
-    """Whether each kind of layer has its own settings, as in Gemma 3."""
+    """Return whether each layer type has its own settings, as in Gemma 3."""
     return bool(parameters) and all(value is None or isinstance(value, Mapping) for value in parameters.values())
 
 
 def global_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the layers that see the whole context, in v5's spelling, from a config of any age."""
+    """Return the settings of the layers that see the whole context, in v5's spelling, from a config of any version."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     found = dict((found.get(GLOBAL_LAYERS) or {}) if is_nested(found) else found)
     found["rope_type"] = found.get("rope_type") or found.pop("type", None) or "default"
@@ -65,10 +78,10 @@ def global_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     if found["rope_theta"] is None:
         raise ConfigError(
             f"model_type {config.get('model_type')!r} has no RoPE base in its config; "
-            "use a model whose positions are rotary, such as Llama, Qwen or Mistral."
+            "use a model with rotary positions, such as Llama, Qwen or Mistral."
         )
-    if found["rope_type"] in NAMES_ORIGINAL:
-        # Phi-3 keeps this length beside the settings, and `transformers` then prefers that place.
+    if found["rope_type"] in STORES_ORIGINAL_LEN:
+        # Phi-3 stores this length beside the settings too, and `transformers` prefers that one.
         outside = config.get("original_max_position_embeddings")
         inside = found.get("original_max_position_embeddings")
         found["original_max_position_embeddings"] = outside or inside or config["max_position_embeddings"]
@@ -76,13 +89,13 @@ def global_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shape_of(config: Mapping[str, Any]) -> RopeShape:
-    """What position methods need to know, from a config; refuses a model without RoPE."""
+    """Read what RoPE methods need to know from a config; ConfigError for a model without RoPE."""
     parameters = global_parameters(config)
     heads = config["num_attention_heads"]
     if not config.get("max_position_embeddings"):
         raise ConfigError(
-            f"model_type {config.get('model_type')!r} gives no max_position_embeddings, so its original context "
-            "is not known; write it into the model's config.json."
+            f"model_type {config.get('model_type')!r} has no max_position_embeddings in its config, so its original "
+            "context length is not known; write it into the model's config.json."
         )
     return RopeShape(
         rotary_dim=rotary_dim(config, parameters),
@@ -98,15 +111,27 @@ def rotary_dim(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
     return int(head_dim * parameters.get("partial_rotary_factor", 1.0))
 
 
+def config_frequencies(config: Mapping[str, Any], seq_len: int) -> tuple[np.ndarray, str]:
+    """Return the float64 frequencies [sets, d/2] of a config, one set per distinct base, and a short description."""
+    rope, parameters = shape_of(config), global_parameters(config)
+    if config.get("head_bases"):
+        bases = np.unique(np.asarray(config["head_bases"], dtype=np.float64))
+        summary = f"a base per head, {format_base(bases[0])} to {format_base(bases[-1])}"
+        return frequencies(bases, rope.rotary_dim).astype(np.float64), summary
+    found = tables(parameters, rope.rotary_dim, max_positions=rope.max_positions, seq_len=seq_len)
+    scaling = "" if parameters["rope_type"] == "default" else f", {parameters['rope_type']} scaling"
+    return found.inv_freq[None].astype(np.float64), f"base {format_base(rope.base)}{scaling}"
+
+
 def _original_len(parameters: Mapping[str, Any], max_positions: int) -> int:
-    if parameters["rope_type"] in NAMES_ORIGINAL:
+    if parameters["rope_type"] in STORES_ORIGINAL_LEN:
         return int(parameters["original_max_position_embeddings"])
-    # PI has no field for it; `dynamic` leaves max_position_embeddings as it was.
+    # PI has no field for it; `dynamic` does not change max_position_embeddings.
     return round(max_positions / parameters["factor"]) if parameters["rope_type"] == "linear" else max_positions
 
 
 def old_fields(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`rope_theta` and `rope_scaling` as readers before v5 want them; None where these cannot say the same."""
+    """Return `rope_theta` and `rope_scaling` for versions before v5; None where they cannot express the settings."""
     if not is_nested(parameters):
         scaling = {
             key: value for key, value in parameters.items() if key not in ("rope_theta", "partial_rotary_factor")
@@ -129,7 +154,7 @@ def old_fields(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def tables(parameters: Mapping[str, Any], rotary_dim: int, *, max_positions: int, seq_len: int | None = None) -> Tables:
-    """What a rotary module computes with; `seq_len` counts for scalings that follow the length of the input."""
+    """Return what a rotary module computes with; `seq_len` matters to scalings that depend on the input's length."""
     scale = lookup(SCALINGS, parameters["rope_type"], kind="rope_type")
     inv_freq, attention_factor = scale(parameters, rotary_dim, max_positions, seq_len)
     return Tables(inv_freq=inv_freq.astype(np.float32), attention_factor=attention_factor)
@@ -138,36 +163,30 @@ def tables(parameters: Mapping[str, Any], rotary_dim: int, *, max_positions: int
 Scaling = Callable[[Mapping[str, Any], int, int, int | None], tuple[np.ndarray, float]]
 
 
-def _powers(base: Any, dim: int) -> np.ndarray:
-    exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
-    table: np.ndarray = base**-exponents
-    return table
-
-
 def _default(p: Mapping[str, Any], dim: int, max_positions: int, seq_len: int | None) -> tuple[np.ndarray, float]:
-    return _powers(float(p["rope_theta"]), dim), 1.0
+    return plain_frequencies(float(p["rope_theta"]), dim), 1.0
 
 
 def _linear(p: Mapping[str, Any], dim: int, max_positions: int, seq_len: int | None) -> tuple[np.ndarray, float]:
-    return _powers(float(p["rope_theta"]), dim) / p["factor"], 1.0
+    return plain_frequencies(float(p["rope_theta"]), dim) / p["factor"], 1.0
 
 
 def _dynamic(p: Mapping[str, Any], dim: int, max_positions: int, seq_len: int | None) -> tuple[np.ndarray, float]:
     stretch = p["factor"] * max(seq_len or 0, max_positions) / max_positions - (p["factor"] - 1)
-    return _powers(float(ntk_base(float(p["rope_theta"]), stretch, dim)), dim), 1.0
+    return plain_frequencies(float(ntk_base(float(p["rope_theta"]), stretch, dim)), dim), 1.0
 
 
 def ntk_base(base: float, stretch: float, dim: int) -> float:
-    """The base under which the slowest dimension turns `stretch` times slower."""
+    """Return the base at which the slowest dimension turns `stretch` times slower."""
     return float(base * stretch ** (dim / (dim - 2)))
 
 
 def _yarn(p: Mapping[str, Any], dim: int, max_positions: int, seq_len: int | None) -> tuple[np.ndarray, float]:
     base, factor = float(p["rope_theta"]), p["factor"]
-    own = _powers(base, dim)
+    own = plain_frequencies(base, dim)
 
     def dimension(turns: float) -> float:
-        """Where a dimension would turn so often over the original length."""
+        """Index of the dimension that makes this many turns over the original length."""
         original = p["original_max_position_embeddings"]
         return float(dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base)))
 
@@ -175,7 +194,7 @@ def _yarn(p: Mapping[str, Any], dim: int, max_positions: int, seq_len: int | Non
     if p.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
-    # Linear in the dimension's index, as `transformers` has it; the paper's is linear in the number of turns.
+    # Linear in the dimension's index, as in `transformers`; the paper's is linear in the number of turns.
     ramp = np.clip((np.arange(len(own)) - first) / ((last - first) or 0.001), 0, 1)
     attention = p.get("attention_factor")
     if attention is None:
@@ -195,11 +214,11 @@ def _longrope(p: Mapping[str, Any], dim: int, max_positions: int, seq_len: int |
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     factors = p["long_factor"] if seq_len and seq_len > original else p["short_factor"]
-    return _powers(float(p["rope_theta"]), dim) / np.asarray(factors, dtype=np.float64), float(attention)
+    return plain_frequencies(float(p["rope_theta"]), dim) / np.asarray(factors, dtype=np.float64), float(attention)
 
 
 def _llama3(p: Mapping[str, Any], dim: int, max_positions: int, seq_len: int | None) -> tuple[np.ndarray, float]:
-    own = _powers(float(p["rope_theta"]), dim)
+    own = plain_frequencies(float(p["rope_theta"]), dim)
     turns = p["original_max_position_embeddings"] * own / (2 * math.pi)
     low, high = p["low_freq_factor"], p["high_freq_factor"]
     keep = np.clip((turns - low) / (high - low), 0, 1)
@@ -216,25 +235,68 @@ SCALINGS: dict[str, Scaling] = {
 }
 
 
-# What a position method comes to for one model and one context.
+# RoPE methods
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSettings:
-    """Either `parameters` or `head_bases` is given."""
+    """The RoPE settings of one model at one context length: either `parameters` or `head_bases` is given."""
 
-    max_positions: int  # max_position_embeddings to write
-    parameters: dict[str, Any] | None = None  # `rope_parameters` of transformers v5; None: it cannot express this
+    max_positions: int  # value for max_position_embeddings
+    parameters: dict[str, Any] | None = None  # `rope_parameters` of transformers v5, if these can express the method
     head_bases: np.ndarray | None = None  # one per KV head
-    rotate_by_layer: bool = False
+    rotate_by_layer: bool = False  # each layer shifts the bases by one head
 
     def tables(self, rope: RopeShape, seq_len: int | None = None) -> Tables:
-        """Frequencies [d/2], or [KV heads, d/2] where heads differ."""
+        """Return frequencies [d/2], or [KV heads, d/2] where heads differ."""
         if self.head_bases is not None:
             return Tables(inv_freq=frequencies(self.head_bases, rope.rotary_dim))
         assert self.parameters is not None
         return tables(self.parameters, rope.rotary_dim, max_positions=self.max_positions, seq_len=seq_len)
 
+    def summary(self, rope: RopeShape, context_len: int) -> str:
+        """Describe the settings in a few words, such as `factor 8, temperature 1.21`."""
+        if self.head_bases is not None:
+            return f"bases {format_base(self.head_bases[0])} to {format_base(self.head_bases[-1])}"
+        assert self.parameters is not None
+        if self.parameters["rope_type"] == "default":
+            return f"base {format_base(self.parameters['rope_theta'])}"
+        attention_factor = self.tables(rope, context_len).attention_factor
+        temperature = f", temperature {attention_factor:.3g}" if attention_factor != 1 else ""
+        return f"factor {self.parameters['factor']:g}{temperature}"
+
 
 def one_base(base: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": float(base)}
+
+
+class RopeMethod(Config):
+    """A RoPE method. Factors count from the length that the model's unscaled base was trained for.
+
+    So a later stage replaces an earlier scaling instead of adding to it. To add a method, write a subclass whose
+    `method` is a `Literal`, and add it to `ROPE_METHODS` in methods.py or call `register_rope_method`.
+    """
+
+    method: str
+
+    # Whether the model keeps its own frequencies; such a method has no `resolve`.
+    keeps_frequencies: ClassVar[bool] = False
+    # Whether inference engines compute the frequencies from max_position_embeddings.
+    uses_max_positions: ClassVar[bool] = False
+    # Whether applying the method runs the model, which needs whole weights.
+    needs_weights: ClassVar[bool] = False
+    # What a recipe must give, if `suggest` cannot.
+    requirement: ClassVar[str | None] = None
+
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
+        """Return the settings for a model at a context length; ConfigError if they would contradict each other."""
+        raise NotImplementedError
+
+    def describe(self, rope: RopeShape) -> str:
+        """Name the method with its main setting."""
+        return self.method
+
+    @classmethod
+    def suggest(cls, rope: RopeShape, context_len: int, base: float) -> Self | None:
+        """Return this method with settings for a model; None if there are none. `base` is a good single base."""
+        return None

@@ -27,9 +27,10 @@ from unspool.core.progress import say
 from unspool.data.corpus.build import files_digest
 from unspool.data.sources.config import RecallSource, SyntheticSource
 from unspool.recipe.paths import path_exists
-from unspool.recipe.run import REPORT
+from unspool.recipe.run import REPORT, open_run
+from unspool.recipe.run import run as run_recipe
 from unspool.studies.load import Study, StudyRun
-from unspool.studies.shared_work import SharingRun, load_written, recipe_digest, shared_boxes, write_recipes
+from unspool.studies.shared_work import load_written, recipe_digest, share_between_runs, shared_boxes, write_recipes
 
 DONE, FAILURES = "done", "failures"
 State = Literal["finished", "begun", "not begun", "failed", "running elsewhere"]
@@ -73,7 +74,7 @@ def run_study(study: Study, chosen: Sequence[StudyRun]) -> list[RunState]:
 def _run_one(study: Study, run: StudyRun) -> None:
     failure = study.out / FAILURES / f"{run.name}.json"
     try:
-        SharingRun(load_written(study, run), study.out).everything()
+        run_recipe(open_run(load_written(study, run), share=share_between_runs(study.out)))
     except Exception as error:  # what stops one arm shall not stop the others
         told = str(error) if isinstance(error, UnspoolError) else f"{type(error).__name__}: {error}"
         failure.parent.mkdir(parents=True, exist_ok=True)

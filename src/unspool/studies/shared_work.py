@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ import yaml
 
 from unspool.core.artifacts import MANIFEST, digest, read_manifest, write_atomic
 from unspool.data.corpus.build import SEEDED
-from unspool.evals.run import Scoring
-from unspool.models.presets import NewModel
+from unspool.models.config import NewModel
+from unspool.recipe.context import RunContext, Share
 from unspool.recipe.json_schema import value_at
 from unspool.recipe.load import EVAL_PATHS, LoadedRecipe, load_recipe
 from unspool.recipe.paths import ASSET_PREFIX, expand_home, path_exists
-from unspool.recipe.run import BASE, Run
+from unspool.recipe.run import BASE
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import CoreDumper, Place
 from unspool.studies.load import Study, StudyRun
@@ -156,41 +156,21 @@ def _tokenizer(loaded: LoadedRecipe) -> str | None:
     return located(loaded, model.tokenizer if isinstance(model, NewModel) else model)
 
 
-class SharingRun(Run):
-    """A run that takes what others of its study have made, and leaves them what it makes."""
+def share_between_runs(study_dir: Path) -> Share:
+    """Build what runs of a study have in common once, in the study's folder, and link it into each run."""
 
-    def __init__(self, loaded: LoadedRecipe, study_dir: Path) -> None:
-        self._shared = study_dir / SHARED
-        super().__init__(loaded)
-
-    def _corpus(self, name: str, folder: Path) -> dict[str, Any]:
-        shared = self._shared / "corpus" / corpus_key(self.loaded, name) / name
+    def share(context: RunContext, folder: str, build: Callable[[Path], Any]) -> Any:
+        key = shared_boxes(context.loaded).get(folder)
+        if key is None:
+            return build(context.out / folder)
+        kind, name = folder.split("/")
+        shared = study_dir / SHARED / kind / key / name
         with locked(shared.parent):
-            counts = super()._corpus(name, shared)
-            lend(shared, folder)
-        return counts
+            result = build(shared)
+            lend(shared, context.out / folder)
+        return result
 
-    def _rows(self, name: str, folder: Path) -> dict[str, Any]:
-        shared = self._shared / "datasets" / rows_key(self.loaded, name) / name
-        with locked(shared.parent):
-            counts = super()._rows(name, shared)
-            lend(shared, folder)
-        return counts
-
-    def _scores(self, ref: str, scoring: Scoring) -> None:
-        key = base_scores_key(self.loaded)
-        if scoring.model != BASE or key is None:
-            super()._scores(ref, scoring)
-            return
-        shared = self._shared / "scores" / key / BASE
-        own = scoring.out_dir
-        with locked(shared.parent):
-            super()._scores(ref, _into(scoring, shared))
-            lend(shared, own)
-
-
-def _into(scoring: Scoring, folder: Path) -> Scoring:
-    return Scoring(**{**vars(scoring), "out_dir": folder})
+    return share
 
 
 @contextmanager

@@ -1,12 +1,4 @@
-"""Keep evaluations out of training data: texts that share a run of words with them are refused.
-
-In: texts of evaluations (questions, answers, contexts, files). Out: whether a text shares `ngram` words in a row with
-any of them, or the whole of a shorter question or answer of at least `SHORTEST` words.
-Promise: case, punctuation and spacing do not hide a copy. Two different runs of words have the same hash with a
-probability of about 10⁻¹⁹ each.
-Price: eight bytes of memory per run of words of the evaluations. Answers below `SHORTEST` words are not looked for:
-half of all documents would hold them.
-"""
+"""Decontamination: find texts that share a word n-gram with an evaluation."""
 
 import hashlib
 import re
@@ -28,80 +20,79 @@ from unspool.evals.config import Eval, KeyValueEval, PerplexityEval, TaskEval
 from unspool.evals.contexts import Plan, runnable
 from unspool.evals.heldout import heldout_documents
 
-SHORTEST = 6
+# Shorter texts of evaluations are ignored: half of all documents would contain them.
+MIN_WORDS = 6
 _WORD = re.compile(r"[^\W_]+")
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
-# Runs gathered before doubles are thrown out: contexts of one suite repeat each other.
-_BATCH = 1 << 22
+# Words collected before duplicate n-grams are removed: contexts of one suite repeat each other.
+_BATCH_WORDS = 1 << 22
 
 
-class Evaluations:
-    """The runs of words that must not be trained on."""
+class NgramIndex:
+    """Hashes of all n-grams of evaluation texts: `ngram` consecutive words, or all words of a shorter text.
+
+    Case, punctuation and spacing do not matter. Takes eight bytes per n-gram; two different n-grams have the same hash
+    with a probability of about 1e-19.
+    """
 
     def __init__(self, ngram: int) -> None:
         self.ngram = ngram
-        self._runs: dict[int, np.ndarray] = {}
+        self._known: dict[int, np.ndarray] = {}  # by number of words, sorted
         self._new: dict[int, list[np.ndarray]] = {}
-        self._held = 0
-        self.texts = 0
+        self._num_new_words = 0
+        self.num_texts = 0
 
-    def add(self, text: str) -> None:
-        """A text of an evaluation; one that is too short to tell anything is passed over."""
-        hashes = _words(text)
-        length = min(len(hashes), self.ngram)
-        if length < SHORTEST:
-            return
-        self.texts += 1
-        self._new.setdefault(length, []).append(_hash_runs(hashes, length))
-        self._held += len(hashes)
-        if self._held >= _BATCH:
-            self._merge()
-
-    def add_all(self, texts: Iterable[str]) -> None:
+    def add(self, texts: Iterable[str]) -> None:
         for text in texts:
-            self.add(text)
+            words = _hash_words(text)
+            length = min(len(words), self.ngram)
+            if length < MIN_WORDS:
+                continue
+            self.num_texts += 1
+            self._new.setdefault(length, []).append(_hash_ngrams(words, length))
+            self._num_new_words += len(words)
+            if self._num_new_words >= _BATCH_WORDS:
+                self._merge()
 
-    @property
-    def num_runs(self) -> int:
+    def __len__(self) -> int:
         self._merge()
-        return sum(map(len, self._runs.values()))
+        return sum(map(len, self._known.values()))
 
-    def holds_part_of(self, text: str) -> bool:
-        """Whether a text shares a run of words with an evaluation."""
+    def overlaps(self, text: str) -> bool:
+        """Whether a text shares an n-gram with an evaluation."""
         self._merge()
-        hashes = _words(text)
+        words = _hash_words(text)
         return any(
-            _any_in(_hash_runs(hashes, length), known) for length, known in self._runs.items() if len(hashes) >= length
+            _any_in(_hash_ngrams(words, length), known) for length, known in self._known.items() if len(words) >= length
         )
 
     def _merge(self) -> None:
-        if not self._held:
+        if not self._num_new_words:
             return
         for length, arrays in self._new.items():
-            known = [self._runs[length]] if length in self._runs else []
-            self._runs[length] = np.unique(np.concatenate([*known, *arrays]))
-        self._new, self._held = {}, 0
+            known = [self._known[length]] if length in self._known else []
+            self._known[length] = np.unique(np.concatenate([*known, *arrays]))
+        self._new, self._num_new_words = {}, 0
 
 
-def _words(text: str) -> np.ndarray:
+def _hash_words(text: str) -> np.ndarray:
     found = _WORD.findall(text.lower())
     return np.fromiter(map(_hash, found), dtype=np.uint64, count=len(found))
 
 
-def _hash_runs(words: np.ndarray, length: int) -> np.ndarray:
-    """A hash of every `length` words in a row."""
+def _hash_ngrams(words: np.ndarray, length: int) -> np.ndarray:
+    """A hash of every `length` consecutive words."""
     count = len(words) - length + 1
-    runs = np.zeros(max(0, count), dtype=np.uint64)
+    ngrams = np.zeros(max(0, count), dtype=np.uint64)
     with np.errstate(over="ignore"):
         for at in range(length):
-            runs = runs * _FACTOR + words[at : at + count]
-    return runs
+            ngrams = ngrams * _FACTOR + words[at : at + count]
+    return ngrams
 
 
-def _any_in(runs: np.ndarray, known: np.ndarray) -> bool:
-    """Whether one of the runs is among the known ones, which are sorted."""
-    places = np.minimum(np.searchsorted(known, runs), len(known) - 1)
-    return bool((known[places] == runs).any())
+def _any_in(ngrams: np.ndarray, known: np.ndarray) -> bool:
+    places = np.minimum(np.searchsorted(known, ngrams), len(known) - 1)
+    return bool((known[places] == ngrams).any())
 
 
 @lru_cache(maxsize=1 << 18)
@@ -109,18 +100,15 @@ def _hash(word: str) -> int:
     return int.from_bytes(hashlib.blake2b(word.encode("utf-8", "replace"), digest_size=8).digest())
 
 
-# The texts of evaluations: what a recipe's `evals` ask, and files of the user's.
-
-
 def eval_texts(evals: Sequence[Eval], tokenizer: Any, *, seed: int, root: Path) -> Iterator[str]:
-    """Questions, answers and contexts of all prompts, and all held-out text that haystacks are made of."""
+    """Questions, answers and contexts of all prompts, and the held-out text that haystacks are made of."""
     chosen = runnable(evals)
     for config in chosen:
         if not isinstance(config, KeyValueEval | TaskEval):
             lengths = [config.length * config.samples] if isinstance(config, PerplexityEval) else config.lengths
             yield from heldout_documents(config.text, root, tokens=max(lengths))
     plan = Plan(chosen, tokenizer, seed=seed, root=root)
-    with progress_bar("evaluations to keep out", len(plan.units)) as advance:
+    with progress_bar("decontamination: read evaluations", len(plan.units)) as advance:
         for unit in plan.units:
             if isinstance(unit.config, TaskEval):
                 questions = plan.questions[id(unit.config)]
@@ -137,13 +125,10 @@ def eval_texts(evals: Sequence[Eval], tokenizer: Any, *, seed: int, root: Path) 
 
 
 def file_texts(paths: Sequence[str]) -> Iterator[str]:
-    """Texts of files; of JSON lines every text in a record, however deep."""
+    """Texts of files; of JSONL files, every string in a record, however deep."""
     for given in paths:
         for path in find_files(given, Path(), kind="text", endings=("",)):
-            if path.name.endswith(jsonl.ENDINGS):
-                yield from _record_texts(path)
-            else:
-                yield from _plain_texts(path)
+            yield from _record_texts(path) if path.name.endswith(jsonl.ENDINGS) else _plain_texts(path)
 
 
 def _plain_texts(path: Path) -> Iterator[str]:
@@ -155,18 +140,15 @@ def _plain_texts(path: Path) -> Iterator[str]:
 
 
 def _record_texts(path: Path) -> Iterator[str]:
-    for found in jsonl.records(path, lambda _, record: list(_texts(record))):
+    for found in jsonl.records(path, lambda _, record: list(_strings(record))):
         if isinstance(found, Bad):
             raise DataError(f"decontaminate.files: {path}, {found.record}: {found.detail}; correct or remove it.")
         yield from found
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _texts(one)
-    elif isinstance(value, list):
-        for one in value:
-            yield from _texts(one)
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)

@@ -1,8 +1,4 @@
-"""The long documents that conversations are made about.
-
-In: built corpora. Out: texts, and which document is next.
-Promise: the order follows from the seed; every document comes up once before any comes up again.
-"""
+"""Long documents that conversations are about: their order, their text, and where it is cut."""
 
 import re
 from collections.abc import Mapping
@@ -23,14 +19,19 @@ Purpose = Literal["pairs", "summaries"]
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A document that comes up for the so-manieth time."""
+class Visit:
+    """A document, and how often it was visited before."""
 
     document: int
     time: int
 
 
 class Documents:
+    """Documents of at least `min_tokens` tokens, in an order drawn by the seed.
+
+    Every document is visited once before any is visited again.
+    """
+
     def __init__(self, config: SynthConfig, corpora: Mapping[str, Path], tokenizer: Any, *, seed: int) -> None:
         self._tokenizer, self._seed = tokenizer.backend_tokenizer, seed
         self._readers: list[tuple[str, CorpusReader]] = [(name, open_corpus(path)) for name, path in corpora.items()]
@@ -40,32 +41,31 @@ class Documents:
         if not len(long):
             raise DataError(
                 f"none of the {len(lens)} documents of {', '.join(corpora)} has {format_size(config.min_tokens)} "
-                f"tokens (the longest has {int(lens.max(initial=0)):,}); lower min_tokens, or name longer documents."
+                f"tokens (the longest has {int(lens.max(initial=0)):,}); lower min_tokens, or use longer documents."
             )
         order = rng_for(seed, "synth documents").permutation(long)
         self._chosen = order[: config.documents] if config.documents else order
         self.lens = lens[self._chosen]
         self._starts = np.cumsum([0, *(len(reader) for _, reader in self._readers)])
-        # A part is asked about once, and a stretch summarised once.
-        self.stretches = np.maximum(1, self.lens // config.length)
-        self._turns = {
+        # A conversation is about another part, or summarizes another stretch, at every visit.
+        self.num_stretches = np.maximum(1, self.lens // config.length)
+        self._visits = {
             "pairs": self._order("pairs", np.maximum(1, self.lens // config.chunk), config.per_document),
-            "summaries": self._order("summaries", self.stretches, config.per_document),
+            "summaries": self._order("summaries", self.num_stretches, config.per_document),
         }
 
     def __len__(self) -> int:
         return len(self._chosen)
 
-    def num_turns(self, purpose: Purpose) -> int:
-        return len(self._turns[purpose])
+    def num_visits(self, purpose: Purpose) -> int:
+        return len(self._visits[purpose])
 
-    def turn(self, purpose: Purpose, number: int) -> Turn:
-        """Which document is the `number`th to come up."""
-        document, time = self._turns[purpose][number].tolist()
-        return Turn(document, time)
+    def visit(self, purpose: Purpose, number: int) -> Visit:
+        document, time = self._visits[purpose][number].tolist()
+        return Visit(document, time)
 
     def name(self, document: int) -> tuple[str, str]:
-        """The document's source and its id there."""
+        """The source of a document and its id there."""
         source, reader, inner = self._find(document)
         return source, reader.id(inner)
 
@@ -73,15 +73,15 @@ class Documents:
         _, reader, inner = self._find(document)
         return str(self._tokenizer.decode(reader[inner].tolist(), skip_special_tokens=True))
 
-    def _order(self, purpose: str, most: np.ndarray, times: int) -> np.ndarray:
-        """Pairs of document and time: all documents in one order, then those that can come up again in another."""
+    def _order(self, purpose: str, max_visits: np.ndarray, times: int) -> np.ndarray:
+        """Pairs of document and time: all documents in one order, then those with visits left in another."""
         rounds = []
         for time in range(times):
-            left = np.flatnonzero(most > time)
+            left = np.flatnonzero(max_visits > time)
             if not len(left):
                 break
-            mixed = rng_for(self._seed, "synth order", purpose, time).permutation(left)
-            rounds.append(np.stack([mixed, np.full(len(mixed), time)], axis=1))
+            order = rng_for(self._seed, "synth order", purpose, time).permutation(left)
+            rounds.append(np.stack([order, np.full(len(order), time)], axis=1))
         return np.concatenate(rounds)
 
     def _find(self, document: int) -> tuple[str, CorpusReader, int]:
@@ -91,17 +91,14 @@ class Documents:
         return source, reader, index - int(self._starts[at])
 
 
-# Where documents are cut: into parts of about equal size, and to a stretch around one of them.
-
-
-Span = tuple[int, int]
-# A cut may be moved back by this share of a part's size to reach a better place.
+Span = tuple[int, int]  # start and end, in characters
+# A cut may move back by this share of a part's size, to the end of a paragraph, sentence or word.
 SLACK = 0.3
 _BREAKS = (re.compile(r"\n\s*\n"), re.compile(r"[.!?…][\"'”’)]*\s+"), re.compile(r"\s+"))
 
 
-def tile(text: str, size: int) -> list[Span]:
-    """The text in parts of about `size` characters; a short rest is spread over all of them."""
+def split_text(text: str, size: int) -> list[Span]:
+    """Parts of about equal size, near `size` characters."""
     count = max(1, round(len(text) / size))
     wanted = len(text) / count
     cuts = [0]
@@ -113,7 +110,7 @@ def tile(text: str, size: int) -> list[Span]:
 
 
 def cut_before(text: str, at: int, *, slack: int) -> int:
-    """The best place to cut, at most `slack` characters before `at`."""
+    """The best position to cut, at most `slack` characters before `at`."""
     if at >= len(text):
         return len(text)
     low = max(0, at - slack)
@@ -124,16 +121,16 @@ def cut_before(text: str, at: int, *, slack: int) -> int:
     return at
 
 
-def around(text: str, inner: Span, room: int, rng: np.random.Generator) -> Span:
-    """A stretch of at most `room` characters that holds `inner`, which lies anywhere in it, by chance."""
-    if len(text) <= room:
+def window_around(text: str, inner: Span, size: int, rng: np.random.Generator) -> Span:
+    """A random window of at most `size` characters that contains `inner`."""
+    if len(text) <= size:
         return _trim(text, 0, len(text))
     start, stop = inner
-    room = max(room, stop - start)
-    first, last = max(0, stop - room), min(start, len(text) - room)
+    size = max(size, stop - start)
+    first, last = max(0, stop - size), min(start, len(text) - size)
     begin = int(rng.integers(first, last + 1)) if last > first else max(0, min(first, start))
-    end = min(len(text), begin + room)
-    # To whole words, but never into the inner span.
+    end = min(len(text), begin + size)
+    # Move to word boundaries, but never into the inner span.
     if begin > 0:
         space = text.find(" ", begin, start)
         begin = space + 1 if space >= 0 else begin
@@ -142,7 +139,7 @@ def around(text: str, inner: Span, room: int, rng: np.random.Generator) -> Span:
 
 
 def _trim(text: str, start: int, stop: int) -> Span:
-    """Without the space at both ends."""
+    """The span without white space at its ends."""
     part = text[start:stop]
     left = len(part) - len(part.lstrip())
     return (start + left, max(start + left, start + len(part.rstrip())))

@@ -1,8 +1,4 @@
-"""Who writes: a server, a model in this process, or something that only pretends to.
-
-Promise: a key is read from the environment when a request is sent, goes into its header and nowhere else.
-Elsewhere: attempts, limits and what is kept (asking.py), a model in this process (local.py).
-"""
+"""Generator backends: an OpenAI-compatible server, a model in this process, or a mock."""
 
 import hashlib
 import os
@@ -24,99 +20,184 @@ from unspool.evals.prompts import Asker, Prompt, PromptQuestion, encode
 from unspool.evals.questions import ROW_TOKENS
 from unspool.evals.suite import Question
 from unspool.synthesis.config import Fault, LocalGenerator, MockGenerator, ServerGenerator
-from unspool.synthesis.requests import CHARS_PER_TOKEN, Answering, Asking, Pace, Replies, Reply, Request
+from unspool.synthesis.requests import (
+    CHARS_PER_TOKEN,
+    GeneratorBackend,
+    GeneratorClient,
+    GeneratorReplies,
+    RateLimiter,
+    Reply,
+    Request,
+)
 
-# A model in this process as a generator, greedy.
+OpenBackend = Callable[[str], tuple[Backend, str]]  # model: its backend and the hash of its weights
 
 
-# Requests come in bursts, when those that waited for the last row go on; so long the next row waits for more.
-GATHER_SECONDS = 0.05
+def build_client(
+    config: ServerGenerator | LocalGenerator | MockGenerator, replies: GeneratorReplies, *, open_backend: OpenBackend
+) -> GeneratorClient:
+    if isinstance(config, ServerGenerator):
+        return GeneratorClient(
+            ServerBackend(config),
+            replies,
+            width=config.concurrency,
+            limiter=RateLimiter(
+                requests_per_minute=config.requests_per_minute, tokens_per_minute=config.tokens_per_minute
+            ),
+            patience=Patience(seconds=config.timeout, attempts=config.attempts, pause=config.pause),
+        )
+    backend: GeneratorBackend
+    if isinstance(config, LocalGenerator):
+        backend = LocalBackend(*open_backend(config.model), width=config.concurrency)
+    else:
+        backend = MockBackend(config.faults, config.seconds)
+    return GeneratorClient(backend, replies, width=config.concurrency, patience=Patience(attempts=3, pause=0.001))
+
+
+class ServerBackend:
+    """The chat endpoint of a server. The API key is read when a request is sent and goes only into its header."""
+
+    def __init__(self, config: ServerGenerator) -> None:
+        self._config = config
+
+    @property
+    def identity(self) -> str:
+        # Without the address, so that another server with the same model can continue a run.
+        return digest([self._config.model, self._config.temperature, self._config.top_p])
+
+    def reply(self, request: Request) -> Reply:
+        if request.begin:
+            raise ConfigError(
+                "templates: `begin` sets the first words of a reply, which the OpenAI chat API cannot do; remove it, "
+                "or generate with kind: transformers."
+            )
+        body = {
+            "model": self._config.model,
+            "messages": [{"role": "user", "content": request.prompt}],
+            "max_tokens": request.max_tokens,
+            "temperature": self._config.temperature,
+            "top_p": self._config.top_p,
+            "stream": False,
+        }
+        began = time.perf_counter()
+        key = os.environ.get(self._config.key_env)
+        url = f"{self._config.url.rstrip('/')}/chat/completions"
+        found = attempt(url, body, key=key, seconds=self._config.timeout)
+        seconds = time.perf_counter() - began
+        try:
+            choice = found["choices"][0]
+            text = choice["message"]["content"] or ""
+            if not isinstance(text, str):
+                raise TypeError
+        except (KeyError, IndexError, TypeError):
+            raise Passing("garbage", "the reply has no `choices`; is the server OpenAI-compatible?") from None
+        usage = found.get("usage")
+        usage = usage if isinstance(usage, dict) else {}
+        return Reply(
+            # Some servers repeat what they were sent; the key must not reach a file.
+            text=text.replace(key, "…") if key else text,
+            prompt_tokens=_num_tokens(usage.get("prompt_tokens"), request.prompt),
+            reply_tokens=_num_tokens(usage.get("completion_tokens"), text),
+            seconds=round(seconds, 3),
+            is_cut=choice.get("finish_reason") == "length",
+        )
+
+
+def _num_tokens(reported: Any, text: str) -> int:
+    return reported if isinstance(reported, int) and reported >= 0 else len(text) // CHARS_PER_TOKEN
+
+
+# Requests come in bursts; a batch waits so long for more.
+BATCH_WAIT_SECONDS = 0.05
 _Waiting = tuple[Request, "Future[Reply]"]
 
 
-class LocalAnswering:
-    """Through the model's chat template if it has one, else by going on from the text; up to `width` side by side."""
+class LocalBackend:
+    """A model in this process with greedy decoding, up to `width` requests per batch.
 
-    def __init__(self, backend: Backend, weights: str, *, width: int = 1) -> None:
-        self._backend, self._weights, self._width = backend, weights, width
-        self._turn, self._lock = Lock(), Lock()
+    Prompts go through its chat template if there is one; else the model continues the text.
+    """
+
+    def __init__(self, backend: Backend, weights_hash: str, *, width: int = 1) -> None:
+        self._backend, self._weights_hash, self._width = backend, weights_hash, width
+        self._batch_lock, self._lock = Lock(), Lock()
         self._waiting: list[_Waiting] = []
 
     @property
     def identity(self) -> str:
-        return digest(["transformers", self._weights])
+        return digest(["transformers", self._weights_hash])
 
     def reply(self, request: Request) -> Reply:
         future: Future[Reply] = Future()
         with self._lock:
             self._waiting.append((request, future))
-        with self._turn:
+        # The thread that gets the lock answers for the others too.
+        with self._batch_lock:
             while not future.done():
-                self._answer_some()
+                self._answer_batch()
         return future.result()
 
-    def _answer_some(self) -> None:
-        """Answer those that have waited longest; whoever has its turn does it for all of them."""
+    def _answer_batch(self) -> None:
+        """Answer the requests that have waited longest."""
         if self._width > 1 and len(self._waiting) < self._width:
-            time.sleep(GATHER_SECONDS)
+            time.sleep(BATCH_WAIT_SECONDS)
         with self._lock:
-            some = self._next_row()
-            self._waiting = [waiting for waiting in self._waiting if waiting not in some]
+            batch = self._next_batch()
+            self._waiting = [waiting for waiting in self._waiting if waiting not in batch]
         try:
-            replies = self._replies([request for request, _ in some])
-        except BaseException as error:  # the others must not wait for ever
-            for _, future in some:
+            replies = self._replies([request for request, _ in batch])
+        except BaseException as error:  # else the other threads would wait forever
+            for _, future in batch:
                 future.set_exception(error)
             return
-        for (_, future), reply in zip(some, replies, strict=True):
+        for (_, future), reply in zip(batch, replies, strict=True):
             future.set_result(reply)
 
-    def _next_row(self) -> list[_Waiting]:
-        """The first that waits, and others for which there is room and whose reply may be as long."""
-        room = int(getattr(self._backend, "row_tokens", ROW_TOKENS))
-        longest = self._waiting[0][0].max_tokens
-        row: list[_Waiting] = []
+    def _next_batch(self) -> list[_Waiting]:
+        """The first request, and others with the same max_tokens as far as the backend's row allows."""
+        tokens_left = int(getattr(self._backend, "row_tokens", ROW_TOKENS))
+        max_tokens = self._waiting[0][0].max_tokens
+        batch: list[_Waiting] = []
         for request, future in self._waiting:
-            if request.max_tokens != longest:
+            if request.max_tokens != max_tokens:
                 continue
-            room -= len(self._ids(request)) + longest
-            if row and (len(row) >= self._width or room < 0):
+            tokens_left -= len(self._ids(request)) + max_tokens
+            if batch and (len(batch) >= self._width or tokens_left < 0):
                 break
-            row.append((request, future))
-        return row
+            batch.append((request, future))
+        return batch
 
     def _replies(self, requests: list[Request]) -> list[Reply]:
         all_ids = [self._ids(request) for request in requests]
-        longest = requests[0].max_tokens
-        # One alone has its words as the context, which is read in chunks where it is long.
+        max_tokens = requests[0].max_tokens
+        # A single prompt is passed as the context, which is prefilled in chunks if it is long.
         shared = all_ids[0][:-1] if len(requests) == 1 else all_ids[0][:0]
-        made = Prompt(
+        prompt = Prompt(
             suite="synth",
-            length=max(map(len, all_ids)) + longest,
+            length=max(map(len, all_ids)) + max_tokens,
             index=0,
             context_ids=shared,
             questions=[PromptQuestion(ids=ids[len(shared) :], reference="", depth=None) for ids in all_ids],
-            answer_tokens=longest,
+            answer_tokens=max_tokens,
             match="contains",
         )
         began = time.perf_counter()
-        texts = self._backend.answers(made)
-        # Each its part, so that the seconds of all replies are those that passed.
-        seconds = (time.perf_counter() - began) / len(requests)
-        return [
-            self._reply(request, text, len(ids), seconds)
-            for request, text, ids in zip(requests, texts, all_ids, strict=True)
-        ]
-
-    def _reply(self, request: Request, text: str, prompt_tokens: int, seconds: float) -> Reply:
-        tokens = len(encode(self._backend.tokenizer, text))
-        return Reply(
-            text=request.begin + text,
-            prompt_tokens=prompt_tokens,
-            reply_tokens=tokens,
-            seconds=round(seconds, 3),
-            is_cut=tokens >= request.max_tokens,
-        )
+        texts = self._backend.answers(prompt)
+        # Each gets its part, so that the seconds of all replies sum to the elapsed time.
+        seconds = round((time.perf_counter() - began) / len(requests), 3)
+        replies = []
+        for request, text, ids in zip(requests, texts, all_ids, strict=True):
+            tokens = len(encode(self._backend.tokenizer, text))
+            replies.append(
+                Reply(
+                    text=request.begin + text,
+                    prompt_tokens=len(ids),
+                    reply_tokens=tokens,
+                    seconds=seconds,
+                    is_cut=tokens >= request.max_tokens,
+                )
+            )
+        return replies
 
     @cached_property
     def _asker(self) -> Asker:
@@ -128,12 +209,9 @@ class LocalAnswering:
         return self._asker.ids(Question(context=request.prompt, question="", references=("",), prefix=begin), chat=chat)
 
 
-# A generator that only pretends: replies made by rule from what it is asked.
-
-
 _PART = re.compile(r"<(part|summaries|text)>\n(.*)\n</\1>", re.DOTALL)
 _SENTENCE = re.compile(r"[^.!?\n]+(?:[.!?]|\n|$)")
-_ASKS = (
+_QUESTIONS = (
     "What is told about {words}?",
     "What does one learn of {words}?",
     "Which statement is made concerning {words}?",
@@ -146,7 +224,9 @@ _COPY = (
 )
 
 
-class MockAnswering:
+class MockBackend:
+    """Replies made by rule from the prompt, with faults by the hash of the prompt."""
+
     def __init__(self, faults: Mapping[Fault, float], seconds: float) -> None:
         self._faults, self._seconds = dict(faults), seconds
         self._tried: set[str] = set()
@@ -154,12 +234,12 @@ class MockAnswering:
 
     @property
     def identity(self) -> str:
-        # Errors and slowness change no reply.
+        # Errors and slow replies do not change a reply.
         return digest(["mock", {name: share for name, share in self._faults.items() if name not in ("error", "slow")}])
 
     def reply(self, request: Request) -> Reply:
         draw = hashlib.sha256(request.prompt.encode()).digest()
-        self._trouble(request.prompt, draw)
+        self._fail_or_wait(request.prompt, draw)
         if self._seconds:
             time.sleep(self._seconds)
         text = self._text(request.prompt, draw)
@@ -167,13 +247,13 @@ class MockAnswering:
             text=text, prompt_tokens=len(request.prompt) // 4, reply_tokens=len(text) // 4, seconds=self._seconds
         )
 
-    def _trouble(self, prompt: str, draw: bytes) -> None:
-        """Some requests fail at their first attempt."""
+    def _fail_or_wait(self, prompt: str, draw: bytes) -> None:
+        """Let some requests fail at their first attempt, and others wait."""
         with self._lock:
             is_first = prompt not in self._tried
-            if is_first and (_share(draw, 0) < self._faults.get("error", 0.0)):
+            if is_first and _share(draw, 0) < self._faults.get("error", 0.0):
                 self._tried.add(prompt)
-                raise Passing("http_500", "it pretends to be broken")
+                raise Passing("http_500", "mock error")
         if is_first and _share(draw, 1) < self._faults.get("slow", 0.0):
             time.sleep(0.05)
 
@@ -195,98 +275,26 @@ class MockAnswering:
         if fault == "copy":
             return _COPY.format(words=" ".join(sentence.split()[:4]))
         words = sorted(set(re.findall(r"[^\W\d_]{4,}", sentence)), key=lambda word: (len(word), word))[-3:] or ["it"]
-        asked = _ASKS[draw[8] % len(_ASKS)].format(words=", ".join(words))
+        question = _QUESTIONS[draw[8] % len(_QUESTIONS)].format(words=", ".join(words))
         if fault == "refers":
-            return f"Reasoning: some.\nQuestion: In the snippet, {asked}\nAnswer: {sentence}"
+            return f"Reasoning: some.\nQuestion: In the snippet, {question}\nAnswer: {sentence}"
         if fault == "unsupported":
-            return f"Reasoning: some.\nQuestion: {asked}\nAnswer: Zanzibar exported 9417 porcelain elephants overnight."
-        return f"Reasoning: this tells of {words[-1]}.\nQuestion: {asked}\nAnswer: {sentence}"
+            return (
+                f"Reasoning: some.\nQuestion: {question}\nAnswer: Zanzibar exported 9417 porcelain elephants overnight."
+            )
+        return f"Reasoning: this tells of {words[-1]}.\nQuestion: {question}\nAnswer: {sentence}"
 
     def _fault(self, draw: bytes) -> str | None:
-        """At most one, so that their shares are those asked for."""
-        at = _share(draw, 2)
+        """At most one fault, with the configured shares."""
+        left = _share(draw, 2)
         names: tuple[Fault, ...] = ("garbage", "empty", "refers", "unsupported", "copy")
         for name in names:
-            at -= self._faults.get(name, 0.0)
-            if at < 0:
+            left -= self._faults.get(name, 0.0)
+            if left < 0:
                 return name
         return None
 
 
 def _share(draw: bytes, number: int) -> float:
-    """A number from 0 to 1 out of a hash."""
+    """A number from 0 to 1, from a hash."""
     return int.from_bytes(draw[16 + 4 * number : 20 + 4 * number]) / 2**32
-
-
-AnyOf = ServerGenerator | LocalGenerator | MockGenerator
-OpenBackend = Callable[[str], tuple[Backend, str]]  # of a model: what answers, and the hash of its weights
-
-
-def build_asking(config: AnyOf, replies: Replies, *, open_backend: OpenBackend) -> Asking:
-    if isinstance(config, ServerGenerator):
-        return Asking(
-            ServerAnswering(config),
-            replies,
-            width=config.concurrency,
-            pace=Pace(requests_per_minute=config.requests_per_minute, tokens_per_minute=config.tokens_per_minute),
-            patience=Patience(seconds=config.timeout, attempts=config.attempts, pause=config.pause),
-        )
-    answering: Answering
-    if isinstance(config, LocalGenerator):
-        answering = LocalAnswering(*open_backend(config.model), width=config.concurrency)
-    else:
-        answering = MockAnswering(config.faults, config.seconds)
-    return Asking(answering, replies, width=config.concurrency, patience=Patience(attempts=3, pause=0.001))
-
-
-class ServerAnswering:
-    """The chat endpoint of a server."""
-
-    def __init__(self, config: ServerGenerator) -> None:
-        self._config = config
-
-    @property
-    def identity(self) -> str:
-        # Where the server stands does not matter, so that another that serves the same model goes on from there.
-        return digest([self._config.model, self._config.temperature, self._config.top_p])
-
-    def reply(self, request: Request) -> Reply:
-        if request.begin:
-            raise ConfigError(
-                "templates: `begin` puts a reply's first words into the model's mouth, which OpenAI's chat interface "
-                "cannot do; leave it out, or generate with kind: transformers."
-            )
-        body = {
-            "model": self._config.model,
-            "messages": [{"role": "user", "content": request.prompt}],
-            "max_tokens": request.max_tokens,
-            "temperature": self._config.temperature,
-            "top_p": self._config.top_p,
-            "stream": False,
-        }
-        began = time.perf_counter()
-        key = os.environ.get(self._config.key_env)
-        url = f"{self._config.url.rstrip('/')}/chat/completions"
-        found = attempt(url, body, key=key, seconds=self._config.timeout)
-        seconds = time.perf_counter() - began
-        try:
-            choice = found["choices"][0]
-            text = choice["message"]["content"] or ""
-            if not isinstance(text, str):
-                raise TypeError
-        except (KeyError, IndexError, TypeError):
-            raise Passing("garbage", "it answered without `choices`; does it speak OpenAI's interface?") from None
-        used = found.get("usage")
-        used = used if isinstance(used, dict) else {}
-        return Reply(
-            # Some servers repeat what they were sent; a key must not reach a file.
-            text=text.replace(key, "…") if key else text,
-            prompt_tokens=_count(used.get("prompt_tokens"), request.prompt),
-            reply_tokens=_count(used.get("completion_tokens"), text),
-            seconds=round(seconds, 3),
-            is_cut=choice.get("finish_reason") == "length",
-        )
-
-
-def _count(said: Any, text: str) -> int:
-    return said if isinstance(said, int) and said >= 0 else len(text) // CHARS_PER_TOKEN

@@ -1,42 +1,27 @@
-"""Whether a generated pair or summary may be trained on; a reason for every one that may not.
+"""Checks of generated pairs and summaries, with a reason for every rejection.
 
-Promise: pure functions of texts. `None` is yes; a reason is one of `REASONS`.
-Price: support is measured by words, so an answer in quite other words than its text is refused, and a false statement
-in the text's own words passes; the optional judge is for those.
-Elsewhere: near-copies (near.py), evaluations (clean.py).
+Support is measured by shared words: an answer in quite different words than its text is rejected, and a false statement
+in the text's own words passes. The optional judge is for those.
 """
 
+import hashlib
 import re
 from functools import lru_cache
 
+import numpy as np
+from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
+from datatrove.utils.hashing import HashConfig
+
 from unspool.evals.scoring.rouge import stem
 from unspool.synthesis.config import ChecksConfig
-from unspool.synthesis.generator_prompts import Pair
+from unspool.synthesis.templates import Pair
 
-# Every reason for which something that was asked for is not kept, in words for people.
-REASONS = {
-    "cut_short": "the reply reached its longest length before its end",
-    "unparsable": "the reply did not have the form asked for",
-    "too_long": "the answer is longer than allowed",
-    "repeats": "it says the same words over and over",
-    "echoes": "the answer only says the question again",
-    "refers": "it speaks of a snippet or passage that its reader does not see as such",
-    "unsupported": "too few of its words, or a number of it not at all, stand in the text",
-    "judged_unsupported": "the judge says that the text does not support it",
-    "judge_unparsable": "the judge's reply did not have the form asked for",
-    "near_copy": "almost the same as one kept before",
-    "contaminated": "it shares a run of words with an evaluation",
-    "contaminated_document": "its document shares a run of words with an evaluation",
-    "does_not_fit": "its parts exceed the length",
-    "unreadable": "the chat template cannot write it out",
-    "surplus": "its kind has its tokens already",
-}
-# Greedy and weak models run in circles. Of runs of RUN words, at most this share may have stood before in an answer:
-# names and set phrases come back, sentences do not.
-RUN, MOST_REPEATED = 5, 0.2
-# So few content words may all be the question's: "Red." answers "Was it red or blue?".
-FEW_WORDS = 2
-SUMMARY_FACTOR = 3  # as many more words a summary may have than an answer
+# Repetition: at most this share of an answer's word n-grams may occur earlier in it. Names and set phrases come
+# again, whole sentences do not.
+REPEAT_NGRAM, MAX_REPEATED = 5, 0.2
+# Up to so many content words an answer may share all of them with its question: "Red." answers "Was it red or blue?".
+MIN_ECHO_WORDS = 2
+SUMMARY_FACTOR = 3  # a summary may have so many times the words of an answer
 _SEEN = r"snippet|passage|excerpt|extract|paragraph|section|fragment|chunk|segment"
 _POINTING = r"above|below|given|provided|following|here|shown|quoted|preceding|presented|supplied"
 _REFERS = re.compile(
@@ -48,7 +33,7 @@ _REFERS = re.compile(
 )
 _WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
-_FUNCTION_WORDS = """
+_FUNCTION_WORD_LIST = """
 a about above after again against all also am an and any are as at be because been before being below between
 both but by can could did do does doing done down during each either else ever every few for from further had
 has have having he her here hers herself him himself his how however i if in into is it its itself just may me
@@ -57,9 +42,11 @@ over own per said same say says she should since so some such than that the thei
 there these they this those though through thus to too under until up upon us very was we were what when where
 whether which while who whom whose why will with within without would yet you your yours yourself
 """
+_FUNCTION_WORDS = frozenset(_FUNCTION_WORD_LIST.split())
 
 
 def pair_reason(pair: Pair, part: str, checks: ChecksConfig) -> str | None:
+    """Why a pair about a part of a document is rejected; None if it is not."""
     if len(words(pair.answer)) > checks.answer_words:
         return "too_long"
     if repeats(pair.question) or repeats(pair.answer):
@@ -72,6 +59,7 @@ def pair_reason(pair: Pair, part: str, checks: ChecksConfig) -> str | None:
 
 
 def summary_reason(summary: str, document: str, checks: ChecksConfig) -> str | None:
+    """Why a summary of a document is rejected; None if it is not."""
     if len(words(summary)) > SUMMARY_FACTOR * checks.answer_words:
         return "too_long"
     if repeats(summary):
@@ -82,50 +70,113 @@ def summary_reason(summary: str, document: str, checks: ChecksConfig) -> str | N
 
 
 def repeats(text: str) -> bool:
-    """Whether a text runs in circles."""
-    said = words(text)
-    runs = [tuple(said[at : at + RUN]) for at in range(len(said) - RUN + 1)]
-    return bool(runs) and 1 - len(set(runs)) / len(runs) > MOST_REPEATED
+    """Whether a text repeats itself, as greedy decoding of weak models does."""
+    found = words(text)
+    ngrams = [tuple(found[at : at + REPEAT_NGRAM]) for at in range(len(found) - REPEAT_NGRAM + 1)]
+    return bool(ngrams) and 1 - len(set(ngrams)) / len(ngrams) > MAX_REPEATED
 
 
 def echoes(pair: Pair) -> bool:
-    """Whether an answer has no word of its own."""
-    answered = content_stems(pair.answer)
-    return len(answered) > FEW_WORDS and answered <= content_stems(pair.question)
+    """Whether an answer has no content word that is not in its question."""
+    answer = content_stems(pair.answer)
+    return len(answer) > MIN_ECHO_WORDS and answer <= content_stems(pair.question)
 
 
 def refers(text: str) -> bool:
-    """Whether a text speaks of the part that its writer was shown."""
+    """Whether a text mentions the snippet that its writer saw."""
     return _REFERS.search(text) is not None
 
 
-def supports(text: str, answer: str, least: float) -> bool:
-    """Whether enough content words of an answer, and all of its numbers, stand in a text."""
+def supports(text: str, answer: str, min_share: float) -> bool:
+    """Whether a text has enough of an answer's content words, and all of its numbers."""
     known_numbers = set(_NUMBER.findall(text))
     if any(number not in known_numbers for number in _NUMBER.findall(answer)):
         return False
-    return support(text, answer) >= least
+    return support(text, answer) >= min_share
 
 
 def support(text: str, answer: str) -> float:
-    """The share of an answer's content words that a text holds, by their stems; 1 where it has none."""
+    """The share of an answer's content words that a text has, by stem; 1 if the answer has none."""
     wanted = content_stems(answer)
     return len(wanted & content_stems(text)) / len(wanted) if wanted else 1.0
 
 
 def content_stems(text: str) -> set[str]:
-    return {_stem(word) for word in {*words(text)} - _function_words()}
+    return {_stem(word) for word in {*words(text)} - _FUNCTION_WORDS}
 
 
 def words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-@lru_cache(maxsize=1)
-def _function_words() -> frozenset[str]:
-    return frozenset(_FUNCTION_WORDS.split())
-
-
 @lru_cache(maxsize=1 << 16)
 def _stem(word: str) -> str:
     return stem(word)
+
+
+# Near-duplicates by MinHash: datatrove's signatures propose candidates, the exact Jaccard overlap decides
+
+SHINGLE_WORDS = 3
+# datatrove's default of 14 buckets of 8 hashes proposes 56% of pairs with overlap 0.7; these propose 94%, and 99.9%
+# at overlap 0.8.
+BUCKETS, HASHES_PER_BUCKET = 32, 7
+_SHINGLE_WORD = re.compile(r"[^\W_]+")
+
+
+class _Signatures(MinhashDedupSignature):  # type: ignore[misc]
+    """datatrove's signatures of our own shingles, without its spaCy tokenizer and output folder."""
+
+    def __init__(self) -> None:
+        self.config = MinhashConfig(
+            n_grams=SHINGLE_WORDS,
+            num_buckets=BUCKETS,
+            hashes_per_bucket=HASHES_PER_BUCKET,
+            hash_config=HashConfig(hash_fc="sha1"),
+        )
+        self.num_hashes = BUCKETS * HASHES_PER_BUCKET
+        self._parameters = None
+
+
+class NearDuplicates:
+    """Texts, and whether a new one overlaps with any of them (Jaccard, of word triples) by `threshold` or more.
+
+    Takes about 1 KB of memory per text.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
+        self._signatures = _Signatures()
+        self._buckets: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(BUCKETS)]
+        self._texts: list[np.ndarray] = []
+
+    def has_similar(self, text: str) -> bool:
+        shingles = _shingles(text)
+        candidates = {
+            number
+            for bucket, signature in zip(self._buckets, self._signature(shingles), strict=True)
+            for number in bucket.get(signature, ())
+        }
+        return any(_jaccard(shingles, self._texts[number]) >= self._threshold for number in candidates)
+
+    def add(self, text: str) -> None:
+        shingles = _shingles(text)
+        for bucket, signature in zip(self._buckets, self._signature(shingles), strict=True):
+            bucket.setdefault(signature, []).append(len(self._texts))
+        self._texts.append(shingles)
+
+    def _signature(self, shingles: np.ndarray) -> list[tuple[int, ...]]:
+        with np.errstate(over="ignore"):
+            return [tuple(part) for part in self._signatures.get_signature(shingles.reshape(-1, 1))]
+
+
+def _shingles(text: str) -> np.ndarray:
+    """Sorted hashes of a text's word triples; of a shorter text, the hash of all its words."""
+    found = _SHINGLE_WORD.findall(text.lower())
+    triples = {" ".join(found[at : at + SHINGLE_WORDS]) for at in range(max(1, len(found) - SHINGLE_WORDS + 1))}
+    hashes = (int.from_bytes(hashlib.blake2b(triple.encode(), digest_size=4).digest()) for triple in triples)
+    return np.unique(np.fromiter(hashes, dtype=np.uint64, count=len(triples)))
+
+
+def _jaccard(first: np.ndarray, second: np.ndarray) -> float:
+    shared = len(np.intersect1d(first, second, assume_unique=True))
+    return shared / (len(first) + len(second) - shared)

@@ -1,237 +1,281 @@
-"""Generate one set of conversations: begun ahead, finished in order, checked, balanced, published.
+"""Generate one set of conversations and publish it as a folder that `chat` sources read.
 
-In: a `SynthConfig`, documents, generators. Out: folder with `conversations-00000.jsonl.zst` …, `rejected.ndjson` and a
-manifest whose counts add up: asked = kept + rejected (by reason) + failed.
-Promise: killed at any moment and run again, it ends with the same bytes, and asks for nothing that it has a reply to.
+The folder has `conversations-00000.jsonl.zst` …, `rejected.ndjson` and a manifest whose counts add up:
+asked = kept + rejected (by reason) + failed. A run that was killed and started again ends with the same bytes, and
+sends no request that has a cached reply.
 """
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import zstandard
 
-from unspool.core.artifacts import Draft, digest, publish
-from unspool.core.progress import Advance, progress_bar
-from unspool.synthesis.config import KINDS, SynthConfig
-from unspool.synthesis.conversation import Maker, Outcome, Tools
-from unspool.synthesis.generator_prompts import Pair
-from unspool.synthesis.journal import Journal, Line
-from unspool.synthesis.kind_balance import Job, Known, Schedule, balanced
-from unspool.synthesis.near_duplicates import NearCopies
+from unspool.core.artifacts import Draft, digest, publish, write_atomic
+from unspool.core.progress import progress_bar
+from unspool.synthesis.config import SynthConfig
+from unspool.synthesis.conversation import ConversationBuilder, Outcome, SynthInputs
+from unspool.synthesis.quality import NearDuplicates
+from unspool.synthesis.scheduler import Job, JournalEntry, KeptPair, Scheduler, surplus
+from unspool.synthesis.templates import Pair
 
-# Conversations as compressed JSON lines, in files of a size that can be read side by side.
-
-
+KIND = "synth"
+REJECTED = "rejected.ndjson"  # a suffix that chat sources do not read
 SHARD_BYTES = 64 << 20  # before compression
+JOURNAL, EXAMPLES, KEY = "journal.jsonl", "examples.jsonl", "key"
+
+
+class Journal:
+    """Finished jobs and kept conversations of a set, on disk: `with Journal(folder, key) as journal`.
+
+    A conversation is written before the entry that refers to it. On opening, everything after the last complete entry
+    is cut off, so that a killed run leaves nothing twice and nothing missing. A folder with another key is deleted.
+    """
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self.folder = folder
+        if not (folder / KEY).is_file() or (folder / KEY).read_text() != key:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            write_atomic(folder / KEY, key)
+        self.entries, size = _read_entries(folder / JOURNAL)
+        self._end = max((entry["end"] for entry in self.entries), default=0)
+        self._journal = (folder / JOURNAL).open("ab", buffering=0)
+        self._journal.truncate(size)
+        self._examples = (folder / EXAMPLES).open("ab", buffering=0)
+        self._examples.truncate(self._end)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._journal.close()
+        self._examples.close()
+
+    def add(self, entry: JournalEntry, example: dict[str, Any] | None) -> None:
+        if example is not None:
+            data = (json.dumps(example, ensure_ascii=False) + "\n").encode()
+            _write_all(self._examples, data)
+            self._end += len(data)
+        entry = {**entry, "end": self._end}
+        _write_all(self._journal, (json.dumps(entry) + "\n").encode())
+        self.entries.append(entry)
+
+    def examples(self) -> Iterator[tuple[JournalEntry, bytes]]:
+        """Every kept conversation with its entry, in order."""
+        with (self.folder / EXAMPLES).open("rb") as file:
+            for entry in (entry for entry in self.entries if entry["kept"]):
+                yield entry, file.readline()
+
+
+def _read_entries(path: Path) -> tuple[list[JournalEntry], int]:
+    """The complete entries, which are numbered from 0, and their size in bytes."""
+    entries: list[JournalEntry] = []
+    size = 0
+    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else []:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            break
+        if not line.endswith(b"\n") or entry.get("n") != len(entries):
+            break
+        entries.append(entry)
+        size += len(line)
+    return entries, size
+
+
+def _write_all(file: Any, data: bytes) -> None:
+    while data:
+        data = data[file.write(data) or 0 :]
+
+
+class Generation:
+    """Builds conversations ahead in threads and finishes them in order."""
+
+    def __init__(self, name: str, inputs: SynthInputs, journal: Journal) -> None:
+        self._name, self._inputs, self._journal = name, inputs, journal
+        self._config = inputs.config
+        self._scheduler = Scheduler(self._config, inputs.documents, inputs.templates, seed=inputs.seed)
+        self._duplicates = NearDuplicates(self._config.checks.near)
+        self._started = self._replay()
+
+    def run(self) -> None:
+        total = self._config.tokens
+        builder = ConversationBuilder(self._inputs)
+        pool = ThreadPoolExecutor(self._config.ahead, thread_name_prefix="conversation")
+        in_flight: list[tuple[Job, Future[Outcome]]] = [(job, pool.submit(builder.build, job)) for job in self._started]
+        with progress_bar(f"synth {self._name}", total) as advance:
+            advance(sum(self._scheduler.tokens.values()) if total else len(self._journal.entries), self._note())
+            try:
+                while True:
+                    jobs = self._next_jobs(len(in_flight))
+                    in_flight += [(job, pool.submit(builder.build, job)) for job in jobs]
+                    if not in_flight:
+                        break
+                    job, future = in_flight.pop(0)
+                    tokens = self._finish(job, future.result())
+                    advance(tokens if total else 1, self._note())
+            except BaseException:
+                self._inputs.generator.close()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        pool.shutdown()
+
+    def _next_jobs(self, in_flight: int) -> Iterator[Job]:
+        while in_flight < self._config.ahead and (job := self._scheduler.next_job()) is not None:
+            in_flight += 1
+            yield job
+
+    def _note(self) -> str:
+        return f"{sum(self._scheduler.kept.values())} kept of {len(self._journal.entries)}"
+
+    def _finish(self, job: Job, outcome: Outcome) -> int:
+        """Check what depends on earlier conversations, and write the result; returns the tokens that were kept."""
+        reason = outcome.reason
+        if reason is None and job.reused is None and self._duplicates.has_similar(_pair_text(outcome.pair)):
+            reason = "near_copy"
+        if reason is None and not self._scheduler.accepts(job.kind, outcome.tokens):
+            reason = "surplus"
+        entry = _entry(job, outcome, reason, self._inputs)
+        self._journal.add(entry, None if reason else _example(self._name, job, outcome, self._inputs))
+        self._apply(job, entry)
+        return outcome.tokens if reason is None else 0
+
+    def _apply(self, job: Job, entry: JournalEntry) -> None:
+        """Update the state with a finished job, of this process or of one before it."""
+        if entry["reason"] == "surplus":
+            self._scheduler.close(job.kind)
+        if not entry["kept"]:
+            self._scheduler.finish(job, None)
+            return
+        pair = Pair(entry["question"], entry["answer"])
+        if job.reused is None:
+            self._duplicates.add(_pair_text(pair))
+        kept_pair = KeptPair(pair=pair, visit=job.visit, requests=tuple(entry["requests"]))
+        self._scheduler.finish(job, entry["tokens"], kept_pair)
+
+    def _replay(self) -> list[Job]:
+        """Schedule the jobs of the journal again; returns those that were started but not finished."""
+        started: list[Job] = []
+        for entry in self._journal.entries:
+            started += self._next_jobs(len(started))
+            job = started.pop(0)
+            assert (job.number, job.kind) == (entry["n"], entry["kind"]), "the journal is of another schedule"
+            self._apply(job, entry)
+        return started
+
+
+def generate(
+    name: str, inputs: SynthInputs, out_dir: Path, *, input_hashes: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """Generate a set and publish it. Continues in its work folder if `input_hashes` and `settings` are the same."""
+    work = out_dir.with_name(out_dir.name + ".work")
+    with Journal(work, digest([input_hashes, settings])) as journal:
+        with ExitStack() as stack:
+            for client in (inputs.generator, inputs.judge):
+                if client is not None:
+                    stack.callback(client.close)
+            Generation(name, inputs, journal).run()
+        with publish(out_dir, kind=KIND, inputs=input_hashes, settings=settings) as draft:
+            _write(draft, journal, inputs)
+    shutil.rmtree(work)
+
+
+def _write(draft: Draft, journal: Journal, inputs: SynthInputs) -> None:
+    dropped = surplus(journal.entries, inputs.config)
+    write_shards(draft.folder, (data for entry, data in journal.examples() if entry["n"] not in dropped))
+    entries = [
+        {**entry, "kept": False, "reason": "surplus"} if entry["n"] in dropped else entry for entry in journal.entries
+    ]
+    fields = ("n", "kind", "document", "reason", "failed", "detail")
+    rejected = [{field: entry[field] for field in fields} for entry in entries if not entry["kept"]]
+    text = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in rejected)
+    (draft.folder / REJECTED).write_text(text, encoding="utf-8")
+    draft.counts.update(count(entries, inputs.config))
+    draft.counts["documents"] = {
+        "used": len({entry["document"] for entry in entries if entry["kept"]}),
+        "long": len(inputs.documents),
+        "too_short": inputs.documents.num_short,
+    }
+    draft.counts["wording"] = _template_uses(entries, inputs)
 
 
 def write_shards(folder: Path, records: Iterable[bytes]) -> int:
-    """Write `conversations-00000.jsonl.zst` …; returns how many files."""
-    number = -1
-    room = 0
+    """Write `conversations-00000.jsonl.zst` …; returns the number of files."""
+    number, left = -1, 0
     file: Any = None
     try:
         for record in records:
-            if file is None or room <= 0:
+            if left <= 0:
                 if file is not None:
                     file.close()
-                number += 1
-                # `close` ends the frame, so that a reader can tell a whole file from one that breaks off.
+                number, left = number + 1, SHARD_BYTES
+                # `close` ends the frame, so that readers can detect a truncated file.
                 raw = (folder / f"conversations-{number:05d}.jsonl.zst").open("wb")
                 file = zstandard.ZstdCompressor(level=3).stream_writer(raw)
-                room = SHARD_BYTES
             file.write(record)
-            room -= len(record)
+            left -= len(record)
     finally:
         if file is not None:
             file.close()
     return number + 1
 
 
-KIND = "synth"
-REJECTED = "rejected.ndjson"  # no ending that a chat source would read
-
-
-class Generation:
-    """The state of a run: what was finished, and in which order what comes next."""
-
-    def __init__(self, name: str, tools: Tools, journal: Journal) -> None:
-        self._name, self._tools, self._journal = name, tools, journal
-        self._config = tools.config
-        self._schedule = Schedule(self._config, tools.documents, tools.templates, seed=tools.seed)
-        self._near = NearCopies(self._config.checks.near)
-        self._maker = Maker(tools)
-        self._waiting: list[Job] = []  # chosen before the kill, not finished
-        self._replay()
-
-    @property
-    def tokens(self) -> int:
-        return sum(self._schedule.tokens.values())
-
-    def run(self) -> None:
-        total = self._config.tokens
-        pool = ThreadPoolExecutor(self._config.ahead, thread_name_prefix="make")
-        with progress_bar(f"synth {self._name}", total) as advance:
-            advance(self.tokens if total else len(self._journal.lines), self._note())
-            try:
-                self._run(pool, advance)
-            except BaseException:
-                self._tools.asking.close()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        pool.shutdown()
-
-    def _run(self, pool: ThreadPoolExecutor, advance: Advance) -> None:
-        flying = [(job, pool.submit(self._maker.make, job)) for job in self._waiting]
-        while True:
-            for job in self._fill(len(flying)):
-                flying.append((job, pool.submit(self._maker.make, job)))
-            if not flying:
-                return
-            job, future = flying.pop(0)
-            tokens = self._finish(job, future.result())
-            advance(tokens if self._config.tokens else 1, self._note())
-
-    def _fill(self, flying: int) -> Iterator[Job]:
-        while flying < self._config.ahead and (job := self._schedule.next_job()) is not None:
-            flying += 1
-            yield job
-
-    def _note(self) -> str:
-        kept = sum(self._schedule.kept.values())
-        return f"{kept} kept of {len(self._journal.lines)}"
-
-    def _finish(self, job: Job, outcome: Outcome) -> int:
-        """Decide what depends on the order, and write it down; returns the tokens that were kept."""
-        reason = outcome.reason
-        is_new = job.known is None
-        said = _said(outcome.pair)
-        if reason is None and is_new and self._near.has_like(said):
-            reason = "near_copy"
-        if reason is None and not self._schedule.accepts(job.kind, outcome.tokens):
-            reason = "surplus"
-        line = _line(job, outcome, reason, self._tools)
-        self._journal.add(line, None if reason else _example(self._name, job, outcome, self._tools))
-        self._take_in(job, line)
-        return outcome.tokens if reason is None else 0
-
-    def _take_in(self, job: Job, line: Line) -> None:
-        """What a finished job changes, now and when a killed run goes on."""
-        if line["reason"] == "surplus":
-            self._schedule.close(job.kind)
-        if not line["kept"]:
-            self._schedule.settle(job, None)
-            return
-        pair = Pair(line["question"], line["answer"])
-        if job.known is None:
-            self._near.add(_said(pair))
-        known = Known(pair=pair, turn=job.turn, requests=tuple(line["requests"]))
-        self._schedule.settle(job, line["tokens"], known)
-
-    def _replay(self) -> None:
-        """Choose what was chosen before the kill, in the same order, and take in what became of it."""
-        waiting: list[Job] = []
-        for line in self._journal.lines:
-            waiting += self._fill(len(waiting))
-            job = waiting.pop(0)
-            assert (job.number, job.kind) == (line["n"], line["kind"]), "the journal is of another schedule"
-            self._take_in(job, line)
-        self._waiting = waiting
-
-
-def generate(name: str, tools: Tools, out_dir: Path, *, inputs: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Make the set and publish it; a work folder that was begun for the same inputs and settings is gone on with."""
-    work = out_dir.with_name(out_dir.name + ".work")
-    with Journal(work, digest([inputs, settings])) as journal:
-        with _closing(tools):
-            Generation(name, tools, journal).run()
-        with publish(out_dir, kind=KIND, inputs=inputs, settings=settings) as draft:
-            _write(draft, journal, tools)
-    for path in sorted(work.iterdir()):
-        path.unlink()
-    work.rmdir()
-
-
-@contextmanager
-def _closing(tools: Tools) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        tools.asking.close()
-        if tools.judge is not None:
-            tools.judge.close()
-
-
-def _write(draft: Draft, journal: Journal, tools: Tools) -> None:
-    dropped = balanced(journal.lines, tools.config)
-    kept = ((line, data) for line, data in journal.examples() if line["n"] not in dropped)
-    write_shards(draft.folder, (data for _, data in kept))
-    lines = [{**line, "kept": False, "reason": "surplus"} if line["n"] in dropped else line for line in journal.lines]
-    refused = [line for line in lines if not line["kept"]]
-    listed = [{key: line[key] for key in ("n", "kind", "document", "reason", "failed", "detail")} for line in refused]
-    text = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in listed)
-    (draft.folder / REJECTED).write_text(text, encoding="utf-8")
-    draft.counts.update(counts_of(lines, tools.config))
-    draft.counts["documents"] = {"used": len({line["document"] for line in lines if line["kept"]})}
-    draft.counts["documents"] |= {"long": len(tools.documents), "too_short": tools.documents.num_short}
-    draft.counts["wording"] = _wording(lines, tools)
-
-
-def counts_of(lines: Sequence[Line], config: SynthConfig) -> dict[str, Any]:
-    """asked = kept + rejected + failed, for every kind and in all."""
+def count(entries: Sequence[JournalEntry], config: SynthConfig) -> dict[str, Any]:
+    """asked = kept + rejected + failed, for every kind and in total."""
     kinds = {}
-    tokens = sum(line["tokens"] for line in lines if line["kept"])
-    for kind in (kind for kind in KINDS if kind in config.parts):
-        mine = [line for line in lines if line["kind"] == kind]
-        kept = [line for line in mine if line["kept"]]
-        refused = [line for line in mine if not line["kept"]]
-        own = sum(line["tokens"] for line in kept)
+    tokens = sum(entry["tokens"] for entry in entries if entry["kept"])
+    for kind, share in config.token_shares.items():
+        of_kind = [entry for entry in entries if entry["kind"] == kind]
+        kept = [entry for entry in of_kind if entry["kept"]]
+        rejected = [entry for entry in of_kind if not entry["kept"]]
+        kind_tokens = sum(entry["tokens"] for entry in kept)
         kinds[kind] = {
-            "asked": len(mine),
+            "asked": len(of_kind),
             "kept": len(kept),
-            "rejected": dict(sorted(Counter(line["reason"] for line in refused if not line["failed"]).items())),
-            "failed": dict(sorted(Counter(line["reason"] for line in refused if line["failed"]).items())),
-            "tokens": own,
-            "share": own / tokens if tokens else None,
-            "wanted_share": config.parts[kind],
+            "rejected": dict(sorted(Counter(entry["reason"] for entry in rejected if not entry["failed"]).items())),
+            "failed": dict(sorted(Counter(entry["reason"] for entry in rejected if entry["failed"]).items())),
+            "tokens": kind_tokens,
+            "share": kind_tokens / tokens if tokens else None,
+            "wanted_share": share,
         }
     return {
-        "asked": len(lines),
-        "kept": sum(line["kept"] for line in lines),
-        "rejected": sum(not line["kept"] and not line["failed"] for line in lines),
-        "failed": sum(line["failed"] for line in lines),
+        "asked": len(entries),
+        "kept": sum(entry["kept"] for entry in entries),
+        "rejected": sum(not entry["kept"] and not entry["failed"] for entry in entries),
+        "failed": sum(entry["failed"] for entry in entries),
         "tokens": tokens,
         "wanted_tokens": config.tokens,
         "kinds": kinds,
     }
 
 
-def _wording(lines: Sequence[Line], tools: Tools) -> dict[str, dict[str, list[int]]]:
-    """How often each wording was used."""
+def _template_uses(entries: Sequence[JournalEntry], inputs: SynthInputs) -> dict[str, dict[str, list[int]]]:
     uses: dict[str, dict[str, list[int]]] = {
         kind: {name: [0] * len(texts) for name, texts in lists.items()}
-        for kind, lists in tools.templates.lists.items()
-        if kind in tools.config.parts
+        for kind, lists in inputs.templates.lists.items()
+        if kind in inputs.config.token_shares
     }
-    for line in lines:
-        if line["kept"]:
-            for name, number in line["wording"].items():
-                uses[line["kind"]][name][number] += 1
+    for entry in entries:
+        if entry["kept"]:
+            for name, index in entry["wording"].items():
+                uses[entry["kind"]][name][index] += 1
     return uses
 
 
-def _said(pair: Pair | None) -> str:
+def _pair_text(pair: Pair | None) -> str:
     return "" if pair is None else f"{pair.question}\n{pair.answer}"
 
 
-def _line(job: Job, outcome: Outcome, reason: str | None, tools: Tools) -> Line:
-    source, document = tools.documents.name(job.turn.document)
-    line: Line = {
+def _entry(job: Job, outcome: Outcome, reason: str | None, inputs: SynthInputs) -> JournalEntry:
+    source, document = inputs.documents.name(job.visit.document)
+    entry: JournalEntry = {
         "n": job.number,
         "kind": job.kind,
         "document": f"{source}/{document}",
@@ -243,14 +287,14 @@ def _line(job: Job, outcome: Outcome, reason: str | None, tools: Tools) -> Line:
     }
     if reason is None:
         assert outcome.pair is not None
-        line |= {"question": outcome.pair.question, "answer": outcome.pair.answer, "requests": list(outcome.requests)}
-        line["wording"] = job.chosen.ids
-    return line
+        entry |= {"question": outcome.pair.question, "answer": outcome.pair.answer, "requests": list(outcome.requests)}
+        entry["wording"] = job.choice
+    return entry
 
 
-def _example(name: str, job: Job, outcome: Outcome, tools: Tools) -> dict[str, Any]:
-    """A record that sources of kind `chat` read; all but `messages` is for people and audits."""
-    source, document = tools.documents.name(job.turn.document)
+def _example(name: str, job: Job, outcome: Outcome, inputs: SynthInputs) -> dict[str, Any]:
+    """A record for sources of kind `chat`, which read `messages`; the other fields are for people and audits."""
+    source, document = inputs.documents.name(job.visit.document)
     return {
         "messages": [{"role": message.role, "content": message.content} for message in outcome.messages],
         "id": f"{name}:{job.number}",
@@ -260,9 +304,9 @@ def _example(name: str, job: Job, outcome: Outcome, tools: Tools) -> dict[str, A
             "source": source,
             "document": document,
             **outcome.shown,
-            "wording": job.chosen.ids,
-            "generator": getattr(tools.config.generator, "model", tools.config.generator.kind),
+            "wording": job.choice,
+            "generator": getattr(inputs.config.generator, "model", inputs.config.generator.kind),
             "requests": list(outcome.requests),
-            "pair_reused": job.known is not None,
+            "pair_reused": job.reused is not None,
         },
     }

@@ -8,7 +8,7 @@ from unspool.core.config import Config
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import Size
 from unspool.models.memory.policy import MemoryPolicy, Recompute
-from unspool.rope.methods import RopeMethod, Unchanged
+from unspool.rope.methods import AnyRopeMethod, Unchanged
 from unspool.training.optim.config import AdamWConfig, AnyOptimizer
 from unspool.training.parallel.config import ParallelConfig
 
@@ -100,10 +100,6 @@ class AttentionDistillationConfig(Config):
         return self.lr_before / 4 if self.after_lr is None else self.after_lr
 
 
-# RoPE methods whose frequencies inference engines compute from `max_position_embeddings`.
-BY_CONTEXT = ("dynamic", "longrope", "ntk-by-parts", "pi", "yarn")
-
-
 class StageConfig(Config):
     """One training stage: a mix of rows at one context length under one schedule."""
 
@@ -113,7 +109,7 @@ class StageConfig(Config):
     export_context_length: Size | None = Field(
         None, description="value written to max_position_embeddings on export; default: context_length"
     )
-    rope: RopeMethod = Unchanged()
+    rope: AnyRopeMethod = Unchanged()
     attention_distillation: AttentionDistillationConfig | None = Field(
         None, description="fit queries and keys to the attention before the RoPE change"
     )
@@ -175,7 +171,7 @@ class StageConfig(Config):
     @model_validator(mode="after")
     def _check_distillation(self) -> "StageConfig":
         distillation = self.attention_distillation
-        if distillation and distillation.before and isinstance(self.rope, Unchanged):
+        if distillation and distillation.before and self.rope.keeps_frequencies:
             raise ValueError(
                 "attention_distillation.before has no effect while rope is unchanged; set a rope method, or remove "
                 "attention_distillation.before"
@@ -214,7 +210,7 @@ class StageConfig(Config):
                 "export_context_length must not exceed context_length: the model was not trained on longer rows"
             )
         is_shorter = self.export_context_length and self.export_context_length < self.context_length
-        if is_shorter and self.rope.method in BY_CONTEXT:
+        if is_shorter and self.rope.uses_max_positions:
             raise ValueError(
                 f"export_context_length cannot be below context_length with method {self.rope.method}, whose "
                 "frequencies depend on max_position_embeddings; use abf, ntk or harpe"

@@ -29,12 +29,12 @@ from unspool.data.packing.store import RowSet, open_rows
 from unspool.data.strategies.utk.special_tokens import ALL_KNOTS, add_knots, trained_ids
 from unspool.data.tokenize.chat_template import common_template
 from unspool.models.checks import check_trainable
+from unspool.models.config import NewModel
 from unspool.models.export import save_model
 from unspool.models.fuse import fuse_parts
 from unspool.models.load import build_new, fit_vocabulary, load_model, model_digest
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
-from unspool.models.presets import NewModel
 from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import load_tokenizer
 from unspool.training.checkpoint.resume import (

@@ -1,12 +1,9 @@
-"""One model on one device with all that checks need: rows, the truth about them, and the model as we load it.
-
-In: a `Subject`, a device, a seed. Out: `Case`.
-Price: the plain model and ours are never in memory together; truths wait on the CPU.
-"""
+"""What a check gets and gives back: a model with rows and reference results, and measured errors."""
 
 import copy
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,107 +15,145 @@ from unspool.models.fuse import cast_parameters
 from unspool.training.config import StageConfig
 from unspool.training.loader import build_step
 from unspool.training.step import train_step
-from unspool.verification.families import Subject
+from unspool.verification.fixtures import ModelSpec, Step, build_steps, only_document, row_len
 from unspool.verification.ground_truth import (
-    ROW,
-    Apart,
+    STEP,
+    Difference,
     Outcome,
+    apply_rope_by_hand,
     exact_outcome,
-    fp32_error,
+    fp32_rounding_error,
     gradients,
-    place_positions,
     plain_outcome,
+    rounding_error,
     summed_gradients,
-    usual_error,
 )
-from unspool.verification.tolerance import FP32_WORST_WEIGHT, allowed
-from unspool.verification.training_rows import Step, build_steps, only_document, row_len
+from unspool.verification.tolerance import FP32_WORST_WEIGHT, tolerance_for
 
-# Parameters from which on a CPU needs minutes; equal documents are a case of their own for a GPU's kernels only.
-LARGE = 50_000_000
+# Parameters above which a CPU needs minutes. Documents of equal length matter only to GPU kernels.
+LARGE_MODEL = 50_000_000
+# An error as Python prints it, and as torch prints it on ranks.
+_ERROR = re.compile(r"(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception|Exit|Interrupt): .*)")
+
+
+class SkippedError(Exception):
+    """Raised by a check that does not apply to this model or machine; the text is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tolerances:
-    """Of an `Apart`."""
+class Measured:
+    quantity: str  # loss | gradient | logits | …
+    error: float
+    tolerance: float
+    detail: str = ""  # where the error is largest
 
-    loss: float
-    gradient: float
-    middle: float
+    @property
+    def passed(self) -> bool:
+        # False if the error is NaN.
+        return self.error <= self.tolerance
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    subject: Subject
+    """One model on one device, with the rows of each step and the reference results.
+
+    The plain model and ours are never in memory together; reference results are on the CPU.
+    """
+
+    spec: ModelSpec
     device: torch.device
     seed: int
-    model: Any  # as training has it
+    model: Any  # as training uses it
     steps: dict[str, Step]
     truths: dict[str, Outcome]  # of each step, in a higher precision than training's
-    plain: dict[str, Apart]  # how far plain `transformers` is from it in the precision of training
+    plain: dict[str, Difference]  # errors of plain `transformers` in the precision of training
 
     @property
     def dtype(self) -> str:
-        """What training computes in here."""
         return training_dtype(self.device)
 
     def model_in_fp32(self) -> Any:
-        """For what is to be exact, whatever training computes in."""
         return self.model if self.dtype == "fp32" else copy.deepcopy(self.model).float()
 
-    def tolerances(self, step: str) -> Tolerances:
-        measured = self.plain[step]
-        # In bf16 a mean's error is large or small by chance; the largest of those of all documents is not.
-        loss = measured.loss if self.dtype == "fp32" else max(each.loss for each in self.plain.values())
-        return Tolerances(
-            loss=allowed(loss, self.dtype),
-            gradient=allowed(measured.gradient, self.dtype, most=FP32_WORST_WEIGHT),
-            middle=allowed(measured.middle, self.dtype) if self.dtype == "fp32" else math.inf,
+    def tolerances(self, step: str) -> tuple[float, float, float]:
+        """Of a step: of its loss, of the gradient of a single weight, and of the median over weights."""
+        plain = self.plain[step]
+        # In bf16 the error of one mean can be small by chance; the largest of all documents is not.
+        plain_loss = plain.loss if self.dtype == "fp32" else max(each.loss for each in self.plain.values())
+        return (
+            tolerance_for(plain_loss, self.dtype),
+            tolerance_for(plain.gradient, self.dtype, max_tolerance=FP32_WORST_WEIGHT),
+            tolerance_for(plain.median, self.dtype) if self.dtype == "fp32" else math.inf,
         )
+
+    def measure(self, found: list[tuple[str, Difference]]) -> list[Measured]:
+        """Of the differences of several steps, the loss and the gradient that are closest to their tolerance."""
+        losses, grads = [], []
+        for step, far in found:
+            loss, weight, median = self.tolerances(step)
+            where = f"{step}: {far.gradient_where}"
+            losses.append(Measured(quantity="loss", error=far.loss, tolerance=loss, detail=f"{step}: {far.loss_where}"))
+            grads.append(Measured(quantity="gradient", error=far.gradient, tolerance=weight, detail=where))
+            where = f"{step}: median over weights"
+            grads.append(Measured(quantity="gradient", error=far.median, tolerance=median, detail=where))
+        return [max(each, key=_closeness) for each in (losses, grads)]
+
+
+def _closeness(measured: Measured) -> float:
+    return math.inf if math.isnan(measured.error) else measured.error / measured.tolerance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    name: str
+    promise: int
+    what: str  # one line for --list
+    measure: Callable[[Case], list[Measured]]
+    once: bool = False  # does not depend on the model, so that one model is enough
 
 
 def training_dtype(device: torch.device) -> str:
     return "bf16" if device.type == "cuda" else "fp32"
 
 
-def build_case(subject: Subject, *, device: torch.device, seed: int) -> Case:
-    plain = subject.plain(device)
-    if subject.placed is not None:
-        place_positions(plain, subject.placed)
+def build_case(spec: ModelSpec, *, device: torch.device, seed: int) -> Case:
+    plain = spec.load_plain(device)
+    if spec.rope is not None:
+        apply_rope_by_hand(plain, spec.rope)
     length = row_len(plain.num_parameters(), device)
     steps = build_steps(length, vocabulary=plain.config.vocab_size, seed=seed)
-    if device.type == "cpu" and plain.num_parameters() > LARGE:
+    if device.type == "cpu" and plain.num_parameters() > LARGE_MODEL:
         del steps["equal"]
-    half = training_dtype(device) == "bf16"
-    if half:
-        # fp32 is exact enough to measure bf16 by, and float64 would take memory that a GPU may not have.
-        # Both sides start from weights that bf16 can hold: what is measured is how they compute.
+    is_bf16 = training_dtype(device) == "bf16"
+    if is_bf16:
+        # fp32 is exact enough as a reference for bf16; float64 might not fit on a GPU.
+        # Both sides start from weights that bf16 can represent: only the computation is compared.
         cast_parameters(plain, torch.bfloat16)
         cast_parameters(plain, torch.float32)
         truths = {name: plain_outcome(plain, step) for name, step in steps.items()}
         cast_parameters(plain, torch.bfloat16)
-        errors = {name: usual_error(plain, step, truths[name], asked_only=False) for name, step in steps.items()}
+        errors = {name: rounding_error(plain, step, truths[name], targets_only=False) for name, step in steps.items()}
     else:
         truths = {name: exact_outcome(plain, step) for name, step in steps.items()}
-        plain.to(torch.float32)  # the very weights it was loaded with; of a GGUF file, `.float()` is refused
-        errors = {name: fp32_error(plain, step, truths[name], seed=seed) for name, step in steps.items()}
+        plain.to(torch.float32)  # exactly the weights that were loaded; `.float()` is refused for a GGUF file
+        errors = {name: fp32_rounding_error(plain, step, truths[name], seed=seed) for name, step in steps.items()}
     del plain
     return Case(
-        subject=subject,
+        spec=spec,
         device=device,
         seed=seed,
-        model=subject.ours(device, bf16=half),
+        model=spec.load_ours(device, bf16=is_bf16),
         steps=steps,
         truths=truths,
         plain=errors,
     )
 
 
-# What training makes of a step: the same code as a stage runs, with the gradient caught instead of applied.
+# A training step: the code of a stage, with a recorder in place of the optimizer
 
 
-class _Catch:
-    """Stands where the updater stands, and adds up the gradient as that does."""
+class _GradientRecorder:
+    """Replaces the updater and sums the gradient as it does."""
 
     def __init__(self, model: Any, sums: dict[str, Tensor]) -> None:
         self._model, self._sums = model, sums
@@ -133,14 +168,14 @@ class _Catch:
         return 0.0
 
 
-def trained(model: Any, step: Step, *, rows_at_once: int = 1, order: Sequence[int] | None = None) -> Outcome:
+def train_outcome(model: Any, step: Step, *, rows_at_once: int = 1, order: Sequence[int] | None = None) -> Outcome:
     """Loss and gradient of the whole step, `rows_at_once` in each micro-batch."""
     loss, grads = _train(model, step.rows, rows_at_once=rows_at_once, order=order)
-    return Outcome({ROW: loss}, {ROW: grads})
+    return Outcome({STEP: loss}, {STEP: grads})
 
 
-def trained_document(model: Any, step: Step, number: int, *, gradient: bool) -> Outcome:
-    """Loss and, if asked for, gradient of one document, packed with the others."""
+def train_document(model: Any, step: Step, number: int, *, gradient: bool) -> Outcome:
+    """Loss and, if requested, gradient of one document, packed with the others."""
     (row,) = step.rows
     loss, grads = _train(model, (only_document(row, number),))
     name = f"document {number}"
@@ -150,19 +185,29 @@ def trained_document(model: Any, step: Step, number: int, *, gradient: bool) -> 
 def _train(
     model: Any, rows: Sequence[Row], *, rows_at_once: int = 1, order: Sequence[int] | None = None
 ) -> tuple[float, dict[str, Tensor]]:
-    context = len(rows[0].tokens)
-    stage = StageConfig(
-        name="verify",
-        context_length=context,
-        mix={"rows": 1.0},
-        tokens=context * len(rows),
-        batch_tokens=context * len(rows),
-        micro_batch_tokens=context * rows_at_once,
-        lr=1.0,
-    )
+    length = len(rows[0].tokens)
+    stage = step_stage(length, len(rows), micro_batch_tokens=length * rows_at_once)
     row_sets: Any = {"rows": rows}
     picks = [[("rows", index)] for index in order or range(len(rows))]
     with summed_gradients(model) as sums:
-        catch = _Catch(model, sums)
-        result = train_step(model, catch, build_step(stage, row_sets, picks), lr=stage.lr)
-    return result.loss, catch.grads
+        recorder = _GradientRecorder(model, sums)
+        result = train_step(model, recorder, build_step(stage, row_sets, picks), lr=stage.lr)
+    return result.loss, recorder.grads
+
+
+def step_stage(length: int, num_rows: int, **settings: Any) -> StageConfig:
+    """A stage of one step on rows of one length."""
+    tokens = length * num_rows
+    return StageConfig(
+        name="verify", context_length=length, mix={"rows": 1.0}, tokens=tokens, batch_tokens=tokens, lr=1.0, **settings
+    )
+
+
+def error_line(output: str) -> str:
+    """Of the output of a failed process, the last line that names an error, else the last line.
+
+    After a CUDA error come lines of advice, and libraries may print more.
+    """
+    lines = output.strip().splitlines()
+    named = [found[1] for line in lines if (found := _ERROR.match(line))]
+    return (named or lines or [""])[-1]

@@ -1,4 +1,4 @@
-"""Promise 4: an exported folder gives the same logits in plain `transformers`, in a process that never saw us."""
+"""Promise 4: an exported folder gives the same logits in plain `transformers`, and RoPE tables are exact."""
 
 import tempfile
 from pathlib import Path
@@ -11,20 +11,19 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from unspool.models.export import PlainError, PlainProcess, build_request, save_model
 from unspool.models.rotary import head_bases, rotate_heads
 from unspool.models.tokenizer import load_tokenizer
-from unspool.verification.case import Case
-from unspool.verification.results import Measured, SkippedError
-from unspool.verification.tolerance import FP32, turned
+from unspool.verification.case import Case, Measured, SkippedError
+from unspool.verification.tolerance import FP32, angle_tolerance
 
 
-def exported(case: Case, plain: PlainProcess) -> list[Measured]:
-    """The model in memory against its export, in fp32 on every device."""
+def check_export(case: Case, plain: PlainProcess) -> list[Measured]:
+    """The model in memory against its export in a process without Unspool, in fp32 on every device."""
     (row,) = case.steps["unequal"].rows
-    # One sequence as long as the row, so that positions reach further than in any single document.
+    # The row as one sequence, so that positions are higher than in any document.
     tokens = [int(token) for token in row.tokens]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
-        save_model(case.model, load_tokenizer(case.subject.ref), folder, dtype=torch.float32)
-        asked = {
+        save_model(case.model, load_tokenizer(case.spec.ref), folder, dtype=torch.float32)
+        request = {
             "name": "row",
             "ids": tokens,
             "positions": list(range(len(tokens))),
@@ -33,7 +32,7 @@ def exported(case: Case, plain: PlainProcess) -> list[Measured]:
             "cached": False,
         }
         try:
-            theirs = plain.answers(build_request(folder, [asked], text=None, device=case.device))["row"]
+            theirs = plain.answers(build_request(folder, [request], text=None, device=case.device))["row"]
         except PlainError as problem:
             raise RuntimeError(f"plain transformers cannot load the export: {problem}") from problem
     with torch.no_grad():
@@ -42,49 +41,48 @@ def exported(case: Case, plain: PlainProcess) -> list[Measured]:
     error = float((ours - theirs).norm() / theirs.norm())
     agree = float((ours.argmax(dim=-1) == theirs.argmax(dim=-1)).float().mean())
     return [
-        Measured(quantity="logits", error=error, tolerance=FP32, detail=f"same best token at {agree:.0%} of positions")
+        Measured(quantity="logits", error=error, tolerance=FP32, detail=f"same top token at {agree:.0%} of positions")
     ]
 
 
-# Promise 4, the part that logits of short rows would not show: cosines and sines up to the last position.
+NUM_POSITIONS = 257  # that are compared, evenly spaced
 
 
-PLACES = 257  # positions looked at, spread evenly from the first to the last
-
-
-def tables(case: Case) -> list[Measured]:
-    """Cosines and sines against float64."""
+def check_rope_tables(case: Case) -> list[Measured]:
+    """Cosines and sines up to the last position against float64; logits of short rows would not show errors there."""
     config = case.model.config
     last = int(config.max_position_embeddings) - 1
-    positions = torch.linspace(0, last, PLACES, dtype=torch.float64).round().long()
+    positions = torch.linspace(0, last, NUM_POSITIONS, dtype=torch.float64).round().long()
     error = max(
         float((used - wanted).abs().max())
         for used, wanted in zip(_used(case, positions), _wanted(case.model, positions), strict=True)
     )
-    return [Measured(quantity="cos, sin", error=error, tolerance=turned(last), detail=f"positions 0 to {last}")]
+    return [
+        Measured(quantity="cos, sin", error=error, tolerance=angle_tolerance(last), detail=f"positions 0 to {last}")
+    ]
 
 
 def _used(case: Case, positions: Tensor) -> list[Tensor]:
-    """What the model turns by: [positions, 2, d/2] for every kind of layer, or for every head of every layer."""
+    """Cosines and sines of the model: [positions, 2, d/2] for every layer type, or for every head of every layer."""
     model, ids = case.model, positions.to(case.device)[None]
     if head_bases(model) is not None:
         return [table for layer in model.base_model.layers for table in _used_by_heads(layer.self_attn, ids)]
     hidden = torch.zeros(1, len(positions), 1, device=case.device)
-    found = [model.base_model.rotary_emb(hidden, ids, **kind) for kind in _kinds(model.config)]
+    found = [model.base_model.rotary_emb(hidden, ids, **layer_type) for layer_type in _layer_types(model.config)]
     return [torch.stack((cos[0], sin[0]), dim=1)[..., : cos.shape[-1] // 2].double().cpu() for cos, sin in found]
 
 
 def _used_by_heads(attention: Any, ids: Tensor) -> list[Tensor]:
-    """Cosines and sines of each KV head, as queries are turned and as keys are turned."""
+    """Cosines and sines of each KV head, for queries and then for keys."""
     inv_freq: Tensor = attention.head_inv_freq
     num_heads, half = inv_freq.shape
-    # A vector along the first axis of every pair turns into its cosine and sine.
+    # Rotating (1, 0) gives cosine and sine.
     unit = torch.cat((inv_freq.new_ones(half), inv_freq.new_zeros(half))).float()
     heads = unit.expand(1, num_heads, ids.shape[1], 2 * half)
-    turned_heads = rotate_heads(heads, heads, inv_freq, ids)
+    rotated = rotate_heads(heads, heads, inv_freq, ids)
     return [
         torch.stack(each[0, head].chunk(2, dim=-1), dim=1).double().cpu()
-        for each in turned_heads
+        for each in rotated
         for head in range(num_heads)
     ]
 
@@ -92,7 +90,7 @@ def _used_by_heads(attention: Any, ids: Tensor) -> list[Tensor]:
 def _wanted(model: Any, positions: Tensor) -> list[Tensor]:
     bases = head_bases(model)
     if bases is None:
-        return [_table(*_frequencies(model.config, kind), positions) for kind in _kinds(model.config)]
+        return [_table(*_frequencies(model.config, layer_type), positions) for layer_type in _layer_types(model.config)]
     layers = model.base_model.layers
     by_layer = bases if isinstance(bases[0], list) else [bases] * len(layers)
     dim = 2 * layers[0].self_attn.head_inv_freq.shape[-1]
@@ -103,19 +101,19 @@ def _wanted(model: Any, positions: Tensor) -> list[Tensor]:
     ]
 
 
-def _kinds(config: Any) -> list[dict[str, str]]:
-    """Arguments that name each kind of layer, where kinds have frequencies of their own."""
+def _layer_types(config: Any) -> list[dict[str, str]]:
+    """Arguments for the rotary module: one per layer type, if types have frequencies of their own."""
     rope = config.rope_parameters
     return [{}] if "rope_theta" in rope else [{"layer_type": name} for name, own in rope.items() if own]
 
 
-def _frequencies(config: Any, kind: dict[str, str]) -> tuple[Tensor, float]:
-    rope = config.rope_parameters[kind["layer_type"]] if kind else config.rope_parameters
+def _frequencies(config: Any, layer_type: dict[str, str]) -> tuple[Tensor, float]:
+    rope = config.rope_parameters[layer_type["layer_type"]] if layer_type else config.rope_parameters
     name = rope.get("rope_type", "default")
     if name in ("dynamic", "longrope"):
-        raise SkippedError(f"{name} frequencies change with the highest position")
+        raise SkippedError(f"{name} frequencies depend on the highest position")
     if name != "default":
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"), **kind)
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"), **layer_type)
         return inv_freq.double(), float(scaling)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return _powers(rope["rope_theta"], int(head_dim * rope.get("partial_rotary_factor", 1.0))), 1.0

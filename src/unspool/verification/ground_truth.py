@@ -1,8 +1,7 @@
-"""What results should be: plain `transformers`, one document at a time, all logits at once, plain cross-entropy.
+"""Reference results: plain `transformers`, one document at a time, all logits at once, plain cross-entropy.
 
-In: a model as `transformers` loads it, the rows of a step. Out: `Outcome`, losses and gradients by name.
-Nothing of ours takes part: labels are cut by hand, and where `transformers` has no way to say it (a base per head) the
-rotation is written out here with complex numbers.
+None of our code takes part. Labels are cut here, and the rotation of HARPE, which `transformers` does not have, is
+written with complex numbers.
 """
 
 import math
@@ -22,89 +21,88 @@ from transformers import AttentionInterface
 
 from unspool.core.rng import rng_for
 from unspool.data.packing.store import Row
-from unspool.verification.families import Placed
+from unspool.verification.fixtures import GRADIENT_DOCUMENT, RopeCase, Step
 from unspool.verification.tolerance import DRAW_FROM, DRAWS
-from unspool.verification.training_rows import WATCHED, Step
 
 PER_HEAD = "unspool-verify-per-head"
-ROW = "row"
+STEP = "row"  # the whole step, beside single documents
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Mean losses in nats and gradients (on the CPU) of the whole step and of single documents."""
+    """Mean losses in nats, and gradients on the CPU, of the whole step and of single documents."""
 
     losses: dict[str, float]
     grads: dict[str, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Apart:
-    """How far two outcomes are from each other, and where most."""
+class Difference:
+    """Largest relative differences between two outcomes, and where they are."""
 
     loss: float
     loss_where: str
     gradient: float
     gradient_where: str
-    middle: float  # the error of the gradient of half of the weights is below
+    median: float  # over weights, of the gradient's error
 
 
-def plain_outcome(model: Any, step: Step, *, asked_only: bool = False) -> Outcome:
+def plain_outcome(model: Any, step: Step, *, targets_only: bool = False) -> Outcome:
     """Losses of the step and of each document; gradients of the step and, if it has one row, of a document.
 
-    `asked_only`: no logits where nothing is asked for, as in training.
+    `targets_only`: compute logits only where there is a target, as training does.
     """
     documents = [document for row in step.rows for document in _documents(row)]
     num_valid = sum(int((targets >= 0).sum()) for _, targets in documents)
     single = len(step.rows) == 1
     losses, grads, total = {}, {}, 0.0
-    # The watched document first, while there is no other's gradient.
-    order = sorted(range(len(documents)), key=lambda number: number != WATCHED)
+    # This document first, before other gradients are added.
+    order = sorted(range(len(documents)), key=lambda number: number != GRADIENT_DOCUMENT)
     with summed_gradients(model) as sums:
         for number in order:
             tokens, targets = documents[number]
             count = int((targets >= 0).sum())
             if not count:
                 continue
-            summed = _summed_loss(model, tokens[None], targets[None], asked_only=asked_only)
+            summed = _summed_loss(model, tokens[None], targets[None], targets_only=targets_only)
             (summed / num_valid).backward()  # type: ignore[no-untyped-call]
             total += summed.item()
             losses[f"document {number}"] = summed.item() / count
-            if single and number == WATCHED:
+            if single and number == GRADIENT_DOCUMENT:
                 alone = gradients(model, sums)
                 grads[f"document {number}"] = {name: grad * (num_valid / count) for name, grad in alone.items()}
-        losses[ROW], grads[ROW] = total / num_valid, gradients(model, sums)
+        losses[STEP], grads[STEP] = total / num_valid, gradients(model, sums)
     return Outcome(losses, grads)
 
 
 def batched_outcome(model: Any, step: Step) -> Outcome:
-    """Loss and gradient of the step with all documents that are asked for anything in one batch, padded on the right.
+    """Loss and gradient of the step with all documents that have targets in one right-padded batch.
 
-    The same numbers as one at a time, except for roundings: products of larger matrices add up in another order.
+    Differs from one document at a time only by rounding: larger matrix products sum in another order.
     """
     documents = [document for row in step.rows for document in _documents(row) if (document[1] >= 0).any()]
     longest = max(len(tokens) for tokens, _ in documents)
-    # What comes after a document cannot be seen from within it, so no mask is needed.
+    # Attention is causal, so padding on the right needs no mask.
     tokens = np.stack([np.pad(tokens, (0, longest - len(tokens))) for tokens, _ in documents])
     targets = np.stack([np.pad(targets, (0, longest - len(targets)), constant_values=-1) for _, targets in documents])
     num_valid = int((targets >= 0).sum())
     with summed_gradients(model) as sums:
         summed = _summed_loss(model, tokens, targets)
         (summed / num_valid).backward()  # type: ignore[no-untyped-call]
-    return Outcome({ROW: summed.item() / num_valid}, {ROW: gradients(model, sums)})
+    return Outcome({STEP: summed.item() / num_valid}, {STEP: gradients(model, sums)})
 
 
 def exact_outcome(model: Any, step: Step) -> Outcome:
-    """The same in float64 throughout; the model is float64 afterwards."""
-    with Doubled():
+    """`plain_outcome` in float64 throughout; the model is float64 afterwards."""
+    with Float64Mode():
         outcome = plain_outcome(model.double(), step)
-    # Rounded once, which is nothing beside what is measured, and half the memory.
+    # Rounding once more is negligible here and halves the memory.
     grads = {of: {name: grad.float() for name, grad in each.items()} for of, each in outcome.grads.items()}
     return Outcome(outcome.losses, grads)
 
 
-class Doubled(TorchFunctionMode):
-    """Makes float64 of what model code turns into fp32, as norms, softmax and rotary tables do."""
+class Float64Mode(TorchFunctionMode):
+    """Replaces casts to fp32 in model code (norms, softmax, RoPE tables) by casts to float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
@@ -116,7 +114,7 @@ class Doubled(TorchFunctionMode):
 
 @contextmanager
 def summed_gradients(model: Any) -> Iterator[dict[str, Tensor]]:
-    """The gradients of all backward passes inside by name, added up in fp32 or better, whatever the weights are."""
+    """Gradients by name, summed over all backward passes inside in fp32 or float64, whatever dtype the weights have."""
     sums: dict[str, Tensor] = {}
 
     def add(name: str, weight: Tensor) -> None:
@@ -141,34 +139,34 @@ def summed_gradients(model: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def gradients(model: Any, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A copy; a weight that got none counts as zero, so that losing one is seen."""
+    """A copy on the CPU; weights without a gradient get zeros, so that a lost gradient is detected."""
     return {
         name: sums[name].detach().cpu().clone() if name in sums else torch.zeros_like(weight, device="cpu")
         for name, weight in model.named_parameters()
     }
 
 
-def apart(found: Outcome, truth: Outcome) -> Apart:
-    """The largest relative difference of a loss, and of one weight's gradient."""
+def compare(found: Outcome, truth: Outcome) -> Difference:
+    """The largest relative error of a loss, and of the gradient of a weight."""
     losses = [(abs(found.losses[name] - truth.losses[name]) / abs(truth.losses[name]), name) for name in found.losses]
     grads = {of: gradient_errors(found.grads[of], truth.grads[of]) for of in found.grads}
     named = [(error, f"{of}, {weight}") for of, errors in grads.items() for error, weight in errors]
-    middles = [(median(error for error, _ in errors), of) for of, errors in grads.items()]
-    return Apart(*worst(losses), *worst(named), worst(middles)[0])
+    medians = [(median(error for error, _ in errors), of) for of, errors in grads.items()]
+    return Difference(*worst(losses), *worst(named), worst(medians)[0])
 
 
-def larger(first: Apart, second: Apart) -> Apart:
-    """The larger error of each."""
+def max_difference(first: Difference, second: Difference) -> Difference:
+    """The larger error of each quantity."""
     loss = max((first.loss, first.loss_where), (second.loss, second.loss_where))
     gradient = max((first.gradient, first.gradient_where), (second.gradient, second.gradient_where))
-    return Apart(*loss, *gradient, max(first.middle, second.middle))
+    return Difference(*loss, *gradient, max(first.median, second.median))
 
 
 def gradient_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[tuple[float, str]]:
     """‖found − wanted‖ / ‖wanted‖ of every weight, with its name.
 
-    Some gradients are what is left when large terms cancel (biases of keys: a softmax does not see them), so a norm
-    below a thousandth of the largest counts as that.
+    Norms below a thousandth of the largest are raised to it: some gradients are a remainder of large terms that cancel,
+    such as those of key biases, which the softmax ignores.
     """
     assert found.keys() == wanted.keys()
     norms = {name: _norm(grad) for name, grad in wanted.items()}
@@ -181,57 +179,57 @@ def _norm(tensor: Tensor) -> float:
 
 
 def worst(errors: list[tuple[float, str]]) -> tuple[float, str]:
-    """The largest error and where it is; one that is not a number is larger than all others."""
+    """The largest error and where it is; NaN counts as larger than all others."""
     return max(errors, key=lambda error: math.inf if math.isnan(error[0]) else error[0], default=(0.0, ""))
 
 
-def place_positions(model: Any, placed: Placed) -> None:
-    """Give a plain model the positions that `placed` names, without our code."""
+def apply_rope_by_hand(model: Any, rope: RopeCase) -> None:
+    """Give a plain model the expected RoPE of a case, without our code."""
     backbone, config = model.base_model, model.config
-    if placed.rope is not None:
-        config.rope_parameters = placed.rope
+    if rope.parameters is not None:
+        config.rope_parameters = rope.parameters
         backbone.rotary_emb = type(backbone.rotary_emb)(config).to(next(model.parameters()).device)
         return
-    assert placed.bases is not None
+    assert rope.bases is not None
     AttentionInterface.register(PER_HEAD, attend_per_head)
     config._attn_implementation = PER_HEAD
-    backbone.rotary_emb = _Unrotated(config.head_dim)
-    for layer, bases in zip(backbone.layers, placed.bases, strict=True):
+    backbone.rotary_emb = _NoRotary(config.head_dim)
+    for layer, bases in zip(backbone.layers, rope.bases, strict=True):
         layer.self_attn.verify_bases = bases
 
 
 def attend_per_head(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """Causal attention with all scores, every head turned by its own base."""
+    """Causal attention with all scores, where every head has its own RoPE base."""
     groups = query.shape[1] // key.shape[1]
-    turns = torch.stack([_turns(base, key.shape[2], key.shape[3], key.device) for base in module.verify_bases])
+    rotations = torch.stack([_rotations(base, key.shape[2], key.shape[3], key.device) for base in module.verify_bases])
     query, key, value = (
-        _turn(query, turns.repeat_interleave(groups, dim=0)).to(value.dtype),
-        _turn(key, turns).to(value.dtype).repeat_interleave(groups, dim=1),
+        _rotate(query, rotations.repeat_interleave(groups, dim=0)).to(value.dtype),
+        _rotate(key, rotations).to(value.dtype).repeat_interleave(groups, dim=1),
         value.repeat_interleave(groups, dim=1),
     )
     scores = (query @ key.transpose(2, 3)).float() * scaling
     future = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
-    shares = scores.masked_fill(future, -torch.inf).softmax(dim=-1)
-    return (shares.to(value.dtype) @ value).transpose(1, 2).contiguous(), None
+    weights = scores.masked_fill(future, -torch.inf).softmax(dim=-1)
+    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), None
 
 
-def _turns(base: float, length: int, head_dim: int, device: torch.device) -> Tensor:
+def _rotations(base: float, length: int, head_dim: int, device: torch.device) -> Tensor:
     """exp(i · position · base^(−2j/d)), [positions, d/2]."""
     frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
     return torch.polar(torch.ones_like(angles), angles).to(device)
 
 
-def _turn(heads: Tensor, turns: Tensor) -> Tensor:
+def _rotate(heads: Tensor, rotations: Tensor) -> Tensor:
     first, second = heads.double().chunk(2, dim=-1)
-    turned = torch.complex(first, second) * turns
-    return torch.cat((turned.real, turned.imag), dim=-1).float()
+    rotated = torch.complex(first, second) * rotations
+    return torch.cat((rotated.real, rotated.imag), dim=-1).float()
 
 
-class _Unrotated(nn.Module):
-    """In the place of the model's own rotary module: cosine 1, sine 0."""
+class _NoRotary(nn.Module):
+    """Replaces the rotary module of a model: cosine 1, sine 0."""
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
@@ -243,54 +241,53 @@ class _Unrotated(nn.Module):
 
 
 def _documents(row: Row) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Tokens and targets of each document; the target at i is the token at i + 1, −1 where nothing is asked for."""
+    """Tokens and targets of each document; the target at i is the token at i + 1, or −1 where there is no loss."""
     documents, begin = [], 0
     for doc_len in row.doc_lens.tolist():
         tokens = row.tokens[begin : begin + doc_len].astype(np.int64)
-        asked = np.ones(doc_len, dtype=bool) if row.loss_mask is None else row.loss_mask[begin : begin + doc_len]
-        targets = np.append(np.where(asked[1:], tokens[1:], -1), -1)
+        has_loss = np.ones(doc_len, dtype=bool) if row.loss_mask is None else row.loss_mask[begin : begin + doc_len]
+        targets = np.append(np.where(has_loss[1:], tokens[1:], -1), -1)
         documents.append((tokens, targets))
         begin += doc_len
     return documents
 
 
-def _summed_loss(model: Any, tokens: np.ndarray, targets: np.ndarray, *, asked_only: bool = False) -> Tensor:
-    """Of documents [number, tokens] of one length; of one document if only what is `asked_only` gets logits."""
+def _summed_loss(model: Any, tokens: np.ndarray, targets: np.ndarray, *, targets_only: bool = False) -> Tensor:
+    """Sum of losses of documents [number, tokens]; with `targets_only` of a single document."""
     device = next(model.parameters()).device
     ids, wanted = (torch.from_numpy(array).to(device) for array in (tokens, targets))
     kept = {}
-    if asked_only:
-        (asked,) = (wanted[0] >= 0).nonzero(as_tuple=True)
-        kept, wanted = {"logits_to_keep": asked}, wanted[:, asked]
+    if targets_only:
+        (places,) = (wanted[0] >= 0).nonzero(as_tuple=True)
+        kept, wanted = {"logits_to_keep": places}, wanted[:, places]
     logits = model(input_ids=ids, use_cache=False, **kept).logits
     return F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), ignore_index=-1, reduction="sum")
 
 
-# How far plain `transformers` is from the truth by rounding alone, over several ways to round.
+# The rounding error of plain `transformers`, over several orders of its sums
 
 
-def usual_error(model: Any, step: Step, truth: Outcome, *, asked_only: bool) -> Apart:
-    """Documents one at a time; if they are several rows also all in one batch, as products of larger matrices round
-    otherwise."""
-    found = apart(plain_outcome(model, step, asked_only=asked_only), truth)
-    return found if len(step.rows) == 1 else larger(found, apart(batched_outcome(model, step), truth))
+def rounding_error(model: Any, step: Step, truth: Outcome, *, targets_only: bool) -> Difference:
+    """Error of documents one at a time; for several rows also of one batch, since larger products round differently."""
+    found = compare(plain_outcome(model, step, targets_only=targets_only), truth)
+    return found if len(step.rows) == 1 else max_difference(found, compare(batched_outcome(model, step), truth))
 
 
-def fp32_error(model: Any, step: Step, truth: Outcome, *, seed: int) -> Apart:
-    """The same and, where it is not far below what is allowed anyway, with sums in orders drawn by the seed."""
-    found = usual_error(model, step, truth, asked_only=True)
-    if max(found.loss, found.gradient, found.middle) < DRAW_FROM:
+def fp32_rounding_error(model: Any, step: Step, truth: Outcome, *, seed: int) -> Difference:
+    """`rounding_error`; unless it is far below the tolerance, also with sums in random orders."""
+    found = rounding_error(model, step, truth, targets_only=True)
+    if max(found.loss, found.gradient, found.median) < DRAW_FROM:
         return found
     for draw in range(DRAWS):
-        with Reordered(rng_for(seed, "verify", "sums", step.name, draw)):
-            found = larger(found, apart(batched_outcome(model, step), truth))
+        with ReorderedSums(rng_for(seed, "verify", "sums", step.name, draw)):
+            found = max_difference(found, compare(batched_outcome(model, step), truth))
     return found
 
 
-class Reordered(TorchFunctionMode):
-    """Every product with a weight adds up its terms in a drawn order, as if channels were numbered otherwise.
+class ReorderedSums(TorchFunctionMode):
+    """Sums the terms of every product with a weight in a random order, as if channels were permuted.
 
-    The same numbers, except for roundings. Those of the backward pass change as well, with the states it starts from.
+    Only rounding changes, in the backward pass too, since it starts from other hidden states.
     """
 
     def __init__(self, rng: np.random.Generator) -> None:

@@ -1,4 +1,4 @@
-"""Promise 5, memory settings: recompute, offload and tiling give the loss and gradient of plain `transformers`."""
+"""Promise 5: memory settings and the chunked loss give the loss and gradient of plain `transformers`."""
 
 import copy
 from dataclasses import replace
@@ -12,80 +12,82 @@ from unspool.data.packing.store import IGNORE
 from unspool.models.loss import Head, read_head, summed_loss
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
-from unspool.verification.case import Case, trained
-from unspool.verification.ground_truth import Doubled, apart
-from unspool.verification.isolation import worst
-from unspool.verification.results import Check, Measured
-from unspool.verification.tolerance import allowed
+from unspool.verification.case import Case, Check, Measured, train_outcome
+from unspool.verification.ground_truth import Float64Mode, compare
+from unspool.verification.tolerance import tolerance_for
 
-# Tiles are to be cut: none of the rows is a multiple of this.
+# No row length is a multiple of this, so that the last tile is shorter.
 TILE = 37
-POLICIES: dict[str, MemoryPolicy] = {
-    "activation-checkpointing": MemoryPolicy(activation_checkpointing="full"),
-    "keep-attention": MemoryPolicy(activation_checkpointing="keep-attention"),
-    "keep-products": MemoryPolicy(activation_checkpointing="keep-attention", keep_products=2, keep_on_host=1),
-    "layers-per-checkpoint": MemoryPolicy(activation_checkpointing="full", layers_per_checkpoint=2),
-    "offload": MemoryPolicy(activation_checkpointing="full", offload=True),
-    "mlp-tiles": MemoryPolicy(mlp_tiles=TILE),
-    "heads-at-once": MemoryPolicy(attention_heads_at_once=1),
-    "all-memory": MemoryPolicy(
-        activation_checkpointing="keep-attention",
-        layers_per_checkpoint=2,
-        offload=True,
-        mlp_tiles=TILE,
-        attention_heads_at_once=1,
+# By the name of the check: what it does, for --list, and the policy.
+POLICIES: dict[str, tuple[str, MemoryPolicy]] = {
+    "activation-checkpointing": (
+        "activation checkpointing of every layer",
+        MemoryPolicy(activation_checkpointing="full"),
     ),
-}
-WHAT = {
-    "activation-checkpointing": "every layer computed again in the backward pass",
-    "keep-attention": "the same, but attention's results are kept",
-    "keep-products": "matrix products of two layers are kept as well, one of them in host memory",
-    "layers-per-checkpoint": "two layers share a checkpoint",
-    "offload": "checkpoints wait in host memory",
-    "mlp-tiles": f"norms and MLPs over {TILE} tokens at a time",
-    "heads-at-once": "attention for one KV head at a time",
-    "all-memory": "all of these together",
+    "keep-attention": (
+        "activation checkpointing that keeps the results of attention",
+        MemoryPolicy(activation_checkpointing="keep-attention"),
+    ),
+    "keep-products": (
+        "also keeps the matrix products of two layers, one of them in host memory",
+        MemoryPolicy(activation_checkpointing="keep-attention", keep_products=2, keep_on_host=1),
+    ),
+    "layers-per-checkpoint": (
+        "activation checkpointing of two layers at a time",
+        MemoryPolicy(activation_checkpointing="full", layers_per_checkpoint=2),
+    ),
+    "offload": ("activation checkpoints in host memory", MemoryPolicy(activation_checkpointing="full", offload=True)),
+    "mlp-tiles": (f"norms and MLPs over {TILE} tokens at a time", MemoryPolicy(mlp_tiles=TILE)),
+    "heads-at-once": ("attention over one KV head at a time", MemoryPolicy(attention_heads_at_once=1)),
+    "all-memory": (
+        "all of these together",
+        MemoryPolicy(
+            activation_checkpointing="keep-attention",
+            layers_per_checkpoint=2,
+            offload=True,
+            mlp_tiles=TILE,
+            attention_heads_at_once=1,
+        ),
+    ),
 }
 
 
 def policy_checks() -> list[Check]:
     return [
-        Check(name=name, promise=5, what=WHAT[name], measure=partial(under_policy, policy=policy))
-        for name, policy in POLICIES.items()
+        Check(name=name, promise=5, what=what, measure=partial(check_policy, policy=policy))
+        for name, (what, policy) in POLICIES.items()
     ]
 
 
-def under_policy(case: Case, policy: MemoryPolicy) -> list[Measured]:
-    """A step of a model with `policy` against the truth."""
-    # A copy, since a policy is applied once and for good.
+def check_policy(case: Case, policy: MemoryPolicy) -> list[Measured]:
+    """A step under a memory policy against plain `transformers`."""
+    # A copy, since a policy cannot be removed from a model.
     model = copy.deepcopy(case.model)
     apply_memory(model, policy)
-    return worst(case, [("unequal", apart(trained(model, case.steps["unequal"]), case.truths["unequal"]))])
-
-
-# Promise 5, the loss: head and cross-entropy in chunks against all logits at once.
+    found = compare(train_outcome(model, case.steps["unequal"]), case.truths["unequal"])
+    return case.measure([("unequal", found)])
 
 
 TOKENS = 33
-CHUNK = 7  # the last chunk is a part of one
+CHUNK = 7  # the last chunk is shorter
 
 
-def chunked_loss(case: Case) -> list[Measured]:
-    """Loss and both gradients, in fp32 on every device, through the model's own head."""
+def check_chunked_loss(case: Case) -> list[Measured]:
+    """Loss and gradients of head and hidden states in chunks against all logits at once, in fp32 on every device."""
     head = _in(read_head(case.model), torch.float32, case.device)
     generator = torch.Generator().manual_seed(case.seed)
     hidden = torch.randn(TOKENS, head.weight.shape[1], generator=generator).to(case.device)
     labels = torch.randint(len(head.weight), (TOKENS,), generator=generator).to(case.device)
     labels[::5] = IGNORE
-    with Doubled():
+    with Float64Mode():
         # On the CPU: a large head in float64 may not fit beside the model.
         wanted = _plain(hidden.cpu().double(), _in(head, torch.float64, "cpu"), labels.cpu(), at_once=TOKENS)
-    usual = [_apart(_plain(hidden, head, labels, at_once=count), wanted) for count in (TOKENS, CHUNK)]
-    found = _apart(_chunked(hidden, head, labels), wanted)
-    names = ("loss", "gradient", "head")  # of the states, of the head's weight
+    plain = [_relative_errors(_plain(hidden, head, labels, at_once=count), wanted) for count in (TOKENS, CHUNK)]
+    found = _relative_errors(_chunked(hidden, head, labels), wanted)
+    names = ("loss", "gradient", "head gradient")
     return [
-        Measured(quantity=name, error=error, tolerance=allowed(max(plain), "fp32"))
-        for name, error, *plain in zip(names, found, *usual, strict=True)
+        Measured(quantity=name, error=error, tolerance=tolerance_for(max(errors), "fp32"))
+        for name, error, *errors in zip(names, found, *plain, strict=True)
     ]
 
 
@@ -95,12 +97,12 @@ def _in(head: Head, dtype: torch.dtype, device: torch.device | str) -> Head:
 
 
 def _plain(hidden: Tensor, head: Head, labels: Tensor, *, at_once: int) -> list[Tensor]:
-    """Plain cross-entropy, on all logits of so many tokens that are asked for."""
+    """Cross-entropy on the logits of so many targets at once."""
     states, head = _with_gradients(hidden, head)
-    asked = (labels != IGNORE).nonzero()[:, 0]
+    targets = (labels != IGNORE).nonzero()[:, 0]
     losses = [
         F.cross_entropy(head.logits(states[rows]), labels[rows], reduction="sum")
-        for rows in torch.split(asked, at_once)
+        for rows in torch.split(targets, at_once)
     ]
     return _results(torch.stack(losses).sum(), states, head)
 
@@ -117,11 +119,11 @@ def _with_gradients(hidden: Tensor, head: Head) -> tuple[Tensor, Head]:
 
 
 def _results(total: Tensor, states: Tensor, head: Head) -> list[Tensor]:
-    # A factor, as the step's count of tokens is one.
+    # A factor, as a step divides by its number of targets.
     (total / 3).backward()  # type: ignore[no-untyped-call]
     assert states.grad is not None and head.weight.grad is not None
     return [total.detach(), states.grad, head.weight.grad]
 
 
-def _apart(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
+def _relative_errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
     return [float((mine.cpu() - full).norm() / full.norm()) for mine, full in zip(found, wanted, strict=True)]

@@ -1,36 +1,134 @@
-"""Running the checks: every one on every model and device, results as they come.
+"""The list of checks, running them, and the table of their results."""
 
-In: subjects, checks, devices. Out: an iterator of `Result`s.
-Promise: one model's failure does not keep the others from being checked; what could not be checked says why.
-"""
-
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any, Literal
 
 import torch
 
 from unspool.core.errors import ConfigError
 from unspool.models.export import PlainProcess
 from unspool.models.tokenizer import first_line
-from unspool.verification import exported, interruptions, isolation, memory_settings, splits
-from unspool.verification.case import Case, build_case, training_dtype
-from unspool.verification.families import Subject
-from unspool.verification.results import Check, Measured, Result, SkippedError, Status
-from unspool.verification.splits import Answers, rank_check
+from unspool.verification import exported, interruptions, memory_settings, step_checks
+from unspool.verification.case import Case, Check, SkippedError, build_case, training_dtype
+from unspool.verification.fixtures import ModelSpec
+from unspool.verification.rank_layouts import RankGroup, rank_check
+
+PROMISES = {
+    1: "Packing changes neither a document's loss nor its gradient; perturbing one document changes no other.",
+    2: "Loss and gradient of a step do not depend on its split into micro-batches, the order of its rows or ranks.",
+    3: "A run killed at any moment and resumed gives the same weights as one never killed.",
+    4: "Exported checkpoints give the same logits in plain transformers.",
+    5: "Chunked loss, activation checkpointing, offload and tiling change memory, not results.",
+}
+
+
+def build_checks(
+    plain: PlainProcess, *, kills: int = interruptions.KILLS, ranks: RankGroup | None = None
+) -> dict[str, Check]:
+    """All checks by name. `plain` loads exports, a run is killed `kills` times, `ranks` share a step."""
+    checks = [
+        Check(
+            name="packing",
+            promise=1,
+            what="loss and gradient of each document in a packed row, against the document alone",
+            measure=step_checks.check_packing,
+        ),
+        Check(
+            name="isolation",
+            promise=1,
+            what="replacing the text of one document leaves all others bitwise equal",
+            measure=step_checks.check_isolation,
+        ),
+        Check(
+            name="position-shift",
+            promise=1,
+            what="a document at higher positions, against the same at 0: queries and keys rotate alike",
+            measure=step_checks.check_position_shift,
+        ),
+        Check(
+            name="micro-batches",
+            promise=2,
+            what="one step of eight rows in micro-batches of one, four and eight",
+            measure=step_checks.check_micro_batches,
+        ),
+        Check(
+            name="row-order",
+            promise=2,
+            what="one step with its rows in other orders",
+            measure=step_checks.check_row_order,
+        ),
+        *([rank_check(ranks)] if ranks else []),
+        Check(
+            name="resume",
+            promise=3,
+            what="a stage interrupted after several of its steps, against an uninterrupted one: bits and ledger",
+            measure=interruptions.check_resume,
+        ),
+        Check(
+            name="sigkill",
+            promise=3,
+            what="a process killed at random moments (--kills) and restarted, against one never killed",
+            measure=partial(interruptions.check_kills, kills=kills),
+            once=True,
+        ),
+        Check(
+            name="export",
+            promise=4,
+            what="logits of the exported folder in a fresh process without Unspool",
+            measure=partial(exported.check_export, plain=plain),
+        ),
+        Check(
+            name="rope-tables",
+            promise=4,
+            what="cosines and sines up to the last position, against float64",
+            measure=exported.check_rope_tables,
+        ),
+        Check(
+            name="chunked-loss",
+            promise=5,
+            what="loss and gradients in chunks, against all logits at once",
+            measure=memory_settings.check_chunked_loss,
+        ),
+        *memory_settings.policy_checks(),
+    ]
+    return {check.name: check for check in checks}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One measured quantity. `error` and `tolerance` are None where nothing could be measured."""
+
+    promise: int
+    check: str
+    quantity: str
+    model: str
+    device: str
+    dtype: str
+    error: float | None
+    tolerance: float | None
+    status: Literal["passed", "failed", "skipped"]
+    seconds: float  # of the whole check, which may measure several quantities
+    detail: str
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 def run_checks(
-    subjects: Sequence[Subject], checks: Sequence[Check], *, device: torch.device, seed: int
+    specs: Sequence[ModelSpec], checks: Sequence[Check], *, device: torch.device, seed: int
 ) -> Iterator[list[Result]]:
-    """The results of one check on one model at a time."""
-    for subject in subjects:
+    """Yield the results of one check on one model at a time. A model that cannot be loaded is skipped."""
+    for spec in specs:
         began = time.perf_counter()
         try:
-            case = build_case(subject, device=device, seed=seed)
+            case = build_case(spec, device=device, seed=seed)
         except ConfigError as error:
-            for check in checks:
-                yield [_without(check, subject, device, "skipped", str(error), began)]
+            yield from ([_result(check, spec, device, began, status="skipped", detail=str(error))] for check in checks)
             continue
         for check in checks:
             yield run_check(check, case)
@@ -38,129 +136,105 @@ def run_checks(
 
 def run_check(check: Check, case: Case) -> list[Result]:
     began = time.perf_counter()
+    make = partial(_result, check, case.spec, case.device, began)
     try:
         measured = check.measure(case)
     except (SkippedError, ConfigError) as error:
-        return [_without(check, case.subject, case.device, "skipped", str(error), began)]
-    except RuntimeError as error:  # torch's: out of memory, a kernel that refuses
-        return [_without(check, case.subject, case.device, "failed", first_line(error), began)]
-    seconds = time.perf_counter() - began
-    return [_result(check, case, one, seconds) for one in measured]
+        return [make(status="skipped", detail=str(error))]
+    except RuntimeError as error:  # from torch: out of memory, a kernel that refuses its input
+        return [make(status="failed", detail=first_line(error))]
+    return [make(**vars(one), status="passed" if one.passed else "failed") for one in measured]
 
 
-def _result(check: Check, case: Case, measured: Measured, seconds: float) -> Result:
+def _result(
+    check: Check,
+    spec: ModelSpec,
+    device: torch.device,
+    began: float,
+    *,
+    status: Literal["passed", "failed", "skipped"],
+    detail: str,
+    quantity: str = "",
+    error: float | None = None,
+    tolerance: float | None = None,
+) -> Result:
     return Result(
         promise=check.promise,
         check=check.name,
-        quantity=measured.quantity,
-        model=case.subject.name,
-        device=case.device.type,
-        dtype=case.dtype,
-        error=measured.error,
-        tolerance=measured.tolerance,
-        status="passed" if measured.passed else "failed",
-        seconds=round(seconds, 3),
-        detail=measured.detail,
-    )
-
-
-def _without(check: Check, subject: Subject, device: torch.device, status: Status, reason: str, began: float) -> Result:
-    return Result(
-        promise=check.promise,
-        check=check.name,
-        quantity="",
-        model=subject.name,
+        quantity=quantity,
+        model=spec.name,
         device=device.type,
         dtype=training_dtype(device),
-        error=None,
-        tolerance=None,
+        error=error,
+        tolerance=tolerance,
         status=status,
         seconds=round(time.perf_counter() - began, 3),
-        detail=reason,
+        detail=detail,
     )
 
 
-# The list of checks, by promise. A new one is a function of a `Case` and a line here.
+# The table
 
 
-PROMISES = {
-    1: "Packing changes neither a document's loss nor its gradient; perturbing one document changes no other.",
-    2: "Loss and gradient of a step do not depend on its split into micro-batches, the order of its rows or ranks.",
-    3: "A run killed at any moment and resumed gives the same weights as one never killed.",
-    4: "Exported checkpoints give the same logits in plain transformers.",
-    5: "Chunked loss, recompute, offload and tiling change memory, not results.",
-}
+def table_rows(results: Sequence[Result], *, each: bool) -> list[tuple[str, ...]]:
+    """Cells of the table: a row per check with the model closest to its tolerance; with `each`, a row per model.
+
+    Failures always have their own row.
+    """
+    groups: dict[tuple[str, ...], list[Result]] = defaultdict(list)
+    for result in results:
+        if result.status == "skipped" and not each:
+            continue
+        is_single = each or result.status == "failed"
+        groups[result.check, result.quantity, result.device, result.model if is_single else ""].append(result)
+    rows = [_table_row(group) for group in groups.values()]
+    return sorted(rows, key=lambda row: row[3])  # by device; checks stay in their order
 
 
-def build_checks(
-    plain: PlainProcess, *, kills: int = interruptions.KILLS, ranks: Answers | None = None
-) -> dict[str, Check]:
-    """All checks by name; exports are loaded by `plain`, a run is killed so many times, `ranks` share a step."""
-    return {
-        check.name: check
-        for check in (
-            Check(
-                name="packed",
-                promise=1,
-                what="each document's loss and gradient in a packed row, against the document alone",
-                measure=isolation.packed,
-            ),
-            Check(
-                name="alone",
-                promise=1,
-                what="another text in one document leaves all others the same to the last bit",
-                measure=isolation.alone,
-            ),
-            Check(
-                name="moved",
-                promise=1,
-                what="a document further down in the row says the same, so queries and keys turn alike",
-                measure=isolation.moved,
-            ),
-            Check(
-                name="split",
-                promise=2,
-                what="one step of eight rows in micro-batches of one, four and eight",
-                measure=splits.split,
-            ),
-            Check(
-                name="order",
-                promise=2,
-                what="one step with its rows in other orders",
-                measure=splits.shuffled,
-            ),
-            *([rank_check(ranks)] if ranks else []),
-            Check(
-                name="resumed",
-                promise=3,
-                what="a stage cut off after several of its steps, against one that never was: bits and ledger",
-                measure=interruptions.resumed,
-            ),
-            Check(
-                name="killed",
-                promise=3,
-                what="a process killed at random moments (--kills) and begun again, against one that never was",
-                measure=partial(interruptions.killed, kills=kills),
-                once=True,
-            ),
-            Check(
-                name="export",
-                promise=4,
-                what="logits of the exported folder in a fresh process without Unspool",
-                measure=partial(exported.exported, plain=plain),
-            ),
-            Check(
-                name="tables",
-                promise=4,
-                what="cosines and sines up to the last position, against float64",
-                measure=exported.tables,
-            ),
-            Check(
-                name="chunked-loss",
-                promise=5,
-                what="loss and gradients in chunks, against all logits at once",
-                measure=memory_settings.chunked_loss,
-            ),
-            *memory_settings.policy_checks(),
-        )
-    }
+def reasons(results: Iterable[Result]) -> list[str]:
+    """Why checks failed or were skipped, each reason once with its checks and models."""
+    models: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for result in results:
+        if result.status != "passed" and result.detail:
+            names = models[result.status, result.check, result.detail]
+            if result.model not in names:
+                names.append(result.model)
+    grouped: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for (status, check, detail), names in models.items():
+        grouped[status, ", ".join(names), detail].append(check)
+    return [
+        f"{status}: {', '.join(checks)} on {names}: {detail}" for (status, names, detail), checks in grouped.items()
+    ]
+
+
+def summary_line(results: Sequence[Result]) -> str:
+    counts = {status: sum(result.status == status for result in results) for status in ("passed", "failed", "skipped")}
+    return ", ".join(f"{count} {status}" for status, count in counts.items() if count) or "nothing to check"
+
+
+def _table_row(group: Sequence[Result]) -> tuple[str, ...]:
+    shown = max(group, key=_closeness)
+    checks = {(result.model, result.check): result.seconds for result in group}
+    return (
+        str(shown.promise),
+        f"{shown.check} {shown.quantity}".strip(),
+        shown.model,
+        f"{shown.device} {shown.dtype}",
+        _format(shown.error),
+        _format(shown.tolerance),
+        shown.status,
+        f"{sum(checks.values()):.1f}",
+    )
+
+
+def _closeness(result: Result) -> float:
+    """The share of its tolerance that an error takes."""
+    if result.error is None or result.tolerance is None or math.isnan(result.error):
+        return math.inf
+    if result.error == 0:
+        return 0.0
+    return result.error / result.tolerance if result.tolerance else math.inf
+
+
+def _format(value: float | None) -> str:
+    return "–" if value is None else "0" if value == 0 else f"{value:.1e}"

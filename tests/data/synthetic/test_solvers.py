@@ -230,7 +230,8 @@ def test_solvers_take_nothing_but_wording_from_the_generators():
         taken = [
             alias.name
             for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and node.module == TASKS_MODULES.get(name, f"unspool.data.sources.synthetic.{name}")
+            if isinstance(node, ast.ImportFrom)
+            and node.module == TASKS_MODULES.get(name, f"unspool.data.sources.synthetic.{name}")
             for alias in node.names
         ]
         assert taken

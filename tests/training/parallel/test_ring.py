@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from factory import attention_inputs
 from unspool.core.errors import ConfigError
-from unspool.models.attention.reference import Rules, same_heads
-from unspool.training.batch import sequence_part
+from unspool.models.attention.reference import repeat_kv_heads
 from unspool.training.parallel import ring
 from unspool.training.parallel.ring import _merge, _visible, block, block_backward, ring_attention
+from unspool.training.batch import sequence_part
 
 SCALE = 0.3
 
@@ -20,7 +21,7 @@ def heads(num_tokens, *, device="cpu", dtype=torch.float32):
 
 
 def whole_row(query, key, value, **options):
-    key, value = same_heads(query, key, value)
+    key, value = repeat_kv_heads(query, key, value)
     return F.scaled_dot_product_attention(query, key, value, scale=SCALE, **options)
 
 
@@ -77,14 +78,14 @@ def test_the_kernel_on_a_gpu_agrees_with_plain_products(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("doc_lens", "rules", "sinks", "sentence"),
+    ("doc_lens", "options", "sentence"),
     [
-        ((3, 4), Rules(), None, "rows of one document, and this batch holds 2"),
-        ((7,), Rules(window=3), None, "does not compute sliding windows"),
-        ((7,), Rules(softcap=3.0), None, "does not compute capped scores"),
-        ((7,), Rules(), torch.zeros(4), "does not compute sinks"),
+        ((3, 4), {}, "rows of one document, and this batch holds 2"),
+        ((7,), {"window": 3}, "does not compute sliding windows"),
+        ((7,), {"softcap": 3.0}, "does not compute capped scores"),
+        ((7,), {"sinks": torch.zeros(4)}, "does not compute sinks"),
     ],
 )
-def test_what_a_ring_would_compute_wrongly_is_refused(doc_lens, rules, sinks, sentence):
+def test_what_a_ring_would_compute_wrongly_is_refused(doc_lens, options, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        ring_attention(*heads(7), rules, sinks, doc_lens, group=None)
+        ring_attention(attention_inputs(*heads(7), doc_lens=doc_lens, **options), group=None)

@@ -16,7 +16,7 @@ from unspool.models.generation.generate import answer
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import load_tokenizer
-from unspool.rope.methods import RopeMethod
+from unspool.rope.tables import RopeMethod
 
 # A model with other positions than it was trained with, to see what they do without training.
 

@@ -25,6 +25,7 @@ from unspool.evals.backends.base import Backend
 from unspool.evals.config import Eval
 from unspool.evals.judge.protocols import REPLY_TOKENS, Call, Reply, calls, score
 from unspool.evals.prompts import Asker, Prompt, PromptQuestion
+from unspool.evals.reply_cache import ReplyCache
 from unspool.evals.run import SAMPLES, SUMMARY, summary_of
 from unspool.evals.suite import Question
 
@@ -55,30 +56,22 @@ class Estimate:
         return f"{self.calls} questions to the judge, {tokens} tokens of replies"
 
 
-class Kept:
-    """Replies by the hash of judge and prompt, in a file that only grows."""
+class JudgeReplies(ReplyCache):
+    """Replies of one judge by prompt."""
 
     def __init__(self, path: Path, judge: str) -> None:
-        self._path, self._judge = path, judge
-        self._replies: dict[str, str] = {}
-        for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:
-            try:
-                one = json.loads(line)
-                self._replies[one["key"]] = one["reply"]
-            except (ValueError, KeyError, TypeError):
-                continue  # the line during which a run was killed
-
-    def key(self, prompt: str) -> str:
-        return hashlib.sha256(f"{self._judge}\0{prompt}".encode()).hexdigest()
+        super().__init__(path)
+        self._judge = judge
 
     def get(self, prompt: str) -> str | None:
-        return self._replies.get(self.key(prompt))
+        reply: str | None = self.read_reply(self._key(prompt))
+        return reply
 
     def add(self, prompt: str, reply: str) -> None:
-        self._replies[self.key(prompt)] = reply
-        with self._path.open("a", encoding="utf-8") as file:
-            # On a line of its own, even after half a line.
-            file.write("\n" + json.dumps({"key": self.key(prompt), "judge": self._judge, "reply": reply}) + "\n")
+        self.write_reply(self._key(prompt), reply, judge=self._judge)
+
+    def _key(self, prompt: str) -> str:
+        return hashlib.sha256(f"{self._judge}\0{prompt}".encode()).hexdigest()
 
 
 def scores_folders(path: Path) -> list[Path]:
@@ -94,50 +87,50 @@ def waiting(samples: Sequence[Sample]) -> list[Sample]:
     return [sample for sample in samples if "judge" in sample]
 
 
-def estimate(samples: Sequence[Sample], kept: Kept) -> Estimate:
+def estimate(samples: Sequence[Sample], replies: JudgeReplies) -> Estimate:
     """What is still to be asked."""
-    left = {call.prompt for call in _calls(samples) if kept.get(call.prompt) is None}
+    left = {call.prompt for call in _calls(samples) if replies.get(call.prompt) is None}
     tokens = sum(len(prompt) for prompt in left) // CHARS_PER_TOKEN
     return Estimate(calls=len(left), prompt_tokens=tokens, reply_tokens=len(left) * REPLY_TOKENS)
 
 
-def kept_for(folder: Path, judge: str) -> Kept:
-    """Replies stand beside the folder while it is being judged, since it is replaced whole."""
+def replies_for(folder: Path, judge: str) -> JudgeReplies:
+    """The cache file, beside the folder while it is being judged, since the folder is replaced as a whole."""
     beside = folder.with_name(f"{folder.name}.{JUDGEMENTS}")
     if not beside.exists() and (folder / JUDGEMENTS).exists():
         shutil.copyfile(folder / JUDGEMENTS, beside)
-    return Kept(beside, judge)
+    return JudgeReplies(beside, judge)
 
 
 def judge_folder(folder: Path, judge: Judge) -> dict[str, Any]:
     """The new summary."""
     samples = read_samples(folder)
-    kept = kept_for(folder, judge.name)
-    ask_all(_calls(samples), judge, kept, label=f"judge {folder.name}")
-    judged = [with_score(sample, judge.name, kept) for sample in samples]
+    with replies_for(folder, judge.name) as replies:
+        ask_all(_calls(samples), judge, replies, label=f"judge {folder.name}")
+        judged = [with_score(sample, judge.name, replies) for sample in samples]
     unread = sum(bool(sample.get("judgement", {}).get("unparsable")) for sample in judged)
     say(f"{folder.name}: {len(waiting(judged))} answers judged by {judge.name}, {unread} replies could not be read")
     return _write_back(folder, judged)
 
 
-def ask_all(wanted: Iterator[Call], judge: Judge, kept: Kept, *, label: str) -> None:
-    left = list({call.prompt: None for call in wanted if kept.get(call.prompt) is None})
+def ask_all(wanted: Iterator[Call], judge: Judge, replies: JudgeReplies, *, label: str) -> None:
+    left = list({call.prompt: None for call in wanted if replies.get(call.prompt) is None})
     with progress_bar(label, len(left)) as advance, ThreadPoolExecutor(judge.width) as pool:
         for start in range(0, len(left), judge.width):
             some = left[start : start + judge.width]
             for prompt, reply in zip(some, pool.map(judge.ask, some), strict=True):
-                kept.add(prompt, reply)
+                replies.add(prompt, reply)
                 advance(1, "")
 
 
-def with_score(sample: Sample, judge: str, kept: Kept) -> Sample:
+def with_score(sample: Sample, judge: str, replies: JudgeReplies) -> Sample:
     if "judge" not in sample:
         return sample
     case = sample["judge"]
     asked = calls(case["protocol"], case, sample["output"])
-    replies = [_reply(call, kept) for call in asked]
-    value = score(case["protocol"], replies)
-    said = {call.name: reply for call, reply in zip(asked, replies, strict=True)}
+    parsed = [_reply(call, replies) for call in asked]
+    value = score(case["protocol"], parsed)
+    said = {call.name: reply for call, reply in zip(asked, parsed, strict=True)}
     return {**sample, "score": value, "judgement": {"judge": judge, "said": said, "unparsable": value is None}}
 
 
@@ -145,8 +138,8 @@ def read_samples(folder: Path) -> list[Sample]:
     return [json.loads(line) for line in (folder / SAMPLES).read_text(encoding="utf-8").split("\n") if line]
 
 
-def _reply(call: Call, kept: Kept) -> Reply | None:
-    text = kept.get(call.prompt)
+def _reply(call: Call, replies: JudgeReplies) -> Reply | None:
+    text = replies.get(call.prompt)
     return None if text is None else call.parse(text)
 
 
@@ -190,14 +183,14 @@ class Agreement:
     weighted_kappa: float | None  # near misses count less than far ones
 
 
-def check_judge(path: Path, judge: Judge, kept: Kept) -> Agreement:
+def check_judge(path: Path, judge: Judge, replies: JudgeReplies) -> Agreement:
     cases = labelled(path)
     asked = [calls("qa", case, str(case["output"]))[0] for case in cases]
-    ask_all(iter(asked), judge, kept, label="judge check")
-    replies = [call.parse(kept.get(call.prompt) or "") for call in asked]
+    ask_all(iter(asked), judge, replies, label="judge check")
+    parsed = [_reply(call, replies) for call in asked]
     pairs = [
         (int(case["label"]), reply["fluency"] * reply["correctness"])
-        for case, reply in zip(cases, replies, strict=True)
+        for case, reply in zip(cases, parsed, strict=True)
         if reply is not None
     ]
     return agreement(pairs, unparsable=len(cases) - len(pairs))

@@ -21,8 +21,8 @@ from unspool.core.errors import ConfigError
 from unspool.core.progress import progress_bar
 from unspool.inspection.attention.input_text import Text
 from unspool.inspection.attention.tiles import Far, Layer, build_sight, draw, measure
-from unspool.models.attention.reference import Rules
-from unspool.models.checks import stand_between
+from unspool.models.attention.reference import AttentionInputs, Kernel
+from unspool.models.checks import intercept_attention
 from unspool.models.load import load_model
 
 # One pass of a model over a text, watched: how far every head looks, and maps of the heads that look furthest.
@@ -111,24 +111,14 @@ class _Watcher:
 
     def attached(self, model: Any) -> AbstractContextManager[None]:
         """Within this, every layer's attention shows us what it takes."""
-        return stand_between(model, lambda layer: partial(self._attend, layer))
+        return intercept_attention(model, lambda layer: partial(self._attend, layer))
 
-    def _attend(
-        self,
-        number: int,
-        compute: Callable[..., Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rules: Rules,
-        sinks: Tensor | None,
-        doc_lens: tuple[int, ...] | None,
-    ) -> Tensor:
+    def _attend(self, number: int, kernel: Kernel, inputs: AttentionInputs) -> Tensor:
         """What stands between a layer and its kernel: the kernel's output, unchanged."""
-        out = compute(query, key, value, rules, sinks, doc_lens)
+        out = kernel(inputs)
         named = {layer for layer, _ in self._look.heads}
         if self._look.layers is None or number in self._look.layers or number in named:
-            layer = Layer(query=query[0], key=key[0], rules=rules, sinks=sinks)
+            layer = Layer.of(inputs)
             found = measure(layer, self._sight)
         else:
             layer, found = None, None

@@ -10,13 +10,13 @@ Elsewhere: getting queries and keys out of a model (attention_watch.py).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unspool.models.attention.reference import Rules
+from unspool.models.attention.reference import AttentionInputs
 
 # Tokens of a tile and how many scores may exist at a time: on a CPU what fits its caches, on a GPU what keeps it busy.
 CPU_TILE, CPU_SCORES = (256, 1024), 1 << 20
@@ -30,8 +30,21 @@ _HALF = (torch.bfloat16, torch.float16)
 class Layer:
     query: Tensor  # [H, S, D]
     key: Tensor  # [KV, S, D]
-    rules: Rules
-    sinks: Tensor | None  # [H]: take part in the softmax and have nothing to say
+    scale: float  # of the scores
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [H]: take part in the softmax and have nothing to say
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs) -> "Layer":
+        return cls(
+            query=inputs.query[0],
+            key=inputs.key[0],
+            scale=inputs.scale,
+            window=inputs.window,
+            softcap=inputs.softcap,
+            sinks=inputs.sinks,
+        )
 
     @property
     def groups(self) -> int:
@@ -41,13 +54,13 @@ class Layer:
         """Some KV heads with the query heads that share them."""
         of_queries = slice(first * self.groups, stop * self.groups)
         sinks = None if self.sinks is None else self.sinks[of_queries]
-        return Layer(query=self.query[of_queries], key=self.key[first:stop], rules=self.rules, sinks=sinks)
+        return replace(self, query=self.query[of_queries], key=self.key[first:stop], sinks=sinks)
 
     def head(self, number: int) -> "Layer":
         """One query head with its keys."""
         at = number // self.groups
         sinks = None if self.sinks is None else self.sinks[number : number + 1]
-        return Layer(query=self.query[number : number + 1], key=self.key[at : at + 1], rules=self.rules, sinks=sinks)
+        return replace(self, query=self.query[number : number + 1], key=self.key[at : at + 1], sinks=sinks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +108,7 @@ def lowest_keys(sight: Sight, window: int | None) -> Tensor:
 def measure(layer: Layer, sight: Sight, *, tile: tuple[int, int] | None = None) -> Far:
     """One pass over all tiles; sums are rescaled whenever a larger score is met."""
     length = layer.query.shape[1]
-    low = lowest_keys(sight, layer.rules.window)
+    low = lowest_keys(sight, layer.window)
     size = tile or _tile(layer.query)
     at_once = max(1, _most_scores(layer.query) // (size[0] * size[1] * layer.groups))
     parts = [
@@ -116,7 +129,7 @@ def draw(layer: Layer, sight: Sight, log_sums: Tensor, cell: int, *, tile: tuple
     """float32[C, C] on the CPU: the largest probability in cells of `cell` × `cell` of one head; queries go down."""
     length = layer.query.shape[1]
     assert len(layer.query) == 1 and log_sums.shape == (length,)
-    low = lowest_keys(sight, layer.rules.window)
+    low = lowest_keys(sight, layer.window)
     # Tiles end where cells end.
     num_queries, num_keys = (-(-size // cell) * cell for size in tile or _tile(layer.query))
     cells = -(-length // cell)
@@ -198,9 +211,9 @@ def _scores(layer: Layer, queries: slice, keys: slice) -> Tensor:
         scores = torch.bmm(query, key, out_dtype=torch.float32)
     else:
         scores = torch.bmm(query.float(), key.float())
-    scores *= dim**-0.5 if layer.rules.scaling is None else layer.rules.scaling
-    if layer.rules.softcap is not None:
-        scores.div_(layer.rules.softcap).tanh_().mul_(layer.rules.softcap)
+    scores *= layer.scale
+    if layer.softcap is not None:
+        scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
     return scores.view(num_heads, -1, scores.shape[-1])
 
 

@@ -1,14 +1,10 @@
-"""Attention of one new token of each prompt to the keys of its own prompt, which lie padded in one batch.
+"""Attention of one new token per prompt to its own prompt's keys, in a padded batch.
 
-In: queries [B, H, 1, D]; keys and values [B, KV, room, D], the newest among them; on the device, how many of them each
-prompt has. Out: [B, 1, H, D].
-Promise: the numbers of each prompt alone, up to rounding; KV heads are not repeated; nothing waits for the device, so
-that a step can be captured; sliding windows, capped scores and sinks are followed.
-Price: without the kernel, the keys of a layer in fp32 and scores for the padding.
-Elsewhere: where keys lie and what is fed (decode.py).
+Queries are [B, H, 1, D]; keys and values [B, KV, capacity, D], of which each prompt uses the first ones. The output is
+[B, 1, H, D], equal to that of each prompt alone up to rounding. Nothing synchronizes with the device, so a step can be
+captured in a CUDA graph. Without the kernel, the keys of a layer are copied to fp32 and padding is scored too.
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -16,146 +12,131 @@ import torch
 from torch import Tensor
 
 from unspool.models.attention import cuda
-from unspool.models.attention.reference import Rules
+from unspool.models.attention.reference import (
+    AttentionInputs,
+    Kernel,
+    capped_scores,
+    softmax_with_sinks,
+    within_window,
+)
 
-# Numbers in fp32 that a copy of keys may have at a time: 512 MiB.
-MOST_COPIED = 1 << 27
+# Elements of fp32 that a copy of keys may have at a time: 512 MiB.
+MAX_COPIED = 1 << 27
 # Of outputs about as large as 1, between bfloat16 and fp32.
 TOLERANCE = 0.03
 
 
-class OwnKeys:
-    """Stands between a layer and its kernel while answers are written, for all layers of one batch."""
+class PaddedAttention:
+    """Replaces the kernel of every layer while a batch of answers is generated."""
 
-    def __init__(self, lengths: Tensor, room: int) -> None:
+    def __init__(self, lengths: Tensor, capacity: int) -> None:
         """`lengths`: int64 [B], keys of each prompt without the new token's; it may change from step to step."""
         self._lengths = lengths
-        self._seen = lengths.to(torch.int32) + 1
-        self._keys = torch.arange(room, device=lengths.device)
-        self._borders = borders(len(lengths), room, lengths.device)
+        self._num_keys = lengths.to(torch.int32) + 1
+        self._places = torch.arange(capacity, device=lengths.device)
+        self._offsets = padded_offsets(len(lengths), capacity, lengths.device)
         self._masks: dict[int | None, Tensor] = {}
 
-    def feed(self) -> None:
-        """Before every step, once for all layers."""
-        self._seen.copy_(self._lengths + 1)
+    def start_step(self) -> None:
+        """Call this before every step, once for all layers."""
+        self._num_keys.copy_(self._lengths + 1)
         self._masks = {}
 
-    def __call__(
-        self,
-        compute: Callable[..., Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rules: Rules,
-        sinks: Tensor | None,
-        doc_lens: tuple[int, ...] | None,
-    ) -> Tensor:
-        assert doc_lens is None and query.shape[2] == 1, "one token of each prompt at a time"
-        if rules.softcap is None and sinks is None and has_kernel(query, key, value):
-            return by_kernel(query, key, value, rules, self._seen, self._borders)
-        return by_hand(query, key, value, rules, sinks, self._mask(rules.window))
-
-    def _mask(self, window: int | None) -> Tensor:
-        kept = self._masks.get(window)
-        if kept is None:
-            kept = self._masks[window] = visible(self._seen, self._keys, window)
-        return kept
+    def __call__(self, kernel: Kernel, inputs: AttentionInputs) -> Tensor:
+        assert inputs.doc_lens is None and inputs.query.shape[2] == 1, "one token of each prompt at a time"
+        if inputs.softcap is None and inputs.sinks is None and has_flash_kernel(inputs):
+            return flash_attention(inputs, self._num_keys, self._offsets)
+        if inputs.window not in self._masks:
+            self._masks[inputs.window] = padding_mask(self._num_keys, self._places, inputs.window)
+        return masked_attention(inputs, self._masks[inputs.window])
 
 
-def visible(seen: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """bool[B, room]."""
-    behind = seen[:, None] - 1 - keys
-    return behind >= 0 if window is None else (behind >= 0) & (behind < window)
+def padding_mask(num_keys: Tensor, places: Tensor, window: int | None) -> Tensor:
+    """Return bool[B, capacity]: the keys that the newest token of each prompt sees."""
+    return within_window(num_keys[:, None] - 1 - places, window)
 
 
-def by_hand(query: Tensor, key: Tensor, value: Tensor, rules: Rules, sinks: Tensor | None, mask: Tensor) -> Tensor:
-    """For any device and dtype and any rule; a few prompts at a time, where their keys have to be copied to fp32."""
+def masked_attention(inputs: AttentionInputs, mask: Tensor) -> Tensor:
+    """Compute on any device, in any dtype; a few prompts at a time, because their keys are copied to fp32."""
+    query, key, value = inputs.heads
     batch, num_heads, _, dim = query.shape
-    num_kv, room = key.shape[1], key.shape[2]
-    scale = dim**-0.5 if rules.scaling is None else rules.scaling
-    # Query heads stand beside the KV head they share.
+    num_kv, capacity = key.shape[1], key.shape[2]
     grouped = query.float().reshape(batch, num_kv, -1, dim)
-    size = max(1, MOST_COPIED // (num_kv * room * dim))
+    sinks = None if inputs.sinks is None else inputs.sinks.float().view(1, num_kv, -1, 1)
+    size = max(1, MAX_COPIED // (num_kv * capacity * dim))
     outs = []
     for start in range(0, batch, size):
         some = slice(start, start + size)
-        scores = grouped[some] @ key[some].float().contiguous().transpose(-1, -2) * scale
-        if rules.softcap is not None:
-            scores = torch.tanh(scores / rules.softcap) * rules.softcap
-        scores = scores.masked_fill(~mask[some, None, None], -torch.inf)
-        if sinks is None:
-            weights = scores.softmax(dim=-1)
-        else:
-            # A sink takes part in the softmax and has nothing to say.
-            sink = sinks.float().view(1, num_kv, -1, 1)
-            weights = (scores - torch.logaddexp(scores.logsumexp(dim=-1, keepdim=True), sink)).exp()
+        scores = capped_scores(grouped[some], key[some].float().contiguous(), inputs.scale, inputs.softcap)
+        weights = softmax_with_sinks(scores.masked_fill(~mask[some, None, None], -torch.inf), sinks)
         outs.append(weights @ value[some].float().contiguous())
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out.view(batch, 1, num_heads, -1).to(query.dtype)
 
 
-def by_kernel(
-    query: Tensor, key: Tensor, value: Tensor, rules: Rules, seen: Tensor, borders: tuple[Tensor, Tensor]
-) -> Tensor:
-    """FlashAttention-2 on documents of `room` keys, of which it looks at the first `seen` of each."""
+def flash_attention(inputs: AttentionInputs, num_keys: Tensor, offsets: tuple[Tensor, Tensor]) -> Tensor:
+    """FlashAttention-2 on documents of `capacity` keys, of which it reads the first `num_keys` of each."""
+    query, key, value = inputs.heads
     batch, num_heads, _, dim = query.shape
-    # Views, since they lie by token; keys with a base per head are rotated anew in every step and have to be copied.
-    keys, values = (kept.transpose(1, 2).reshape(-1, kept.shape[1], kept.shape[3]) for kept in (key, value))
-    window = (-1, -1) if rules.window is None else (rules.window - 1, 0)
+    # Views, since keys are laid out by token; keys with a base per head are rotated in every step and copied here.
+    keys, values = (cached.transpose(1, 2).reshape(-1, cached.shape[1], cached.shape[3]) for cached in (key, value))
+    window = (-1, -1) if inputs.window is None else (inputs.window - 1, 0)
     forward: Any = torch.ops.aten._flash_attention_forward
     out: Tensor = forward(
         query[:, :, 0].contiguous(),
         keys,
         values,
-        *borders,
+        *offsets,
         1,
         key.shape[2],
         0.0,
         False,
         False,
-        scale=rules.scaling,
+        scale=inputs.scaling,
         window_size_left=window[0],
         window_size_right=window[1],
-        seqused_k=seen,
+        seqused_k=num_keys,
     )[0]
     return out.view(batch, 1, num_heads, dim)
 
 
-def borders(batch: int, room: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where prompts begin and end among queries and among padded keys, as the kernel wants it."""
+def padded_offsets(batch: int, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the offsets of prompts among queries and among padded keys, as the kernel takes them."""
     starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
-    return starts, starts * room
+    return starts, starts * capacity
 
 
-def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    if not cuda.fits(query, key, value):
+def has_flash_kernel(inputs: AttentionInputs) -> bool:
+    query, key, _ = inputs.heads
+    if not cuda.supports(*inputs.heads):
         return False
-    return agrees(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[-1])
+    return flash_kernel_is_correct(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[-1])
 
 
 @cache
-def agrees(device: torch.device, dtype: torch.dtype, num_heads: int, num_kv: int, dim: int) -> bool:
-    """Whether the kernel of this torch on this device looks at as many keys as it is told; tried once.
+def flash_kernel_is_correct(device: torch.device, dtype: torch.dtype, num_heads: int, num_kv: int, dim: int) -> bool:
+    """Return whether this torch's kernel respects `seqused_k` on this device; tested once.
 
-    The operator is not a public one, and another torch may have another.
+    The operator is not public, so another version of torch may have a different one.
     """
     # Long enough that the kernel divides keys among its blocks, as it does for few prompts.
-    room, batch = 600, 3
-    numbers = torch.arange(batch * room * (num_heads + 2 * num_kv) * dim, device=device, dtype=torch.float32)
-    heads = (numbers * 0.7).sin().to(dtype).view(batch, room, -1, dim)
+    capacity, batch = 600, 3
+    numbers = torch.arange(batch * capacity * (num_heads + 2 * num_kv) * dim, device=device, dtype=torch.float32)
+    heads = (numbers * 0.7).sin().to(dtype).view(batch, capacity, -1, dim)
     query, key, value = torch.split(heads, [num_heads, num_kv, num_kv], dim=2)
     query, key, value = query[:, :1], key.contiguous(), value.contiguous()
-    seen = torch.tensor([5, room // 2, room], dtype=torch.int32, device=device)
-    for at, count in enumerate(seen.tolist()):
-        # What the kernel must not look at would outweigh all the rest.
+    num_keys = torch.tensor([5, capacity // 2, capacity], dtype=torch.int32, device=device)
+    for at, count in enumerate(num_keys.tolist()):
+        # Keys that the kernel must not read would outweigh all others.
         key[at, count:], value[at, count:] = 4 * query[at, 0, :1], 100
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     try:
         for window in (None, 3):
-            rules = Rules(window=window)
-            mask = visible(seen, torch.arange(room, device=device), window)
-            found = by_kernel(query, key, value, rules, seen, borders(batch, room, device))
-            if not torch.allclose(found.float(), by_hand(query.float(), key, value, rules, None, mask), atol=TOLERANCE):
+            inputs = AttentionInputs(query=query, key=key, value=value, window=window)
+            found = flash_attention(inputs, num_keys, padded_offsets(batch, capacity, device))
+            mask = padding_mask(num_keys, torch.arange(capacity, device=device), window)
+            wanted = masked_attention(inputs.with_heads(query.float(), key, value), mask)
+            if not torch.allclose(found.float(), wanted, atol=TOLERANCE):
                 return False
     except (RuntimeError, TypeError, AttributeError):
         return False

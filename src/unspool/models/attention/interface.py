@@ -1,10 +1,7 @@
-"""Exact causal attention, each document seeing only itself, registered once with `transformers`.
+"""Exact causal attention in which each document sees only itself, registered with `transformers`.
 
-It takes queries [B, H, S, D], keys and values [B, KV, S, D], `doc_lens` (host integers that sum to S) if the batch is
-packed, and the options of a layer: a sliding window, capped scores, sinks. It returns [B, S, H, D], as
-`AttentionInterface` asks. It builds no S×S mask, a change in one document changes no other, and it refuses a layer that
-asks for anything else. attention_reference.py computes on any device and in any dtype; attention_cuda.py calls the
-fast kernels.
+It builds no S×S mask, and it refuses a layer whose attention needs anything beyond `AttentionInputs`. reference.py
+computes on any device and in any dtype; cuda.py calls the fast kernels.
 """
 
 import copy
@@ -17,19 +14,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from unspool.core.errors import ConfigError
 from unspool.models.attention import cuda
-from unspool.models.attention.reference import Rules, reference
+from unspool.models.attention.reference import AttentionInputs, reference_attention
 from unspool.models.checks import attention_of
 from unspool.models.memory import kept
 from unspool.models.rotary import rotate_heads
 
 NAME = "unspool"
-# Arguments by which layers ask for scores that none of our paths computes.
-_UNKNOWN = ("position_bias", "indices", "block_indices")
+# Arguments of attention functions that change the scores in ways we do not compute.
+_UNSUPPORTED = ("position_bias", "indices", "block_indices")
 
 
 def register() -> None:
-    """Make `attn_implementation="unspool"` known. It has no mask function, so no mask is ever built."""
-    cuda.settle_kernel_order()
+    """Register `attn_implementation="unspool"`. It has no mask function, so `transformers` builds no mask."""
+    cuda.initialize_kernel_order()
     AttentionInterface.register(NAME, attend)
 
 
@@ -42,118 +39,121 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function `transformers` calls in every layer."""
-    _refuse_what_is_not_exact(module, attention_mask, kwargs)
+    """The attention function that `transformers` calls in every layer: returns [B, Q, H, D]."""
+    _check_supported(module, attention_mask, kwargs)
     inv_freq = getattr(module, "head_inv_freq", None)
     if inv_freq is not None:
         query, key = rotate_heads(query, key, inv_freq, kwargs.get("position_ids"))
-    # Per-head rotation and mixed precision leave queries and keys in fp32; the kernels want one dtype.
+    # Per-head rotation and mixed precision leave queries and keys in fp32; the kernels need one dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
     doc_lens = kwargs.get("doc_lens")
-    rules = Rules(scaling=scaling, window=_window(key, doc_lens, kwargs), softcap=kwargs.get("softcap"))
-    sinks = kwargs.get("s_aux")
-    # Where a row lies on several devices, something stands between it and the kernel that brings it together.
+    inputs = AttentionInputs(
+        query=query,
+        key=key,
+        value=value,
+        scaling=scaling,
+        window=_window(key.shape[2] if doc_lens is None else max(doc_lens), kwargs.get("sliding_window")),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+        doc_lens=doc_lens,
+    )
+    # Context parallelism, batched decoding and measurements replace the kernel by a function of their own.
     exchange = getattr(module, "exchange", None)
-    if exchange is None:
-        out = compute(query, key, value, rules, sinks, doc_lens)
-    else:
-        out = exchange(compute, query, key, value, rules, sinks, doc_lens)
+    out = compute_attention(inputs) if exchange is None else exchange(compute_attention, inputs)
     return out.contiguous(), None
 
 
-def compute(
-    query: Tensor, key: Tensor, value: Tensor, rules: Rules, sinks: Tensor | None, doc_lens: tuple[int, ...] | None
-) -> Tensor:
-    """[B, S, H, D], by the fastest kernel that takes these."""
-    assert doc_lens is None or (len(query), sum(doc_lens)) == (1, key.shape[2]), "doc_lens must cover one packed row"
-    if cuda.fits(query, key, value) and rules.softcap is None and sinks is None:
-        return cuda.attend(query, key, value, rules, doc_lens)
-    return reference(query, key, value, rules, sinks, doc_lens).transpose(1, 2)
+def compute_attention(inputs: AttentionInputs) -> Tensor:
+    """Return [B, Q, H, D], by the fastest kernel that supports the inputs."""
+    doc_lens, (query, key, _) = inputs.doc_lens, inputs.heads
+    assert doc_lens is None or (len(query), sum(doc_lens)) == (1, key.shape[2]), "doc_lens must cover one sequence"
+    if cuda.supports(*inputs.heads) and inputs.softcap is None and inputs.sinks is None:
+        return cuda.cuda_attention(inputs)
+    return reference_attention(inputs)
 
 
-def _refuse_what_is_not_exact(module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+def _check_supported(module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     if mask is not None:
-        raise ConfigError("This model makes attention masks of its own, which is not supported yet; use another one.")
+        raise ConfigError("This model builds its own attention masks, which is not supported yet; use another model.")
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
-        raise ConfigError("This model looks at later tokens too, so it does not predict text; use a causal one.")
-    asked = [name for name in _UNKNOWN if kwargs.get(name) is not None]
-    if asked:
-        raise ConfigError(f"This model's attention uses {asked[0]}, which is not supported yet; use another one.")
+        raise ConfigError("This model attends to later tokens, so it does not predict text; use a causal model.")
+    found = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if found:
+        raise ConfigError(f"This model's attention uses {found[0]}, which is not supported yet; use another model.")
 
 
-def _window(key: Tensor, doc_lens: tuple[int, ...] | None, kwargs: dict[str, Any]) -> int | None:
-    """The layer's sliding window, or None where no document is longer than that."""
-    window = kwargs.get("sliding_window")
-    longest = key.shape[2] if doc_lens is None else max(doc_lens)
-    return None if window is None or longest <= window else int(window)
+def _window(longest: int, sliding_window: int | None) -> int | None:
+    """The layer's sliding window; None if no document is longer than that."""
+    return None if sliding_window is None or longest <= sliding_window else int(sliding_window)
 
 
-# The registered attention function, called for some heads at a time or with its results kept for the backward pass.
+# Memory settings: the registered function called for some heads at a time, or with its kernels' results kept.
 
 
-HEAD_CHUNKS_NAME = "unspool-in-parts"
-# Kernels that count elements in 32 bits would go astray beyond.
-MOST_ELEMENTS = 1 << 31
+HEAD_CHUNKS_NAME = "unspool-head-chunks"
+# Kernels that count elements in 32 bits fail beyond this.
+MAX_ELEMENTS = 1 << 31
 
 
-def apply_attention_parts(layers: list[nn.Module], *, heads_at_once: int | None) -> None:
-    """Put this module's function between the attention modules and the function they call now."""
-    AttentionInterface.register(HEAD_CHUNKS_NAME, attend_in_parts)
+def apply_head_chunks(layers: list[nn.Module], *, heads_at_once: int | None) -> None:
+    """Wrap the attention function of every layer in `attend_in_head_chunks`."""
+    AttentionInterface.register(HEAD_CHUNKS_NAME, attend_in_head_chunks)
     for layer in layers:
         module = attention_of(layer)
         inner = module.config._attn_implementation
         if inner not in ALL_ATTENTION_FUNCTIONS:
             raise ConfigError(
-                f"attention {inner!r} is not a registered function, so that it can neither be kept nor computed some "
-                "heads at a time; load the model with Unspool's attention."
+                f"attention {inner!r} is not a registered function, so its results cannot be kept and it cannot be "
+                "computed some heads at a time; load the model with Unspool's attention."
             )
         assert inner != HEAD_CHUNKS_NAME, "memory settings are applied once"
-        # A copy, so that the model's own config, which is saved with it, does not hear of this.
+        # A copy, because the model's own config is saved with it and must not change.
         module.config = copy.copy(module.config)
         module.config._attn_implementation = HEAD_CHUNKS_NAME
         module.inner_attention = inner
         module.heads_at_once = heads_at_once
 
 
-def attend_in_parts(
+def attend_in_head_chunks(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """The function `transformers` calls in every layer that has such settings."""
+    """The attention function of layers with memory settings."""
     attend = ALL_ATTENTION_FUNCTIONS[module.inner_attention]
     at_once = min(module.heads_at_once or key.shape[1], key.shape[1])
     if at_once == key.shape[1]:
-        return _attend(attend, module, query, key, value, attention_mask, **kwargs), None
+        return _call_inner(attend, module, query, key, value, attention_mask, **kwargs), None
     groups = query.shape[1] // key.shape[1]
     sinks = kwargs.pop("s_aux", None)
     outs = []
-    # Split and not sliced: the gradients of all parts come together in one tensor instead of one each.
-    parts = [
+    # Split and not sliced: the gradients of all chunks are joined into one tensor instead of one full tensor each.
+    chunks = [
         torch.split(tensor, size, dim=1)
         for tensor, size in ((query, at_once * groups), (key, at_once), (value, at_once))
     ]
-    for number, some in enumerate(zip(*parts, strict=True)):
+    for number, heads in enumerate(zip(*chunks, strict=True)):
         first = number * at_once
-        heads = _Heads(module, slice(first, first + at_once))
+        query_heads = slice(first * groups, (first + at_once) * groups)
         if sinks is not None:
-            kwargs["s_aux"] = sinks[first * groups : (first + at_once) * groups]
+            kwargs["s_aux"] = sinks[query_heads]
         mask = attention_mask
         if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
-            mask = mask[:, first * groups : (first + at_once) * groups]
-        outs.append(_attend(attend, heads, *[_within_reach(tensor) for tensor in some], mask, **kwargs))
+            mask = mask[:, query_heads]
+        view = _HeadsView(module, slice(first, first + at_once))
+        outs.append(_call_inner(attend, view, *map(_compact, heads), mask, **kwargs))
     return torch.cat(outs, dim=2), None
 
 
-def _attend(attend: Any, module: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _call_inner(attend: Any, module: Any, *args: Any, **kwargs: Any) -> Tensor:
     inner = module.inner_attention
-    if inner == NAME:  # its kernels go through `keep.call` themselves
+    if inner == NAME:  # calls its kernels through `kept.call` itself
         out: Tensor = attend(module, *args, **kwargs)[0]
     else:
         out = kept.call_foreign(inner, attend, module, *args, **kwargs)[0]
     return out
 
 
-class _Heads:
-    """An attention module as seen by some of its KV heads: what it holds per head, named head_…, is cut to them."""
+class _HeadsView:
+    """An attention module restricted to some KV heads: slices its tensors named head_…, which have one row per head."""
 
     def __init__(self, module: Any, heads: slice) -> None:
         self._module = module
@@ -164,10 +164,10 @@ class _Heads:
         return found[self._slice] if name.startswith("head_") and isinstance(found, Tensor) else found
 
 
-def _within_reach(part: Tensor) -> Tensor:
-    """[B, H, S, D] of some heads, which lie as far apart as all of them; beyond 2³¹ elements they are moved together.
+def _compact(heads: Tensor) -> Tensor:
+    """Copy a slice of heads [B, H, S, D] if it spans 2³¹ elements or more of the tensor that it was cut from.
 
-    By token, as models lay them out, so that the kernel's output comes in the order in which it is wanted.
+    The copy is laid out by token, as models do it, so that the kernel's output needs no further copy.
     """
-    reach = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-    return part.transpose(1, 2).contiguous().transpose(1, 2) if reach >= MOST_ELEMENTS else part
+    span = sum((size - 1) * stride for size, stride in zip(heads.shape, heads.stride(), strict=True))
+    return heads.transpose(1, 2).contiguous().transpose(1, 2) if span >= MAX_ELEMENTS else heads

@@ -1,12 +1,12 @@
-"""Reference attention: any device, any dtype, any rule, one document after another.
+"""Inputs of attention, and the reference computation: any device, any dtype, one document after another.
 
-It takes the arguments of attention.py and returns [B, H, S, D]. Every faster path is compared with it. It is
-differentiable and builds no S×S tensor: a mask or explicit scores exist for one block of queries at a time. Training
-computes capped scores and sinks twice, since keeping them would take S×S again.
+Every faster implementation is compared with this one. It is differentiable and builds no S×S tensor: a mask or explicit
+scores exist for one block of queries at a time. In training, capped scores and sinks are computed a second time in the
+backward pass, since keeping the scores would take S×S memory.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -23,47 +23,67 @@ BLOCK = 512
 MAX_SCORES = 1 << 27
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """What a layer asks for besides causality."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionInputs:
+    """What the attention of one layer is computed from."""
 
+    query: Tensor  # [B, H, Q, D]; the queries are the last positions of the keys
+    key: Tensor  # [B, KV, K, D]
+    value: Tensor  # [B, KV, K, D]
     scaling: float | None = None  # of the scores; 1/√D if None
-    window: int | None = None  # keys a query sees, itself included, as `transformers` counts
+    window: int | None = None  # keys that a query sees, itself included, as `transformers` counts
     softcap: float | None = None  # scores s become cap · tanh(s / cap)
+    sinks: Tensor | None = None  # [H]: scores that take part in the softmax and add nothing to the output
+    doc_lens: tuple[int, ...] | None = None  # documents of a packed sequence; None: one document per sequence
+
+    @property
+    def heads(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
+    @property
+    def scale(self) -> float:
+        return float(self.query.shape[-1] ** -0.5 if self.scaling is None else self.scaling)
+
+    def with_heads(self, query: Tensor, key: Tensor, value: Tensor) -> "AttentionInputs":
+        return replace(self, query=query, key=key, value=value)
 
 
-def reference(
-    query: Tensor, key: Tensor, value: Tensor, rules: Rules, sinks: Tensor | None, doc_lens: tuple[int, ...] | None
-) -> Tensor:
-    """Without `doc_lens` every row is one document, whose last positions are the queries."""
-    if doc_lens is None:
-        return _document(query, key, value, rules, sinks)
-    borders = list(accumulate(doc_lens, initial=0))
-    parts = [
-        _document(query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], rules, sinks)
-        for start, end in pairwise(borders)
+# Computes the output [B, Q, H, D].
+Kernel = Callable[[AttentionInputs], Tensor]
+# Called in place of the kernel, which it gets as its first argument.
+Exchange = Callable[[Kernel, AttentionInputs], Tensor]
+
+
+def reference_attention(inputs: AttentionInputs) -> Tensor:
+    """Return [B, Q, H, D]."""
+    if inputs.doc_lens is None:
+        return _attend_document(inputs).transpose(1, 2)
+    outs = [
+        _attend_document(inputs.with_heads(*(tensor[:, :, start:end] for tensor in inputs.heads)))
+        for start, end in pairwise(accumulate(inputs.doc_lens, initial=0))
     ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    return (outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)).transpose(1, 2)
 
 
-def _document(query: Tensor, key: Tensor, value: Tensor, rules: Rules, sinks: Tensor | None) -> Tensor:
-    if rules.softcap is not None or sinks is not None:
-        return _scored(query, key, value, rules, sinks)
-    key, value = same_heads(query, key, value)
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    windowed = rules.window is not None and num_keys > rules.window
-    if num_queries == num_keys and not windowed:
-        return _sdpa(query, key, value, is_causal=True, scale=rules.scaling)
+def _attend_document(inputs: AttentionInputs) -> Tensor:
+    """Return [B, H, Q, D]."""
+    if inputs.softcap is not None or inputs.sinks is not None:
+        return _attend_with_scores(inputs)
+    query, key, value = inputs.query, *repeat_kv_heads(*inputs.heads)
+    num_keys = key.shape[2]
+    windowed = inputs.window is not None and num_keys > inputs.window
+    if query.shape[2] == num_keys and not windowed:
+        return _sdpa(query, key, value, is_causal=True, scale=inputs.scaling)
 
     masks: dict[tuple[int, int, int], Tensor] = {}
 
-    def block(query: Tensor, key: Tensor, value: Tensor, offset: int) -> Tensor:
-        shape = (query.shape[2], key.shape[2], offset)
+    def block(some: AttentionInputs, offset: int) -> Tensor:
+        shape = (some.query.shape[2], some.key.shape[2], offset)
         if shape not in masks:
-            masks[shape] = visible(*shape, rules.window, query.device)
-        return _sdpa(query, key, value, attn_mask=masks[shape], scale=rules.scaling)
+            masks[shape] = causal_mask(*shape, some.window, query.device)
+        return _sdpa(*some.heads, attn_mask=masks[shape], scale=some.scaling)
 
-    return _in_blocks(query, key, value, rules.window, BLOCK, block)
+    return _in_blocks(inputs.with_heads(query, key, value), BLOCK, block)
 
 
 def _sdpa(*heads: Tensor, **options: Any) -> Tensor:
@@ -71,69 +91,86 @@ def _sdpa(*heads: Tensor, **options: Any) -> Tensor:
     return out
 
 
-def _scored(query: Tensor, key: Tensor, value: Tensor, rules: Rules, sinks: Tensor | None) -> Tensor:
-    batch, num_heads, num_queries, _ = query.shape
-    size = max(1, min(num_queries, MAX_SCORES // (batch * num_heads * key.shape[2])))
-    training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+def _attend_with_scores(inputs: AttentionInputs) -> Tensor:
+    batch, num_heads, num_queries, _ = inputs.query.shape
+    size = max(1, min(num_queries, MAX_SCORES // (batch * num_heads * inputs.key.shape[2])))
+    training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs.heads)
 
-    def block(query: Tensor, key: Tensor, value: Tensor, offset: int) -> Tensor:
+    def block(some: AttentionInputs, offset: int) -> Tensor:
+        # Tensors are arguments of their own: `checkpoint` would keep those inside of an object in memory.
+        args = (*some.heads, some.sinks, offset, some.scale, some.window, some.softcap)
         if not training:
-            return _scored_block(query, key, value, offset, rules, sinks)
-        args = (query, key, value, offset, rules, sinks)
-        out: Tensor = checkpoint(_scored_block, *args, use_reentrant=False, preserve_rng_state=False)
+            return _attend_block(*args)
+        out: Tensor = checkpoint(_attend_block, *args, use_reentrant=False, preserve_rng_state=False)
         return out
 
-    return _in_blocks(query, key, value, rules.window, size, block)
+    return _in_blocks(inputs, size, block)
 
 
-def _in_blocks(
+def _in_blocks(inputs: AttentionInputs, size: int, block: Callable[[AttentionInputs, int], Tensor]) -> Tensor:
+    """Call `block` with `size` queries, the keys that they see, and the index of the first query's key among these."""
+    query, key, value = inputs.heads
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    outs = []
+    for start in range(0, num_queries, size):
+        some = query[:, :, start : start + size]
+        position = num_keys - num_queries + start
+        first = 0 if inputs.window is None else max(0, position - inputs.window + 1)
+        seen = slice(first, position + some.shape[2])
+        outs.append(block(inputs.with_heads(some, key[:, :, seen], value[:, :, seen]), position - first))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+
+def _attend_block(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sinks: Tensor | None,
+    offset: int,
+    scale: float,
     window: int | None,
-    size: int,
-    block: Callable[[Tensor, Tensor, Tensor, int], Tensor],
+    softcap: float | None,
 ) -> Tensor:
-    """`block` on so many queries at a time, with the keys they see and the first query's place among those."""
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    parts = []
-    for start in range(0, num_queries, size):
-        part = query[:, :, start : start + size]
-        place = num_keys - num_queries + start
-        first = 0 if window is None else max(0, place - window + 1)
-        seen = slice(first, place + part.shape[2])
-        parts.append(block(part, key[:, :, seen], value[:, :, seen], place - first))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-
-def visible(num_queries: int, num_keys: int, offset: int, window: int | None, device: Any) -> Tensor:
-    """bool[queries, keys], where query i stands at the key offset + i."""
-    behind = torch.arange(num_queries, device=device)[:, None] + offset - torch.arange(num_keys, device=device)
-    return behind >= 0 if window is None else (behind >= 0) & (behind < window)
-
-
-def _scored_block(query: Tensor, key: Tensor, value: Tensor, offset: int, rules: Rules, sinks: Tensor | None) -> Tensor:
     batch, num_heads, num_queries, dim = query.shape
     num_kv, num_keys = key.shape[1], key.shape[2]
-    # Query heads stand beside the KV head they share, so that keys and values are not repeated.
     grouped = query.float().reshape(batch, num_kv, -1, dim)
-    scores = grouped @ key.float().transpose(-1, -2) * (dim**-0.5 if rules.scaling is None else rules.scaling)
-    if rules.softcap is not None:
-        scores = torch.tanh(scores / rules.softcap) * rules.softcap
-    scores = scores.reshape(batch, num_heads, num_queries, num_keys)
-    scores = scores.masked_fill(~visible(num_queries, num_keys, offset, rules.window, query.device), -torch.inf)
-    if sinks is None:
-        weights = scores.softmax(dim=-1)
-    else:
-        # A sink takes part in the softmax and has nothing to say.
-        sink = sinks.float().reshape(1, -1, 1, 1)
-        weights = (scores - torch.logaddexp(scores.logsumexp(dim=-1, keepdim=True), sink)).exp()
+    scores = capped_scores(grouped, key.float(), scale, softcap).reshape(batch, num_heads, num_queries, num_keys)
+    mask = causal_mask(num_queries, num_keys, offset, window, query.device)
+    sinks = None if sinks is None else sinks.float().reshape(1, -1, 1, 1)
+    weights = softmax_with_sinks(scores.masked_fill(~mask, -torch.inf), sinks)
     out = weights.reshape(batch, num_kv, -1, num_keys) @ value.float()
     return out.reshape(batch, num_heads, num_queries, -1).to(query.dtype)
 
 
-def same_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat grouped keys and values for kernels that want as many of them as queries."""
+# Parts that other implementations share.
+
+
+def capped_scores(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Return scores [B, KV, G·Q, K]. Query heads that share a KV head are grouped, so that keys are not repeated."""
+    scores = query @ key.transpose(-1, -2) * scale
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return attention weights; `sinks` broadcasts against the scores' last dimension reduced to 1."""
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    return (scores - torch.logaddexp(scores.logsumexp(dim=-1, keepdim=True), sinks)).exp()
+
+
+def within_window(distance: Tensor, window: int | None) -> Tensor:
+    """Return a mask of keys that a query sees, from how many tokens before the query they are."""
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def causal_mask(num_queries: int, num_keys: int, offset: int, window: int | None, device: Any) -> Tensor:
+    """Return bool[queries, keys], where query i is at the position of key offset + i."""
+    queries = torch.arange(num_queries, device=device)[:, None] + offset
+    return within_window(queries - torch.arange(num_keys, device=device), window)
+
+
+def repeat_kv_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat keys and values for kernels that need as many heads of them as of queries."""
     groups = query.shape[1] // key.shape[1]
     if groups == 1:
         return key, value

@@ -1,60 +1,121 @@
-"""Greedy answers to several questions: on one context, which is read once, or each a prompt of its own.
+"""Greedy generation for several questions: on one context, which is read once, or each on its own prompt.
 
-In: token ids. Out: the ids that follow each question.
-Promise: the same ids as decoding each question on its own, up to rounding; no question sees another; logits are
-made for last positions only.
-Price: the whole context in the cache.
-Elsewhere: who sees what while questions on a context are answered side by side (branches.py), prompts that have none in
-common (decode.py), how much is read at a time (room.py).
+The tokens equal those of each question on its own, up to rounding. Logits are computed for last positions only. The
+cache holds the whole context. How much is read at a time depends on the model, the device and the lengths, and not on
+what else is in memory, so that the same questions get the same answers again.
 """
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from unspool.models.generation.batch_limits import MOST_ROW_TOKENS, batches, chunk_len
-from unspool.models.generation.batched import answer_batch
-from unspool.models.generation.shared_prefix import Branches, can_batch, can_branch
+from unspool.models.generation.batched import answer_batch, to_tensor
+from unspool.models.generation.shared_prefix import SharedPrefixAttention, can_batch, can_share_prefix
 
-# Tokens of questions that are answered side by side; more would cost more in wasted scores than they save.
-MOST_OWN_TOKENS = 4096
+# Tokens of questions that share one sequence; more would cost more in discarded scores than they save.
+MAX_SHARED_TOKENS = 4096
+# Tokens that are read at a time where the memory is not known.
+PREFILL_CHUNK = 8192
+# Share of a GPU's memory that may be planned with; the rest is for workspaces of kernels and fragmentation.
+USABLE = 0.8
+# Tokens of prompts that are read as one packed sequence; a longer one is no faster.
+MAX_ROW_TOKENS = 1 << 17
+# Prompts in one batch; beyond this a step is bound by reading keys, no longer by launches.
+MAX_PROMPTS = 64
+# Share of the memory besides weights that the keys of a batch may take; reading the prompts needs the rest.
+BATCH_SHARE = 0.5
+# Padded tokens of a batch where the memory is not known: 3 GiB of SmolLM2-135M in fp32.
+CPU_BATCH_TOKENS = 1 << 16
 
 
-class RoomyLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one layer with room for what is to come, so that no token costs a copy of the context."""
+@dataclass(frozen=True)
+class MemoryCosts:
+    """Bytes that a model takes."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    weights: int
+    cache_per_token: int  # keys and values of all layers
+    prefill_per_token: int  # activations of one layer
 
-    def __init__(self, room: int) -> None:
+    @classmethod
+    def of(cls, model: Any) -> "MemoryCosts":
+        config = model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        size = next(model.parameters()).element_size()
+        # The residual stream and its norms, queries and attention's output, and the MLP's three wide tensors.
+        wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        return cls(
+            weights=sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
+            cache_per_token=2 * config.num_hidden_layers * heads * dim * size,
+            prefill_per_token=size * (8 * config.hidden_size + 4 * config.num_attention_heads * dim + 4 * wide),
+        )
+
+
+def prefill_chunk_len(model: Any, cached: int) -> int:
+    """Return the most tokens to read at a time beside a cache of `cached` tokens; long chunks have fast kernels."""
+    if model.device.type != "cuda":
+        return PREFILL_CHUNK
+    costs = MemoryCosts.of(model)
+    left = _usable_memory(model) - costs.weights - costs.cache_per_token * cached
+    return int(max(1024, left // costs.prefill_per_token))
+
+
+def plan_batches(model: Any, lens: list[int], max_new_tokens: int) -> list[list[int]]:
+    """Group prompts of similar lengths into batches that fit, the longest first."""
+    left = sorted(range(len(lens)), key=lambda at: (-lens[at], at))
+    tokens = CPU_BATCH_TOKENS
+    if model.device.type == "cuda":
+        costs = MemoryCosts.of(model)
+        tokens = int(BATCH_SHARE * (_usable_memory(model) - costs.weights) // costs.cache_per_token)
+    found = []
+    while left:
+        most = min(MAX_PROMPTS, max(1, tokens // (lens[left[0]] + max_new_tokens)))
+        # As equal as possible: a last batch of one prompt would take as many steps as a full one.
+        size = -(-len(left) // -(-len(left) // most))
+        found.append(left[:size])
+        left = left[size:]
+    return found
+
+
+def _usable_memory(model: Any) -> float:
+    return USABLE * float(torch.cuda.get_device_properties(model.device).total_memory)
+
+
+class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of one layer with memory for `capacity` tokens, so that no token costs a copy of the cache."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, capacity: int) -> None:
         super().__init__()
-        self._room = room
-        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._capacity = capacity
+        self._buffers: tuple[Tensor, Tensor] | None = None
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
-        if self._kept is None or end > self._kept[0].shape[-2]:
-            grown = tuple(
-                new.new_empty(*new.shape[:-2], self._room if end <= self._room else 2 * end, new.shape[-1])
-                for new in (key_states, value_states)
+        if self._buffers is None or end > self._buffers[0].shape[-2]:
+            capacity = self._capacity if end <= self._capacity else 2 * end
+            keys, values = (
+                new.new_empty(*new.shape[:-2], capacity, new.shape[-1]) for new in (key_states, value_states)
             )
-            for new, old in zip(grown, (self.keys, self.values), strict=True):
-                new[..., :start, :] = old if start else new[..., :0, :]
-            self._kept = (grown[0], grown[1])
-        for kept, new in zip(self._kept, (key_states, value_states), strict=True):
-            kept[..., start:end, :] = new
-        self.keys, self.values = (kept[..., :end, :] for kept in self._kept)
-        # The first time nothing stands before, and kernels like whole tensors.
+            if start:
+                keys[..., :start, :], values[..., :start, :] = self.keys, self.values
+            self._buffers = (keys, values)
+        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[..., start:end, :] = new
+        self.keys, self.values = (buffer[..., :end, :] for buffer in self._buffers)
+        # The first time there is nothing before, and kernels are faster on whole tensors.
         return (self.keys, self.values) if start else (key_states, value_states)
 
 
@@ -68,23 +129,23 @@ def answer(
     stop_ids: Collection[int],
     prefill_chunk: int | None = None,
 ) -> list[list[int]]:
-    """The most likely tokens after context + question, up to a stop token (left out) or `max_new_tokens`."""
+    """Generate after context + question each, up to a stop token (left out) or `max_new_tokens`."""
     if not len(context_ids) and len(questions) > 1 and can_batch(model):
-        return _in_batches(model, questions, max_new_tokens, stop_ids, prefill_chunk)
+        return _answer_in_batches(model, questions, max_new_tokens, stop_ids, prefill_chunk)
     longest = max(map(len, questions)) + max_new_tokens
-    together = len(questions) > 1 and sum(map(len, questions)) <= MOST_OWN_TOKENS and can_branch(model)
+    together = len(questions) > 1 and sum(map(len, questions)) <= MAX_SHARED_TOKENS and can_share_prefix(model)
     own = sum(map(len, questions)) + len(questions) * max_new_tokens if together else longest
-    # Every layer keeps all keys, sliding windows too, so that any of them can be cropped back.
-    cache = Cache(layer_class_to_replicate=partial(RoomyLayer, len(context_ids) + own))
-    chunk = prefill_chunk or chunk_len(model, len(context_ids) + own)
+    # Every layer keeps all keys, also with a sliding window, so that the cache can be cropped back.
+    cache = Cache(layer_class_to_replicate=partial(PreallocatedLayer, len(context_ids) + own))
+    chunk = prefill_chunk or prefill_chunk_len(model, len(context_ids) + own)
     for start in range(0, len(context_ids), chunk):
         _next_token(model, cache, context_ids[start : start + chunk])
     if together:
-        return _side_by_side(model, cache, questions, max_new_tokens, stop_ids)
-    return [_alone(model, cache, ids, max_new_tokens, stop_ids, chunk) for ids in questions]
+        return _answer_together(model, cache, questions, max_new_tokens, stop_ids)
+    return [_answer_alone(model, cache, ids, max_new_tokens, stop_ids, chunk) for ids in questions]
 
 
-def _in_batches(
+def _answer_in_batches(
     model: Any,
     prompts: list[np.ndarray],
     max_new_tokens: int,
@@ -93,21 +154,21 @@ def _in_batches(
 ) -> list[list[int]]:
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids}
     answers: list[list[int]] = [[] for _ in prompts]
-    for some in batches(model, [len(ids) for ids in prompts], max_new_tokens):
+    for some in plan_batches(model, [len(ids) for ids in prompts], max_new_tokens):
         asked = [prompts[at] for at in some]
         if len(asked) == 1:
-            # By itself a prompt need not be padded, and its keys may take all there is.
+            # A prompt alone needs no padding, and its keys may take all memory.
             found = answer(model, asked[0][:0], asked, **options, prefill_chunk=prefill_chunk)
         else:
             padded = len(asked) * (max(map(len, asked)) + max_new_tokens)
-            row_tokens = prefill_chunk or min(MOST_ROW_TOKENS, chunk_len(model, padded))
+            row_tokens = prefill_chunk or min(MAX_ROW_TOKENS, prefill_chunk_len(model, padded))
             found = answer_batch(model, asked, **options, row_tokens=row_tokens)
         for at, ids in zip(some, found, strict=True):
             answers[at] = ids
     return answers
 
 
-def _alone(
+def _answer_alone(
     model: Any, cache: Cache, ids: np.ndarray, max_new_tokens: int, stop_ids: Collection[int], chunk: int
 ) -> list[int]:
     before = cache.get_seq_length()
@@ -119,51 +180,51 @@ def _alone(
         if len(generated) >= max_new_tokens:
             break
         token = _next_token(model, cache, np.array([token]))
-    # A negative count removes that many; 0 would be "nothing" and a positive one was a length once.
+    # A negative count removes that many tokens; a positive one is a length in older versions.
     cache.crop(before - cache.get_seq_length())
     return generated
 
 
-def _side_by_side(
+def _answer_together(
     model: Any, cache: Cache, questions: list[np.ndarray], max_new_tokens: int, stop_ids: Collection[int]
 ) -> list[list[int]]:
     shared = cache.get_seq_length()
     lens = [len(ids) for ids in questions]
-    branches = Branches(shared, model.device)
+    attention = SharedPrefixAttention(shared, model.device)
     owners = np.repeat(np.arange(len(lens)), lens)
-    places = np.concatenate([np.arange(shared, shared + size) for size in lens])
+    positions = np.concatenate([np.arange(shared, shared + size) for size in lens])
     ends = np.cumsum(lens) - 1
     answers: list[list[int]] = [[] for _ in questions]
-    with branches.attached(model):
-        tokens = _next_tokens(model, cache, branches, np.concatenate(questions), owners, places, ends)
+    with attention.attached(model):
+        tokens = _next_tokens(model, cache, attention, np.concatenate(questions), owners, positions, ends)
         active = list(range(len(lens)))
         while True:
-            going = []
+            unfinished = []
             for at, token in zip(active, tokens, strict=True):
                 if token not in stop_ids:
                     answers[at].append(token)
                     if len(answers[at]) < max_new_tokens:
-                        going.append(at)
-            if not going:
+                        unfinished.append(at)
+            if not unfinished:
                 return answers
-            active = going
+            active = unfinished
             last = np.array([answers[at][-1] for at in active])
-            places = np.array([shared + lens[at] + len(answers[at]) - 1 for at in active])
-            tokens = _next_tokens(model, cache, branches, last, np.array(active), places, np.arange(len(active)))
+            positions = np.array([shared + lens[at] + len(answers[at]) - 1 for at in active])
+            tokens = _next_tokens(model, cache, attention, last, np.array(active), positions, np.arange(len(active)))
 
 
 def _next_tokens(
     model: Any,
     cache: Cache,
-    branches: Branches,
+    attention: SharedPrefixAttention,
     ids: np.ndarray,
     owners: np.ndarray,
-    places: np.ndarray,
+    positions: np.ndarray,
     ends: np.ndarray,
 ) -> list[int]:
-    """Append tokens of several questions to the cache; the most likely token after each of those at `ends`."""
-    tokens, whose, where, last = (_tensor(model, values) for values in (ids, owners, places, ends))
-    branches.feed(whose, where)
+    """Append tokens of several questions to the cache; return the most likely token after each of those at `ends`."""
+    tokens, whose, where, last = (to_tensor(model, values) for values in (ids, owners, positions, ends))
+    attention.add_tokens(whose, where)
     out = model(
         input_ids=tokens[None],
         position_ids=where[None],
@@ -176,13 +237,9 @@ def _next_tokens(
 
 
 def _next_token(model: Any, cache: Cache, ids: np.ndarray) -> int:
-    """Append `ids` to the cache; the most likely token after them."""
-    tokens = _tensor(model, ids)[None]
+    """Append `ids` to the cache; return the most likely token after them."""
+    tokens = to_tensor(model, ids)[None]
     seen = cache.get_seq_length()
     positions = torch.arange(seen, seen + len(ids), device=tokens.device)[None]
     out = model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return int(out.logits[0, -1].argmax())
-
-
-def _tensor(model: Any, values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int64)).to(model.device)

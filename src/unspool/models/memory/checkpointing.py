@@ -14,8 +14,8 @@ from torch import Tensor, is_grad_enabled, nn
 from torch.utils.checkpoint import checkpoint
 
 from unspool.core.errors import ConfigError
-from unspool.models.attention.interface import apply_attention_parts
-from unspool.models.checks import attention_of, check_token_part, layers_of, token_parts
+from unspool.models.attention.interface import apply_head_chunks
+from unspool.models.checks import attention_of, check_tokenwise, layers_of, tokenwise_modules
 from unspool.models.memory.kept import Kept, keep_result_of
 from unspool.models.memory.offload import Offloader, Stored
 from unspool.models.memory.policy import MemoryPolicy
@@ -23,7 +23,7 @@ from unspool.models.memory.tiling import apply_tiles
 
 
 def apply_recompute(layers: list[nn.Module], policy: MemoryPolicy, device: torch.device) -> None:
-    """One checkpoint for `layers_per_checkpoint` layers; the last group's stays on the device, which needs it."""
+    """One checkpoint for `layers_per_checkpoint` layers; that of the last group stays on the device, where it is needed."""
     every = policy.layers_per_checkpoint
     for layer in layers[len(layers) - policy.keep_products :]:
         keep_products(layer)
@@ -133,12 +133,12 @@ def apply_memory(model: Any, policy: MemoryPolicy) -> None:
         return
     layers = layers_of(model)
     if policy.mlp_tiles is not None:
-        for part in token_parts(model):
-            check_token_part(part, model.config.hidden_size)
+        for part in tokenwise_modules(model):
+            check_tokenwise(part, model.config.hidden_size)
             apply_tiles(part, policy.mlp_tiles)
     keep_attention = policy.activation_checkpointing == "keep-attention"
     if keep_attention or policy.attention_heads_at_once is not None:
-        apply_attention_parts(layers, heads_at_once=policy.attention_heads_at_once)
+        apply_head_chunks(layers, heads_at_once=policy.attention_heads_at_once)
     if policy.activation_checkpointing != "none":
         policy.check_layers(len(layers))
         apply_recompute(layers, policy, next(model.parameters()).device)

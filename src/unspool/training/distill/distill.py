@@ -32,9 +32,8 @@ from unspool.core.progress import long_bar, say
 from unspool.core.sizes import format_count, format_size
 from unspool.data.mixture import Mix
 from unspool.data.packing.store import RowSet
+from unspool.models.config import NewModel, original_context
 from unspool.models.fuse import compute_in_bf16
-from unspool.models.load import original_context
-from unspool.models.presets import NewModel
 from unspool.training.batch import Batch, build_batch
 from unspool.training.config import ROWS_PER_STEP, AttentionDistillationConfig, StageConfig
 from unspool.training.distill.layers import QueryKey, compare_layers, divergence, fitted_parameters

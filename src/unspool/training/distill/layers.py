@@ -7,7 +7,7 @@ model can be taken apart in this way is tested on a few tokens.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NoReturn
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from unspool.core.errors import ConfigError
-from unspool.models.attention.reference import Rules, visible
-from unspool.models.checks import DOC_LEN, alike, attention_of, layers_of, stand_between
+from unspool.models.attention.reference import AttentionInputs, Kernel, causal_mask
+from unspool.models.checks import DOC_LEN, attention_of, intercept_attention, is_close, layers_of
 
 # Attention scores of one model at a time: 64 MiB in fp32.
 SCORES_AT_ONCE = 1 << 24
@@ -29,16 +29,24 @@ class QueryKey:
 
     query: Tensor  # [H, T, D]
     key: Tensor  # [KV, T, D]
-    rules: Rules
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
     sinks: Tensor | None = None  # [H]
 
-    @property
-    def scaling(self) -> float:
-        return float(self.query.shape[-1] ** -0.5 if self.rules.scaling is None else self.rules.scaling)
+    @classmethod
+    def of(cls, inputs: AttentionInputs) -> "QueryKey":
+        return cls(
+            query=inputs.query[0],
+            key=inputs.key[0],
+            scale=inputs.scale,
+            window=inputs.window,
+            softcap=inputs.softcap,
+            sinks=inputs.sinks,
+        )
 
     def cut(self, queries: slice, keys: slice) -> "QueryKey":
-        query, key = self.query[:, queries].float(), self.key[:, keys].float()
-        return QueryKey(query=query, key=key, rules=self.rules, sinks=self.sinks)
+        return replace(self, query=self.query[:, queries].float(), key=self.key[:, keys].float())
 
 
 @torch.no_grad()
@@ -62,7 +70,7 @@ def divergence(teacher: QueryKey, student: QueryKey, doc_lens: tuple[int, ...]) 
 
 def _first_key(teacher: QueryKey, student: QueryKey, start: int, first: int) -> int:
     """The first key that a query from `first` on can attend to."""
-    windows = (teacher.rules.window, student.rules.window)
+    windows = (teacher.window, student.window)
     widest = max((window for window in windows if window is not None), default=None)
     return start if widest is None or None in windows else max(start, first - widest + 1)
 
@@ -78,7 +86,7 @@ def _block(teacher: QueryKey, student: QueryKey, offset: int) -> tuple[Tensor, T
         if wanted_sink is not None and found_sink is not None:
             apart += (wanted_sink.exp() * (wanted_sink - found_sink)).sum(dtype=torch.float64)
         # Gradient by the scores: that of a softmax, with or without a sink.
-        pull = (found.exp() - wanted_weights) * student.scaling
+        pull = (found.exp() - wanted_weights) * student.scale
         if slope is not None:
             pull *= slope
         num_kv, num_queries = len(student.key), student.query.shape[1]
@@ -92,13 +100,13 @@ def _block(teacher: QueryKey, student: QueryKey, offset: int) -> tuple[Tensor, T
 def _log_weights(layer: QueryKey, offset: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log attention weights [H, Q, K] and those of the sink [H, Q, 1]; the derivative of the soft cap."""
     num_heads, num_queries, _ = layer.query.shape
-    scores = _grouped(layer.query, len(layer.key)) @ layer.key.transpose(-1, -2) * layer.scaling
+    scores = _grouped(layer.query, len(layer.key)) @ layer.key.transpose(-1, -2) * layer.scale
     scores = scores.reshape(num_heads, num_queries, -1)
-    cap, slope = layer.rules.softcap, None
+    cap, slope = layer.softcap, None
     if cap is not None:
         flat = torch.tanh(scores / cap)
         scores, slope = flat * cap, 1 - flat.square()
-    seen = visible(num_queries, scores.shape[-1], offset, layer.rules.window, scores.device)
+    seen = causal_mask(num_queries, scores.shape[-1], offset, layer.window, scores.device)
     scores = scores.masked_fill(~seen, -torch.inf)
     log_sum = scores.logsumexp(dim=-1, keepdim=True)
     if layer.sinks is None:
@@ -177,7 +185,7 @@ def fitted_parameters(model: Any) -> list[dict[str, nn.Parameter]]:
             with torch.enable_grad():
                 again = _run_to_attention(layer, calls[number].on(hidden))
             query, key = again.attended.query.detach(), again.attended.key.detach()
-            if not (alike(query, own.query) and alike(key, own.key)):
+            if not (is_close(query, own.query) and is_close(key, own.key)):
                 raise _refusal(model)
             found.append({names[one]: one for one in _query_key_parameters(attention_of(layer), again)})
     if not all(found):
@@ -219,25 +227,16 @@ def _watch_layers(model: Any, inputs: dict[str, Any], note: Callable[[int, Tenso
     def enter(number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given[number] = _Call(args, kwargs).hidden
 
-    def between(
-        number: int,
-        compute: Callable[..., Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rules: Rules,
-        sinks: Tensor | None,
-        doc_lens: tuple[int, ...] | None,
-    ) -> Tensor:
-        note(number, given.pop(number), QueryKey(query=query[0], key=key[0], rules=rules, sinks=sinks))
-        return compute(query, key, value, rules, sinks, doc_lens)
+    def between(number: int, kernel: Kernel, inputs: AttentionInputs) -> Tensor:
+        note(number, given.pop(number), QueryKey.of(inputs))
+        return kernel(inputs)
 
     with ExitStack() as stack:
         for number, layer in enumerate(layers_of(model)):
             handle = layer.register_forward_pre_hook(partial(enter, number), with_kwargs=True)
             stack.callback(handle.remove)
         stack.enter_context(_all_heads(model))
-        stack.enter_context(stand_between(model, lambda number: partial(between, number)))
+        stack.enter_context(intercept_attention(model, lambda number: partial(between, number)))
         model.base_model(**inputs, use_cache=False)
 
 
@@ -261,10 +260,8 @@ def _read_calls(model: Any, inputs: dict[str, Any]) -> list[_Call]:
 def _open_layers(model: Any) -> Iterator[None]:
     """Inside, `_run_to_attention` works: attention is never computed, and frozen weights have gradients."""
 
-    def stop(
-        compute: Any, query: Tensor, key: Tensor, value: Tensor, rules: Rules, sinks: Tensor | None, doc_lens: Any
-    ) -> NoReturn:
-        raise _AttentionReachedError(QueryKey(query=query[0], key=key[0], rules=rules, sinks=sinks), value)
+    def stop(kernel: Kernel, inputs: AttentionInputs) -> NoReturn:
+        raise _AttentionReachedError(QueryKey.of(inputs), inputs.value)
 
     frozen = [
         parameter
@@ -272,7 +269,7 @@ def _open_layers(model: Any) -> Iterator[None]:
         for parameter in attention_of(layer).parameters()
         if not parameter.requires_grad
     ]
-    with _all_heads(model), stand_between(model, lambda number: stop):
+    with _all_heads(model), intercept_attention(model, lambda number: stop):
         for parameter in frozen:
             parameter.requires_grad_(True)
         try:

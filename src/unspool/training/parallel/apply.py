@@ -5,7 +5,7 @@ Loss, gradients and updated weights are those of one rank up to rounding. The mo
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,15 @@ from transformers import AutoConfig, GenerationConfig
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError
 from unspool.data.packing.store import RowSet
-from unspool.models.attention.reference import Rules
+from unspool.models.attention.reference import AttentionInputs, Kernel
 from unspool.models.checks import attention_of, check_trainable, layers_of
-from unspool.models.config import config_values
+from unspool.models.config import SIZES, NewModel, config_values
 from unspool.models.export import HARPE_TYPE
 from unspool.models.fuse import fuse_parts
 from unspool.models.load import load_model
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
-from unspool.models.presets import SIZES, NewModel
 from unspool.models.rotary import apply_rope
-from unspool.rope.harpe import Harpe
 from unspool.training.batch import attended_by
 from unspool.training.config import StageConfig
 from unspool.training.parallel.config import Layout, ParallelConfig, Work, check_layout, settle_layout
@@ -90,24 +88,12 @@ class Exchange:
     ulysses: Any
     ring: Any
 
-    def __call__(
-        self,
-        compute: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rules: Rules,
-        sinks: Tensor | None,
-        doc_lens: tuple[int, ...] | None,
-    ) -> Tensor:
-        assert doc_lens is not None, "several ranks need doc_lens"
+    def __call__(self, kernel: Kernel, inputs: AttentionInputs) -> Tensor:
+        assert inputs.doc_lens is not None, "several ranks need doc_lens"
         if self.ulysses is not None:
-            query, key, value = gather_tokens(query, key, value, self.ulysses)
-            sinks = None if sinks is None else own_query_heads(sinks, self.ulysses)
-        if self.ring is None:
-            out: Tensor = compute(query, key, value, rules, sinks, doc_lens)
-        else:
-            out = ring_attention(query, key, value, rules, sinks, doc_lens, self.ring)
+            sinks = None if inputs.sinks is None else own_query_heads(inputs.sinks, self.ulysses)
+            inputs = replace(inputs.with_heads(*gather_tokens(*inputs.heads, self.ulysses)), sinks=sinks)
+        out = kernel(inputs) if self.ring is None else ring_attention(inputs, self.ring)
         return out if self.ulysses is None else gather_heads(out, self.ulysses)
 
 
@@ -132,7 +118,7 @@ def _needs_full_weights(stage: StageConfig, rows: dict[str, Path]) -> bool:
     memory = stage.memory
     tried = memory.mlp_tiles or memory.offload or memory.keep_on_host or stage.compile
     knots = any((read_manifest(folder) or {}).get("counts", {}).get("added_tokens") for folder in rows.values())
-    return bool(tried or knots or stage.parallel.offload or isinstance(stage.rope, Harpe))
+    return bool(tried or knots or stage.parallel.offload or stage.rope.needs_weights)
 
 
 def _can_load_sharded(folder: Path) -> bool:

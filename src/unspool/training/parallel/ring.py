@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unspool.core.errors import ConfigError
-from unspool.models.attention.reference import MAX_SCORES, Rules, same_heads, visible
+from unspool.models.attention.reference import MAX_SCORES, AttentionInputs, causal_mask, repeat_kv_heads
 from unspool.models.memory import kept
 from unspool.training.parallel.mesh import is_gloo_on_gpu
 
@@ -25,7 +25,7 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 def block(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention of some queries to some keys: output and log-sum-exp, both fp32. Causal: query i sees keys 0 to i."""
-    key, value = same_heads(query, key, value)
+    key, value = repeat_kv_heads(query, key, value)
     if _has_flash(query):
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
         found = kept.call(flash, query, key, value, 0.0, causal, scale=scale)
@@ -43,7 +43,7 @@ def block_backward(
 ) -> Grads:
     """Gradients of query, key and value from this block, in fp32."""
     query, num_kv = heads[0], heads[1].shape[1]
-    key, value = same_heads(*heads)
+    key, value = repeat_kv_heads(*heads)
     if _has_flash(query):
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
         empty, seed = None, torch.zeros(2, dtype=torch.uint64, device=query.device)
@@ -86,7 +86,7 @@ def _scores(query: Tensor, key: Tensor, scale: float, *, causal: bool) -> Iterat
         rows = slice(start, min(start + size, num_queries))
         scores = query[:, :, rows].float() @ key.float().transpose(-1, -2) * scale
         if causal:
-            unseen = ~visible(scores.shape[2], key.shape[2], start, None, query.device)
+            unseen = ~causal_mask(scores.shape[2], key.shape[2], start, None, query.device)
             scores = scores.masked_fill(unseen, -torch.inf)
         yield rows, scores
 
@@ -100,29 +100,21 @@ def _has_flash(query: Tensor) -> bool:
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] % 8 == 0
 
 
-def ring_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rules: Rules,
-    sinks: Tensor | None,
-    doc_lens: tuple[int, ...],
-    group: Any,
-) -> Tensor:
+def ring_attention(inputs: AttentionInputs, group: Any) -> Tensor:
     """[1, own tokens, H, D] from [1, H, own tokens, D]."""
-    _refuse_unsupported(rules, sinks, doc_lens)
-    scale = query.shape[-1] ** -0.5 if rules.scaling is None else rules.scaling
-    out: Tensor = _Ring.apply(query, key, value, scale, group)  # type: ignore[no-untyped-call]
+    _refuse_unsupported(inputs)
+    out: Tensor = _Ring.apply(*inputs.heads, inputs.scale, group)  # type: ignore[no-untyped-call]
     return out.transpose(1, 2)
 
 
-def _refuse_unsupported(rules: Rules, sinks: Tensor | None, doc_lens: tuple[int, ...]) -> None:
-    if len(doc_lens) > 1:
+def _refuse_unsupported(inputs: AttentionInputs) -> None:
+    assert inputs.doc_lens is not None
+    if len(inputs.doc_lens) > 1:
         raise ConfigError(
-            f"parallel: ring needs rows of one document, and this batch holds {len(doc_lens)}; use ring 1 and ulysses, "
-            "or attention: full with one row per micro-batch."
+            f"parallel: ring needs rows of one document, and this batch holds {len(inputs.doc_lens)}; use ring 1 and "
+            "ulysses, or attention: full with one row per micro-batch."
         )
-    asked = {"sliding windows": rules.window, "capped scores": rules.softcap, "sinks": sinks}
+    asked = {"sliding windows": inputs.window, "capped scores": inputs.softcap, "sinks": inputs.sinks}
     for name, setting in asked.items():
         if setting is not None:
             raise ConfigError(f"parallel: ring does not support {name}, which this model has; use ulysses instead.")

@@ -8,12 +8,19 @@ from typer.testing import CliRunner
 
 from unspool.cli.main import build_app
 from unspool.core.errors import ConfigError
-from unspool.synthesis.config import ChecksConfig, ServerGenerator
-from unspool.synthesis.generator_prompts import OURS, Pair, pair_prompt, read_answer, read_question
-from unspool.synthesis.generators import ServerAnswering
-from unspool.synthesis.quality import REASONS, echoes, pair_reason, repeats, summary_reason
+from unspool.synthesis.config import REJECT_REASONS, ChecksConfig, ServerGenerator
+from unspool.synthesis.generators import ServerBackend
+from unspool.synthesis.quality import echoes, pair_reason, repeats, summary_reason
 from unspool.synthesis.requests import Request
-from unspool.synthesis.templates import Templates, load_templates
+from unspool.synthesis.templates import (
+    DEFAULT_REQUESTS,
+    Pair,
+    Templates,
+    load_templates,
+    pair_prompt,
+    parse_answer,
+    parse_question,
+)
 
 from .toy import read_conversations, send_text, server, write_documents, write_recipe
 
@@ -35,11 +42,11 @@ def load(folder: Path, text: str) -> Templates:
     ("text", "said"),
     [
         ("ask: {question: '{part}'}", "both question and answer"),
-        ("ask: {pair: '{part}', question: '{part}', answer: '{part} {question}'}", "leave one out"),
+        ("ask: {pair: '{part}', question: '{part}', answer: '{part} {question}'}", "remove one"),
         ("ask: {sumary: '{part}'}", "did you mean 'summary'?"),
-        ("ask: {summary: 'Sum up.'}", "lacks {part}"),
-        ("ask: {join: '{summaries} {part}'}", "has {part}; places here: {summaries}"),
-        ("ask: {summary: {text: '{part}', init: x}}", "key 'start' is not known"),
+        ("ask: {summary: 'Sum up.'}", "has no placeholder {part}"),
+        ("ask: {join: '{summaries} {part}'}", "unknown placeholder {part}; allowed: {summaries}"),
+        ("ask: {summary: {text: '{part}', start: x}}", "unknown key 'start'"),
         ("ask: {summary: {begin: x}}", "must be a text"),
         ("ask: {summary: {text: '{part}', begin: ['']}}", "first words"),
         ("ask: {summary: {text: '{part}', tokens: 0}}", "at least 1"),
@@ -54,16 +61,16 @@ def test_a_mistake_in_the_users_requests_is_told(text, said, tmp_path):
 
 
 def test_what_the_file_leaves_out_is_asked_in_our_words(tmp_path):
-    asks = load(tmp_path, OWN).asks
+    asks = load(tmp_path, OWN).requests
     assert asks.in_two_steps
-    assert not OURS.in_two_steps
+    assert not DEFAULT_REQUESTS.in_two_steps
     assert asks.join(["a", "b"], 100, is_whole=True) == Request(prompt="a\n\nb Join.", max_tokens=100)
-    assert asks.summaries(["some"], 100) == OURS.summaries(["some"], 100)
-    assert OURS.pair("some", 100) == Request(prompt=pair_prompt("some"), max_tokens=100)
+    assert asks.summaries(["some"], 100) == DEFAULT_REQUESTS.summaries(["some"], 100)
+    assert DEFAULT_REQUESTS.pair("some", 100) == Request(prompt=pair_prompt("some"), max_tokens=100)
 
 
 def test_text_is_not_read_as_a_template_and_replies_begin_in_all_ways(tmp_path):
-    asks = load(tmp_path, OWN).asks
+    asks = load(tmp_path, OWN).requests
     assert asks.answer("{question}", "Why?", 100).prompt == "{question} Reply to Why?"
     begun = {asks.question(f"part {number}", 100).begin for number in range(30)}
     assert begun == {"Question: Who", "Question: Where"}
@@ -99,20 +106,20 @@ def test_wording_that_asks_otherwise_makes_another_set(tmp_path):
     ],
 )
 def test_the_question_of_a_reply_is_found(reply, expected):
-    assert read_question(reply) == expected
+    assert parse_question(reply) == expected
 
 
 def test_the_answer_of_a_reply_is_found():
-    assert read_answer("Jonas Berg did.") == "Jonas Berg did."
-    assert read_answer("**Answer:** Jonas.") == "Jonas."
-    assert read_answer(" \n") is None
-    assert read_answer("Question: Who?") is None
+    assert parse_answer("Jonas Berg did.") == "Jonas Berg did."
+    assert parse_answer("**Answer:** Jonas.") == "Jonas."
+    assert parse_answer(" \n") is None
+    assert parse_answer("Question: Who?") is None
 
 
 def test_what_runs_in_circles_is_refused():
     circle = "The mill is the mill of the man who owns the mill. " * 3
     assert repeats(circle)
-    assert "repeats" in REASONS
+    assert "repeats" in REJECT_REASONS
     assert pair_reason(Pair("Whose mill?", circle), circle, CHECKS) == "repeats"
     assert summary_reason(circle, circle, CHECKS) == "repeats"
     fine = (
@@ -135,7 +142,7 @@ def test_an_answer_that_only_says_the_question_again_is_refused():
 def test_a_server_is_not_asked_to_begin_with_given_words():
     config = ServerGenerator.model_validate({"kind": "openai", "url": "http://localhost:1/v1", "model": "m"})
     with pytest.raises(ConfigError, match="begin"):
-        ServerAnswering(config).reply(Request(prompt="a", max_tokens=5, begin="Question:"))
+        ServerBackend(config).reply(Request(prompt="a", max_tokens=5, begin="Question:"))
 
 
 def test_question_and_answer_are_asked_for_one_after_the_other(tmp_path):

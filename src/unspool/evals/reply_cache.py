@@ -1,0 +1,92 @@
+"""Replies of language models in an append-only JSONL file, so that no request is sent or paid for twice."""
+
+import fcntl
+import json
+import os
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import Any, Self
+
+from unspool.core.errors import ConfigError
+
+
+class ReplyCache:
+    """Replies by key: `with ReplyCache(path) as cache`.
+
+    A reply is in the file when `write_reply` returns. Memory holds only offsets. A line that a killed run left
+    incomplete is skipped. With `exclusive`, a second process that opens the file gets a ConfigError.
+    """
+
+    def __init__(self, path: Path, *, exclusive: bool = False) -> None:
+        self._path, self._write_lock = path, Lock()
+        self._spans: dict[str, tuple[int, int]] = {}  # key: offset and length of its line
+        self._file: FileIO | None = None
+        if exclusive or path.exists():
+            self._file = self._open(exclusive)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._spans
+
+    def read_reply(self, key: str) -> Any:
+        """The reply as JSON gives it back; None if there is none."""
+        if key not in self._spans:
+            return None
+        assert self._file is not None
+        offset, length = self._spans[key]
+        return json.loads(os.pread(self._file.fileno(), length, offset))["reply"]
+
+    def write_reply(self, key: str, reply: Any, **fields: Any) -> None:
+        """Append a reply, with more fields for people who read the file; does nothing if the key has a reply."""
+        with self._write_lock:
+            if key not in self._spans:
+                self._append({"key": key, **fields, "reply": reply})
+
+    def _append(self, record: dict[str, Any]) -> None:
+        data = (json.dumps(record) + "\n").encode()
+        self._file = self._file or self._open(exclusive=False)
+        left = data
+        while left:
+            left = left[self._file.write(left) or 0 :]
+        # The file is in append mode, so the position is the end of this record even if other processes append too.
+        self._index(record, self._file.tell() - len(data), len(data))
+
+    def _index(self, record: dict[str, Any], offset: int, length: int) -> None:
+        """Register a record that was read or written. Subclasses may count more."""
+        self._spans[str(record["key"])] = (offset, length)
+
+    def _open(self, exclusive: bool) -> FileIO:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = FileIO(self._path, "a+")
+        if exclusive:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                raise ConfigError(
+                    f"{self._path} is in use by another process; wait for it, or give this run another `out`."
+                ) from None
+            except OSError:
+                pass  # some network file systems do not support locks
+        offset, line = 0, b"\n"
+        with self._path.open("rb") as lines:
+            for line in lines:
+                # Some lines are blank, or incomplete because a run was killed.
+                with suppress(ValueError, KeyError, TypeError):
+                    self._index(json.loads(line), offset, len(line))
+                offset += len(line)
+        if not line.endswith(b"\n"):
+            file.write(b"\n")
+        return file

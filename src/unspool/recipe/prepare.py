@@ -1,0 +1,109 @@
+"""The steps of a run that need no model: tokenize the sources, pack the datasets."""
+
+from pathlib import Path
+from typing import Any
+
+from unspool.data.corpus.build import build_corpus
+from unspool.data.corpus.executors import check_engine
+from unspool.data.packing.build import build_rows
+from unspool.data.packing.config import DatasetConfig
+from unspool.data.sources.config import RecallSource, Source, SyntheticSource
+from unspool.recipe.context import RunContext
+from unspool.recipe.load import LoadedRecipe, check_inputs
+
+Counts = dict[str, dict[str, Any]]
+
+
+def open_data_run(loaded: LoadedRecipe) -> RunContext:
+    """Check a recipe's inputs, then create its run folder; enough for `tokenize` and `pack`."""
+    context = RunContext(loaded=loaded)
+    check_data_inputs(context)
+    context.start()
+    return context
+
+
+def check_data_inputs(context: RunContext) -> None:
+    """Refuse, before anything is written, what cannot be read or run on this machine."""
+    check_inputs(context.loaded)
+    check_engine(context.recipe.engine)
+    _ = context.tokenizer
+
+
+def tokenize(context: RunContext) -> Counts:
+    """Tokenize every source that some dataset uses; return the counts of each corpus."""
+
+    def build_all() -> Counts:
+        used = {source for config in context.recipe.datasets.values() for source in config.shares}
+        _synthesize(context, context.loaded.generated(used))
+        return {name: build_source(context, name) for name in context.recipe.sources if name in used}
+
+    return context.on_leader(build_all)
+
+
+def build_source(context: RunContext, name: str) -> dict[str, Any]:
+    """Tokenize one source."""
+    return context.build(
+        f"corpus/{name}",
+        lambda folder: build_corpus(
+            resolve_source(context.loaded, context.recipe.sources[name]),
+            folder,
+            tokenizer=context.tokenizer,
+            root=Path(),
+            engine=context.recipe.engine,
+            seed=context.recipe.seed,
+        ),
+    )
+
+
+def pack(context: RunContext) -> Counts:
+    """Pack every dataset; return the counts of each."""
+
+    def build_all() -> Counts:
+        return {name: _pack_dataset(context, name) for name in context.recipe.datasets}
+
+    return context.on_leader(build_all)
+
+
+def _pack_dataset(context: RunContext, name: str) -> dict[str, Any]:
+    config = context.recipe.datasets[name]
+    return context.build(
+        f"datasets/{name}",
+        lambda folder: build_rows(
+            config,
+            {source: context.out / "corpus" / source for source in config.shares},
+            folder,
+            tokenizer=context.tokenizer,
+            seed=context.recipe.seed,
+            embed=_embedder(context, config),
+        ),
+    )
+
+
+def _synthesize(context: RunContext, sets: list[str]) -> None:
+    """Generate the conversations that sources of this recipe read."""
+    if not sets:
+        return
+    from unspool.recipe.synthesize import Synthesis  # import late: it loads torch
+
+    synthesis = Synthesis(context.loaded, sets)
+    synthesis.corpora()
+    synthesis.make()
+
+
+def _embedder(context: RunContext, config: DatasetConfig) -> Any:
+    """The model that embeds chunks, for NExtLong with `retriever: embeddings`."""
+    if config.nextlong is None or config.nextlong.model is None:
+        return None
+    import torch  # import late: every other dataset is packed without torch
+
+    from unspool.models.load import Embedder
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return Embedder(context.loaded.path(config.nextlong.model), tokenizer=context.tokenizer, device=device)
+
+
+def resolve_source(loaded: LoadedRecipe, source: Source) -> Source:
+    """Return the source with its paths resolved."""
+    key = "prose" if isinstance(source, RecallSource | SyntheticSource) else "path"
+    keys = [name for name in (key, "template") if getattr(source, name, None) is not None]
+    return source.model_copy(update={name: loaded.path(getattr(source, name)) for name in keys})

@@ -1,0 +1,271 @@
+"""Models and rows that checks run on: small random models of many families or the user's own, and random rows."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from unspool.core.config import lookup
+from unspool.core.errors import ConfigError
+from unspool.core.rng import rng_for
+from unspool.data.packing.store import Row
+from unspool.models.fuse import compute_in_bf16
+from unspool.models.load import load_model
+from unspool.models.rotary import apply_rope
+from unspool.models.tokenizer import first_line, location, silence_transformers
+from unspool.rope.harpe import Harpe
+from unspool.rope.methods import Abf, Yarn
+from unspool.rope.tables import RopeMethod
+
+CONTEXT = 512
+WINDOW = 16
+SHAPE: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": CONTEXT,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # Larger than usual, so that the context of a position has a visible effect on its output.
+    "initializer_range": 0.1,
+}
+# On a GPU, some kernels are used only for larger heads.
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "max_position_embeddings": 16384,
+}
+# One layer with a sliding window, one without.
+MIXED_LAYERS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeCase:
+    """A RoPE method, and its expected result written by hand."""
+
+    method: RopeMethod
+    parameters: dict[str, Any] | None = None  # `rope_parameters` for plain `transformers`
+    bases: tuple[tuple[float, ...], ...] | None = None  # of the KV heads of each layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    config: str  # config class in `transformers`, without the suffix "Config"
+    model: str | None = None  # model class, where its name does not follow from `config`
+    changes: dict[str, Any] = field(default_factory=dict)
+    rope: RopeCase | None = None
+
+
+ABF = RopeCase(method=Abf(method="abf", base=5e5), parameters={"rope_type": "default", "rope_theta": 5e5})
+# For the longest context of these models, which is the one on a GPU.
+YARN_FACTOR = 32.0
+YARN = RopeCase(
+    method=Yarn(method="yarn", factor=YARN_FACTOR, original=CONTEXT),
+    parameters={
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": YARN_FACTOR,
+        "original_max_position_embeddings": CONTEXT,
+        "attention_factor": 0.1 * math.log(YARN_FACTOR) + 1.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+)
+HARPE = RopeCase(method=Harpe(method="harpe", low=1e3, high=1e6), bases=((1e6, 1e3), (1e6, 1e3)))
+HARPE_BY_LAYER = RopeCase(
+    method=Harpe(method="harpe", low=1e3, high=1e6, rotate_by_layer=True),
+    bases=((1e6, 667e3, 334e3, 1e3), (1e3, 1e6, 667e3, 334e3)),
+)
+FAMILIES: dict[str, Family] = {
+    "llama": Family(config="Llama"),
+    "llama-mha": Family(config="Llama", changes={"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "qwen2": Family(config="Qwen2"),
+    "qwen3": Family(config="Qwen3", changes={"head_dim": 24}),
+    "mistral": Family(config="Mistral", changes={"sliding_window": WINDOW}),
+    "gemma2": Family(
+        config="Gemma2",
+        changes=MIXED_LAYERS
+        | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": Family(
+        config="Gemma3Text", model="Gemma3ForCausalLM", changes=MIXED_LAYERS | {"query_pre_attn_scalar": 24}
+    ),
+    "olmo2": Family(config="Olmo2"),
+    "llama+abf": Family(config="Llama", rope=ABF),
+    "llama+yarn": Family(config="Llama", rope=YARN),
+    "llama+harpe": Family(config="Llama", rope=HARPE),
+    "qwen3+harpe": Family(config="Qwen3", changes={"num_key_value_heads": 4}, rope=HARPE_BY_LAYER),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model to check: its name in the table, where it is loaded from, and a RoPE method to apply after loading."""
+
+    name: str
+    ref: str
+    rope: RopeCase | None = None
+
+    def load_ours(self, device: torch.device, *, bf16: bool) -> Any:
+        """The model as training uses it."""
+        model = load_model(self.ref, device=device, dtype=torch.float32)
+        if self.rope is not None:
+            apply_rope(model, self.rope.method, model.config.max_position_embeddings)
+        if bf16:
+            compute_in_bf16(model)
+        # Some memory policies apply only in training mode. None of these models has dropout.
+        return model.train()
+
+    def load_plain(self, device: torch.device) -> Any:
+        """The model in plain `transformers` with eager attention; `rope` is not applied."""
+        silence_transformers()
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                **location(self.ref), dtype=torch.float32, attn_implementation="eager", use_safetensors=True
+            )
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(f"model {self.ref}: cannot be loaded ({first_line(error)}).") from error
+        return model.to(device).eval()
+
+
+def user_model(ref: str) -> ModelSpec:
+    return ModelSpec(name=Path(ref).name or ref, ref=ref)
+
+
+def build_small_models(folder: Path, *, seed: int, wide: bool, names: Sequence[str]) -> list[ModelSpec]:
+    """Save small models with random weights in `folder`; `wide` for a GPU. The same seed gives the same weights."""
+    silence_transformers()
+    specs = []
+    for name in names:
+        family = lookup(FAMILIES, name, kind="model")
+        _build(family, seed, WIDE if wide else {}).save_pretrained(folder / name)
+        _tokenizer().save_pretrained(folder / name)
+        specs.append(ModelSpec(name=name, ref=str(folder / name), rope=family.rope))
+    return specs
+
+
+def _build(family: Family, seed: int, size: dict[str, Any]) -> Any:
+    config = getattr(transformers, f"{family.config}Config")(**SHAPE | size | family.changes)
+    generator = torch.Generator().manual_seed(seed)
+    # Without devices, whose state would initialize CUDA: processes forked from this one could then not use it.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(transformers, family.model or f"{family.config}ForCausalLM")(config)
+    with torch.no_grad():
+        # Biases and norms are initialized to 0 and 1, where omitting them would have no effect.
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def _tokenizer() -> Any:
+    """A tokenizer for the export; no text is ever tokenized."""
+    vocabulary = {f"<{number}>": number for number in range(SHAPE["vocab_size"])}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="<0>"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<2>")
+
+
+# Rows
+
+# The document of a packed row whose gradient is also compared on its own; neither the first nor the last.
+GRADIENT_DOCUMENT = 2
+NUM_ROWS = 8  # of the step that is split into micro-batches
+
+
+@dataclass(frozen=True)
+class Step:
+    """The rows of one optimizer step, all of one length."""
+
+    name: str
+    rows: tuple[Row, ...]
+
+    @property
+    def row_len(self) -> int:
+        return len(self.rows[0].tokens)
+
+
+def row_len(num_parameters: int, device: torch.device) -> int:
+    """Tokens of a packed row, chosen so that all checks of a model take about a minute on a laptop CPU."""
+    if device.type == "cuda":
+        # For small models long enough for every attention kernel. The reference holds all attention scores.
+        return 12288 if num_parameters < 2 * 10**7 else 8192 if num_parameters < 10**9 else 1024
+    return min(192, max(64, 10**10 // num_parameters // 32 * 32))
+
+
+def build_steps(length: int, *, vocabulary: int, seed: int) -> dict[str, Step]:
+    """Steps by name: one row of `unequal` documents, one row of `equal` documents, and `several` rows."""
+    quarter = length // 4
+    # The third document takes most of the row, so that on a GPU it uses the kernel for long documents.
+    first, third = length // 16, length * 13 // 16
+    unequal = (first, 1, third, length - first - third - 1)
+    made = [
+        Step("unequal", (_row(unequal, vocabulary, seed, 0),)),
+        Step("equal", (_row((quarter,) * 4, vocabulary, seed, 1),)),
+        # Every second row has a loss on a tenth of its tokens, so that a mean of means is a different number.
+        Step(
+            "several",
+            tuple(
+                _row(
+                    (quarter // 2 + index % 4, quarter // 2 - index % 4),
+                    vocabulary,
+                    seed,
+                    2 + index,
+                    kept=0.1 + 0.9 * (index % 2),
+                )
+                for index in range(NUM_ROWS)
+            ),
+        ),
+    ]
+    return {step.name: step for step in made}
+
+
+def build_row_sets(seq_len: int, *, vocabulary: int, seed: int) -> dict[str, list[Row]]:
+    """Two datasets to mix: `long` rows and `short` rows of half the length; few, so that epochs are short."""
+    long, short = (seq_len // 4 * 3, seq_len // 4), (seq_len // 2,)
+    return {
+        "long": [_row(long, vocabulary, seed, 100 + number, kept=0.7) for number in range(5)],
+        "short": [_row(short, vocabulary, seed, 200 + number, kept=0.7) for number in range(3)],
+    }
+
+
+def only_document(row: Row, number: int) -> Row:
+    """The same row with a loss on one document only."""
+    begin = int(row.doc_lens[:number].sum())
+    mask = np.zeros(len(row.tokens), dtype=bool)
+    # Including its first token, which would be a target of the document before if labels crossed documents.
+    mask[begin : begin + int(row.doc_lens[number])] = True
+    return replace(row, loss_mask=mask)
+
+
+def with_tokens(row: Row, number: int, tokens: np.ndarray) -> Row:
+    """The same row with other tokens in one document."""
+    begin = int(row.doc_lens[:number].sum())
+    changed = row.tokens.copy()
+    changed[begin : begin + int(row.doc_lens[number])] = tokens
+    return replace(row, tokens=changed)
+
+
+def _row(doc_lens: Sequence[int], vocabulary: int, seed: int, number: int, *, kept: float = 1.0) -> Row:
+    rng = rng_for(seed, "verify", number)
+    length = sum(doc_lens)
+    return Row(
+        tokens=rng.integers(vocabulary, size=length).astype(np.uint32),
+        doc_lens=np.array(doc_lens, dtype=np.int32),
+        loss_mask=None if kept >= 1 else rng.random(length) < kept,
+        source="random",
+        attention="intra_document",
+    )
