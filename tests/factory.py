@@ -111,7 +111,7 @@ def save_rows(folder: Path, rows: Sequence[Row], *, added_tokens: Mapping[str, i
 
 
 def build_stage(**changes: Any) -> StageConfig:
-    plain = {"name": "one", "context": 32, "mix": {"long": 1.0}, "tokens": 384, "batch": 64, "lr": 1e-3}
+    plain = {"name": "one", "context_length": 32, "mix": {"long": 1.0}, "tokens": 384, "batch_tokens": 64, "lr": 1e-3}
     return StageConfig.model_validate(plain | changes)
 
 

@@ -15,7 +15,12 @@ from unspool.training.stage import StageInputs, run_stage
 GOLDEN = Path(__file__).parent / "golden_loss.json"
 STEPS = 40
 STAGE = build_stage(
-    context=64, mix={"words": 0.75, "counts": 0.25}, tokens=STEPS * 256, batch=256, micro_batch_tokens=128, lr=1e-2
+    context_length=64,
+    mix={"words": 0.75, "counts": 0.25},
+    tokens=STEPS * 256,
+    batch_tokens=256,
+    micro_batch_tokens=128,
+    lr=1e-2,
 )
 
 
@@ -27,7 +32,7 @@ def train_golden(folder: Path) -> list[float]:
     SIZES["4M"] = SMALL_SIZE
     try:
         build_tokenizer().save_pretrained(folder / "tokenizer")
-        new = NewModel.model_validate({"size": "4M", "tokenizer": str(folder / "tokenizer"), "context": 64})
+        new = NewModel.model_validate({"size": "4M", "tokenizer": str(folder / "tokenizer"), "context_length": 64})
         rows = {"words": save_rows(folder / "words", _words()), "counts": save_rows(folder / "counts", _counts())}
         run_stage(STAGE, StageInputs(model=new, datasets=rows), folder / "one", seed=0, device=CPU)
     finally:

@@ -45,7 +45,7 @@ def small_model(family: str = "llama") -> Any:
 
 def stage_of(mode: dict[str, str], **changes: Any) -> StageConfig:
     """One row, one micro-batch per step."""
-    return build_stage(**{"batch": 32, "tokens": 32, "optimizer": mode} | changes)
+    return build_stage(**{"batch_tokens": 32, "tokens": 32, "optimizer": mode} | changes)
 
 
 def start(mode: dict[str, str], *, family: str = "llama", **changes: Any) -> tuple[Any, Updater, StageConfig]:

@@ -19,7 +19,7 @@ from unspool.training.stage import StageInputs, run_stage
 LONG = [random_row((20, 12), seed, mask=0.3) for seed in range(7)]
 SHORT = [random_row((16,), seed) for seed in range(10, 15)]
 # Six steps of two slots, three checkpoints.
-STAGE = build_stage(mix={"long": 0.6, "short": 0.4}, checkpoint_every=2, position={"method": "abf", "base": 5e5})
+STAGE = build_stage(mix={"long": 0.6, "short": 0.4}, checkpoint_every=2, rope={"method": "abf", "base": 5e5})
 
 
 def run(materials: StageInputs, out: Path, stage=STAGE, seed: int = 0) -> None:

@@ -54,12 +54,12 @@ def steps_of_torch(num_steps: int) -> dict[str, torch.Tensor]:
             return float(norm)
 
     plain: Any = Plain()
-    take(model, plain, build_stage(batch=64, micro_batch_tokens=32), range(num_steps))
+    take(model, plain, build_stage(batch_tokens=64, micro_batch_tokens=32), range(num_steps))
     return weights_of(model)
 
 
 def test_fp32_is_torchs_own_adamw_bit_for_bit():
-    model, updater, stage = start(PLAIN, batch=64, micro_batch_tokens=32, tokens=64)
+    model, updater, stage = start(PLAIN, batch_tokens=64, micro_batch_tokens=32, tokens=64)
 
     results = take(model, updater, stage, range(4))
 
@@ -148,7 +148,7 @@ def test_gradients_are_clipped_to_the_norm_asked_for_and_reported_as_they_were(m
     monkeypatch.setattr(AdamW, "step", lambda self, params, rates: scales.append(rates.scale))
     for clip in (1e9, 2.0):
         model = build_model()
-        updater = build_updater(build_stage(clip=clip), model)
+        updater = build_updater(build_stage(max_grad_norm=clip), model)
         updater.begin(1e-3)
         given = give_gradients(model)
         norm = updater.finish(is_good=True)

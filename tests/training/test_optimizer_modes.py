@@ -122,7 +122,7 @@ def test_in_backward_is_the_same_where_nothing_is_clipped(weights, states, famil
     found, wanted = [], []
     for step, into in (("after", wanted), ("in-backward", found)):
         mode = {"weights": weights, "states": states, "step": step}
-        model, updater, stage = start(mode, family=family, clip=1e9)
+        model, updater, stage = start(mode, family=family, max_grad_norm=1e9)
         into += [take(model, updater, stage, range(3)), updater.state_tensors(), dict(model.named_parameters())]
         assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -142,7 +142,7 @@ def test_in_backward_is_the_same_where_nothing_is_clipped(weights, states, famil
 def test_in_backward_steps_no_weight_that_is_still_needed_where_layers_are_computed_again(memory):
     found = []
     for step in ("after", "in-backward"):
-        model, stage = small_model(), stage_of({"step": step}, clip=1e9, **memory)
+        model, stage = small_model(), stage_of({"step": step}, max_grad_norm=1e9, **memory)
         apply_memory(model, stage.memory)
         updater = optimizer_module.build_updater(stage, model)
         take(model, updater, stage, range(2))
@@ -180,7 +180,7 @@ def test_clipping_goes_by_the_norm_of_the_step_before(monkeypatch):
         "step_in_backward",
         lambda self, one, rates, norm: scales.append(rates.scale) or true_step(self, one, rates, norm),
     )
-    model, updater, stage = start({"step": "in-backward"}, clip=0.5)
+    model, updater, stage = start({"step": "in-backward"}, max_grad_norm=0.5)
 
     results = take(model, updater, stage, range(3))
 
@@ -207,9 +207,9 @@ def test_in_backward_a_gradient_that_is_not_finite_leaves_its_parameter_alone_an
 
 
 def test_in_backward_needs_one_micro_batch():
-    with pytest.raises(ValidationError, match=r"batch must equal micro_batch \(32 tokens\)"):
-        stage_of({"step": "in-backward"}, batch=64, tokens=64)
-    stage_of({"step": "in-backward"}, batch=64, tokens=64, micro_batch_tokens=64)
+    with pytest.raises(ValidationError, match=r"batch_tokens must equal micro_batch_tokens \(32 tokens\)"):
+        stage_of({"step": "in-backward"}, batch_tokens=64, tokens=64)
+    stage_of({"step": "in-backward"}, batch_tokens=64, tokens=64, micro_batch_tokens=64)
 
 
 # bf16

@@ -5,11 +5,11 @@ import torch
 
 from factory import build_model, build_stage, build_tokenizer
 from unspool.core.errors import ConfigError
-from unspool.training.metrics.validation import build_samples, shown
+from unspool.training.metrics.validation import build_samples, escape
 
 
 def sampling(prompts, model=None, **options):
-    stage = build_stage(context=64, batch=64, samples={"prompts": prompts, "tokens": 6, **options})
+    stage = build_stage(context_length=64, batch_tokens=64, samples={"prompts": prompts, "tokens": 6, **options})
     model = model or build_model()
     return build_samples(stage, model, build_tokenizer()).write(model)
 
@@ -49,5 +49,5 @@ def test_a_stage_needs_at_least_one_prompt():
 
 
 def test_what_a_model_writes_cannot_move_the_cursor():
-    assert shown("a\nb\x1b[2J\u202eé\t[bold]") == "a\\nb\\x1b[2J\\u202eé\\t[bold]"
-    assert shown("x" * 500) == "x" * 399 + "…"
+    assert escape("a\nb\x1b[2J\u202eé\t[bold]") == "a\\nb\\x1b[2J\\u202eé\\t[bold]"
+    assert escape("x" * 500) == "x" * 399 + "…"

@@ -144,7 +144,7 @@ def test_a_step_that_is_not_a_number_stops_with_the_step_the_rows_and_the_way_ou
         run(materials, tmp_path / "one", wild)
 
     sentence = str(error.value)
-    assert "stage one: step 2: the loss or gradient is not a number (rows " in sentence
+    assert "stage one: step 2: the loss or gradient is not finite (rows " in sentence
     assert "lowering stages.one.lr" in sentence
     mix = Mix(STAGE.mix, {"long": 7, "short": 5}, {"long": 32, "short": 16}, 32, 0)
     assert all(f"{name}[{index}]" in sentence for slot in (2, 3) for name, index in mix.slot(slot))

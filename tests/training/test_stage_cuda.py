@@ -15,7 +15,7 @@ from unspool.training.metrics.logger import METRICS
 from unspool.training.stage import StageInputs, run_stage
 
 # Six steps of two slots, three checkpoints.
-STAGE = build_stage(mix={"long": 0.6, "short": 0.4}, checkpoint_every=2, position={"method": "abf", "base": 5e5})
+STAGE = build_stage(mix={"long": 0.6, "short": 0.4}, checkpoint_every=2, rope={"method": "abf", "base": 5e5})
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def losses_of(out: Path) -> list[float]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("position", [{"method": "abf", "base": 5e5}, {"method": "harpe", "low": 1e4, "high": 5e5}])
 def test_a_stage_on_cuda_follows_the_cpu_to_bfloat16(position, wide, tmp_path):
-    stage = build_stage(mix=STAGE.mix, tokens=192, micro_batch_tokens=64, position=position)
+    stage = build_stage(mix=STAGE.mix, tokens=192, micro_batch_tokens=64, rope=position)
     for device in ("cpu", "cuda"):
         run_stage(stage, wide, tmp_path / device / "one", seed=0, device=torch.device(device))
 

@@ -136,7 +136,7 @@ def test_rows_that_were_tangled_for_another_tokenizer_are_refused(materials, tmp
 
 
 def test_a_model_of_random_weights_is_trained_and_depends_on_the_seed(materials, tmp_path):
-    new = NewModel.model_validate({"size": "4M", "tokenizer": materials.model, "context": 32})
+    new = NewModel.model_validate({"size": "4M", "tokenizer": materials.model, "context_length": 32})
     inputs = StageInputs(model=new, datasets=materials.rows)
     stage = build_stage(mix=STAGE.mix, tokens=64)
     for name, seed in (("first", 0), ("again", 0), ("other", 1)):

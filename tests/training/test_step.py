@@ -45,7 +45,7 @@ def run_step(stage, model: Any, updater: Any, picks=PICKS, rows=ROWS):
 
 def step_of(model: Any, picks=PICKS, **changes):
     recorder = Recorder(model)
-    stage = build_stage(batch=256, tokens=256, **changes)
+    stage = build_stage(batch_tokens=256, tokens=256, **changes)
     return run_step(stage, model, recorder, picks), recorder.grads
 
 
@@ -166,7 +166,7 @@ def poisoned_gradient(model: Any) -> None:
 def test_a_step_that_is_not_a_number_updates_nothing(poison):
     model = build_model()
     poison(model)
-    stage = build_stage(batch=256, tokens=256)
+    stage = build_stage(batch_tokens=256, tokens=256)
     updater = build_updater(stage, model)
     before = {name: tensor.clone() for name, tensor in updater.state_tensors().items()}
 
@@ -179,7 +179,7 @@ def test_a_step_that_is_not_a_number_updates_nothing(poison):
 
 def test_a_step_without_any_label_has_no_loss_and_no_gradient():
     rows = {"long": [random_row((32,), 0, mask=1.0)]}
-    model, stage = build_model(), build_stage(batch=32, tokens=32)
+    model, stage = build_model(), build_stage(batch_tokens=32, tokens=32)
     recorder = Recorder(model)
 
     result = run_step(stage, model, recorder, [[("long", 0)]], rows)

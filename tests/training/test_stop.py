@@ -12,7 +12,7 @@ import pytest
 from factory import in_child, save_mini
 from unspool.training import loop as loop_module
 from unspool.training.checkpoint.save import checkpoints
-from unspool.training.schedule import StoppedError, listen
+from unspool.training.schedule import StoppedError, catch_stop_signals
 
 from .stage_runs import assert_same_result, run
 
@@ -60,7 +60,7 @@ def test_a_second_signal_ends_the_process_at_once(materials, tmp_path, monkeypat
 
 def test_elsewhere_than_in_the_main_thread_nothing_is_listened_to():
     def listening() -> None:
-        with listen("x") as stop:
+        with catch_stop_signals("x") as stop:
             found.append(stop.signal)
 
     found: list[object] = []

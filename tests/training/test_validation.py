@@ -12,7 +12,7 @@ from unspool.training.metrics import validation
 from unspool.training.metrics.validation import build_validation, warn_if_trained_on
 
 ROWS = [random_row((90, 38), 50, mask=0.2), random_row((128,), 51, mask=0.0), random_row((1, 60, 67), 52, mask=0.1)]
-STAGE = build_stage(context=128, batch=128, tokens=256, validation={"rows": "held", "samples": 3})
+STAGE = build_stage(context_length=128, batch_tokens=128, tokens=256, validation={"dataset": "held", "samples": 3})
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,9 @@ def test_a_place_counted_from_the_row_would_be_noticed(held, monkeypatch):
 
 def test_full_attention_sees_the_whole_row(held):
     model = build_model()
-    full = build_stage(context=128, batch=128, tokens=256, attention="full", validation={"rows": "held"})
+    full = build_stage(
+        context_length=128, batch_tokens=128, tokens=256, attention="full", validation={"dataset": "held"}
+    )
     first, last = build_validation(full, held, model, seed=0).measure(model)["buckets"]
     assert last["n"] > build_validation(STAGE, held, model, seed=0).measure(model)["buckets"][1]["n"]
     assert first["n"] + last["n"] == sum(num_asked())
@@ -74,7 +76,7 @@ def num_asked():
 
 
 def test_the_same_rows_are_looked_at_each_time_and_chosen_by_the_seed(held):
-    one = build_stage(context=128, batch=128, tokens=256, validation={"rows": "held", "samples": 1})
+    one = build_stage(context_length=128, batch_tokens=128, tokens=256, validation={"dataset": "held", "samples": 1})
     model = build_model()
 
     def looked_at(seed):
@@ -87,13 +89,13 @@ def test_the_same_rows_are_looked_at_each_time_and_chosen_by_the_seed(held):
 
 def test_short_rows_are_read_several_at_a_time(tmp_path):
     folder = save_rows(tmp_path / "held", [random_row((32,), seed) for seed in range(6)])
-    stage = build_stage(context=128, batch=128, tokens=256, validation={"rows": "held", "samples": 6})
+    stage = build_stage(context_length=128, batch_tokens=128, tokens=256, validation={"dataset": "held", "samples": 6})
     sizes = [len(batch.tokens) for batch in build_validation(stage, folder, build_model(), seed=0).batches]
     assert sizes == [128, 64]
 
 
 def test_rows_longer_than_the_context_are_refused(held):
-    stage = build_stage(validation={"rows": "held"})
+    stage = build_stage(validation={"dataset": "held"})
     with pytest.raises(ConfigError, match="validation rows held have 128 tokens, more than the stage's context of 32"):
         build_validation(stage, held, build_model(), seed=0)
 
@@ -105,7 +107,7 @@ def test_tokens_that_the_model_does_not_know_are_refused(held):
 
 def test_rows_of_the_mix_are_refused():
     with pytest.raises(ValueError, match=r"validation.rows long are in the mix"):
-        build_stage(validation={"rows": "long"})
+        build_stage(validation={"dataset": "long"})
 
 
 def rows_of(folder, corpora):

@@ -32,9 +32,9 @@ SIZES = {"long": 9, "short": 8}
 SETTINGS: dict[str, Any] = {
     "mix": {"long": 0.6, "short": 0.4},
     "tokens": 6 * 128,
-    "batch": 128,
+    "batch_tokens": 128,
     "checkpoint_every": 2,
-    "position": {"method": "abf", "base": 5e5},
+    "rope": {"method": "abf", "base": 5e5},
     "validation": {"rows": "held", "samples": 2, "every": 3},
 }
 ULYSSES, SHARD = {"ulysses": 2}, {}

@@ -73,7 +73,11 @@ class Taken:
 
 def take_steps(case: Steps, *, alone: bool, steps: int = STEPS) -> Taken:
     stage = build_stage(
-        batch=256, tokens=256 * STEPS, micro_batch_tokens=case.micro_batch, mix={"long": 1.0}, parallel=case.parallel
+        batch_tokens=256,
+        tokens=256 * STEPS,
+        micro_batch_tokens=case.micro_batch,
+        mix={"long": 1.0},
+        parallel=case.parallel,
     )
     model = build_model(case.family, vocab_size=case.vocab).train()
     mesh, place = None, ALONE
@@ -195,7 +199,7 @@ def refusals(world: int) -> dict[str, str]:
         config = ParallelConfig()
         model = parallelize(build_model(), build_mesh(config, world, "cpu"), config)
         try:
-            build_updater(build_stage(optimizer={key: value}, batch=32), model)
+            build_updater(build_stage(optimizer={key: value}, batch_tokens=32), model)
         except ConfigError as error:
             found[key] = str(error)
     return found

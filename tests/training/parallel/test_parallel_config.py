@@ -7,7 +7,13 @@ from unspool.core.errors import ConfigError
 from unspool.training.parallel.config import Layout, ParallelConfig, Work, check_layout, settle_layout
 
 # Llama-3-8B at 64K, 16 rows a step.
-PLAIN = {"num_heads": 32, "num_kv_heads": 8, "context": 1 << 16, "batch": 1 << 20, "micro_batch_tokens": 1 << 16}
+PLAIN = {
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "context_length": 1 << 16,
+    "batch_tokens": 1 << 20,
+    "micro_batch_tokens": 1 << 16,
+}
 
 
 def layout(world_size=8, **changes):
@@ -57,10 +63,16 @@ def test_what_fits_is_taken(changes):
         ({"ring": 2}, "ring=2 .*documents see only themselves; use ring 1 and ulysses, or attention: full"),
         (
             {"ring": 2, "work": {"document_masks": False, "micro_batch_tokens": 1 << 17}},
-            "micro_batch=128K holds 2; set micro_batch to 64K",
+            "micro_batch_tokens=128K holds 2; set micro_batch to 64K",
         ),
-        ({"ulysses": 8, "work": {"context": 4, "micro_batch_tokens": 4}}, "ring × ulysses = 8 ranks; use at most 4"),
-        ({"work": {"batch": 3 << 17}}, "6 micro-batches .*replicate × shard = 8 groups of ranks; set batch to 512K"),
+        (
+            {"ulysses": 8, "work": {"context_length": 4, "micro_batch_tokens": 4}},
+            "ring × ulysses = 8 ranks; use at most 4",
+        ),
+        (
+            {"work": {"batch_tokens": 3 << 17}},
+            "6 micro-batches .*replicate × shard = 8 groups of ranks; set batch to 512K",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_would(changes, sentence):

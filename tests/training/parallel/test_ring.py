@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from factory import attention_inputs
 from unspool.core.errors import ConfigError
 from unspool.models.attention.reference import repeat_kv_heads
+from unspool.training.batch import sequence_part
 from unspool.training.parallel import ring
 from unspool.training.parallel.ring import _merge, _visible, block, block_backward, ring_attention
-from unspool.training.batch import sequence_part
 
 SCALE = 0.3
 

@@ -51,7 +51,7 @@ def places(data_ranks: int) -> list[Place]:
 
 @pytest.mark.parametrize("data_ranks", [1, 2, 4, 8])
 def test_every_row_of_a_step_is_one_ranks_and_picks_are_the_same_on_all(data_ranks):
-    stage = build_stage(batch=256, tokens=256)
+    stage = build_stage(batch_tokens=256, tokens=256)
     shape = ModelShape(num_layers=2, attention_width=32, num_params=1000)
 
     steps = [build_step(stage, PACKED, SLOTS["packed"], place=place, shape=shape) for place in places(data_ranks)]

@@ -25,9 +25,9 @@ from unspool.training.parallel.dtensor import local_shard
 from unspool.training.parallel.mesh import build_mesh, rank_coords
 from unspool.training.step import batch_loss
 
-from .cost_tracked import shape_of
 from .parallel.cases import random_row
 from .parallel.ranks import run_ranks
+from .tracked import shape_of
 
 PAGES = Path(__file__).parents[2] / "docs"
 LLAMA_8B = Shape(

@@ -174,8 +174,8 @@ class _Plain(torch.nn.Module):
 def tracked_peak(changes: dict[str, Any], *, tokens: int, rows: int = 1, **shape: Any) -> tuple[int, Shape]:
     """Bytes alive at the fullest moment of a step: those of the model and optimizer, and what the step makes."""
     model = build_model(**SMALL | shape).train()
-    settings = {"name": "one", "context": tokens, "mix": {"long": 1.0}, "tokens": tokens * rows, "lr": 1e-3}
-    stage = StageConfig.model_validate(settings | {"batch": tokens * rows} | changes)
+    settings = {"name": "one", "context_length": tokens, "mix": {"long": 1.0}, "tokens": tokens * rows, "lr": 1e-3}
+    stage = StageConfig.model_validate(settings | {"batch_tokens": tokens * rows} | changes)
     updater = build_updater(stage, model)
     if stage.compile:
         _compiled_rotation.cache_clear()

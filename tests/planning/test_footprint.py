@@ -16,7 +16,7 @@ from unspool.planning.cost import REFERENCE, Shape
 from unspool.planning.footprint import GIB, PARTS, Held, footprint, moments, reserve
 from unspool.training.parallel.config import Layout
 
-from .cost_tracked import tracked_peak
+from .tracked import tracked_peak
 
 K = 1024
 LLAMA_8B = Shape(
@@ -172,6 +172,8 @@ def test_a_gpu_holds_what_is_computed(policy):
         num_layers=4, hidden=1024, intermediate=3584, num_heads=16, num_kv_heads=4, head_dim=64, vocabulary=32000
     )
     tokens = 16 * K
-    stage = build_stage(context=tokens, batch=tokens, tokens=tokens, mix={"rows": 1.0}, compile=True, **BF16 | policy)
+    stage = build_stage(
+        context_length=tokens, batch_tokens=tokens, tokens=tokens, mix={"rows": 1.0}, compile=True, **BF16 | policy
+    )
     trial = _trial(shape, stage, [tokens], REFERENCE, torch.device("cuda"))
     assert trial.held.device == pytest.approx(trial.peak, rel=0.1), trial.held

@@ -20,8 +20,8 @@ from unspool.planning.step_time import Documents, documents, flops_per_token, pa
 from unspool.training.metrics.flops import count_flops
 from unspool.training.parallel.config import Layout
 
-from .cost_tracked import SMALL, shape_of
-from .test_cost_memory import LLAMA_8B, Shape
+from .test_footprint import LLAMA_8B, Shape
+from .tracked import SMALL, shape_of
 
 K = 1024
 SMOLLM2 = Shape(
@@ -108,7 +108,9 @@ def test_devices_are_found_by_their_drivers_names():
 def test_a_few_layers_are_measured_with_the_stages_own_settings(tmp_path):
     """On a CPU, which has no rates: the path and the file, not the numbers."""
     shape = shape_of(build_model(**SMALL | {"num_hidden_layers": 8}))
-    stage = build_stage(context=64, batch=128, tokens=128, activation_checkpointing="keep-attention", keep_products=4)
+    stage = build_stage(
+        context_length=64, batch_tokens=128, tokens=128, activation_checkpointing="keep-attention", keep_products=4
+    )
     found = measure(shape, stage, Documents(tokens=1, squares=32.0), REFERENCE, torch.device("cpu"))
     assert (found.tokens, found.document_len, found.num_layers) == (64, 32, (2, 4))
     assert min(found.seconds) > 0
@@ -135,7 +137,7 @@ def test_a_calibration_changes_layers_and_the_rest_apart():
 
 
 def test_measuring_a_long_context_stays_short():
-    stage = build_stage(context=512 * K, batch=512 * K, tokens=512 * K, activation_checkpointing="full")
+    stage = build_stage(context_length=512 * K, batch_tokens=512 * K, tokens=512 * K, activation_checkpointing="full")
     assert measured_tokens(LLAMA_8B, stage, documents([512 * K]), REFERENCE) < 512 * K
     policy = MemoryPolicy(activation_checkpointing="keep-attention", keep_products=20, keep_on_host=9)
     assert (few_layers(policy, 32, 4).keep_products, few_layers(policy, 32, 4).keep_on_host) == (2, 1)

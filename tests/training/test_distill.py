@@ -32,7 +32,7 @@ from unspool.training.stage import StageInputs
 from .stage_runs import SHORT, STAGE, assert_same_result, kill_after_step, run
 
 TINY = str(files("unspool") / "assets" / "tiny-base")
-REFIT = {"datasets": "short", "before": 3, "after": 2, "batch": 32, "lr": 1e-2}
+REFIT = {"datasets": "short", "before": 3, "after": 2, "batch_tokens": 32, "lr": 1e-2}
 WITH = build_stage(**STAGE.model_dump(mode="json", exclude={"refit"}) | {"attention_distillation": REFIT})
 # Queries and keys are not trained, so no checkpoint holds them.
 FROZEN = build_stage(**WITH.model_dump(mode="json") | {"lr_overrides": {"q_proj": 0, "k_proj": 0}})
@@ -82,11 +82,11 @@ def loss_inside(model, rows) -> float:
 def test_the_shipped_model_gets_back_most_of_what_new_positions_cost_it(text_rows, tmp_path, monkeypatch):
     rows = open_rows(text_rows)
     stage = build_stage(
-        position={"method": "abf", "base": 5e5},
-        context=2048,
-        batch=2048,
+        rope={"method": "abf", "base": 5e5},
+        context_length=2048,
+        batch_tokens=2048,
         tokens=2048,
-        attention_distillation={"datasets": "short", "before": 16, "batch": 512, "lr": 4e-3},
+        attention_distillation={"datasets": "short", "before": 16, "batch_tokens": 512, "lr": 4e-3},
     )
     model = load_model(TINY, device=CPU, dtype=torch.float32)
     untouched = loss_inside(model, rows)
@@ -209,7 +209,7 @@ def test_it_works_on_weights_in_bf16_that_are_updated_in_the_backward_pass(input
 
 
 def test_after_without_before_needs_no_change_of_positions(inputs, tmp_path):
-    stage = build_stage(mix={"short": 1.0}, attention_distillation={"rows": "short", "after": 2, "lr": 1e-3})
+    stage = build_stage(mix={"short": 1.0}, attention_distillation={"datasets": "short", "after": 2, "lr": 1e-3})
 
     run(inputs, tmp_path / "one", stage)
 
@@ -306,7 +306,7 @@ def test_another_refit_makes_the_stage_anew_and_none_leaves_its_identity_as_it_w
 
 
 def test_other_rows_of_the_refit_make_the_stage_anew(inputs, tmp_path, capsys):
-    own = build_stage(mix={"long": 1.0}, position={"method": "abf", "base": 5e5}, attention_distillation=REFIT)
+    own = build_stage(mix={"long": 1.0}, rope={"method": "abf", "base": 5e5}, attention_distillation=REFIT)
     one = replace(inputs, rows={"long": inputs.rows["long"]})
     run(one, tmp_path / "one", own)
 
@@ -356,7 +356,7 @@ def test_several_ranks_and_new_models_are_refused():
 
 def test_a_batch_that_does_not_fit_its_rows_is_refused(inputs, tmp_path):
     with pytest.raises(ConfigError, match=r"refit\.batch 40 is not a multiple of its rows' length of 16"):
-        run(inputs, tmp_path / "one", changed(WITH, batch=40))
+        run(inputs, tmp_path / "one", changed(WITH, batch_tokens=40))
 
 
 def test_a_loss_that_is_not_a_number_stops_with_the_way_out(inputs, tmp_path):

@@ -8,7 +8,7 @@ from factory import build_model, build_stage, build_tokenizer, random_row, save_
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.training.metrics.validation import build_samples, build_validation, eval_mode
 
-from .watched import assert_equal_bits, batch_of, train_once, trained_weights
+from .small_steps import assert_equal_bits, batch_of, train_once, trained_weights
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def held(tmp_path_factory):
 @pytest.fixture
 def look(held):
     """Everything that a stage may look at."""
-    stage = build_stage(validation={"rows": "held"}, samples={"prompts": ["the river"], "tokens": 5})
+    stage = build_stage(validation={"dataset": "held"}, samples={"prompts": ["the river"], "tokens": 5})
 
     def look(model):
         build_validation(stage, held, model, seed=0).measure(model)
@@ -92,7 +92,7 @@ def test_compiled_code_is_neither_used_nor_changed():
     ids=str,
 )
 def test_models_with_memory_settings_can_be_looked_at(memory, held):
-    stage = build_stage(validation={"rows": "held"}, samples={"prompts": ["the river"], "tokens": 5}, **memory)
+    stage = build_stage(validation={"dataset": "held"}, samples={"prompts": ["the river"], "tokens": 5}, **memory)
     plain, saving = build_model(), build_model()
     apply_memory(saving, stage.memory)
     found = []

@@ -35,10 +35,10 @@ def fed(config: GuardConfig, losses: list[float], norm: float = 1.0) -> SpikeGua
     ("loss", "norm", "said"),
     [
         (2.9, 1.0, None),
-        (6.1, 1.0, "its loss of 6.1 is above 2 times 3, the median of 3 steps"),
-        (3.0, 10.1, "its gradient norm of 10.1 is above 10 times 1"),
-        (math.nan, 1.0, "the loss or gradient is not a number"),
-        (3.0, math.inf, "the loss or gradient is not a number"),
+        (6.1, 1.0, "its loss of 6.1 is above 2 × 3, the median of the last 3 steps"),
+        (3.0, 10.1, "its gradient norm of 10.1 is above 10 × 1"),
+        (math.nan, 1.0, "the loss or gradient is not finite"),
+        (3.0, math.inf, "the loss or gradient is not finite"),
     ],
 )
 def test_what_is_wrong_is_said(loss, norm, said):

@@ -30,7 +30,7 @@ REFIT = {
     "before": 3,
     "during": WEIGHT,
     "after": 2,
-    "batch": 32,
+    "batch_tokens": 32,
     "during_batch_tokens": 16,
     "lr": 1e-2,
 }
@@ -201,14 +201,14 @@ def test_queries_and_keys_of_the_shipped_model_stay_near_what_they_attended_to(t
     found = {}
     for weight in (1e-9, 4.0):
         stage = build_stage(
-            position={"method": "abf", "base": 5e5},
+            rope={"method": "abf", "base": 5e5},
             mix={"short": 1.0},
-            context=512,
-            batch=1024,
+            context_length=512,
+            batch_tokens=1024,
             tokens=12 * 1024,
             lr=3e-3,
             lr_overrides={"q_proj": 3e-3, "k_proj": 3e-3, "model": 0},
-            attention_distillation={"rows": "short", "during": weight, "during_batch_tokens": 512},
+            attention_distillation={"datasets": "short", "during": weight, "during_batch_tokens": 512},
         )
         run(inputs, tmp_path / str(weight) / "one", stage)
         found[weight] = [line["refit"] for line in metrics(tmp_path / str(weight) / "one")]
@@ -277,10 +277,10 @@ def test_the_untrained_part_of_a_model_gets_nothing(inputs, tmp_path):
 def test_on_cuda_it_follows_the_cpu_to_bfloat16(position, text_rows, tmp_path):
     inputs = StageInputs(model=TINY, datasets={"short": text_rows}, attention_distillation={"short": text_rows})
     stage = build_stage(
-        position=position,
+        rope=position,
         mix={"short": 1.0},
-        context=512,
-        batch=1024,
+        context_length=512,
+        batch_tokens=1024,
         tokens=4 * 1024,
         lr=1e-3,
         attention_distillation={
@@ -288,7 +288,7 @@ def test_on_cuda_it_follows_the_cpu_to_bfloat16(position, text_rows, tmp_path):
             "before": 2,
             "during": 4.0,
             "after": 2,
-            "batch": 1024,
+            "batch_tokens": 1024,
             "during_batch_tokens": 512,
             "lr": 1e-3,
         },
