@@ -31,7 +31,7 @@ from unspool.data.corpus.store import CorpusReader, CorpusWriter, open_corpus
 from unspool.data.packing.build import build_rows
 from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.pack import Doc, RowStream, Tally
-from unspool.data.packing.store import BATCH_TOKENS
+from unspool.data.packing.row import BATCH_TOKENS
 from unspool.data.strategies.base import PackingInputs, build_strategy, finish_rows
 from unspool.data.strategies.nextlong import build_negatives
 from unspool.data.strategies.upsample import draw_uses, spread

@@ -28,7 +28,7 @@ from gpu import in_own_process, machine, require_gpu, save
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from unspool.core.rng import rng_for
-from unspool.data.packing.store import Row
+from unspool.data.packing.row import Row
 from unspool.models.attention.interface import NAME, register
 from unspool.models.fuse import fuse_parts
 from unspool.models.memory.checkpointing import apply_memory

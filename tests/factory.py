@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from unspool.core.artifacts import publish
 from unspool.data.facts import word_list
-from unspool.data.packing.store import Row, RowWriter
+from unspool.data.packing.row import Row
+from unspool.data.packing.store import RowWriter
 from unspool.models.attention.interface import NAME, register
 from unspool.models.attention.reference import AttentionInputs
 from unspool.training.config import StageConfig
@@ -86,7 +87,7 @@ def random_tokens(count: int, seed: int = 0, vocab: int = 270) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(vocab, size=(1, count)))
 
 
-def random_row(doc_lens: Sequence[int], seed: int, *, mask: float | None = None, attention: str = "documents") -> Row:
+def random_row(doc_lens: Sequence[int], seed: int, *, mask: float | None = None, attention: str = "intra_document") -> Row:
     """`mask` is the share of tokens that are never asked for."""
     rng = np.random.default_rng(seed)
     length = sum(doc_lens)
@@ -102,7 +103,7 @@ def random_row(doc_lens: Sequence[int], seed: int, *, mask: float | None = None,
 def save_rows(folder: Path, rows: Sequence[Row], *, added_tokens: Mapping[str, int] | None = None) -> Path:
     """A rows artifact, as `data.rows` publishes it."""
     masked = any(row.loss_mask is not None for row in rows)
-    with publish(folder, kind="rows", inputs={}, settings={}) as draft:
+    with publish(folder, kind="dataset", inputs={}, settings={}) as draft:
         with RowWriter(draft.folder, row_len=len(rows[0].tokens), masked=masked) as writer:
             for row in rows:
                 writer.append(row)

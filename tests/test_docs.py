@@ -18,15 +18,7 @@ from test_imports import BESIDE, ORDER, PACKAGES
 from unspool.cli.main import build_app
 from unspool.core.config import Config
 from unspool.data.corpus.config import EngineConfig
-from unspool.data.packing.config import (
-    CipConfig,
-    DatasetConfig,
-    NextLongConfig,
-    PoseConfig,
-    ReplaceConfig,
-    UpsampleConfig,
-    UtkConfig,
-)
+from unspool.data.packing.config import DatasetConfig, ReplaceConfig
 from unspool.data.sources.config import (
     ChatSource,
     HfSource,
@@ -39,6 +31,11 @@ from unspool.data.sources.config import (
     TextbooksSource,
     TextSource,
 )
+from unspool.data.strategies.cip import CipConfig
+from unspool.data.strategies.nextlong import NextLongConfig
+from unspool.data.strategies.pose import PoseConfig
+from unspool.data.strategies.upsample import UpsampleConfig
+from unspool.data.strategies.utk import UtkConfig
 from unspool.evals.config import (
     HelmetEval,
     InfbenchEval,

@@ -105,7 +105,7 @@ def main() -> None:
     if work.exists() and any(work.iterdir()):
         sys.exit(f"{work} is not empty; name a new folder.")
     work.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "unspool.cli.main", "rows", options.recipe]
+    command = [sys.executable, "-m", "unspool.cli.main", "pack", options.recipe]
     for change in options.set:
         command += ["--set", change]
 

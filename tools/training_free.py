@@ -30,7 +30,7 @@ from unspool.models.load import load_model
 from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import load_tokenizer
 from unspool.reporting.charts import MODEL_STYLES, Frame, Point, Series, line_chart, swatch
-from unspool.rope.methods import RopeMethod
+from unspool.rope.methods import AnyRopeMethod
 
 METHODS: list[dict[str, Any]] = [
     {"method": "unchanged"},
@@ -67,7 +67,7 @@ def main() -> None:
         model = load_model(args.model, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
         # `unchanged` must not be told of the longer context: nothing is changed for it.
         if method["method"] != "unchanged":
-            apply_rope(model.eval(), TypeAdapter(RopeMethod).validate_python(method), args.context)
+            apply_rope(model.eval(), TypeAdapter(AnyRopeMethod).validate_python(method), args.context)
         losses = np.stack([window_losses(model, window) for window in windows])
         results.append({"position": method, "buckets": buckets(losses, args.context)})
         print(table([results[-1]]).splitlines()[-1], flush=True)

@@ -54,12 +54,16 @@ def test_a_valid_recipe_passes_so_that_the_failures_below_mean_something(tmp_pat
 @pytest.mark.parametrize(
     ("old", "new", "wanted"),
     [
-        ("length: 4K", "lenght: 4K", "small.yaml:6: datasets.long.lenght: unknown key; did you mean 'length'?"),
+        (
+            "seq_len: 4K",
+            "seq_length: 4K",
+            "small.yaml:6: datasets.long.seq_length: unknown key; did you mean 'seq_len'?",
+        ),
         ("kind: jsonl", "kind: jsnol", "small.yaml:4: sources.books.kind = jsnol: not known; did you mean 'jsonl'?"),
         ("tokens: 1M", "tokens: 64Q", "small.yaml:8: stages.0.tokens = 64Q: unit 'Q' is not known"),
         ("lr: 1e-5", "lr: fast", "small.yaml:8: stages.0.lr = fast: must be a number above 0"),
         (", lr: 1e-5", "", "small.yaml:8: stages.0.lr: missing"),
-        ("mix: {long", "mix: {lng", "small.yaml:8: stages.0.mix.lng: rows 'lng' is not known; did you mean 'long'?"),
+        ("mix: {long", "mix: {lng", "small.yaml:8: stages.0.mix.lng: dataset 'lng' is not known; did you mean 'long'?"),
         ("model: org/name", "model: a: b", "small.yaml:2: not valid YAML"),
         ("model: org/name", "name: again\nmodel: org/name", "small.yaml:2: name: this key is already given on line 1"),
         (RECIPE, "", "small.yaml: the recipe is empty"),

@@ -30,7 +30,7 @@ def run(*words: Any) -> Any:
 @pytest.fixture
 def in_this_process(monkeypatch, tmp_path):
     """The other side of the check without the seconds that a process of its own takes to start."""
-    monkeypatch.setattr(export, "_in_fresh_process", plain_logits.answers)
+    monkeypatch.setattr(export, "_run_plain", plain_logits.answers)
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
 

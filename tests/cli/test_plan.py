@@ -68,8 +68,19 @@ def test_json_is_whole_and_pure(mini):
         *("recipe", "fits", "machine", "model", "sources", "stages", "warnings", "hours", "gpu_hours", "cost")
     }
     assert set(plan["stages"][0]) >= {
-        *("name", "context", "steps", "tokens", "rows", "flops_per_token", "flops", "fits", "problem", "written"),
-        *("chosen", "faster", "ways", "position", "lengths_counted", "document_len"),
+        *(
+            "name",
+            "context_length",
+            "steps",
+            "tokens",
+            "rows",
+            "flops_per_token",
+            "flops",
+            "fits",
+            "problem",
+            "written",
+        ),
+        *("chosen", "faster", "ways", "rope", "lengths_counted", "document_len"),
     }
     assert set(plan["stages"][0]["chosen"]) >= {"layout", "memory", "seconds", "set", "settings", "hours", "cost"}
     assert plan["fits"] is True

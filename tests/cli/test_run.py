@@ -58,7 +58,7 @@ def test_a_second_run_says_up_to_date_for_everything_and_prints_json_alone(recip
     assert len(result.stderr.splitlines()) == 10
 
 
-@pytest.mark.parametrize(("verb", "made"), [("corpus", ["corpus"]), ("rows", ["corpus", "rows"])])
+@pytest.mark.parametrize(("verb", "made"), [("tokenize", ["corpus"]), ("pack", ["corpus", "datasets"])])
 def test_the_first_boxes_can_be_made_alone_and_counted(verb, made, recipe, tmp_path):
     out = tmp_path / "out"
 
@@ -66,11 +66,11 @@ def test_the_first_boxes_can_be_made_alone_and_counted(verb, made, recipe, tmp_p
 
     assert result.exit_code == 0
     counts = json.loads(result.stdout)
-    assert (counts["books"]["documents"] == 20) if verb == "corpus" else (counts["long"]["rows"] > 10)
+    assert (counts["books"]["documents"] == 20) if verb == "tokenize" else (counts["long"]["rows"] > 10)
     assert sorted(path.name for path in out.iterdir() if path.is_dir()) == made
     again = invoke(verb, str(recipe), "--set", f"out={out}")
     assert all(name in again.stdout for name in counts)
-    assert ("records" if verb == "corpus" else "tokens in") in again.stdout
+    assert ("records" if verb == "tokenize" else "tokens in") in again.stdout
 
 
 def test_stages_can_be_trained_alone(recipe, tmp_path):
@@ -95,7 +95,7 @@ def test_stages_can_be_trained_alone(recipe, tmp_path):
         (["--set", "model.tokenizer=./none"], "model.tokenizer = ./none: no such file or folder"),
         (["--set", "evals.0.text=none.jsonl"], "evals.0.text = none.jsonl: no such file or folder"),
         (["--set", "engine.kind=slurm"], "use kind: local"),
-        (["--set", "stages.0.batch_tokens=100"], "batch must be a multiple of context"),
+        (["--set", "stages.0.batch_tokens=100"], "batch_tokens must be a multiple of context_length"),
     ],
 )
 @pytest.mark.parametrize("verb", ["run", "train"])

@@ -64,7 +64,7 @@ def run(tmp_path_factory) -> Path:
     (folder / "plain.jinja").write_text(TEMPLATE)
     recipe, out = folder / "talks.yaml", folder / "out"
     recipe.write_text(RECIPE.format(tokens=128))
-    result = invoke("rows", str(recipe), "--set", f"out={out}")
+    result = invoke("pack", str(recipe), "--set", f"out={out}")
     assert result.exit_code == 0, result.output
     assert "trained" in result.stdout
     recipe.write_text(RECIPE.format(tokens=128 * len(open_rows(out / "datasets" / "chat"))))
@@ -112,14 +112,14 @@ def test_the_counts_say_how_much_is_trained_on(run):
 
 
 def test_a_second_time_nothing_is_done(run):
-    result = invoke("rows", str(run / "talks.yaml"), "--set", f"out={run / 'out'}")
+    result = invoke("pack", str(run / "talks.yaml"), "--set", f"out={run / 'out'}")
     assert "corpus talks: up to date" in result.stderr and "rows chat: up to date" in result.stderr
 
 
 def test_looking_shows_what_is_trained_on(run):
-    shown = invoke("look", str(run / "out" / "datasets" / "chat"), "--index", "0").stdout
+    shown = invoke("inspect", str(run / "out" / "datasets" / "chat"), "--index", "0").stdout
     assert "⟦…⟧ is trained on" in shown
-    told = invoke("look", str(run / "out" / "corpus" / "talks"), "--index", "0", "--json").stdout
+    told = invoke("inspect", str(run / "out" / "corpus" / "talks"), "--index", "0", "--json").stdout
     (part,) = json.loads(told)["items"][0]["parts"]
     trained = "".join(span["text"] for span in part["spans"] if span["loss"])
     talk = json.loads((run / "talks.jsonl").read_text().splitlines()[0])["messages"]
@@ -134,6 +134,6 @@ def test_a_missing_template_is_found_before_any_work(run, tmp_path):
     ):
         text = RECIPE.format(tokens=128).replace("template: plain.jinja", given)
         (run / "other.yaml").write_text(text)
-        result = invoke("rows", str(run / "other.yaml"), "--set", f"out={tmp_path / 'out'}")
+        result = invoke("pack", str(run / "other.yaml"), "--set", f"out={tmp_path / 'out'}")
         assert result.exit_code == 2
         assert message in result.stderr and "Traceback" not in result.stderr

@@ -36,7 +36,7 @@ def recipe_in(folder: Path, *, kind: str = "chat", path: str = "synth:long", **m
     recipe = json.loads(written.read_text())
     recipe["sources"]["talks"] = {"kind": kind, "path": path} | ({"template": "plain.jinja"} if kind == "chat" else {})
     recipe |= {
-        "rows": {"talks": {"from": "talks", "length": 512, "packing": "best_fit"}},
+        "datasets": {"talks": {"from": "talks", "seq_len": 512, "packing": "best_fit"}},
         "stages": [STAGE],
         "device": "cpu",
     } | more
@@ -68,7 +68,7 @@ def test_one_command_generates_packs_and_trains_and_does_it_once(tmp_path):
     ],
 )
 def test_a_source_that_cannot_be_made_so_is_refused_before_any_work(changes, sentence, tmp_path):
-    done = invoke("rows", str(recipe_in(tmp_path, **changes)))
+    done = invoke("pack", str(recipe_in(tmp_path, **changes)))
     assert done.exit_code == 2
     assert sentence in " ".join(done.output.split())
     assert not (tmp_path / "run").exists()

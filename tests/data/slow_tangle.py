@@ -9,7 +9,7 @@ from itertools import count, pairwise
 
 import numpy as np
 
-from unspool.data.packing.config import UtkConfig
+from unspool.data.strategies.utk import UtkConfig
 from unspool.data.strategies.utk.special_tokens import DrawLabels
 
 

@@ -17,7 +17,8 @@ from unspool.data.corpus.store import CorpusReader, CorpusWriter, open_corpus
 from unspool.data.packing import order, pack
 from unspool.data.packing.build import build_rows
 from unspool.data.packing.config import DatasetConfig
-from unspool.data.packing.store import IGNORE, labels, open_rows
+from unspool.data.packing.row import IGNORE, labels
+from unspool.data.packing.store import open_rows
 from unspool.data.sources.base import Message
 from unspool.data.sources.config import ChatSource, JsonlSource
 from unspool.data.strategies import cip, nextlong
@@ -74,7 +75,7 @@ def talks(tmp_path_factory) -> Path:
 
 
 def rows(talks: Path, out: Path, **config: Any) -> tuple[dict[str, Any], list[Any]]:
-    settings = DatasetConfig.model_validate({"from": "talks", "length": 256} | config)
+    settings = DatasetConfig.model_validate({"from": "talks", "seq_len": 256} | config)
     corpora = {name: talks / name for name in ("talks", "books")}
     counts = build_rows(settings, corpora, out / "rows", tokenizer=chat_tokenizer(NAME), seed=0)
     built = open_rows(out / "rows")
@@ -158,9 +159,9 @@ def test_conversations_without_a_template_are_refused_before_any_work(tmp_path):
 
 WAYS: dict[str, dict[str, Any]] = {
     "concat": {"packing": "concat"},
-    "intact": {"packing": "truncate"},
-    "whole": {"packing": "single_doc", "length": 32},
-    "fit": {"packing": "best_fit"},
+    "truncate": {"packing": "truncate"},
+    "single_doc": {"packing": "single_doc", "seq_len": 32},
+    "best_fit": {"packing": "best_fit"},
     "cip": {"packing": "truncate", "cip": {"pieces": 2}},
     "utk": {"packing": "truncate", "utk": {"min_split": 32, "probability": 1}},
     "nextlong": {"packing": "truncate", "nextlong": {"chunk": 32}},
@@ -223,7 +224,7 @@ def test_rows_in_which_nothing_is_asked_for_are_dropped_and_counted(tmp_path):
     long = [Message("user", prose(600, seed=1).upper()), Message("assistant", "yes")]
     save_talks(tmp_path / "talks.jsonl", [*TALKS[:20], long])
     corpus(tmp_path)
-    counts, found = rows(tmp_path, tmp_path, packing="concat", length=64)
+    counts, found = rows(tmp_path, tmp_path, packing="concat", seq_len=64)
     assert counts["dropped"]["untrained"] >= 4 * 64
     assert counts["untrained_rows"] == 0
     assert counts["tokens_in"] == counts["tokens"] + sum(counts["dropped"].values())
@@ -234,12 +235,12 @@ def test_too_short_rows_say_so(tmp_path):
     save_talks(tmp_path / "talks.jsonl", [[Message("user", prose(90, seed=1)), Message("assistant", "yes")]])
     corpus(tmp_path)
     with pytest.raises(DataError, match="no row of 64 holds a token that is trained on"):
-        rows(tmp_path, tmp_path, packing="truncate", length=64)
+        rows(tmp_path, tmp_path, packing="truncate", seq_len=64)
 
 
 def test_rows_keep_the_template_for_the_model_that_is_trained_on_them(talks, tmp_path):
     rows(talks, tmp_path)
-    assert (tmp_path / "datasets" / "chat_template.jinja").read_text() == chat_tokenizer(NAME).chat_template
+    assert (tmp_path / "rows" / "chat_template.jinja").read_text() == chat_tokenizer(NAME).chat_template
 
 
 # The checks above can fail
@@ -249,12 +250,12 @@ def test_rows_keep_the_template_for_the_model_that_is_trained_on_them(talks, tmp
     ("way", "module", "name"),
     [
         ("concat", order, "Doc"),
-        ("intact", order, "Doc"),
-        ("fit", order, "Doc"),
-        ("interleave", cip, "Row"),
-        ("negatives", nextlong, "Row"),
-        ("tangle", tangle, "Row"),
-        ("intact", pack, "Row"),
+        ("truncate", order, "Doc"),
+        ("best_fit", order, "Doc"),
+        ("cip", cip, "Row"),
+        ("nextlong", nextlong, "Row"),
+        ("utk", tangle, "Row"),
+        ("truncate", pack, "Row"),
     ],
 )
 def test_a_mask_that_is_one_token_off_would_be_noticed(talks, tmp_path, monkeypatch, way, module, name):

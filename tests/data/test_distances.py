@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from unspool.data import distances
 from unspool.data.distances import count_pairs, join_rows, stretches_of
-from unspool.data.packing.store import Row
+from unspool.data.packing.row import Row
 
 EDGES = [1, 2, 4, 8, 16, 32, 64, 128]
 
@@ -43,7 +43,7 @@ def rows(draw: st.DrawFn) -> tuple[Row, np.ndarray | None]:
         doc_lens=np.array(lens, dtype=np.int32),
         loss_mask=None,
         source="books",
-        attention=draw(st.sampled_from(["full", "documents"])),
+        attention=draw(st.sampled_from(["full", "intra_document"])),
         chunk_ids=None if docs is None else np.array(docs, dtype=np.int32),
         positions=None if skips is None else np.cumsum(skips).astype(np.int32),
     )

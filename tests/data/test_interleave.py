@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unspool.data.packing.pack import PACKERS, Doc, Tally
-from unspool.data.packing.store import Row
+from unspool.data.packing.row import Row
 from unspool.data.strategies.cip import interleave_rows
 
 
@@ -70,7 +70,7 @@ def test_a_row_keeps_its_tokens_and_the_order_inside_documents(doc_lens, pieces)
     st.lists(st.integers(1, 50), max_size=40),
     st.integers(4, 40),
     st.integers(2, 5),
-    st.sampled_from(["concat", "intact"]),
+    st.sampled_from(["concat", "truncate"]),
     st.integers(0, 12),
 )
 @settings(max_examples=300, deadline=None)
@@ -92,7 +92,7 @@ def test_rows_have_the_asked_length_and_no_token_is_lost(lens, row_len, pieces, 
     assert len(np.unique(tokens)) == len(tokens)
 
 
-@pytest.mark.parametrize(("mode", "begins"), [("concat", 10), ("intact", 15)])
+@pytest.mark.parametrize(("mode", "begins"), [("concat", 10), ("truncate", 15)])
 def test_the_rest_of_a_cut_document_starts_the_next_row_or_is_dropped(mode, begins):
     tally = Tally()
     first, second = interleave_rows(list(PACKERS[mode](make_docs([6, 9, 20]), 10, tally)), 2)[:2]

@@ -34,7 +34,7 @@ SOURCES: dict[str, FileSource] = {
 }
 ROWS: dict[str, dict[str, Any]] = {
     "long": {"from": {"books": 0.8, "code": 0.2}, "length": 512},
-    "tangled": {"from": "books", "length": 512, "utk": {"min_split": 32}},
+    "tangled": {"from": "books", "seq_len": 512, "utk": {"min_split": 32}},
 }
 
 

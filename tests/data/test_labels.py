@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from unspool.data.packing.store import IGNORE, attended_lens, labels, position_ids
+from unspool.data.packing.row import IGNORE, attended_lens, labels, position_ids
 
 
 def test_labels_are_shifted_and_stop_at_each_documents_end():
@@ -31,7 +31,7 @@ def test_positions_restart_in_every_document():
     assert position_ids(np.array([3, 1, 2], dtype=np.int32)).tolist() == [0, 1, 2, 0, 0, 1]
 
 
-@pytest.mark.parametrize(("attention", "positions"), [("documents", [0, 1, 0, 1, 2]), ("full", [0, 1, 2, 3, 4])])
+@pytest.mark.parametrize(("attention", "positions"), [("intra_document", [0, 1, 0, 1, 2]), ("full", [0, 1, 2, 3, 4])])
 def test_a_full_row_counts_as_one_document_for_positions_but_not_for_labels(attention, positions):
     tokens, lens = np.arange(10, 15, dtype=np.uint32), np.array([2, 3], dtype=np.int32)
     assert position_ids(attended_lens(lens, attention)).tolist() == positions

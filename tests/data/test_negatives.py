@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from unspool.core.errors import DataError
 from unspool.data.corpus.store import CorpusReader, CorpusWriter
-from unspool.data.packing.config import NextLongConfig
 from unspool.data.packing.pack import Doc, Tally
 from unspool.data.strategies import nextlong
-from unspool.data.strategies.nextlong import build_negatives, stretches
+from unspool.data.strategies.nextlong import NextLongConfig, build_negatives, stretches
 
 
 @pytest.fixture(scope="module")

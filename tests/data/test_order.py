@@ -29,7 +29,7 @@ def readers(tmp_path):
 
 
 def order_of(readers, *, seed: int = 0, arrays: bool = False, most_tokens: int | None = None, **config) -> Order:
-    given = DatasetConfig.model_validate({"from": "a", "length": 512, **config})
+    given = DatasetConfig.model_validate({"from": "a", "seq_len": 512, **config})
     used = {name: readers[name] for name in given.shares}
     return Order(given, used, seed=seed, name="rows", arrays=arrays, most_tokens=most_tokens)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from unspool.data.packing import pack
 from unspool.data.packing.order import interleave
 from unspool.data.packing.pack import PACKERS, Doc, Tally
-from unspool.data.packing.store import IGNORE, labels
+from unspool.data.packing.row import IGNORE, labels
 
 PAD = 2**31
 
@@ -37,14 +37,14 @@ def test_concat_continues_a_cut_document_in_the_next_row():
 
 
 def test_intact_discards_the_rest_of_a_cut_document():
-    rows, lens, dropped = packed("intact", [3, 4, 2, 1, 1], row_len=4)
+    rows, lens, dropped = packed("truncate", [3, 4, 2, 1, 1], row_len=4)
     assert rows == [[0, 1, 2, 3], [7, 8, 9, 10]]
     assert lens == [[3, 1], [2, 1, 1]]
     assert dropped == {"cut": 3}
 
 
 def test_whole_cuts_rows_only_from_documents_that_fill_them():
-    rows, lens, dropped = packed("whole", [3, 9, 4], row_len=4)
+    rows, lens, dropped = packed("single_doc", [3, 9, 4], row_len=4)
     assert rows == [[3, 4, 5, 6], [7, 8, 9, 10], [12, 13, 14, 15]]
     assert lens == [[4], [4], [4]]
     assert dropped == {"short": 3, "tail": 1}
@@ -63,7 +63,7 @@ def windows(request, monkeypatch):
     """Packing must not depend on how many documents are looked at together, except for what `fit` can choose from."""
     if request.param == "many windows":
         monkeypatch.setattr(pack, "BATCH_TOKENS", 7)
-        monkeypatch.setattr(pack, "WINDOW_TOKENS", {"fit": 50})
+        monkeypatch.setattr(pack, "WINDOW_TOKENS", {"best_fit": 50})
         monkeypatch.setattr(pack, "WINDOW_DOCS", 5)
 
 
@@ -95,7 +95,7 @@ def test_every_token_is_in_a_row_or_counted_as_dropped(windows, mode, lens, row_
     texts = in_rows[in_rows != PAD]
     assert len(np.unique(texts)) == len(texts), "a token was used twice"
     assert tally.added == tally.padding == len(in_rows) - len(texts)
-    assert mode == "fit" or not tally.padding
+    assert mode == "best_fit" or not tally.padding
     # The same by source, and as many documents as there are first tokens in rows.
     firsts = {int(doc.tokens[0]): doc for doc in documents(lens)}
     for name, entry in tally.sources.items():
@@ -107,7 +107,7 @@ def test_every_token_is_in_a_row_or_counted_as_dropped(windows, mode, lens, row_
 
 
 @with_windows
-@given(st.sampled_from(["concat", "intact", "whole"]), lengths, st.integers(1, 20))
+@given(st.sampled_from(["concat", "truncate", "single_doc"]), lengths, st.integers(1, 20))
 def test_rows_and_drops_are_the_same_in_windows_of_any_size(windows, mode, lens, row_len):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pack, "BATCH_TOKENS", 1)
@@ -139,18 +139,18 @@ def test_concat_keeps_the_whole_stream_in_order_and_marks_every_boundary(lens, r
 @given(lengths, st.integers(1, 20))
 def test_intact_and_whole_never_continue_a_document_elsewhere(lens, row_len):
     starts = {int(start) for start in np.cumsum([0, *lens])}
-    for row, doc_lens in zip(*packed("intact", lens, row_len)[:2], strict=True):
+    for row, doc_lens in zip(*packed("truncate", lens, row_len)[:2], strict=True):
         begins = np.cumsum([0, *doc_lens[:-1]])
         assert {row[begin] for begin in begins} <= starts
     ends = {int(end) for end in np.cumsum(lens)}
-    for row in packed("whole", lens, row_len)[0]:
+    for row in packed("single_doc", lens, row_len)[0]:
         assert row == list(range(row[0], row[0] + row_len))
         assert not ends & set(row[1:]), "a row holds two documents"
 
 
 def fitted(lens: list[int], row_len: int) -> list[tuple[list[int], list[int]]]:
     """Tokens and document lengths of each row; padding is PAD."""
-    rows = PACKERS["fit"](documents(lens), row_len, Tally(), pad=PAD)
+    rows = PACKERS["best_fit"](documents(lens), row_len, Tally(), pad=PAD)
     return [(row.tokens.tolist(), row.doc_lens.tolist()) for row in rows]
 
 
@@ -169,7 +169,7 @@ def test_fit_cuts_only_documents_longer_than_a_row_and_places_their_rest():
 
 def test_what_fit_leaves_empty_is_a_document_at_the_rows_end_without_loss():
     tally = Tally()
-    (row,) = PACKERS["fit"](documents([3, 2]), 8, tally, pad=PAD)
+    (row,) = PACKERS["best_fit"](documents([3, 2]), 8, tally, pad=PAD)
     assert row.tokens.tolist() == [0, 1, 2, 3, 4, PAD, PAD, PAD]
     assert row.doc_lens.tolist() == [3, 2, 3]
     assert row.loss_mask.tolist() == [True] * 5 + [False] * 3

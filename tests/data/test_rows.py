@@ -36,7 +36,7 @@ def corpora(tmp_path):
 
 
 def build(corpora, tokenizer, out: Path, seed: int = 0, **config) -> dict:
-    rows = DatasetConfig.model_validate({"from": "a", "length": 32, **config})
+    rows = DatasetConfig.model_validate({"from": "a", "seq_len": 32, **config})
     return build_rows(rows, corpora, out, tokenizer=tokenizer, seed=seed)
 
 
@@ -49,15 +49,15 @@ TANGLE = {"min_split": 8, "probability": 1.0, "hops": {2: 1.0}}
         {},
         {"packing": "truncate"},
         {"packing": "single_doc"},
-        {"packing": "single_doc", "from": {"a": 0.7, "b": 0.3}, "length": 12},
+        {"packing": "single_doc", "from": {"a": 0.7, "b": 0.3}, "seq_len": 12},
         {"from": {"a": 0.5, "b": 0.5}, "limit": 1000},
         {"packing": "best_fit"},
         {"packing": "best_fit", "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
-        {"utk": TANGLE, "length": 128},
-        {"utk": {**TANGLE, "longest": 10}, "length": 128},
-        {"utk": TANGLE, "length": 128, "packing": "truncate", "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
-        {"nextlong": {"chunk": 8}, "length": 64},
-        {"nextlong": {"chunk": 8, "longest": 20}, "length": 64, "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
+        {"utk": TANGLE, "seq_len": 128},
+        {"utk": {**TANGLE, "longest": 10}, "seq_len": 128},
+        {"utk": TANGLE, "seq_len": 128, "packing": "truncate", "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
+        {"nextlong": {"chunk": 8}, "seq_len": 64},
+        {"nextlong": {"chunk": 8, "longest": 20}, "seq_len": 64, "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
         {"cip": {}},
         {"cip": {"pieces": 3, "longest": 20}, "packing": "truncate", "from": {"a": 0.5, "b": 0.5}, "limit": 1000},
         {"attention": "full", "pose": {"target": 100}},
@@ -67,7 +67,7 @@ def test_tokens_in_plus_added_are_tokens_in_rows_plus_dropped(corpora, tokenizer
     counts = build(corpora, tokenizer, tmp_path / "out", **config)
     rows = open_rows(tmp_path / "out")
 
-    length = config.get("length", 32)
+    length = config.get("seq_len", 32)
     assert counts["rows"] == len(rows) > 3
     assert counts["tokens"] == len(rows) * length
     assert counts["tokens_in"] + counts["tokens_added"] == counts["tokens"] + sum(counts["dropped"].values())
@@ -80,7 +80,7 @@ def test_tokens_in_plus_added_are_tokens_in_rows_plus_dropped(corpora, tokenizer
     assert counts["dropped"] == dict(sum((Counter(entry["dropped"]) for entry in sources.values()), Counter()))
     if "limit" in config:
         assert len(rows) == -(-config["limit"] // length)
-    if "negatives" in config:
+    if "nextlong" in config:
         return  # there a token may be used more than once, as the document's own and as another's negative
     texts = np.concatenate([rows[index].tokens[rows[index].tokens >= 100_000] for index in range(len(rows))])
     assert len(np.unique(texts)) == len(texts), "a token of the corpus was used twice"
@@ -96,10 +96,10 @@ UPSAMPLE = {"above": 15, "times": 2.5, "keep": 0.5}
     [
         {},
         {"packing": "truncate"},
-        {"packing": "single_doc", "length": 12},
+        {"packing": "single_doc", "seq_len": 12},
         {"packing": "best_fit"},
-        {"utk": TANGLE, "length": 128},
-        {"cip": {"pieces": 2, "longest": 10}, "length": 128},
+        {"utk": TANGLE, "seq_len": 128},
+        {"cip": {"pieces": 2, "longest": 10}, "seq_len": 128},
         {"pose": {"target": 1000}},
     ],
 )
@@ -119,14 +119,14 @@ def test_upsampling_goes_with_everything_and_the_counts_still_add_up(corpora, to
     texts = np.concatenate([row.tokens[row.tokens >= 100_000] for row in rows])
     again = len(texts) - len(np.unique(texts))
     assert 0 < np.unique(texts, return_counts=True)[1].max() <= 3
-    if config.get("pack") not in ("whole", "intact"):
+    if config.get("packing") not in ("single_doc", "truncate"):
         # Apart from the row that was never filled.
         assert again == pytest.approx(upsample["tokens_added"], abs=150)
 
 
-@pytest.mark.parametrize("pack", ["concat", "fit"])
+@pytest.mark.parametrize("pack", ["concat", "best_fit"])
 def test_copies_of_a_document_do_not_meet_in_a_row(corpora, tokenizer, tmp_path, pack):
-    config = {"length": 128, "pack": pack, "upsample": {"above": 15, "times": 4}}
+    config = {"seq_len": 128, "packing": pack, "upsample": {"above": 15, "times": 4}}
     counts = build(corpora, tokenizer, tmp_path / "out", **config)
     rows = [open_rows(tmp_path / "out")[index] for index in range(counts["rows"])]
     texts = [row.tokens[row.tokens >= 100_000] for row in rows]
@@ -157,10 +157,10 @@ def test_upsampling_says_how_much_longer_documents_get(corpora, tokenizer, tmp_p
 
 
 def test_rows_with_negatives_say_what_they_cost(corpora, tokenizer, tmp_path, capfd):
-    counts = build(corpora, tokenizer, tmp_path / "out", nextlong={"chunk": 8}, length=64)
+    counts = build(corpora, tokenizer, tmp_path / "out", nextlong={"chunk": 8}, seq_len=64)
     row = open_rows(tmp_path / "out")[0]
 
-    assert counts["strategy"]["name"] == "negatives"
+    assert counts["strategy"]["name"] == "nextlong"
     assert counts["strategy"]["tokens_added"] == counts["tokens_added"] > counts["tokens"] / 4
     assert row.attention == "full"
     assert (row.chunk_ids == 0).sum() >= 2, "the document is in several pieces"
@@ -169,10 +169,10 @@ def test_rows_with_negatives_say_what_they_cost(corpora, tokenizer, tmp_path, ca
 
 
 def test_interleaved_rows_attend_fully_and_cost_nothing(corpora, tokenizer, tmp_path):
-    counts = build(corpora, tokenizer, tmp_path / "out", cip={"pieces": 3}, length=128)
+    counts = build(corpora, tokenizer, tmp_path / "out", cip={"pieces": 3}, seq_len=128)
     row = open_rows(tmp_path / "out")[0]
 
-    assert counts["strategy"] == {"name": "interleave", "tokens_added": 0}
+    assert counts["strategy"] == {"name": "cip", "tokens_added": 0}
     assert (row.attention, row.loss_mask, row.positions) == ("full", None, None)
     assert len(row.chunk_ids) == len(row.doc_lens) > row.chunk_ids.max() + 1
     owners = np.repeat(row.chunk_ids, row.doc_lens)
@@ -185,7 +185,7 @@ def test_skips_give_positions_to_whatever_attends_to_itself(corpora, tokenizer, 
         counts = build(corpora, tokenizer, tmp_path / name, pose={"target": 1000}, **config)
         return [open_rows(tmp_path / name)[index] for index in range(counts["rows"])]
 
-    for row in rows("documents", packing="best_fit", length=64):
+    for row in rows("documents", packing="best_fit", seq_len=64):
         starts = np.cumsum(row.doc_lens) - row.doc_lens
         assert np.flatnonzero(row.positions == 0).tolist() == starts.tolist()
     full = rows("full", attention="full")
@@ -206,9 +206,9 @@ def test_attention_of_a_rows_set_is_what_it_asks_for(corpora, tokenizer, tmp_pat
 @pytest.mark.parametrize(
     "config",
     [
-        {"utk": TANGLE, "length": 128},
+        {"utk": TANGLE, "seq_len": 128},
         {"cip": {}},
-        {"nextlong": {"chunk": 8}, "length": 64},
+        {"nextlong": {"chunk": 8}, "seq_len": 64},
         {"upsample": UPSAMPLE, "packing": "best_fit"},
         {"pose": {"target": 100, "chunks": 3}},
     ],
@@ -237,7 +237,7 @@ def test_rows_follow_the_shares_of_their_sources(corpora, tokenizer, tmp_path):
 
 
 def test_whole_rows_follow_the_shares_although_short_documents_are_dropped(corpora, tokenizer, tmp_path):
-    build(corpora, tokenizer, tmp_path / "out", **{"from": {"a": 1, "b": 1}, "length": 16, "packing": "single_doc"})
+    build(corpora, tokenizer, tmp_path / "out", **{"from": {"a": 1, "b": 1}, "seq_len": 16, "packing": "single_doc"})
     rows = open_rows(tmp_path / "out")
     firsts = np.array([rows[index].tokens[0] for index in range(len(rows))])
     assert (firsts < 200_000).mean() == pytest.approx(0.5, abs=0.05)
@@ -260,9 +260,11 @@ def test_documents_are_shuffled_by_the_seed(corpora, tokenizer, tmp_path):
     assert tokens("first", 0) != sorted(tokens("first", 0))
 
 
-@pytest.mark.parametrize("pack", ["concat", "intact", "whole", "fit"])
+@pytest.mark.parametrize("pack", ["concat", "truncate", "single_doc", "best_fit"])
 def test_the_counts_say_what_is_in_the_rows(corpora, tokenizer, tmp_path, pack):
-    counts = build(corpora, tokenizer, tmp_path / "out", **{"from": {"a": 0.5, "b": 0.5}, "length": 16, "pack": pack})
+    counts = build(
+        corpora, tokenizer, tmp_path / "out", **{"from": {"a": 0.5, "b": 0.5}, "seq_len": 16, "packing": pack}
+    )
     rows = [open_rows(tmp_path / "out")[index] for index in range(counts["rows"])]
     lens: dict[str, list[int]] = {"a": [], "b": []}
     for row in rows:
@@ -280,11 +282,11 @@ def test_the_counts_say_what_is_in_the_rows(corpora, tokenizer, tmp_path, pack):
     assert counts["truncation_rate"] == counts["truncated"] / used
     assert counts["padding"] == sum((row.tokens < 100_000).sum() for row in rows)
     assert counts["fill_rate"] == 1 - counts["padding"] / counts["tokens"]
-    assert (counts["padding"] > 0) == (pack == "fit")
+    assert (counts["padding"] > 0) == (pack == "best_fit")
 
 
 def test_fit_drops_nothing_and_pads_with_eos(corpora, tokenizer, tmp_path):
-    counts = build(corpora, tokenizer, tmp_path / "out", **{"from": "b", "packing": "best_fit", "length": 64})
+    counts = build(corpora, tokenizer, tmp_path / "out", **{"from": "b", "packing": "best_fit", "seq_len": 64})
     rows = [open_rows(tmp_path / "out")[index] for index in range(counts["rows"])]
     assert counts["dropped"] == {}
     assert counts["truncated"] == 0
@@ -318,15 +320,15 @@ def test_an_error_while_writing_reaches_the_caller(corpora, tokenizer, tmp_path,
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("pack", ["whole", "fit"])
+@pytest.mark.parametrize("pack", ["single_doc", "best_fit"])
 def test_what_cannot_be_tangled_is_refused(pack):
-    with pytest.raises(ValidationError, match=f"packing: {pack} .* use concat or intact"):
-        DatasetConfig.model_validate({"from": "a", "length": 128, "pack": pack, "utk": TANGLE})
+    with pytest.raises(ValidationError, match=f"packing: {pack} .* use concat or truncate"):
+        DatasetConfig.model_validate({"from": "a", "seq_len": 128, "packing": pack, "utk": TANGLE})
 
 
 def test_tangled_rows_attend_fully_and_name_the_tokens_they_add(corpora, tokenizer, tmp_path):
     size = len(tokenizer)
-    counts = build(corpora, tokenizer, tmp_path / "out", utk=TANGLE, length=128)
+    counts = build(corpora, tokenizer, tmp_path / "out", utk=TANGLE, seq_len=128)
     row = open_rows(tmp_path / "out")[0]
 
     assert len(tokenizer) == size, "the caller's tokenizer was changed"
@@ -341,7 +343,7 @@ def test_tangled_rows_attend_fully_and_name_the_tokens_they_add(corpora, tokeniz
 def test_longest_lets_pieces_of_long_documents_share_a_row_with_others(corpora, tokenizer, tmp_path):
     write_corpus(corpora["b"], [5000, 5000], start=200_000)
     tangle = {"probability": 0.0, "longest": 16}
-    build(corpora, tokenizer, tmp_path / "out", **{"from": "b", "utk": tangle, "length": 4096})
+    build(corpora, tokenizer, tmp_path / "out", **{"from": "b", "utk": tangle, "seq_len": 4096})
     row = open_rows(tmp_path / "out")[0]
     starts = row.tokens[np.cumsum(row.doc_lens) - row.doc_lens]
     assert row.doc_lens.max() == 16
@@ -351,7 +353,7 @@ def test_longest_lets_pieces_of_long_documents_share_a_row_with_others(corpora, 
 def test_plain_rows_attend_within_documents_and_have_no_mask(corpora, tokenizer, tmp_path):
     counts = build(corpora, tokenizer, tmp_path / "out")
     row = open_rows(tmp_path / "out")[0]
-    assert (row.attention, row.loss_mask, row.source) == ("documents", None, "a")
+    assert (row.attention, row.loss_mask, row.source) == ("intra_document", None, "a")
     assert "added_tokens" not in counts
 
 
@@ -361,23 +363,23 @@ def test_rows_are_rebuilt_only_when_something_changed(corpora, tokenizer, tmp_pa
         return capfd.readouterr().err
 
     assert "not built yet" in said()
-    assert said() == "rows out: up to date\n"
-    assert "changed settings: rows" in said(length=16)
-    assert "changed settings: rows, seed" in said(seed=3)
+    assert said() == "dataset out: up to date\n"
+    assert "changed settings: dataset" in said(seq_len=16)
+    assert "changed settings: dataset, seed" in said(seed=3)
     write_corpus(corpora["a"], [500], start=0)
     assert "changed inputs: corpus a" in said(seed=3)
 
 
 def test_too_little_text_is_refused(corpora, tokenizer, tmp_path):
-    with pytest.raises(DataError, match=r"rows out: .* tokens do not fill one row of 64K"):
-        build(corpora, tokenizer, tmp_path / "out", length="64K")
+    with pytest.raises(DataError, match=r"dataset out: .* tokens do not fill one row of 64K"):
+        build(corpora, tokenizer, tmp_path / "out", seq_len="64K")
     with pytest.raises(
-        DataError, match=r"rows out: packing: single_doc needs documents of at least 64 .* source a has 59;"
+        DataError, match=r"dataset out: packing: single_doc needs documents of at least 64 .* source a has 59;"
     ):
-        build(corpora, tokenizer, tmp_path / "out", length=64, packing="single_doc")
+        build(corpora, tokenizer, tmp_path / "out", seq_len=64, packing="single_doc")
     assert not (tmp_path / "out").exists()
 
 
 def test_the_manifest_is_plain_json(corpora, tokenizer, tmp_path):
-    build(corpora, tokenizer, tmp_path / "out", utk=TANGLE, length=128)
-    assert json.loads((tmp_path / "out/manifest.json").read_text())["settings"]["rows"]["from"] == "a"
+    build(corpora, tokenizer, tmp_path / "out", utk=TANGLE, seq_len=128)
+    assert json.loads((tmp_path / "out/manifest.json").read_text())["settings"]["dataset"]["from"] == "a"

@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unspool.data.packing.config import PoseConfig
-from unspool.data.strategies.pose import skip_positions
+from unspool.data.strategies.pose import PoseConfig, skip_positions
 
 
 def stretches(positions: np.ndarray, lens: list[int]) -> list[np.ndarray]:

@@ -5,7 +5,8 @@ import pytest
 from unspool.core.errors import DataError
 from unspool.data.corpus.store import CorpusWriter, keep_first, open_corpus
 from unspool.data.packing import store
-from unspool.data.packing.store import Row, RowWriter, open_rows
+from unspool.data.packing.row import Row
+from unspool.data.packing.store import RowWriter, open_rows
 
 
 @pytest.fixture(autouse=True)

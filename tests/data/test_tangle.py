@@ -9,10 +9,10 @@ from itertools import count, islice
 import numpy as np
 import pytest
 
-from unspool.data.packing.config import DatasetConfig, UtkConfig
+from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.pack import Doc, Tally
-from unspool.data.packing.store import IGNORE, Row, labels
-from unspool.data.strategies.utk import tangle
+from unspool.data.packing.row import IGNORE, Row, labels
+from unspool.data.strategies.utk import UtkConfig, tangle
 from unspool.data.strategies.utk.special_tokens import ALL_KNOTS, LABEL_CHARS, LabelPool, label_drawer
 from unspool.data.strategies.utk.tangle import Tangler, build_tangler, untangle
 from unspool.data.tokenize.encoder import build_encoder
@@ -247,11 +247,11 @@ def test_a_stream_that_is_closed_early_gave_the_first_rows_and_counts_what_it_dr
 
 
 def test_the_same_seed_gives_the_same_rows_and_another_does_not(tokenizer):
-    config = DatasetConfig.model_validate({"from": "a", "length": 512, "utk": {"min_split": 16}})
+    config = DatasetConfig.model_validate({"from": "a", "seq_len": 512, "utk": {"min_split": 16}})
     docs = [Doc(doc % 300 + 3, "a") for doc in documents([70] * 40)]
 
     def rows(seed: int) -> list[bytes]:
-        made = build_tangler(config, copy.deepcopy(tokenizer), np.random.default_rng(seed))
+        made = build_tangler(config.utk, copy.deepcopy(tokenizer), np.random.default_rng(seed), keep_rest=True)
         return [row.tokens.tobytes() + row.loss_mask.tobytes() for row in made.pack(docs, 512, Tally())]
 
     assert rows(0) == rows(0)
@@ -262,8 +262,10 @@ def test_tangling_brings_the_knots_that_its_hops_need(tokenizer):
     size = len(tokenizer)
     docs = [Doc(np.append(np.arange(70, dtype=np.uint32) + 3, np.uint32(tokenizer.eos_token_id)), "a")] * 40
     for hops, num_knots in ((2, 9), (3, 9), (8, 19)):
-        config = DatasetConfig.model_validate({"from": "a", "length": 512, "utk": {"min_split": 16, "hops": {hops: 1}}})
-        made = build_tangler(config, copy.deepcopy(tokenizer), np.random.default_rng(0))
+        config = DatasetConfig.model_validate(
+            {"from": "a", "seq_len": 512, "utk": {"min_split": 16, "hops": {hops: 1}}}
+        )
+        made = build_tangler(config.utk, copy.deepcopy(tokenizer), np.random.default_rng(0), keep_rest=True)
         assert list(made.knots.values()) == list(range(size, size + num_knots))
         used = {token for row in made.pack(docs, 512, Tally()) for token in row.tokens.tolist() if token >= size}
         assert used == set(range(size, size + 5 + 2 * (hops - 1)))
@@ -323,7 +325,7 @@ def test_no_two_pieces_of_a_row_share_a_label(min_split):
 
 def test_tangling_whole_rows_is_refused():
     with pytest.raises(ValueError, match="packing: single_doc puts one document in a row"):
-        DatasetConfig.model_validate({"from": "a", "length": "4K", "packing": "single_doc", "utk": {}})
+        DatasetConfig.model_validate({"from": "a", "seq_len": "4K", "packing": "single_doc", "utk": {}})
 
 
 @pytest.mark.parametrize("hops", [{}, {1: 1.0}, {9: 1.0}, {2: -1.0}, {2: 0.0}])

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from unspool.data.packing.config import UtkConfig
 from unspool.data.packing.pack import Doc, Tally
-from unspool.data.packing.store import IGNORE, Row, labels
+from unspool.data.packing.row import IGNORE, Row, labels
+from unspool.data.strategies.utk import UtkConfig
 from unspool.data.strategies.utk.special_tokens import knot_ids, label_drawer
 from unspool.data.strategies.utk.tangle import Tangler, untangle
 from unspool.data.tokenize.encoder import build_encoder

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unspool.data.packing.config import UpsampleConfig
-from unspool.data.strategies.upsample import draw_uses, is_again, spread
+from unspool.data.strategies.upsample import UpsampleConfig, draw_uses, is_again, spread
 
 LENS = np.random.default_rng(1).integers(1, 8000, size=20_000)
 

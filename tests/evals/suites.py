@@ -1,6 +1,8 @@
 """What tests of suites share: a tokenizer that is the same on every machine, and looking at prompts."""
 
 import hashlib
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from tests.evals.conftest import train_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -9,8 +11,9 @@ from transformers import PreTrainedTokenizerFast
 from unspool.core.rng import rng_for
 from unspool.data.facts import word_list
 from unspool.evals.suite import Ask, Mode, Question, Suite, Task
-from unspool.evals.suites.helmet import generated, json_kv
-from unspool.evals.suites.helmet.instructions import BOOKS, CITE, RERANK
+from unspool.evals.suites import generated
+from unspool.evals.suites.helmet import alce, books, json_kv, rerank
+from unspool.evals.suites.helmet.suite import CATEGORIES
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -25,7 +28,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def english_tokenizer() -> PreTrainedTokenizerFast:
     """Trained on what the generated suites say, so that their prompts are as short as with a real one."""
-    texts = [passage.text for passage in generated.pool()] + word_list() * 3 + [*CITE.values(), *BOOKS.values(), RERANK]
+    texts = [passage.text for passage in generated.pool()] + word_list() * 3
+    texts += [*alce.INSTRUCTIONS.values(), *books.INSTRUCTIONS.values(), rerank.INSTRUCTION]
     texts += [f" {json_kv.uuids(rng_for(0, 'tokenizer', number), 1)[0]}" for number in range(200)]
     return train_tokenizer(texts, vocab_size=3000, bos=False)
 
@@ -52,3 +56,14 @@ def prompts_digest(suite: Suite, tokenizer: PreTrainedTokenizerFast, lengths: li
                 said = [name, asked.context, asked.question, asked.prefix, *asked.references, repr(asked.depth)]
                 digest.update("\x1f".join(said).encode())
     return digest.hexdigest()
+
+
+def category_means(means: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Means of HELMET's categories and `overall`, from means by task; None if a task is missing."""
+
+    def mean(values: Sequence[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return fmean(known) if len(known) == len(values) else None
+
+    found = {name: mean([means.get(task) for task in tasks]) for name, tasks in CATEGORIES.items()}
+    return {**found, "overall": mean(list(found.values()))}

@@ -59,7 +59,7 @@ def test_nothing_exceeds_the_limit(limit: int, sizes: list[int], wrong: int):
     counter = _METER
     built = 0
 
-    def build(budget: int) -> Asked:
+    def build(budget: int) -> Question:
         nonlocal built
         built += 1
         text = "".join(counter.take(["x" * size + " " for size in sizes], budget + wrong))

@@ -47,7 +47,7 @@ def test_depths_are_spread(english: PreTrainedTokenizerFast):
 
 
 def test_numbers_and_values_count_whole():
-    def asked(reference: str, mode: str = "fixed") -> Asked:
+    def asked(reference: str, mode: str = "fixed") -> Question:
         return Question(context="", question="", references=(reference,), meta={"mode": mode})
 
     assert score_number(" 12345.", asked(" 12345")) == 1

@@ -206,7 +206,7 @@ def test_the_command_asks_a_server_and_shows_the_table(command, folder, url, tal
     options = ("--url", url, "--model-name", "j", "--price-in", "2", "--price-out", "4")
     dry = command(run, *options, "--dry-run")
 
-    assert dry.exit_code == 0 and "base: 4 questions to the judge" in dry.output and ", about 0.01" in dry.output
+    assert dry.exit_code == 0 and "base: 4 requests to the judge" in dry.output and ", about 0.01" in dry.output
     assert not talk.asked
     shown = command(run, *options)
     assert shown.exit_code == 0, shown.output
@@ -220,8 +220,8 @@ def test_the_command_asks_a_server_and_shows_the_table(command, folder, url, tal
         ((), "either a RUN or --check"),
         (("x",), "either a server"),
         (("x", "--url", "http://y"), "needs --model-name"),
-        (("x", "--url", "http://y", "--model-name", "j"), "x holds no scores"),
-        (("--check", "x.jsonl", "--url", "http://y", "--model-name", "j"), "no such file"),
+        (("x", "--url", "http://y", "--model-name", "j"), "x: no scores found"),
+        (("--check", "x.jsonl", "--url", "http://y", "--model-name", "j"), "file not found"),
     ],
 )
 def test_wrong_options_are_explained(command, arguments, message):

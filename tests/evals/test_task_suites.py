@@ -9,9 +9,9 @@ from unspool.evals.backends.mock import Empty, Oracle
 from unspool.evals.config import HelmetEval
 from unspool.evals.run import score
 from unspool.evals.suites import helmet
-from unspool.evals.suites.helmet.suite import category_means
 from unspool.evals.summary import suite_summary, task_cells
 
+from .suites import category_means
 from .toy import TOY, cell_of, entry, lines
 
 pytestmark = pytest.mark.usefixtures("toy_suite")

@@ -22,7 +22,7 @@ def _filler(tokenizer: Any, tokens: int, name: str) -> str:
     return text
 
 
-def _lone(sources: Any, ask: Ask) -> Asked:
+def _lone(sources: Any, ask: Ask) -> Question:
     value = str(1000 + ask.index)
     end = f"\nWhat is the number of {ask.index}?"
     text = _filler(sources["tokenizer"], ask.length - ask.overhead - 8 - 60, f"The number of {ask.index} is {value}")
@@ -35,19 +35,19 @@ def _lone(sources: Any, ask: Ask) -> Asked:
     )
 
 
-def _shared(sources: Any, ask: Ask) -> Asked:
+def _shared(sources: Any, ask: Ask) -> Question:
     text = _filler(sources["tokenizer"], ask.length - ask.overhead - 8 - 60, f"Story {ask.index // 4}, end")
     return Question(context=text, question=f"\nQuestion {ask.index % 4}?", references=(f"answer{ask.index % 4}",))
 
 
-def _labelled(sources: Any, ask: Ask) -> Asked:
+def _labelled(sources: Any, ask: Ask) -> Question:
     label = LABELS[ask.index % 3]
     return Question(
         context=f"Item {ask.index} is {label}.", question=" Its colour:", references=(label,), meta={"label": label}
     )
 
 
-def _judged(sources: Any, ask: Ask) -> Asked:
+def _judged(sources: Any, ask: Ask) -> Question:
     return Question(
         context=f"A story about number {ask.index}.",
         question=" What is it about?",

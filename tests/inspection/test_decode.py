@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from look_factory import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from inspection_factory import byte_tokenizer
 from unspool.data.tokenize.encoder import build_encoder
 from unspool.inspection.detokenize import Decoder
 

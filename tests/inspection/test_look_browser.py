@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from look_factory import pieced_row, save_rows, save_run
 
+from inspection_factory import pieced_row, save_rows, save_run
 from unspool.inspection.detokenize import Reading, find_tokenizer
 from unspool.inspection.distances.count import count_distances, doublings, read_text
 from unspool.inspection.distances.curves import write_distances

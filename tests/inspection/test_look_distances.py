@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from look_factory import byte_tokenizer, pieced_row, save_rows, tangled_row
 
-from unspool.data.packing.store import Row
+from inspection_factory import byte_tokenizer, pieced_row, save_rows, tangled_row
+from unspool.data.packing.row import Row
 from unspool.inspection.detokenize import Reading, find_tokenizer
 from unspool.inspection.distances.count import (
     Distances,

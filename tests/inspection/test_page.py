@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from look_factory import save_run
 
+from inspection_factory import save_run
 from unspool.inspection.dataset_summary import Summary, length_chart
 from unspool.inspection.detokenize import find_tokenizer
 from unspool.inspection.input_documents import Corpus
@@ -27,7 +27,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(run_dir: Path, box: str) -> Rows | Corpus:
     place = find_place(run_dir / box)
     reading = find_tokenizer(place, None, lambda name: str(run_dir / name))
-    return Rows(place, reading) if place.kind == "rows" else Corpus(place, reading)
+    return Rows(place, reading) if place.kind == "dataset" else Corpus(place, reading)
 
 
 def page_with(*spans: Span, title: str = "document 1 of 1", name: str = "row 0") -> str:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from look_factory import byte_tokenizer, pieced_row, save_rows, tangled_row
 
+from inspection_factory import byte_tokenizer, pieced_row, save_rows, tangled_row
 from unspool.inspection.detokenize import Reading, find_tokenizer
 from unspool.inspection.items import Item, Show
 from unspool.inspection.packed_rows import Rows

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from look_factory import TEXTS, byte_tokenizer, save_rows, save_run
 
+from inspection_factory import TEXTS, byte_tokenizer, save_rows, save_run
 from unspool.core.errors import ConfigError, DataError
-from unspool.data.packing.store import Row
+from unspool.data.packing.row import Row
 from unspool.data.tokenize.encoder import build_encoder
 from unspool.inspection.detokenize import Reading, find_tokenizer
 from unspool.inspection.input_documents import Corpus, Records
@@ -255,7 +255,7 @@ def test_a_text_file_with_a_tokenizer_is_shown_as_tokens(tmp_path):
 
 
 def test_a_wrong_name_suggests_the_nearest(run_dir):
-    with pytest.raises(ConfigError, match=r"no such file or folder; did you mean .*rows/tangled"):
+    with pytest.raises(ConfigError, match=r"no such file or folder; did you mean .*datasets/tangled"):
         find_place(run_dir / "datasets" / "tangeld")
 
 
@@ -276,7 +276,7 @@ def test_a_broken_file_is_a_data_error(name, content, tmp_path):
     (tmp_path / name).write_bytes(content)
     place = find_place(tmp_path)
     with pytest.raises(DataError, match=name):
-        Rows(place, Reading()) if place.kind == "rows" else Corpus(place, Reading())
+        Rows(place, Reading()) if place.kind == "dataset" else Corpus(place, Reading())
 
 
 def test_arrow_files_of_others_are_a_data_error(run_dir, tmp_path):
@@ -311,7 +311,7 @@ def test_flipped_bits_end_in_a_data_error_or_in_other_tokens(run_dir, tmp_path):
             (folder / name).write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
             place = find_place(folder)
             try:
-                collection = Rows(place, reading) if place.kind == "rows" else Corpus(place, reading)
+                collection = Rows(place, reading) if place.kind == "dataset" else Corpus(place, reading)
                 collection.summary()
                 collection.item(0, ALL)
             except DataError:

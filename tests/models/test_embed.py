@@ -9,9 +9,8 @@ import unspool
 from factory import CPU, build_model, save_folder
 from unspool.core.errors import ConfigError
 from unspool.data.corpus.store import CorpusReader, CorpusWriter
-from unspool.data.packing.config import NextLongConfig
 from unspool.data.packing.pack import Doc, Tally
-from unspool.data.strategies.nextlong import build_negatives
+from unspool.data.strategies.nextlong import NextLongConfig, build_negatives
 from unspool.models.load import Embedder
 from unspool.models.tokenizer import load_tokenizer
 
@@ -56,7 +55,7 @@ def test_a_model_with_another_vocabulary_gets_the_text(folder):
 
 
 def test_a_folder_without_a_model_is_a_config_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"negatives\.model .*could not be loaded"):
+    with pytest.raises(ConfigError, match=r"nextlong\.model .*could not be loaded"):
         Embedder(str(tmp_path), tokenizer=load_tokenizer(TINY), device=CPU)([array(1)])
 
 

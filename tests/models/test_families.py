@@ -11,7 +11,7 @@ import transformers
 
 from factory import SHAPE, packed_inputs, random_tokens
 from unspool.core.errors import ConfigError
-from unspool.data.packing.store import IGNORE
+from unspool.data.packing.row import IGNORE
 from unspool.models.attention.interface import NAME, register
 from unspool.models.checks import check_attention, check_trainable
 from unspool.models.generation.generate import answer

@@ -233,7 +233,8 @@ def test_a_function_without_a_kernel_that_can_be_kept_is_refused():
     AttentionInterface.register("plain", plain)
 
     with pytest.raises(
-        ConfigError, match=r"activation_checkpointing: attention 'plain' runs no kernel .*set recompute to full"
+        ConfigError,
+        match=r"activation_checkpointing: attention 'plain' runs no kernel .*checkpointing to full",
     ):
         forward(model_with("plain", KEEP["attention"]))
     forward(model_with("plain", MemoryPolicy(activation_checkpointing="full", attention_heads_at_once=1))).backward()

@@ -185,7 +185,7 @@ def test_a_config_without_a_context_is_refused(tmp_path):
 
 
 def test_a_new_model_is_the_same_for_the_same_seed_and_runs_our_attention():
-    new = NewModel.model_validate({"size": "4M", "tokenizer": "unused", "context": "1K", "base": 5e5})
+    new = NewModel.model_validate({"size": "4M", "tokenizer": "unused", "context_length": "1K", "base": 5e5})
     tokenizer = build_tokenizer()
 
     first, again, other = (build_new(new, tokenizer, seed=seed) for seed in (1, 1, 2))

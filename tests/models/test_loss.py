@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from models.memory_factory import Largest
-from unspool.data.packing.store import IGNORE
+from unspool.data.packing.row import IGNORE
 from unspool.models import loss as loss_module
 from unspool.models.loss import Head, summed_loss, token_losses
 

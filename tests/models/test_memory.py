@@ -369,15 +369,15 @@ def test_compiled_parts_work_under_tiles_recompute_and_offload(plain, monkeypatc
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"offload": True}, "offload moves the checkpoints of recomputed layers.*set recompute to full"),
-        ({"layers_per_checkpoint": 2}, "layers_per_checkpoint=2 .*set recompute to full"),
+        ({"offload": True}, "offload moves the checkpoints of recomputed layers.*set activation_checkpointing to full"),
+        ({"layers_per_checkpoint": 2}, "layers_per_checkpoint=2 .*set activation_checkpointing to full"),
         (
             {"activation_checkpointing": "full", "layers_per_checkpoint": 0},
             "layers_per_checkpoint=0 must be at least 1",
         ),
         ({"mlp_tiles": 0}, "mlp_tiles=0"),
         ({"attention_heads_at_once": -1}, "attention_heads_at_once=-1"),
-        ({"keep_products": 1}, "keep_products=1 .*needs recompute keep-attention"),
+        ({"keep_products": 1}, "keep_products=1 .*needs activation_checkpointing keep-attention"),
         ({"activation_checkpointing": "keep-attention", "keep_products": 1, "mlp_tiles": 8}, "no mlp_tiles"),
         ({"activation_checkpointing": "keep-attention", "keep_products": 1, "keep_on_host": 2}, "between 0 and 1"),
     ],
@@ -418,7 +418,10 @@ def test_a_model_that_does_something_between_layers_cannot_share_checkpoints():
     model = build(policy=EXACT["groups"])
     model.base_model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] * 2, *args[1:]))
 
-    with pytest.raises(ConfigError, match=r"layers_per_checkpoint: something happens .*set layers_per_checkpoint to 1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"layers_per_checkpoint: this model changes .*set layers_per_checkpoint to 1",
+    ):
         forward(model)
 
 

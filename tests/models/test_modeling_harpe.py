@@ -210,5 +210,5 @@ def test_other_models_of_the_same_family_are_left_as_they_are():
 def test_an_attention_that_gets_its_positions_otherwise_is_refused():
     model = plain_copy([1e4, 5e5])
     attention = model.model.layers[0].self_attn
-    with pytest.raises(RuntimeError, match="not known here"):
+    with pytest.raises(RuntimeError, match="in an unknown way"):
         attention(torch.zeros(1, 3, 32), position_embeddings=(torch.ones(1, 3, 8), torch.zeros(1, 3, 8)))

@@ -22,7 +22,7 @@ CONTEXT = 4096
 
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch, tmp_path):
-    monkeypatch.setattr(export, "_in_fresh_process", plain_logits.answers)
+    monkeypatch.setattr(export, "_run_plain", plain_logits.answers)
     # Each folder's own code is to do all it does, also what it does once for all.
     apply = modeling_llama.apply_rotary_pos_emb
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", getattr(apply, "plain", apply))

@@ -116,14 +116,14 @@ def test_a_base_per_head_is_refused_where_heads_are_turned_otherwise(family, cha
 
 def test_a_base_per_head_is_refused_where_our_attention_is_not_used():
     """Any other attention would leave the heads unturned."""
-    with pytest.raises(ConfigError, match="rotates its heads in another way"):
+    with pytest.raises(ConfigError, match='needs attn_implementation="unspool"'):
         apply_rope(build_model(attention="sdpa"), Harpe(method="harpe", low=1e4, high=1e5), 128)
 
 
 def test_a_base_per_head_is_refused_for_a_wrong_count():
     with pytest.raises(ConfigError, match="3 bases for 2 KV heads"):
         apply_head_bases(build_model(), np.array([1e4, 1e5, 1e6]))
-    with pytest.raises(ConfigError, match="bases for 3 layers, and there are 2"):
+    with pytest.raises(ConfigError, match="bases for 3 layers, and the model has 2"):
         apply_head_bases(build_model(), np.full((3, 2), 1e4))
 
 

@@ -122,7 +122,7 @@ def test_each_setting_takes_less_than_the_one_before():
 
 
 def test_numbers_that_other_files_set_are_theirs():
-    assert cost_memory.MOST_LEAVING == offload.MOST_LEAVING
+    assert cost_memory.MOST_LEAVING == offload.MAX_PENDING
     count = cost_memory._Count(
         LLAMA_8B,
         Held(

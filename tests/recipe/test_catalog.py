@@ -82,7 +82,7 @@ def test_utk_and_harpe_follow_their_papers():
 def test_the_two_arms_of_a_comparison_differ_in_their_rows_only(name):
     recipe = load(name)
     abf, utk = recipe.stages[:2]
-    assert abf.init == utk.init == "model"
+    assert abf.init == utk.init == "base"
     same = {"name", "mix"}
     assert abf.model_dump(exclude=same) == utk.model_dump(exclude=same)
     assert any(recipe.datasets[rows].utk for rows in utk.mix)
@@ -91,7 +91,7 @@ def test_the_two_arms_of_a_comparison_differ_in_their_rows_only(name):
 
 def test_the_third_arm_of_the_demo_differs_in_its_positions_only():
     _, utk, both = load("tiny").stages
-    same = {"name", "position"}
+    same = {"name", "rope"}
     assert utk.model_dump(exclude=same) == both.model_dump(exclude=same)
     assert (utk.rope.method, both.rope.method) == ("abf", "harpe")
 

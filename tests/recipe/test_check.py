@@ -14,16 +14,16 @@ from .conftest import VALID
 # What is wrong: (text in the valid recipe, its replacement, line, what the one sentence must say).
 MISTAKES = {
     "misspelt required key": (
-        "length: 4K",
-        "lenght: 4K",
+        "seq_len: 4K",
+        "seq_length: 4K",
         7,
-        ["datasets.long.lenght", "unknown key", "did you mean 'length'?"],
+        ["datasets.long.seq_length", "unknown key", "did you mean 'seq_len'?"],
     ),
     "misspelt optional key": (
         "packing: single_doc",
         "pak: whole",
         7,
-        ["datasets.long.pak", "did you mean 'pack'?", "tangle"],
+        ["datasets.long.pak", "did you mean 'packing'?", "utk"],
     ),
     "misspelt top-level key": ("evals:", "eval:", 26, ["eval: unknown key", "did you mean 'evals'?"]),
     "yaml 1.1 boolean as a key": ("    lr: 1e-5", "    lr: 1e-5\n    on: 3", 19, ["stages.0.on", "unknown key"]),
@@ -38,19 +38,19 @@ MISTAKES = {
         "suite: niah",
         "suite: rulr",
         27,
-        ["evals.0.suite = rulr", "did you mean 'ruler'?", "infbench, kv, loss"],
+        ["evals.0.suite = rulr", "did you mean 'ruler'?", "infbench, key_value, lveval"],
     ),
     "missing kind": ("kind: jsonl, ", "", 4, ["sources.books.kind: missing", "jsonl, mds, parquet"]),
     "unknown choice": (
         "packing: single_doc",
-        "packing: hole",
+        "packing: single_dok",
         7,
-        ["datasets.long.packing = hole", "did you mean 'whole'?", "concat"],
+        ["datasets.long.packing = single_dok", "did you mean 'single_doc'?", "concat"],
     ),
     "wrong unit": ("tokens: 1M", "tokens: 64Q", 16, ["stages.0.tokens = 64Q", "unit 'Q'", "K, M, B and T"]),
-    "not a size": ("length: 1K", "length: long", 10, ["datasets.short.seq_len = long", "64K"]),
-    "size of zero": ("length: 1K", "length: 0", 10, ["datasets.short.seq_len = 0", "between 1"]),
-    "endless size": ("length: 1K", "length: 1e999", 10, ["datasets.short.seq_len = inf", "64K"]),
+    "not a size": ("seq_len: 1K", "seq_len: long", 10, ["datasets.short.seq_len = long", "64K"]),
+    "size of zero": ("seq_len: 1K", "seq_len: 0", 10, ["datasets.short.seq_len = 0", "between 1"]),
+    "endless size": ("seq_len: 1K", "seq_len: 1e999", 10, ["datasets.short.seq_len = inf", "64K"]),
     "missing required key": ("    lr: 1e-5\n", "", 12, ["stages.0.lr: missing", "a number above 0"]),
     "missing top-level key": ("model: org/name\n", "", 1, ["model: missing", "Hub id"]),
     "text for a number": ("lr: 1e-5", "lr: fast", 18, ["stages.0.lr = fast", "must be a number above 0"]),
@@ -78,8 +78,8 @@ MISTAKES = {
     "unknown source with a share": ("wiki: 0.7", "wki: 0.7", 9, ["datasets.short.from.wki", "did you mean 'wiki'?"]),
     "unknown rows": ("short: 0.4", "shrt: 0.4", 15, ["stages.0.mix.shrt", "did you mean 'short'?", "long, short"]),
     "rows that do not divide": (
-        "length: 1K",
-        "length: 3K",
+        "seq_len: 1K",
+        "seq_len: 3K",
         15,
         ["stages.0.mix.short", "3K", "4K", "datasets.short.seq_len"],
     ),
@@ -93,7 +93,7 @@ MISTAKES = {
         "    mix: {long: 1}",
         "    mix: {long: 1}\n    validation: {dataset: long}",
         23,
-        ["stages.1.validation.dataset = long", "are in the mix", "another source"],
+        ["stages.1.validation.dataset = long", "is in the mix", "another source"],
     ),
     "validation rows longer than the context": (
         "    context_length: 4K\n    mix: {long: 1}",
@@ -129,7 +129,10 @@ MISTAKES = {
         "    mix: {long: 1}",
         "    mix: {long: 1}\n    attention_distillation: {datasets: short, before: 8, lr: 1e-3}",
         23,
-        ["stages.1.attention_distillation.before = 8", "refit.before has nothing to do while position is unchanged"],
+        [
+            "stages.1.attention_distillation.before = 8",
+            "attention_distillation.before has nothing to do while rope is unchanged",
+        ],
     ),
     "unknown tracker": (
         "    mix: {long: 1}",
@@ -141,7 +144,7 @@ MISTAKES = {
         "init: first",
         "init: frist",
         20,
-        ["stages.1.init", "did you mean 'first'?", "previous, model"],
+        ["stages.1.init", "did you mean 'first'?", "previous, base"],
     ),
     "start from oneself": ("init: first", "init: second.run", 20, ["stages.1.init", "does not come before"]),
     "same stage name": ("name: second.run\n    init: first", "name: first", 19, ["stages.1.name", "already the name"]),
@@ -191,7 +194,7 @@ def test_refit_rows_that_skip_positions_or_do_not_divide_are_refused(valid):
         load_recipe(valid)
 
     far, odd = sorted(str(error.value).split("\n"))
-    assert "stages.1.attention_distillation.datasets.far" in far and "(skips)" in far
+    assert "stages.1.attention_distillation.datasets.far" in far and "(pose)" in far
     assert "stages.1.attention_distillation.datasets.odd" in odd and "3K" in odd and "4K" in odd
 
 

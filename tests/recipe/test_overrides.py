@@ -35,7 +35,7 @@ def test_whole_entries_can_be_added(valid):
     recipe = load_recipe(valid, sets).recipe
     assert recipe.datasets["more"].seq_len == 2048
     assert recipe.stages[1].mix == {"long": 1, "more": 0.5}
-    assert [entry.suite for entry in recipe.evals] == ["niah", "kv"]
+    assert [entry.suite for entry in recipe.evals] == ["niah", "key_value"]
 
 
 def test_a_later_override_wins(valid):
@@ -61,7 +61,7 @@ def test_a_later_override_wins(valid):
         "stages.0.tokens=64Q": "stages.0.tokens = 64Q: unit 'Q' is not known",
         "stages.0.rope={method: abff}": "stages.0.rope.method = abff: not known; did you mean 'abf'?",
         "stages.1.rope.base=1e6": "stages.1.rope.method: missing",
-        "stages.0.mix.shrt=1": "stages.0.mix.shrt: rows 'shrt' is not known; did you mean 'short'?",
+        "stages.0.mix.shrt=1": "stages.0.mix.shrt: dataset 'shrt' is not known; did you mean 'short'?",
         "stages.0.mix={long: 1, long: 2}": "stages.0.mix.long: this key is already given",
     }.items(),
 )

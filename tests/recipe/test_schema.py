@@ -39,7 +39,7 @@ def test_tangled_rows_are_welcome_in_a_stage_with_document_attention(valid):
 
 
 def test_every_strategy_is_welcome_in_a_stage_with_document_attention(valid):
-    for strategy in ("interleave={}", "negatives={chunk: 256}"):
+    for strategy in ("cip={}", "nextlong={chunk: 256}"):
         assert load_recipe(valid, [f"datasets.short.{strategy}"]).recipe.stages[0].attention == "intra_document"
 
 

@@ -24,7 +24,7 @@ arms:
   longer:
     set:
       stages.0.tokens: 2M
-      rows.long: {from: books, length: 4K, pack: concat}
+      datasets.long: {from: books, seq_len: 4K, packing: concat}
     seeds: [3]
     stage: first
 compare: [niah/4K]

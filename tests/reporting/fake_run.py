@@ -76,7 +76,7 @@ def write_fake_run(run_dir: Path) -> Path:
 
 
 def write_facts(run_dir: Path) -> None:
-    parts = ("corpus", "rows", "stages/abf", "stages/utk", "scores/base", "scores/abf", "scores/utk")
+    parts = ("corpus", "datasets", "stages/abf", "stages/utk", "scores/base", "scores/abf", "scores/utk")
     facts = {
         "original_context": 256,
         "base_model": "asset:tiny-base",
@@ -97,7 +97,7 @@ def _write_data(run_dir: Path) -> None:
             draft.counts |= {"left_out": {}, "lengths": lengths}
             (draft.folder / "quarantine.jsonl").write_text(json.dumps(BAD_RECORD) + "\n")
     for name, rows in {"books-2k": 480, "books-utk": 480, "short": 320}.items():
-        with publish(run_dir / "rows" / name, kind="rows", inputs={"corpus": "b" * 64}, settings={}) as draft:
+        with publish(run_dir / "datasets" / name, kind="dataset", inputs={"corpus": "b" * 64}, settings={}) as draft:
             (draft.folder / "rows-00000.arrow").write_bytes(name.encode() * 2000)
             counts = {"rows": rows, "tokens": rows * 2048, "documents": 3 * rows, "tokens_in": rows * 2048 + 1231}
             draft.counts |= {**counts, "tokens_added": 0, "dropped": {"short": 31, "tail": 1200}}
@@ -168,8 +168,8 @@ def fake_scores(name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             samples += [fake_sample("niah", length, depth, i, right=i < found) for i in range(PER_DEPTH)]
         cells.append(recall_cell("niah", length, None, sum(hits.values()), PER_DEPTH * len(DEPTHS)))
         found = int(rng.binomial(40, recall * 0.75))
-        cells.append(recall_cell("kv", length, None, found, 40))
-        samples += [fake_sample("kv", length, None, i, right=i < found) for i in range(40)]
+        cells.append(recall_cell("key_value", length, None, found, 40))
+        samples += [fake_sample("key_value", length, None, i, right=i < found) for i in range(40)]
     for (start, stop), loss in zip(BUCKETS, LOSSES[name], strict=True):
         half = 0.35 / math.sqrt(stop / 64)
         cell = {"suite": "perplexity", "metric": "loss", "length": 2048, "from": start, "to": stop}

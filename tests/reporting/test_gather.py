@@ -43,7 +43,7 @@ def test_facts_stages_and_cells_are_read(fake_run: Path):
 
 
 def test_what_was_not_scored_is_none_not_zero(fake_run: Path):
-    write_scores(fake_run, "base", [recall_cell("kv", 2048, None, 0, 0)], [])
+    write_scores(fake_run, "base", [recall_cell("key_value", 2048, None, 0, 0)], [])
 
     base = gather(fake_run).before
     assert base is not None
@@ -120,7 +120,7 @@ def test_lines_that_are_no_questions_are_left_out(fake_run: Path):
 
     base = gather(fake_run).before
     assert base is not None
-    assert {sample.suite for sample in base.samples} == {"niah", "kv"}
+    assert {sample.suite for sample in base.samples} == {"niah", "key_value"}
 
 
 @pytest.mark.parametrize("exists", [True, False])

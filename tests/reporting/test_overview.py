@@ -33,10 +33,10 @@ def texts(table) -> list[list[str]]:
 def test_lengths_stand_in_columns_with_average_and_what_is_kept():
     table = length_table(
         [
-            line("a", cell("kv", 64, 0.8), cell("kv", 128, 0.4)),
-            line("b", cell("kv", 64, 0.5), cell("kv", 128, 0.6)),
+            line("a", cell("key_value", 64, 0.8), cell("key_value", 128, 0.4)),
+            line("b", cell("key_value", 64, 0.5), cell("key_value", 128, 0.6)),
         ],
-        "kv",
+        "key_value",
     )
 
     assert list(table.columns) == ["model", "64", "128", "average", "kept"]
@@ -46,29 +46,31 @@ def test_lengths_stand_in_columns_with_average_and_what_is_kept():
 
 
 def test_what_is_spelled_the_same_is_bold_together_or_not_at_all():
-    lines = [line(name, cell("kv", 64, value)) for name, value in (("a", 0.2344), ("b", 0.2313), ("c", 0.1))]
+    lines = [line(name, cell("key_value", 64, value)) for name, value in (("a", 0.2344), ("b", 0.2313), ("c", 0.1))]
 
-    assert [row[1].strong for row in length_table(lines, "kv").rows] == [True, True, False]
-    assert [row[1].strong for row in length_table(lines[:2], "kv").rows] == [False, False]
+    assert [row[1].strong for row in length_table(lines, "key_value").rows] == [True, True, False]
+    assert [row[1].strong for row in length_table(lines[:2], "key_value").rows] == [False, False]
 
 
 def test_a_missing_length_makes_no_average():
-    lines = [line("a", cell("kv", 64, 0.8), cell("kv", 128, 0.4)), line("b", cell("kv", 128, 0.6))]
+    lines = [line("a", cell("key_value", 64, 0.8), cell("key_value", 128, 0.4)), line("b", cell("key_value", 128, 0.6))]
 
-    assert texts(length_table(lines, "kv"))[1] == ["b", "–", "60%", "–", "–"]
-    assert texts(length_table([line("c", cell("kv", 64, 0.0), cell("kv", 128, None))], "kv"))[0][-2:] == ["–", "–"]
+    assert texts(length_table(lines, "key_value"))[1] == ["b", "–", "60%", "–", "–"]
+    assert texts(length_table([line("c", cell("key_value", 64, 0.0), cell("key_value", 128, None))], "key_value"))[0][
+        -2:
+    ] == ["–", "–"]
 
 
 def test_a_model_without_the_suite_has_no_line():
-    assert texts(length_table([line("a", cell("kv", 64, 0.8)), line("b")], "kv")) == [["a", "80%"]]
+    assert texts(length_table([line("a", cell("key_value", 64, 0.8)), line("b")], "key_value")) == [["a", "80%"]]
 
 
 def test_the_average_adds_squares_of_half_intervals():
-    found = average([cell("kv", 64, 0.5, 0.3), cell("kv", 128, 0.7, 0.4)])
+    found = average([cell("key_value", 64, 0.5, 0.3), cell("key_value", 128, 0.7, 0.4)])
 
     assert found is not None
     assert (found.value, found.n, found.high) == (pytest.approx(0.6), 20, pytest.approx(0.6 + 0.25))
-    assert average([cell("kv", 64, 0.5), None]) is None
+    assert average([cell("key_value", 64, 0.5), None]) is None
     assert average([]) is None
 
 
@@ -103,7 +105,7 @@ def test_a_category_that_lacks_a_task_of_others_is_missing_and_so_is_the_average
 
 
 def test_several_suites_stand_beside_each_other_and_short_tasks_last():
-    one = line("a", cell("niah", 64, 0.5), cell("kv", 64, 0.7))
+    one = line("a", cell("niah", 64, 0.5), cell("key_value", 64, 0.7))
     short = (cell("short: hellaswag", 0, 0.4), cell("short: mmlu", 0, 0.6))
     tables = category_tables([replace(one, scores=replace(one.scores, short=short))])
 
@@ -115,11 +117,11 @@ def test_several_suites_stand_beside_each_other_and_short_tasks_last():
 
 
 def loss(start: int, stop: int, value: float) -> Cell:
-    return replace(cell("loss", 512, value), start=start, stop=stop, metric="loss")
+    return replace(cell("perplexity", 512, value), start=start, stop=stop, metric="loss")
 
 
 def extended(label: str, recall: float, inside: float) -> Line:
-    return line(label, cell("kv", 512, recall), loss(0, 256, inside), loss(256, 512, 3.0))
+    return line(label, cell("key_value", 512, recall), loss(0, 256, inside), loss(256, 512, 3.0))
 
 
 def measures_of(lines: list[Line], old: int | None):
@@ -178,4 +180,4 @@ def test_short_results_are_read_from_their_folder_and_never_by_length(fake_run: 
     results = gather(fake_run)
 
     assert [(one.name, len(one.short)) for one in results.models] == [("base", 0), ("abf", 1), ("utk", 0)]
-    assert results.recall_suites == ["niah", "kv"]
+    assert results.recall_suites == ["niah", "key_value"]

@@ -77,7 +77,7 @@ def test_few_equal_answers_do_not_make_certainty(pair: tuple[float, float]):
 def test_swapping_the_models_turns_the_sign():
     one = model("a", kv_64={"p": 1.0, "q": 0.0, "r": 0.0})
     two = model("b", kv_64={"p": 1.0, "q": 1.0, "r": 1.0})
-    there, back = (difference(measure_of("kv", 64), *pair) for pair in ((one, two), (two, one)))
+    there, back = (difference(measure_of("key_value", 64), *pair) for pair in ((one, two), (two, one)))
 
     assert there.value == pytest.approx(2 / 3)
     assert (back.value, back.low, back.high) == (
@@ -91,9 +91,9 @@ def test_only_prompts_that_both_answered_count():
     one = model("a", kv_64={"p": 1.0, "only a": 0.0}, kv_128={"p": 0.0})
     two = model("b", kv_64={"p": 0.0, "only b": 1.0, "only b too": 1.0})
 
-    found = difference(measure_of("kv", 64), one, two)
+    found = difference(measure_of("key_value", 64), one, two)
     assert (found.value, found.n) == (-1.0, 1)
-    assert difference(measure_of("kv", 128), one, two).value is None
+    assert difference(measure_of("key_value", 128), one, two).value is None
 
 
 def test_tasks_count_alike_however_many_prompts_they_have():
@@ -179,4 +179,4 @@ def test_the_table_holds_every_pair_and_says_what_pairing_gave(fake_run: Path):
 def test_models_without_a_common_prompt_are_not_compared():
     lines = [Line(label="a", style=0, scores=model("a")), Line(label="b", style=1, scores=model("b"))]
 
-    assert comparison_table(compare(lines, [measure_of("kv", 64)])) is None
+    assert comparison_table(compare(lines, [measure_of("key_value", 64)])) is None

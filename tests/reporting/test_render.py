@@ -109,7 +109,7 @@ def test_numbers_and_headline_of_the_files_are_on_the_page(fake_run: Path):
 
 
 def test_missing_values_print_as_a_dash(fake_run: Path):
-    write_scores(fake_run, "utk", [recall_cell("kv", 2048, None, 0, 0)], [])
+    write_scores(fake_run, "utk", [recall_cell("key_value", 2048, None, 0, 0)], [])
 
     tile = re.search(r"Key-value recall at 2K</h2>.*?</dl>", _html(fake_run), re.S)
     assert tile is not None
@@ -136,7 +136,7 @@ def _html(run: Path) -> str:
         ("stages", "No training steps yet"),
         ("recipe.yaml", "recipe.yaml is not in the run folder"),
         ("run.json", "The original context is not recorded"),
-        ("rows", "Documents"),
+        ("datasets", "Documents"),
     ],
 )
 def test_a_missing_part_is_said_and_the_rest_is_shown(fake_run: Path, removed: str, sentence: str):

@@ -68,7 +68,7 @@ def test_numbers_of_summary_json_are_on_the_page_and_in_the_json(fake_run: Path,
     column = 1 + MODELS.index(name)
     shown = [row[column] for row in tables["length", "n"][1:]]
     for length, text in zip(LENGTHS, shown, strict=True):
-        cell = next(c for c in raw if (c["suite"], c["length"], c["depth"]) == ("kv", length, None))
+        cell = next(c for c in raw if (c["suite"], c["length"], c["depth"]) == ("key_value", length, None))
         spelled = Cell(**{key: cell[key] for key in ("suite", "metric", "length", "value", "n", "low", "high")})
         assert text == f"{show_value(spelled)} {show_interval(spelled)}"
 

@@ -12,7 +12,7 @@ from factory import (
     save_folder,
     save_rows,
 )
-from unspool.data.packing.store import Row
+from unspool.data.packing.row import Row
 from unspool.models.tokenizer import load_tokenizer
 from unspool.training.stage import StageInputs
 

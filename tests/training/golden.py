@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from factory import CPU, SMALL_SIZE, build_stage, build_tokenizer, save_rows
-from unspool.data.packing.store import Row
+from unspool.data.packing.row import Row
 from unspool.models.config import SIZES, NewModel
 from unspool.training.metrics.logger import METRICS
 from unspool.training.stage import StageInputs, run_stage

@@ -3,7 +3,7 @@ import torch
 
 from factory import random_row
 from unspool.data.packing.config import DatasetConfig
-from unspool.data.packing.store import IGNORE, labels
+from unspool.data.packing.row import IGNORE, labels
 from unspool.data.strategies.base import finish_rows
 from unspool.training.batch import build_batch, row_sums
 
@@ -30,7 +30,7 @@ def test_full_attention_makes_a_document_of_every_row():
 def test_labels_are_those_of_each_row_alone_whatever_attention():
     """Full attention sees across documents, but still no label crosses from one into the next."""
     alone = np.concatenate([labels(row.tokens, row.doc_lens, row.loss_mask) for row in ROWS])
-    for attention in ("documents", "full"):
+    for attention in ("intra_document", "full"):
         batch = build_batch(ROWS, attention=attention)
 
         assert batch.labels.tolist() == alone.tolist()
@@ -54,7 +54,7 @@ def test_row_sums_keep_a_small_row_beside_a_huge_one():
 
 def test_positions_of_rows_arrive_in_the_batch():
     """Rows of 8 tokens with the positions of 64, eight of them to a context of 64."""
-    config = DatasetConfig.model_validate({"from": "a", "length": 8, "attention": "full", "pose": {"target": 64}})
+    config = DatasetConfig.model_validate({"from": "a", "seq_len": 8, "attention": "full", "pose": {"target": 64}})
     skipped = finish_rows([random_row((5, 3), seed) for seed in range(7)], config, np.random.default_rng(0))
     plain = random_row((5, 3), 7)
     batch = build_batch([*skipped, plain], attention="intra_document")

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from factory import CPU, build_model, build_stage, dying_at, in_child, save_folder, save_rows
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError, UnspoolError
-from unspool.data.packing.store import IGNORE, open_rows
+from unspool.data.packing.row import IGNORE
+from unspool.data.packing.store import open_rows
 from unspool.models.config import NewModel
 from unspool.models.load import load_model
 from unspool.models.loss import read_head, summed_loss

@@ -18,7 +18,7 @@ from factory import (
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.data.mixture import Mix
-from unspool.data.packing.store import labels
+from unspool.data.packing.row import labels
 from unspool.training.loop import learning_rate
 from unspool.training.metrics.logger import METRICS
 from unspool.training.stage import StageInputs

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from factory import build_model, build_stage, random_row
-from unspool.data.packing.store import labels
+from unspool.data.packing.row import labels
 from unspool.training.loader import build_step
 from unspool.training.optim.updater import build_updater
 from unspool.training.step import train_step

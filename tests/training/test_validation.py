@@ -113,7 +113,7 @@ def test_rows_of_the_mix_are_refused():
 def rows_of(folder, corpora):
     inputs = {f"corpus {source}": digest for source, digest in corpora.items()}
     with (
-        publish(folder, kind="rows", inputs=inputs, settings={}) as draft,
+        publish(folder, kind="dataset", inputs=inputs, settings={}) as draft,
         RowWriter(draft.folder, row_len=128, masked=True) as writer,
     ):
         writer.append(ROWS[1])

@@ -4,7 +4,7 @@ import numpy as np
 
 import unspool.training.batch
 import unspool.training.step
-from unspool.data.packing.store import IGNORE
+from unspool.data.packing.row import IGNORE
 from unspool.training.batch import Batch
 
 

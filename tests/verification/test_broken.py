@@ -256,7 +256,7 @@ def forgetting_recompute(layers, *_):
 
 @pytest.mark.parametrize("check", ["activation-checkpointing", "keep-attention", "layers-per-checkpoint", "offload"])
 def test_layers_whose_gradient_is_never_computed(check, monkeypatch, case, results):
-    monkeypatch.setattr(unspool.models.memory.checkpointing, "apply_recompute", forgetting_recompute)
+    monkeypatch.setattr(unspool.models.memory.checkpointing, "apply_checkpointing", forgetting_recompute)
     assert caught(results(check, case("llama")))
 
 

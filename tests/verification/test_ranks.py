@@ -17,7 +17,7 @@ import unspool.training.parallel.fsdp
 import unspool.training.step
 from training.parallel.ranks import run_ranks
 from unspool.cli.main import build_app
-from unspool.data.packing.store import IGNORE
+from unspool.data.packing.row import IGNORE
 from unspool.training.batch import Batch
 from unspool.training.parallel.mesh import sum_over_ranks
 from unspool.training.batch import split_batch

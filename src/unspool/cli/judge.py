@@ -1,4 +1,4 @@
-"""`unspool judge`: scores for answers that no rule can score, and how far a judge can be trusted."""
+"""`unspool judge`: let a model grade answers that no rule can score, and check how far it agrees with people."""
 
 import json
 from pathlib import Path
@@ -15,25 +15,26 @@ if TYPE_CHECKING:
 
 def judge(
     run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="A run, or a folder that `unspool eval --out` wrote.")
+        Path | None, typer.Argument(metavar="RUN", help="Run directory, or a folder written by `unspool eval --out`.")
     ] = None,
     check: Annotated[
-        Path | None, typer.Option(help="Instead of a run: JSONL with question, references, output and label (0 to 3).")
+        Path | None,
+        typer.Option(help="Compare the judge with people: JSONL with question, references, output and label (0 to 3)."),
     ] = None,
-    url: Annotated[str | None, typer.Option(help="Of the judge's server, such as http://localhost:8000/v1.")] = None,
-    model_name: Annotated[str | None, typer.Option(help="What the server calls the judge.")] = None,
-    model: Annotated[str | None, typer.Option(help="A judge in this process: a model folder or Hub id.")] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Questions to the server at a time.")] = 8,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one reply.")] = 600,
-    price_in: Annotated[float, typer.Option(min=0, help="Of a million prompt tokens, for the estimate.")] = 0.0,
-    price_out: Annotated[float, typer.Option(min=0, help="Of a million reply tokens.")] = 0.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how much would be asked.")] = False,
+    url: Annotated[str | None, typer.Option(help="Server of the judge, such as http://localhost:8000/v1.")] = None,
+    model_name: Annotated[str | None, typer.Option(help="Name of the judge on the server.")] = None,
+    model: Annotated[str | None, typer.Option(help="Run the judge in this process: a model folder or Hub id.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Concurrent requests to the server.")] = 8,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for a reply.")] = 600,
+    price_in: Annotated[float, typer.Option(min=0, help="Price of a million prompt tokens, for the estimate.")] = 0.0,
+    price_out: Annotated[float, typer.Option(min=0, help="Price of a million reply tokens.")] = 0.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the estimate and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Let a model grade answers, by HELMET's protocols.
 
-    Replies are kept by content, so that a killed run goes on and nothing
-    is asked twice. What is to be asked is said first, with its price.
+    The number of requests and their cost are printed first. Replies are
+    cached, so that a killed run resumes and nothing is asked twice.
 
         unspool judge runs/mine --url http://localhost:8000/v1 --model-name llama --dry-run
 
@@ -42,7 +43,7 @@ def judge(
     from unspool.evals.judge.run import estimate, judge_folder, read_samples, replies_for, scores_folders
 
     if (run is None) == (check is None):
-        raise ConfigError("judge needs either a RUN or --check FILE.")
+        raise ConfigError("give either a RUN or --check FILE.")
     chosen = _judge(url, model_name, model, requests, timeout)
     if check is not None:
         _check(check, chosen, as_json)
@@ -65,8 +66,6 @@ def judge(
 def _check(path: Path, chosen: "Judge", as_json: bool) -> None:
     from unspool.evals.judge.run import JUDGEMENTS, JudgeReplies, check_judge
 
-    if not path.is_file():
-        raise ConfigError(f"--check {path}: no such file.")
     with JudgeReplies(path.with_name(f"{path.name}.{JUDGEMENTS}"), chosen.name) as replies:
         found = vars(check_judge(path, chosen, replies))
     if as_json:
@@ -83,10 +82,10 @@ def _judge(url: str | None, model_name: str | None, model: str | None, requests:
     from unspool.evals.judge.run import Judge
 
     if (url is None) == (model is None):
-        raise ConfigError("judge needs either a server (--url and --model-name) or a model of this process (--model).")
+        raise ConfigError("give either a server (--url and --model-name) or a model (--model).")
     if url is not None:
         if model_name is None:
-            raise ConfigError("--url needs --model-name: what the server calls the judge.")
+            raise ConfigError("--url needs --model-name, the name of the judge on the server.")
         server = Server(url=url, model=model_name, patience=Patience(seconds=timeout), width=requests)
         return Judge(name=model_name, ask=lambda prompt: server.chat(prompt, REPLY_TOKENS), width=requests)
     from unspool.cli.eval import device_and_dtype

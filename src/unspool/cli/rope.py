@@ -1,4 +1,4 @@
-"""`unspool rope`: what can be said before training about extending a model to a context."""
+"""`unspool rope`: advice before training on extending a model to a context length."""
 
 import json
 from dataclasses import asdict
@@ -20,15 +20,15 @@ _SPARK = 18
 
 def rope(
     model: Annotated[str, typer.Option(help="Hub id, folder, .gguf file or asset:NAME; only its config is read.")],
-    context: Annotated[str, typer.Option(help="The context to extend to, such as 128K.")],
+    context: Annotated[str, typer.Option(help="Context length to extend to, such as 128K.")],
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page with plots to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Advise on positions: bounds, settings to paste, published recipes.
+    """Advise on RoPE: bounds, settings to paste, published recipes.
 
-    B(m) says how much more a similar key scores than a random one at
-    distance m (Men et al.); each method is shown with the distance up to
-    which it is not negative. Nothing is trained and no weights are read.
+    B(m) is how much higher a similar key scores than a random one at
+    distance m (Men et al.). Each method is shown with the distance up to
+    which B(m) is not negative. Nothing is trained and no weights are read.
 
         unspool rope --model HuggingFaceTB/SmolLM2-135M --context 32K
 
@@ -42,14 +42,12 @@ def rope(
 
     from unspool.models.config import config_values
     from unspool.recipe.paths import resolve_path
-    from unspool.rope.advice import advise
+    from unspool.rope.advice import advise, write_advice
 
     values = config_values(resolve_path(model, Path()))
     with progress_bar("bases tried", None) as advance:
         advice = advise(values, context_len, advance=lambda done: advance(done))
     if html is not None:
-        from unspool.rope.advice_page import write_advice
-
         write_advice(advice, model, html)
     if as_json:
         typer.echo(json.dumps(as_plain(advice, model), indent=1, ensure_ascii=False))
@@ -69,8 +67,7 @@ def _print(advice: "Advice", model: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from unspool.rope.advice import PUBLISHED
-    from unspool.rope.advice_page import model_facts, reach_text, sparkline, verdict
+    from unspool.rope.advice import PUBLISHED, model_facts, reach_text, sparkline, verdict
     from unspool.rope.methods import ROPE_METHODS
 
     console = Console(highlight=False, markup=False, emoji=False)
@@ -81,15 +78,15 @@ def _print(advice: "Advice", model: str) -> None:
         console.print(f"{name.ljust(width)}  {text}", soft_wrap=True)
     console.print()
     methods = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("method", "comes to", "B(m) ≥ 0 up to", "lowest", f"1 … {format_size(advice.context_len)}"):
-        # What must break in a narrow window is what reads well on two lines.
-        methods.add_column(column, no_wrap=column not in ("comes to", "B(m) ≥ 0 up to"))
+    for column in ("method", "settings", "B(m) ≥ 0 up to", "lowest", f"1 … {format_size(advice.context_len)}"):
+        # In a narrow window, wrap the columns that read well on two lines.
+        methods.add_column(column, no_wrap=column not in ("settings", "B(m) ≥ 0 up to"))
     for each in advice.methods:
         style = "" if each.reach[0] >= advice.context_len else "yellow"
         cells = (each.summary, reach_text(each, advice), f"{100 * each.lowest:.1f}%", sparkline(each, _SPARK))
         methods.add_row(each.method, *cells, style=style)
     console.print(methods)
-    console.print("lowest B(m) as a share of B(0), by distance on a log scale, × where negative", style="dim")
+    console.print("lowest B(m) relative to B(0), by distance on a log scale, × where negative", style="dim")
     console.print("\nTo paste into a stage:", style="bold")
     for each in advice.methods[1:]:
         console.print(f"  {each.line}", soft_wrap=True)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from unspool.data.packing.store import Row
+from unspool.data.packing.row import Row
 
 # Pairs of stretches that are counted at once: bounds memory to some 100 MB.
 _AT_ONCE = 1 << 17

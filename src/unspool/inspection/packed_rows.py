@@ -14,7 +14,8 @@ import pyarrow as pa
 from unspool.core.config import nearest
 from unspool.core.errors import ConfigError, DataError
 from unspool.data.packing.config import STRATEGIES
-from unspool.data.packing.store import IGNORE, Row, RowSet, labels
+from unspool.data.packing.row import IGNORE, Row, labels
+from unspool.data.packing.store import RowSet
 from unspool.inspection.dataset_summary import Summary, manifest_facts, show_length, strategies
 from unspool.inspection.detokenize import Reading
 from unspool.inspection.items import Item, Part, Show, check_index, choose, control_roles, spans_of
@@ -57,7 +58,9 @@ class Rows:
         self._tangled = is_tangled(place)
         # Conversations end as their template ends them, not with EOS.
         self._is_chat = "trained_tokens" in place.counts
-        self._pieced = self._tangled or any(self._settings.get(name) for name in STRATEGIES)
+        self._pieced = self._tangled or any(
+            self._settings.get(name) for name, strategy in STRATEGIES.items() if strategy.moves_chunks
+        )
 
     def __len__(self) -> int:
         return len(self._rows)

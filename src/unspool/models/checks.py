@@ -121,7 +121,7 @@ def layers_of(model: Any) -> list[nn.Module]:
 
 
 def attention_of(layer: nn.Module) -> Any:
-    """Return the attention module: `self_attn` in nearly all families, else the only child with Attention in its class."""
+    """Return the attention module: `self_attn` in nearly all families, else the only child of an Attention class."""
     named = getattr(layer, "self_attn", None)
     found = [named] if named is not None else [part for part in layer.children() if "Attention" in type(part).__name__]
     if len(found) != 1:

@@ -1,9 +1,8 @@
-"""A folder that plain `transformers` loads: safetensors, config, tokenizer.
+"""Export to a folder that plain `transformers` loads, and the check that it computes the same there.
 
-A base per head cannot be said in a `transformers` config. Such a folder gets a model_type and an architecture that no
-engine knows, so that loading it elsewhere fails instead of silently computing other positions, and modeling_harpe.py,
-with which `transformers` loads it when the user allows its code.
-Elsewhere: whether it loads as it should (plain.py); the model card (report/card.py).
+A `transformers` config cannot express a base per head. Such a folder gets a model_type and an architecture that no
+engine knows, so that loading it elsewhere fails instead of computing other positions. It also gets modeling_harpe.py,
+which `transformers` uses if the user allows its code.
 """
 
 import json
@@ -28,27 +27,27 @@ from unspool.models.rotary import head_bases
 from unspool.rope.tables import old_fields
 
 HARPE_TYPE = modeling_harpe.MODEL_TYPE
-# What config.json of such a folder says besides what that of the plain architecture does, or says otherwise.
+# Keys in config.json of such a folder that the plain architecture does not have, or has with other values.
 HARPE_KEYS = ("model_type", "plain_type", "head_bases", "auto_map", "architectures")
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path, *, dtype: torch.dtype) -> None:
-    """Write `model` and `tokenizer` to `folder` in `dtype`; the model itself is left as it is."""
+    """Write `model` and `tokenizer` to `folder` in `dtype`; the model itself does not change."""
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, state_dict=_converted(model, dtype))
-    # Whoever asks the tokenizer to truncate would otherwise get texts cut to the old context.
+    # Otherwise the tokenizer would truncate texts to the old context length.
     tokenizer.model_max_length = max(tokenizer.model_max_length, model.config.max_position_embeddings)
     tokenizer.save_pretrained(folder)
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    # `save_pretrained` writes the dtype of the model in memory, which engines would take for that of the file.
+    # `save_pretrained` writes the dtype of the model in memory, which engines would use for the file.
     config["dtype"] = str(dtype).removeprefix("torch.")
     bases = head_bases(model)
     if bases is not None:
         config |= _harpe_config(config["model_type"], bases)
         shutil.copyfile(modeling_harpe.__file__, folder / Path(modeling_harpe.__file__).name)
     else:
-        config = _for_old_readers(config)
+        config = _add_old_fields(config)
     write_atomic(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -59,22 +58,22 @@ def _harpe_config(plain_type: str, bases: Any) -> dict[str, Any]:
         "model_type": HARPE_TYPE,
         "plain_type": plain_type,
         "head_bases": bases,
-        # Converters and engines also go by this name alone, so it must not be that of the plain architecture.
+        # Converters and engines may use this name alone, so it must not be that of the plain architecture.
         "architectures": [model],
         "auto_map": {"AutoConfig": f"{file}.{config}", "AutoModelForCausalLM": f"{file}.{model}"},
     }
 
 
-def _for_old_readers(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` with its RoPE settings also in the words of before transformers v5, where these can say them."""
+def _add_old_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Add RoPE settings in the form of transformers before v5, if that can express them."""
     parameters = config.get("rope_parameters")
     fields = (old_fields(parameters) if parameters else None) or {}
-    # What an earlier export wrote into the config must not outlive the settings it repeats.
+    # Fields that an earlier export wrote must not survive the settings that they repeat.
     return {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")} | fields
 
 
 def _converted(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights in `dtype`; those that share memory still do, so that tied ones are written once."""
+    """Return the weights in `dtype`; tied ones still share memory, so that they are written once."""
     converted: dict[tuple[int, torch.Size], Tensor] = {}
     weights = {}
     for name, tensor in model.state_dict().items():
@@ -85,14 +84,14 @@ def _converted(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     return weights
 
 
-# Asking plain `transformers` for logits, in a process that never saw Unspool.
+# Logits from plain `transformers`, in a process without Unspool
 
 
 SCRIPT = Path(__file__).with_name("plain_logits.py")
 
 
 class PlainError(RuntimeError):
-    """What plain `transformers` says instead of an answer."""
+    """The error message of plain `transformers`."""
 
 
 class PlainProcess(AbstractContextManager["PlainProcess"]):
@@ -112,10 +111,10 @@ class PlainProcess(AbstractContextManager["PlainProcess"]):
             child.stdin.flush()
             line = child.stdout.readline()
         except BrokenPipeError:
-            pass  # it has ended, and said why
+            pass  # it has exited, and its error is read below
         if not line:
-            code, said = child.wait(), self._errors.read_text().strip().splitlines()
-            raise PlainError(said[-1] if said else f"exit code {code}")
+            code, lines = child.wait(), self._errors.read_text().strip().splitlines()
+            raise PlainError(lines[-1] if lines else f"exit code {code}")
         error = json.loads(line)["error"]
         if error:
             raise PlainError(error)
@@ -129,7 +128,7 @@ class PlainProcess(AbstractContextManager["PlainProcess"]):
         if self._child is None:
             with self._errors.open("w") as errors:
                 self._child = subprocess.Popen(
-                    # -P: files beside the script are parts of Unspool, and not to be found by their bare names.
+                    # -P: modules beside the script belong to Unspool and must not be importable by their bare names.
                     [sys.executable, "-P", str(SCRIPT)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -142,7 +141,7 @@ class PlainProcess(AbstractContextManager["PlainProcess"]):
 
     def __exit__(self, *_: object) -> None:
         if self._child is not None:
-            # Closes its input, which ends it.
+            # Closing its input ends it.
             self._child.communicate()
         self._scratch.cleanup()
 
@@ -150,7 +149,7 @@ class PlainProcess(AbstractContextManager["PlainProcess"]):
 def build_request(
     folder: Path, passes: list[dict[str, Any]], *, text: str | None, device: torch.device
 ) -> dict[str, Any]:
-    """A folder's own code may run, if it has any: we wrote it."""
+    """Describe passes for plain_logits.py. The folder's own code may run, because we wrote it."""
     config = json.loads((folder / "config.json").read_text())
     return {
         "folder": str(folder.resolve()),
@@ -161,21 +160,21 @@ def build_request(
     }
 
 
-# Whether an exported folder is, for plain `transformers`, the model that we have.
+# Comparing an exported folder with the model in memory
 
 
 TEXT = "The river runs past the old mill; 1, 2, 3.\n\nBeyond it, nothing."
 SHORT, LONG, FAR = 16, 512, 64
 KEEP = 64
-# Of the largest logit. Computed in fp32 on both sides, so only the order of sums differs.
+# Relative to the largest logit. Both sides compute in fp32, so only the order of sums differs.
 TOLERANCE = 2e-4
-# For logits in the dtype that is written, against ours in fp32: as far as its rounding goes through many layers.
+# For logits in the exported dtype against ours in fp32: rounding through many layers.
 ROUNDING = {torch.bfloat16: 0.25, torch.float16: 0.1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """Tokens at positions, and our logits of the last `keep` of them."""
+    """Tokens at positions, and our logits for the last `keep` of them."""
 
     name: str
     ids: list[int]
@@ -183,7 +182,7 @@ class Pass:
     logits: Tensor
     tolerance: float = TOLERANCE
     dtype: str = "float32"
-    cached: bool = False  # the others are read first, the last `keep` find their keys in a cache
+    cached: bool = False  # the last `keep` tokens are computed in a second call, with a cache of the others
 
     @property
     def keep(self) -> int:
@@ -192,7 +191,7 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One line of the check: the largest difference of logits, as a share of the largest logit."""
+    """One comparison: the largest difference of logits, relative to the largest logit."""
 
     name: str
     tokens: int
@@ -207,7 +206,7 @@ class Compared:
 
 
 def round_weights(model: Any, dtype: torch.dtype) -> None:
-    """Give the weights the values they will have in a file of `dtype`."""
+    """Round the weights to the values that they will have in a file of `dtype`."""
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():
@@ -216,10 +215,10 @@ def round_weights(model: Any, dtype: torch.dtype) -> None:
 
 @torch.inference_mode()
 def our_passes(model: Any, dtype: torch.dtype) -> list[Pass]:
-    """Our logits, of a model in fp32 whose weights are rounded to `dtype`."""
+    """Compute the logits of a model in fp32 whose weights are rounded to `dtype`."""
     context = int(model.config.max_position_embeddings)
     num_long = min(LONG, context)
-    # Distances up to the whole context, at the price of few tokens.
+    # Distances up to the whole context, with few tokens.
     spread = torch.linspace(0, context - 1, min(FAR, context)).long().tolist()
     short = _computed(model, "short", list(range(min(SHORT, context))))
     long = _computed(model, "long", list(range(num_long)))
@@ -232,7 +231,7 @@ def our_passes(model: Any, dtype: torch.dtype) -> list[Pass]:
 
 
 def _computed(model: Any, name: str, positions: list[int]) -> Pass:
-    # Spread over the vocabulary, by a step that is prime.
+    # Tokens from all of the vocabulary: the step is prime.
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = [7919 * number % vocabulary for number in range(1, len(positions) + 1)]
     tokens, places = (torch.tensor([values], device=model.device) for values in (ids, positions))
@@ -241,17 +240,17 @@ def _computed(model: Any, name: str, positions: list[int]) -> Pass:
 
 
 def check_folder(folder: Path, passes: list[Pass], tokenizer: Any, *, device: torch.device) -> list[Compared]:
-    """Compare `passes` with what a fresh process makes of `folder`; UnspoolError if it is another model there."""
+    """Compare `passes` with the logits that a new process computes from `folder`; UnspoolError if they differ."""
     fields = ("name", "ids", "positions", "keep", "dtype", "cached")
-    asked = [{name: getattr(one, name) for name in fields} for one in passes]
+    requested = [{name: getattr(one, name) for name in fields} for one in passes]
     try:
-        answers = _in_fresh_process(build_request(folder, asked, text=TEXT, device=device))
+        answers = _run_plain(build_request(folder, requested, text=TEXT, device=device))
     except PlainError as error:
         raise UnspoolError(
             f"the export could not be loaded in plain transformers, so nothing was published: {error}"
         ) from error
     if answers["text"].tolist() != tokenizer(TEXT)["input_ids"]:
-        raise UnspoolError(f"{folder}: read back by plain transformers, the tokenizer gives other tokens.")
+        raise UnspoolError(f"{folder}: loaded in plain transformers, the tokenizer gives other tokens.")
     compared = [
         Compared(
             name=one.name,
@@ -268,11 +267,11 @@ def check_folder(folder: Path, passes: list[Pass], tokenizer: Any, *, device: to
         errors = ", ".join(f"{one.name} {one.error:.2g} (at most {one.tolerance:g})" for one in failed)
         raise UnspoolError(
             f"the export is not the same model in plain transformers, so nothing was published: largest difference "
-            f"of logits as a share of the largest logit: {errors}."
+            f"of logits, relative to the largest logit: {errors}."
         )
     return compared
 
 
-def _in_fresh_process(request: dict[str, Any]) -> dict[str, Tensor]:
+def _run_plain(request: dict[str, Any]) -> dict[str, Tensor]:
     with PlainProcess() as process:
         return process.answers(request)

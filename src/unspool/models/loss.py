@@ -1,13 +1,10 @@
-"""Head and cross-entropy in chunks, with the gradient computed in the same pass.
+"""Output head and cross-entropy in chunks, with the gradient computed in the forward pass.
 
-In: hidden states [T, D], the head (or its bare weight [V, D]), labels [T] (already shifted, IGNORE where no loss).
-Out: the loss summed over valid labels, in fp32.
-Promise: no [T, V] tensor exists, only [chunk, V]; sums and the weight's gradient are kept in fp32; a row that is
-ignored costs nothing where the number of valid ones is known.
-Price: the gradients exist from the forward pass on, and can be used once.
-For 64K tokens, hidden 4,096, a vocabulary of 128,256 and bf16 the peak is, in GiB: 1.96 the weight's gradient in fp32,
-0.50 the hidden states' gradient, 0.37 a chunk's logits, which turn into their own gradient in place: 2.83.
-Elsewhere: which head a model has (head.py); softmax and its gradient in one kernel, on CUDA (loss_kernel.py).
+No [T, V] tensor exists, only [chunk, V]. Sums and the weight's gradient are kept in fp32. Ignored tokens cost nothing
+if the number of valid ones is known. The gradients exist from the forward pass on and can be used once.
+
+For 64K tokens, hidden size 4,096, a vocabulary of 128,256 and bf16 the peak is 2.83 GiB: 1.96 for the weight's gradient
+in fp32, 0.50 for the hidden states' gradient, 0.37 for a chunk's logits, which become their own gradient in place.
 """
 
 from dataclasses import dataclass
@@ -19,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unspool.data.packing.store import IGNORE
+from unspool.data.packing.row import IGNORE
 
 # Bytes of logits held at a time. The weight's gradient is read and written once per chunk, so smaller ones cost time.
 GPU_LOGITS = 384 << 20
-# What stays in a CPU's cache is faster there.
+# Tokens per chunk whose logits stay in a CPU's cache.
 CPU_CHUNK = 2048
-# Rows that are scaled or rounded at a time, so that no second copy of the whole exists.
+# Rows that are scaled or rounded at a time, so that no second copy of the whole tensor exists.
 ROWS = 4096
 
 
@@ -39,24 +36,25 @@ class Head:
     softcap: float | None = None  # z becomes cap · tanh(z / cap)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32[n, V], from a product in the dtype of `hidden`."""
+        """Return fp32[n, V], from a product in the dtype of `hidden`."""
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
-        return _shaped(F.linear(hidden, self.weight.to(hidden.dtype), bias).float(), self.scale, self.softcap)
+        return _scale_and_cap(F.linear(hidden, self.weight.to(hidden.dtype), bias).float(), self.scale, self.softcap)
 
 
 def summed_loss(
     hidden: Tensor, head: Head | Tensor, labels: Tensor, *, chunk: int | None = None, num_valid: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(differentiable sum of token losses, every token's loss without gradient).
+    """Return the differentiable sum of token losses in fp32, and every token's loss without gradient.
 
-    `num_valid` is how many labels are not IGNORE: known to the caller, it spares waiting for the device.
+    `hidden` is [T, D]; `head` may be a bare weight [V, D]; `labels` [T] are already shifted, IGNORE where no loss.
+    `num_valid` is how many labels are not IGNORE; if the caller knows it, the device need not be synchronized.
     """
     head = head if isinstance(head, Head) else Head(weight=head)
     chunk = chunk or _chunk(hidden, head.weight)
     if num_valid is None and not hidden.is_cuda:
         num_valid = int((labels != IGNORE).sum())
     args = (hidden, head.weight, head.bias, labels, head.scale, head.softcap, chunk, num_valid)
-    # Everything is in the dtype of `hidden` already; autocast would change it in some products and not in others.
+    # All tensors have the dtype of `hidden`; autocast would change it in some products only.
     with torch.autocast(hidden.device.type, enabled=False):
         total, losses = _ChunkedLoss.apply(*args)  # type: ignore[no-untyped-call]
     return total, losses
@@ -64,7 +62,7 @@ def summed_loss(
 
 @torch.no_grad()
 def token_losses(hidden: Tensor, head: Head | Tensor, labels: Tensor, *, chunk: int | None = None) -> Tensor:
-    """The loss of every token, 0 where ignored: for evaluation and per-source means."""
+    """Return the loss of every token without gradient, 0 where ignored."""
     head = head if isinstance(head, Head) else Head(weight=head)
     chunk = chunk or _chunk(hidden, head.weight)
     pieces = [
@@ -130,30 +128,30 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _valid_rows(labels: Tensor, chunk: int, num_valid: int | None) -> list[Any]:
-    """Chunks of rows that carry loss: slices, or indices where enough rows are ignored to be worth gathering."""
+    """Return chunks of rows with a loss: slices, or indices if enough rows are ignored to be worth gathering."""
     if num_valid is None or num_valid > 0.95 * len(labels):
         return [slice(start, start + chunk) for start in range(0, len(labels), chunk)]
-    # A sort instead of `nonzero`, which would wait for the device to learn how many there are.
+    # A sort instead of `nonzero`, which would synchronize with the device to get the count.
     order = torch.argsort((labels == IGNORE).to(torch.int8), stable=True)
     return list(torch.split(order[:num_valid], chunk)) if num_valid else []
 
 
 def _softmax_grad(logits: Tensor, labels: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Every row's loss in fp32, and d loss / d logits, in place of the logits where a kernel can."""
+    """Return every row's loss in fp32, and d loss / d logits, which replaces the logits on CUDA."""
     if logits.is_cuda:
         from unspool.models.loss_kernel import softmax_grad_
 
         return softmax_grad_(logits, labels, scale, softcap), logits
-    shaped = _shaped(logits.float(), scale, softcap)
+    shaped = _scale_and_cap(logits.float(), scale, softcap)
     valid = labels != IGNORE
     target = labels.masked_fill(~valid, 0)[:, None]
-    # Counted from the largest: a log-sum in the thousands would round away digits that differences of logits have.
+    # Relative to the largest logit: a log-sum in the thousands would round away digits of the differences.
     below = shaped - shaped.amax(dim=1, keepdim=True)
-    asked = below.gather(1, target)[:, 0]
+    at_target = below.gather(1, target)[:, 0]
     grad = below.exp_()
     total = grad.sum(dim=1, keepdim=True)
-    losses = (total[:, 0].log() - asked) * valid
-    # softmax − one-hot, through what was done to the logits.
+    losses = (total[:, 0].log() - at_target) * valid
+    # softmax − one-hot, times the derivative of scale and cap.
     grad /= total
     grad.scatter_add_(1, target, grad.new_full((), -1.0).expand_as(target))
     grad *= valid[:, None] * scale
@@ -162,22 +160,22 @@ def _softmax_grad(logits: Tensor, labels: Tensor, scale: float, softcap: float |
     return losses, grad.to(logits.dtype)
 
 
-def _shaped(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _scale_and_cap(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
     if scale != 1.0:
         logits = logits * scale
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def _scale(grad: Tensor, factor: Tensor) -> None:
-    """In place, the factor in fp32: rounded to bf16 it would shift every gradient by the same part in 500."""
+    """Scale in place with a factor in fp32: rounded to bf16 it would shift every gradient by up to 1 part in 500."""
     for rows in torch.split(grad, ROWS):
         rows.copy_(rows.float() * factor)
 
 
 class _WeightGrad:
-    """The weight's gradient, summed in fp32, and rounded at the end without a second tensor beside it.
+    """The weight's gradient, summed in fp32 and rounded at the end without a second tensor.
 
-    The sum lies in two halves. Rounded to 16 bits, both fit where the first lay.
+    The sum is stored in two halves. Rounded to 16 bits, both fit into the memory of the first.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -205,7 +203,7 @@ class _WeightGrad:
         if first.element_size() != 2 * torch.empty((), dtype=self._dtype).element_size():
             return torch.cat(self._halves).to(self._dtype)
         out = first.view(-1).view(self._dtype).view(2 * len(first), -1)[: self._shape[0]]
-        # Row r of the result lies where row r/2 was, which has been read by then.
+        # Row r of the result overwrites row r/2 of the sum, which was read before.
         for start in range(0, len(first), ROWS):
             out[start : min(start + ROWS, len(first))] = first[start : start + ROWS].to(self._dtype)
         for half in second:
@@ -214,15 +212,15 @@ class _WeightGrad:
         return out
 
 
-# Which head a model has: its weight and bias, and what it does to the logits afterwards.
+# The head of a model
 
 
-# Fields of configs that change logits, and whether they multiply or divide (Cohere; Granite).
+# Config fields that multiply (1) or divide (−1) the logits: Cohere; Granite.
 _FACTORS = {"logit_scale": 1, "logits_scaling": -1}
 
 
 def read_head(model: Any) -> Head:
-    """The head as the loss needs it."""
+    """Read a model's head: its weight and bias, and what its config does to the logits."""
     layer = model.get_output_embeddings()
     config = model.config.get_text_config()
     scale = 1.0
@@ -239,11 +237,11 @@ def read_head(model: Any) -> Head:
     )
 
 
-# Losses by position: means over ranges that double, since what a model has before it matters by its order of size.
+# Losses by position, as means over ranges that double
 
 
 def bucket_edges(length: int) -> list[int]:
-    """0, 64, 128, 256, … length; from 128 on for lengths above 4K."""
+    """Return 0, 64, 128, 256, … length; from 128 on for lengths above 4K."""
     edges = [0, 64 if length <= 4096 else 128]
     while edges[-1] * 2 < length:
         edges.append(edges[-1] * 2)
@@ -251,18 +249,18 @@ def bucket_edges(length: int) -> list[int]:
 
 
 def bucket_losses(losses: np.ndarray) -> list[dict[str, Any]]:
-    """Mean loss of the tokens at positions [from, to), given the loss at positions 1, 2, …"""
-    # The first token has nothing before it and so no loss.
+    """Return the mean loss of tokens at positions [from, to), given the loss at positions 1, 2, …"""
+    # The first token is never a prediction target.
     return bucket_means(losses, np.arange(1, len(losses) + 1), length=len(losses) + 1)
 
 
 def bucket_means(losses: np.ndarray, positions: np.ndarray, *, length: int) -> list[dict[str, Any]]:
-    """Mean loss of the tokens that stand at positions [from, to) of at most `length`; None with n 0 where none does."""
+    """Return the mean loss of tokens at positions [from, to) below `length`; None with n 0 if there are none."""
     order = np.argsort(positions, kind="stable")
-    losses, places = losses[order], positions[order]
+    losses, positions = losses[order], positions[order]
     buckets = []
     for start, stop in pairwise(bucket_edges(length)):
-        first, last = np.searchsorted(places, (start, stop))
+        first, last = np.searchsorted(positions, (start, stop))
         part = losses[first:last]
         value = float(part.mean()) if len(part) else None
         buckets.append({"from": start, "to": stop, "value": value, "n": len(part)})

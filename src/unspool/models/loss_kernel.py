@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Softmax, loss and gradient of a chunk of logits in place, as one Triton kernel. Imported on CUDA only.
 
-Promise: the numbers of `_softmax_grad` in loss.py; logits are read twice (the second time mostly from cache)
-and written once; sums in fp32.
+It computes the numbers of `_softmax_grad` in loss.py with sums in fp32. Logits are read twice (the second time mostly
+from cache) and written once.
 """
 
 import torch
@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unspool.data.packing.store import IGNORE
+from unspool.data.packing.row import IGNORE
 
 BLOCK = 8192
 NUM_WARPS = 16
 
 
 def softmax_grad_(logits: Tensor, labels: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Every row's loss, fp32[n]; `logits` [n, V] become d loss / d logits."""
+    """Return every row's loss, fp32[n]; `logits` [n, V] become d loss / d logits."""
     assert logits.stride(1) == 1
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     _kernel[(len(logits),)](

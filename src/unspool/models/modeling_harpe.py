@@ -1,16 +1,16 @@
 # Copyright The Unspool Authors.
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""A causal language model of `transformers` whose attention heads have rotary bases of their own (HARPE).
+"""A causal language model of `transformers` with a RoPE base per attention head (HARPE).
 
-This file stands beside the weights of an exported model and needs nothing but torch and transformers (5.17 or later):
+This file is copied beside the weights of an exported model and needs only torch and transformers (5.17 or later):
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-In: config.json with `plain_type` (the architecture, such as llama) and `head_bases` (a base per key/value head: one
-list for all layers, or a list for each layer). Out: that architecture's own class, with other rotations.
-Promise: every head is rotated by its own base, in float32, before its keys are cached; so caches, masks, padding,
-position_ids and attention kernels are those of the plain architecture. Saving writes this file along.
-A query head is rotated as the key/value head it shares.
+config.json has `plain_type` (the architecture, such as llama) and `head_bases` (a base per key/value head: one list for
+all layers, or a list for each layer). The model is of that architecture's own class, with other rotations: every head
+is rotated by its own base, in float32, before its keys are cached. So caches, masks, padding, position_ids and
+attention kernels are those of the plain architecture. A query head uses the base of the key/value head that it shares.
+Saving the model writes this file too.
 """
 
 import shutil
@@ -27,7 +27,7 @@ MODEL_TYPE = "unspool_harpe"
 
 
 class HarpeConfig(PreTrainedConfig):  # type: ignore[misc]
-    """What `auto_map` names: makes the config of the plain architecture, with `head_bases` and `plain_type`."""
+    """Creates the config of the plain architecture, with `head_bases` and `plain_type`. Named in `auto_map`."""
 
     model_type = MODEL_TYPE
 
@@ -38,7 +38,7 @@ class HarpeConfig(PreTrainedConfig):  # type: ignore[misc]
 
 
 class HarpeForCausalLM(PreTrainedModel):  # type: ignore[misc]
-    """What `auto_map` names: makes a model of the plain architecture's class, with heads of their own bases."""
+    """Creates a model of the plain architecture's class, with a base per head. Named in `auto_map`."""
 
     config_class = HarpeConfig
 
@@ -53,7 +53,7 @@ class HarpeForCausalLM(PreTrainedModel):  # type: ignore[misc]
 
 
 class _SavedAsHarpe:
-    """Part of a config class: what is written names this file, and never passes for the plain architecture."""
+    """Mixin of a config class: the saved config names this file, so it is never loaded as the plain architecture."""
 
     def to_dict(self) -> dict[str, Any]:
         names = {"AutoConfig": HarpeConfig, "AutoModelForCausalLM": HarpeForCausalLM}
@@ -71,7 +71,7 @@ class _SavedAsHarpe:
 
 
 class _HeadBases:
-    """Part of a model class: the plain model is built, then given its bases."""
+    """Mixin of a model class: builds the plain model, then applies the bases."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
@@ -80,7 +80,7 @@ class _HeadBases:
 
 @lru_cache
 def config_class(plain_type: str) -> Any:
-    # In memory its model_type is the plain one, which `transformers` goes by in many places.
+    # In memory its model_type is the plain one, which `transformers` uses in many places.
     return type(HarpeConfig.__name__, (_SavedAsHarpe, CONFIG_MAPPING[plain_type]), {"__module__": __name__})
 
 
@@ -103,15 +103,15 @@ def apply_head_bases(model: Any, config: Any) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     partial = config.rope_parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
     rotary_dim = int(head_dim * (partial or 1.0))
-    backbone.rotary_emb = PassOn()
+    backbone.rotary_emb = PassPositions()
     for layer, of_layer in zip(backbone.layers, by_layer, strict=True):
         _take_angles(sys.modules[type(layer.self_attn).__module__])
         layer.self_attn.head_angles = HeadAngles(of_layer, rotary_dim)
         layer.self_attn.register_forward_pre_hook(_before_attention, with_kwargs=True)
 
 
-class PassOn(nn.Module):
-    """In place of the model's rotary module: hands positions on, for the angles differ from layer to layer."""
+class PassPositions(nn.Module):
+    """Replaces the model's rotary module: returns the positions, because angles differ from layer to layer."""
 
     def forward(self, hidden: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         return position_ids, None
@@ -124,7 +124,7 @@ class HeadAngles(nn.Module):
         super().__init__()
         self.bases = bases
         self.rotary_dim = rotary_dim
-        # No buffer: `model.to(torch.bfloat16)` would round it, and loading would leave it without values.
+        # Not a buffer: `model.to(torch.bfloat16)` would round it, and loading would leave it uninitialized.
         self.inv_freq: Tensor | None = None
 
     def forward(self, positions: Tensor) -> Tensor:
@@ -136,17 +136,17 @@ class HeadAngles(nn.Module):
 
 
 def _before_attention(attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Turn the positions that `PassOn` gave into this layer's angles, and say how they are applied."""
+    """Replace the positions from `PassPositions` by this layer's angles and the function that applies them."""
     positions, nothing = kwargs.get("position_embeddings") or (None, None)
     if positions is None or nothing is not None:
-        raise RuntimeError("This version of transformers hands positions to attention in a way not known here.")
+        raise RuntimeError("This version of transformers passes positions to attention in an unknown way; try another.")
     return args, kwargs | {"position_embeddings": (attention.head_angles(positions), rotate)}
 
 
 def _take_angles(modeling: Any) -> None:
-    """Let `apply_rotary_pos_emb` of a modelling file also take (angles, function) in place of (cos, sin).
+    """Let `apply_rotary_pos_emb` of a modeling file also take (angles, function) in place of (cos, sin).
 
-    Called with cos and sin, by other models of that file, it does what it always did.
+    Called with cos and sin, by other models of that file, it does what it did before.
     """
     plain = modeling.apply_rotary_pos_emb
     if hasattr(plain, "plain"):
@@ -155,23 +155,23 @@ def _take_angles(modeling: Any) -> None:
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
         if not callable(args[-1]):
             return plain(*args, **kwargs)
-        *heads, angles, turn = args
-        turned = tuple(turn(head, angles, head_dim=kwargs.get("unsqueeze_dim", 1)) for head in heads)
-        return turned if len(turned) > 1 else turned[0]
+        *heads, angles, rotate = args
+        rotated = tuple(rotate(head, angles, head_dim=kwargs.get("unsqueeze_dim", 1)) for head in heads)
+        return rotated if len(rotated) > 1 else rotated[0]
 
     apply_rotary_pos_emb.plain = plain  # type: ignore[attr-defined]
     modeling.apply_rotary_pos_emb = apply_rotary_pos_emb
 
 
 def rotate(heads: Tensor, angles: Tensor, *, head_dim: int) -> Tensor:
-    """Rotate heads that stand in dimension `head_dim` by the angles [B, KV, S, d/2] of the KV head each belongs to."""
+    """Rotate heads, which are in dimension `head_dim`, by the angles [B, KV, S, d/2] of their KV heads."""
     if head_dim == 2:
         angles = angles.transpose(1, 2)
-    # Query heads that share a KV head stand side by side.
+    # Query heads that share a KV head are neighbors.
     shape = heads.shape
     grouped = heads.reshape(*shape[:head_dim], angles.shape[head_dim], -1, *shape[head_dim + 1 :])
     cos, sin = angles.cos().unsqueeze(head_dim + 1), angles.sin().unsqueeze(head_dim + 1)
     half = angles.shape[-1]
     first, second, rest = grouped[..., :half].float(), grouped[..., half : 2 * half].float(), grouped[..., 2 * half :]
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
-    return torch.cat((turned, rest), dim=-1).reshape(shape)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+    return torch.cat((rotated, rest), dim=-1).reshape(shape)

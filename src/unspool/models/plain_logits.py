@@ -1,9 +1,8 @@
-"""Logits of a model folder as plain `transformers` computes them. Run as a program, in a process of its own.
+"""A program that computes logits of a model folder with plain `transformers`, without loading Unspool.
 
-In, a line of JSON each: folder, whether its code may run, device, a text or none, passes of tokens at positions, and
-`out`. Out: the safetensors file `out` with the tokens of the text, and for each pass the logits of its last tokens; and
-a line of JSON: {"error": null or text}.
-Promise: nothing of Unspool is loaded; what this computes, any user of the folder computes.
+It reads one line of JSON per request: folder, whether its code may run, device, a text or null, passes of tokens at
+positions, and `out`. It writes the safetensors file `out` with the tokens of the text and the logits of each pass's
+last tokens, and prints a line of JSON: {"error": null or text}.
 """
 
 import json
@@ -17,24 +16,24 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 def main() -> None:
-    # What a library or a folder's code prints must not stand among the answers.
+    # Libraries and the folder's code may print; keep that apart from the replies.
     replies, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         request = json.loads(line)
         error = None
         try:
             found = answers(request)
-            refuse_ours()
+            refuse_unspool()
             save_file(found, request["out"])
-        except Exception as problem:  # whatever it is, it is the answer to the question asked
+        except Exception as problem:  # any error is a valid reply
             error = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
         print(json.dumps({"error": error}), file=replies, flush=True)
 
 
-def refuse_ours() -> None:
+def refuse_unspool() -> None:
     loaded = [name for name in sys.modules if name.split(".")[0] == "unspool"]
     if loaded:
-        raise RuntimeError(f"not a plain process: {loaded[0]} is loaded")
+        raise RuntimeError(f"{loaded[0]} is loaded, so this is not plain transformers")
 
 
 def answers(request: dict[str, Any]) -> dict[str, Tensor]:
@@ -44,7 +43,7 @@ def answers(request: dict[str, Any]) -> dict[str, Tensor]:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
         found["text"] = torch.tensor(tokenizer(request["text"])["input_ids"])
     config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
-    # Some versions choose SDPA by themselves, which leaves the cap of attention's scores out without a word.
+    # Some versions choose SDPA by default, which ignores the cap of attention scores.
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     for dtype in dict.fromkeys(one["dtype"] for one in request["passes"]):
         model, loading = AutoModelForCausalLM.from_pretrained(
@@ -63,9 +62,9 @@ def answers(request: dict[str, Any]) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def _logits(model: Any, one: dict[str, Any]) -> Tensor:
-    """Logits of the last `keep` tokens; with `cached`, these come in a second call that finds the others in a cache."""
+    """Return the logits of the last `keep` tokens; with `cached`, from a second call with a cache of the others."""
     ids, positions = (torch.tensor([one[name]], device=model.device) for name in ("ids", "positions"))
-    # Without a mask, gaps in the positions would be taken for borders of packed documents.
+    # Without a mask, gaps in the positions would be treated as boundaries of packed documents.
     mask = torch.ones_like(ids)
     seen = len(one["ids"]) - one["keep"] if one["cached"] else 0
     cache = None

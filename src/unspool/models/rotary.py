@@ -1,13 +1,12 @@
-"""Giving a model its new positions: other RoPE settings, or a base per head.
+"""Applying a RoPE method to a model: other RoPE settings, or a base per head.
 
-Settings are what `transformers` itself reads: the config is changed and the model's rotary module built anew from
-it, so that a later load computes the very same tables; they are compared with our own before any use. Where a model
-has several kinds of layers with positions of their own (Gemma 3, Olmo 3), those that see the whole context are
-extended; sliding layers, whose window does not grow, keep theirs.
-A base per head is no such setting: the model's rotary module is replaced by one that leaves queries and keys alone,
-and our attention function rotates each head by itself. Cached keys are then unrotated, and rotated when they are
-attended to.
-Elsewhere: which settings a method asks for (position/scaling.py), what they mean (position/rope.py).
+Settings are those that `transformers` itself reads: the config is changed and the model's rotary module rebuilt from
+it, so that a later load computes the same tables. They are compared with our own before use. In models whose layer
+types have their own settings (Gemma 3, Olmo 3), the layers that see the whole context are extended; sliding layers,
+whose window does not grow, keep theirs.
+
+`transformers` has no setting for a base per head. There, a module that does nothing replaces the model's rotary module,
+and our attention function rotates each head. Cached keys are then unrotated, and rotated when they are attended to.
 """
 
 from collections.abc import Sequence
@@ -33,45 +32,45 @@ from unspool.rope.tables import (
     tables,
 )
 
-# Scalings of `transformers` whose meaning depends on max_position_embeddings: of `yarn` in some versions.
-BY_CONTEXT = ("dynamic", "longrope", "yarn")
-# Relative: `transformers` blends in float32, which costs it up to 1e-5; bfloat16 would be off by 4e-3.
+# Scalings of `transformers` that depend on max_position_embeddings (`yarn` in some versions).
+USES_MAX_POSITIONS = ("dynamic", "longrope", "yarn")
+# Relative: `transformers` blends in float32, with errors up to 1e-5; bfloat16 would have 4e-3.
 TOLERANCE = 1e-4
 
 
 def rope_shape(config: Any) -> RopeShape:
-    """What position methods need to know, from a `transformers` config; refuses a model without RoPE."""
+    """Read what RoPE methods need to know from a `transformers` config; ConfigError for a model without RoPE."""
     return shape_of(config.to_dict())
 
 
-def apply_rope(model: Any, position: RopeMethod, context_len: int) -> None:
-    """Change `model` in place to the positions of a stage, and its config to match."""
-    if position.keeps_frequencies:
-        _keep(model.config, context_len)
+def apply_rope(model: Any, method: RopeMethod, context_len: int) -> None:
+    """Change the positions of `model` in place, and its config to match."""
+    if method.keeps_frequencies:
+        _extend_context(model.config, context_len)
         return
-    settled = position.resolve(rope_shape(model.config), context_len)
-    if settled.head_bases is None:
-        assert settled.parameters is not None
-        _refuse_head_bases(model, position.method)
-        apply_parameters(model, settled.parameters, settled.max_positions)
+    settings = method.resolve(rope_shape(model.config), context_len)
+    if settings.head_bases is None:
+        assert settings.parameters is not None
+        _refuse_head_bases(model, method.method)
+        apply_parameters(model, settings.parameters, settings.max_positions)
         return
     if head_bases(model) is None:
-        _try_head_bases(model)
+        _check_rotation(model)
     num_layers = len(model.base_model.layers)
-    rows = np.stack([np.roll(settled.head_bases, layer * settled.rotate_by_layer) for layer in range(num_layers)])
-    apply_head_bases(model, rows)
-    model.config.max_position_embeddings = settled.max_positions
+    by_layer = [np.roll(settings.head_bases, layer * settings.rotate_by_layer) for layer in range(num_layers)]
+    apply_head_bases(model, np.stack(by_layer))
+    model.config.max_position_embeddings = settings.max_positions
 
 
-def _keep(config: Any, context_len: int) -> None:
+def _extend_context(config: Any, context_len: int) -> None:
     if context_len <= config.max_position_embeddings:
         return
     rope_type = global_parameters(config.to_dict())["rope_type"]
-    if rope_type in BY_CONTEXT:
+    if rope_type in USES_MAX_POSITIONS:
         raise ConfigError(
-            f"rope unchanged: this model's {rope_type} scaling changes with its longest context, so at "
+            f"rope unchanged: this model's {rope_type} scaling depends on max_position_embeddings, so at "
             f"{format_size(context_len)} it would be trained with other positions than it is loaded with later; "
-            f"use method abf, or {rope_type} anew."
+            f"use method abf, or {rope_type} again."
         )
     config.max_position_embeddings = context_len
 
@@ -80,13 +79,13 @@ def _keep(config: Any, context_len: int) -> None:
 
 
 def apply_base(model: Any, base: float) -> None:
-    """One base for all heads, as plain RoPE: an older scaling of the model is replaced by it."""
+    """Set one base for all heads, as plain RoPE; it replaces an older scaling of the model."""
     _refuse_head_bases(model, "abf")
     apply_parameters(model, one_base(base), model.config.max_position_embeddings)
 
 
 def apply_parameters(model: Any, parameters: dict[str, Any], max_positions: int) -> None:
-    """Write `rope_parameters` of the layers that see the whole context, and build the rotary module anew."""
+    """Write `rope_parameters` of the layers that see the whole context, and rebuild the rotary module."""
     config, backbone = model.config, model.base_model
     partial = global_parameters(config.to_dict()).get("partial_rotary_factor")
     parameters = parameters | ({} if partial is None else {"partial_rotary_factor": partial})
@@ -95,10 +94,10 @@ def apply_parameters(model: Any, parameters: dict[str, Any], max_positions: int)
     config.max_position_embeddings = max_positions
     original = parameters.get("original_max_position_embeddings")
     if original is not None and hasattr(config, "original_max_position_embeddings"):
-        # Phi-3 has the length in both places, and `transformers` goes by this one.
+        # Phi-3 stores the length in both places, and `transformers` uses this one.
         config.original_max_position_embeddings = original
     if config.to_dict().get("head_dim", 0) is None:
-        # `transformers` takes a head_dim of None for a number where it computes scalings (Mixtral).
+        # `transformers` computes scalings with head_dim even if it is None (Mixtral).
         config.head_dim = config.hidden_size // config.num_attention_heads
     try:
         config.validate_rope()
@@ -107,7 +106,7 @@ def apply_parameters(model: Any, parameters: dict[str, Any], max_positions: int)
             f"model_type {config.model_type!r} does not allow rope_type {parameters['rope_type']!r} in its config "
             f"({first_line(error)}); use method abf."
         ) from error
-    others = [name for name, module in backbone.named_modules() if name != "rotary_emb" and _turns(module)]
+    others = [name for name, module in backbone.named_modules() if name != "rotary_emb" and _has_frequencies(module)]
     if others:
         raise ConfigError(
             f"{type(model).__name__} computes rotations in several places ({', '.join(others[:2])}), which is not "
@@ -117,12 +116,12 @@ def apply_parameters(model: Any, parameters: dict[str, Any], max_positions: int)
     _check_tables(model)
 
 
-def _turns(module: nn.Module) -> bool:
+def _has_frequencies(module: nn.Module) -> bool:
     return any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
 
 
 def _check_tables(model: Any) -> None:
-    """Refuse a model whose rotary module makes something else of the settings than we and they mean."""
+    """Refuse a model whose rotary module computes other frequencies from the settings than we do."""
     config, rotary = model.config.to_dict(), model.base_model.rotary_emb
     prefix = f"{GLOBAL_LAYERS}_" if is_nested(model.config.rope_parameters) else ""
     if not hasattr(rotary, f"{prefix}inv_freq"):
@@ -134,8 +133,8 @@ def _check_tables(model: Any) -> None:
     same = found.shape == wanted.inv_freq.shape and np.allclose(found, wanted.inv_freq, rtol=TOLERANCE, atol=0)
     if not same or not np.isclose(factor, wanted.attention_factor, rtol=TOLERANCE):
         raise ConfigError(
-            f"{type(model).__name__} computes other frequencies from rope_type {parameters['rope_type']!r} than it "
-            "should, so its positions cannot be changed this way; use method abf, or a model such as Llama or Qwen."
+            f"{type(model).__name__} computes unexpected frequencies from rope_type {parameters['rope_type']!r}, so "
+            "its positions cannot be changed this way; use method abf, or a model such as Llama or Qwen."
         )
 
 
@@ -143,31 +142,31 @@ def _check_tables(model: Any) -> None:
 
 
 def apply_head_bases(model: Any, bases: np.ndarray | Sequence[Any]) -> None:
-    """A base per KV head: [KV heads] for all layers, or [layers, KV heads]."""
+    """Set a base per KV head: [KV heads] for all layers, or [layers, KV heads]."""
     config, backbone = model.config, model.base_model
     if is_nested(config.rope_parameters):
         raise ConfigError(
-            "rope harpe: this model has positions of their own in its sliding layers, where a base per head is "
-            "not supported; use method abf, which extends the other layers."
+            "rope harpe: the sliding layers of this model have their own RoPE settings, where a base per head is not "
+            "supported; use method abf, which extends the other layers."
         )
     shape = rope_shape(config)
-    rows = np.atleast_2d(np.asarray(bases, dtype=np.float64))
-    if rows.shape[-1] != shape.num_kv_heads:
-        raise ConfigError(f"rope harpe: {rows.shape[-1]} bases for {shape.num_kv_heads} KV heads; give one each.")
-    if len(rows) not in (1, len(backbone.layers)):
-        raise ConfigError(f"rope harpe: bases for {len(rows)} layers, and there are {len(backbone.layers)}.")
+    by_layer = np.atleast_2d(np.asarray(bases, dtype=np.float64))
+    num_bases, num_layers = by_layer.shape[-1], len(backbone.layers)
+    if num_bases != shape.num_kv_heads:
+        raise ConfigError(f"rope harpe: {num_bases} bases for {shape.num_kv_heads} KV heads; give one each.")
+    if len(by_layer) not in (1, num_layers):
+        raise ConfigError(f"rope harpe: bases for {len(by_layer)} layers, and the model has {num_layers}.")
     device = next(model.parameters()).device
     backbone.rotary_emb = NoRotation(shape.rotary_dim)
-    same = bool((rows == rows[0]).all())
-    # One list says the same as many equal ones, and is what a reader of the config can check.
-    backbone.head_bases = rows[0].tolist() if same else rows.tolist()
-    for layer, row in zip(backbone.layers, np.broadcast_to(rows, (len(backbone.layers), rows.shape[-1])), strict=True):
-        inv_freq = torch.from_numpy(frequencies(row, shape.rotary_dim)).to(device)
+    # One list for all layers if they are equal: shorter, and easier to check in the config.
+    backbone.head_bases = (by_layer[0] if (by_layer == by_layer[0]).all() else by_layer).tolist()
+    for layer, of_layer in zip(backbone.layers, np.broadcast_to(by_layer, (num_layers, num_bases)), strict=True):
+        inv_freq = torch.from_numpy(frequencies(of_layer, shape.rotary_dim)).to(device)
         layer.self_attn.register_buffer("head_inv_freq", inv_freq, persistent=False)
 
 
-def _try_head_bases(model: Any) -> None:
-    """Refuse a model that rotates otherwise than we do: pairs of neighbours, or some layers only."""
+def _check_rotation(model: Any) -> None:
+    """Refuse a model that rotates otherwise than we do: neighboring pairs of dimensions, or some layers only."""
     shape, layers = rope_shape(model.config), getattr(model.base_model, "layers", ())
     refusal = ConfigError(
         f"rope harpe: {type(model).__name__} rotates its heads in another way than Llama, "
@@ -175,12 +174,16 @@ def _try_head_bases(model: Any) -> None:
     )
     if not layers or not all(hasattr(layer, "self_attn") for layer in layers):
         raise refusal
+    if model.config._attn_implementation != "unspool":
+        raise ConfigError(
+            'rope harpe: a base per head needs attn_implementation="unspool"; load the model with load_model.'
+        )
     apply_base(model, shape.base)
     own = last_states(model, (DOC_LEN,))
     apply_head_bases(model, np.full(shape.num_kv_heads, shape.base))
     try:
         found = last_states(model, (DOC_LEN,))
-    except RuntimeError:  # tables of another shape than this model's code expects
+    except RuntimeError:  # this model's code expects tables of another shape
         raise refusal from None
     if not is_close(found, own):
         raise refusal
@@ -192,12 +195,12 @@ def _refuse_head_bases(model: Any, method: str) -> None:
 
 
 def head_bases(model: Any) -> Any:
-    """The base of each KV head, if the model has such: one list, or one per layer where layers differ."""
+    """Return the base of each KV head: one list, or one per layer if layers differ; None for other models."""
     return getattr(model.base_model, "head_bases", None)
 
 
 class NoRotation(nn.Module):
-    """Stands where the model's rotary module stood: cos 1, sin 0."""
+    """Replaces the model's rotary module: cos 1, sin 0."""
 
     def __init__(self, rotary_dim: int) -> None:
         super().__init__()
@@ -211,9 +214,9 @@ class NoRotation(nn.Module):
 def rotate_heads(query: Tensor, key: Tensor, inv_freq: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
     """Rotate every KV head, and the query heads that share it, by its own frequencies, in fp32.
 
-    Where a model turns only the first part of each head, `inv_freq` is that much shorter and the rest is left alone.
-    Without packing, keys stand at 0, 1, 2, … and queries where `position_ids` [B, queries] say, or at the end; so a
-    cache of unrotated keys is rotated right whatever was fed when, also of several texts side by side.
+    If a model rotates only the first part of each head, `inv_freq` is that much shorter and the rest stays as it is.
+    Without packing, keys are at 0, 1, 2, … and queries at `position_ids` [B, queries], or at the end. So a cache of
+    unrotated keys gets the right positions however it was filled, also for several texts in a batch.
     """
     num_queries, num_keys = query.shape[2], key.shape[2]
     is_whole = num_queries == num_keys
@@ -234,7 +237,7 @@ def rotate_heads(query: Tensor, key: Tensor, inv_freq: Tensor, position_ids: Ten
 
 
 def _tables(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [..., KV, S, d/2] of positions [..., S]."""
+    """Return cos and sin [..., KV, S, d/2] of positions [..., S]."""
     angles = inv_freq[:, None, :] * positions[..., None, :, None]
     return angles.cos(), angles.sin()
 

@@ -1,59 +1,10 @@
 """Tokenizers from a Hub id, a folder or a GGUF file. Imports no torch, which takes seconds."""
 
 import json
-import struct
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from unspool.core.errors import ConfigError
-
-# Types of values in a GGUF header, and the sizes in bytes of the others.
-_TEXT, _ARRAY = 8, 9
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-
-
-def header_text(path: Path, key: str) -> str | None:
-    """Read the text of `key` in the header of a GGUF file (version 2 or later); None if there is none."""
-    try:
-        with path.open("rb") as file:
-            magic, version, _, num_keys = struct.unpack("<4sIQQ", file.read(24))
-            if magic != b"GGUF" or version < 2:
-                raise ConfigError(f"{path}: not a GGUF file of version 2 or later; convert the model again.")
-            for _ in range(num_keys):
-                name, kind = _text(file), _number(file, "<I")
-                if name == key and kind == _TEXT:
-                    return _text(file)
-                _skip(file, kind)
-    except (struct.error, KeyError, UnicodeDecodeError, OverflowError) as error:
-        raise ConfigError(f"{path}: its header cannot be read, so the file is damaged; download it again.") from error
-    return None
-
-
-def _number(file: BinaryIO, form: str) -> int:
-    return int(struct.unpack(form, file.read(struct.calcsize(form)))[0])
-
-
-def _text(file: BinaryIO) -> str:
-    length = _number(file, "<Q")
-    content = file.read(length)
-    if len(content) < length:
-        raise struct.error("the file ends inside a text")
-    return content.decode()
-
-
-def _skip(file: BinaryIO, kind: int) -> None:
-    if kind == _TEXT:
-        file.seek(_number(file, "<Q"), 1)
-    elif kind == _ARRAY:
-        inner, count = _number(file, "<I"), _number(file, "<Q")
-        if inner in _SIZES:
-            file.seek(_SIZES[inner] * count, 1)
-        else:
-            for _ in range(count):
-                _skip(file, inner)
-    else:
-        file.seek(_SIZES[kind], 1)
-
 
 # Classes that do what tokenizer.json says and nothing else.
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -73,6 +24,19 @@ def load_tokenizer(ref: str) -> Any:
     if Path(ref).suffix == ".gguf":
         _split_digits(tokenizer, header_text(Path(ref), "tokenizer.ggml.pre"))
     return tokenizer
+
+
+def header_text(path: Path, key: str) -> str | None:
+    """Read the text of `key` in the header of a GGUF file; None if there is none."""
+    # Imported late: optional, and installed if `transformers` has read the file.
+    from gguf import GGUFReader, GGUFValueType
+
+    try:
+        field = GGUFReader(path).get_field(key)
+        text = field.contents() if field is not None and field.types == [GGUFValueType.STRING] else None
+    except (ValueError, LookupError) as error:
+        raise ConfigError(f"{path}: not a GGUF file, or damaged ({first_line(error)}); download it again.") from error
+    return None if text is None else str(text)
 
 
 def _split_digits(tokenizer: Any, kind: str | None) -> None:

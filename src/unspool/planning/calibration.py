@@ -21,7 +21,7 @@ import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from unspool.core.artifacts import write_atomic
-from unspool.data.packing.store import Row
+from unspool.data.packing.row import Row
 from unspool.models.attention.interface import NAME, register
 from unspool.models.fuse import fuse_parts
 from unspool.models.memory.checkpointing import apply_memory

@@ -20,7 +20,8 @@ from unspool.core.artifacts import read_manifest
 from unspool.core.sizes import format_count, format_size
 from unspool.data.mixture import Mix, epoch_warnings
 from unspool.data.packing.config import DatasetConfig
-from unspool.data.packing.store import RowSet, attended_lens, open_rows
+from unspool.data.packing.row import attended_lens
+from unspool.data.packing.store import RowSet, open_rows
 from unspool.data.sources.config import RecallSource, Source, SyntheticSource
 from unspool.planning.step_time import Documents, documents
 from unspool.recipe.load import LoadedRecipe
@@ -183,7 +184,7 @@ def _document_len(
         full = stage.attention == "full"
         lens = [attended_lens(row.doc_lens, "full" if full else row.attention) for row in picked]
         return documents(np.concatenate(lens)).mean, f"{COUNTED} in {len(picked)} rows"
-    if stage.attention == "full" or config.attention == "full" or config.strategy:
+    if stage.attention == "full" or config.attention == "full" or config.chunk_strategy:
         return float(config.seq_len), "rows see all of themselves"
     if config.packing == "single_doc":
         return float(config.seq_len), "one document fills a row"

@@ -263,7 +263,7 @@ def work_of(loaded: LoadedRecipe, stage: StageConfig, heads: tuple[int, int] | N
     num_heads, num_kv_heads = heads or (degree, degree)
     rows = [loaded.recipe.datasets[name] for name in stage.mix]
     masks = stage.attention == "intra_document" and not all(
-        entry.attention == "full" or entry.strategy is not None for entry in rows
+        entry.attention == "full" or entry.chunk_strategy is not None for entry in rows
     )
     return Work(
         num_heads=num_heads,

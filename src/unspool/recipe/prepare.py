@@ -91,15 +91,16 @@ def _synthesize(context: RunContext, sets: list[str]) -> None:
 
 
 def _embedder(context: RunContext, config: DatasetConfig) -> Any:
-    """The model that embeds chunks, for NExtLong with `retriever: embeddings`."""
-    if config.nextlong is None or config.nextlong.model is None:
+    """The model that embeds texts, for strategies that need one."""
+    model = next((strategy.embedder for strategy in config.strategies if strategy.embedder), None)
+    if model is None:
         return None
     import torch  # import late: every other dataset is packed without torch
 
     from unspool.models.load import Embedder
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Embedder(context.loaded.path(config.nextlong.model), tokenizer=context.tokenizer, device=device)
+    return Embedder(context.loaded.path(model), tokenizer=context.tokenizer, device=device)
 
 
 def resolve_source(loaded: LoadedRecipe, source: Source) -> Source:

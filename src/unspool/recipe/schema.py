@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from unspool.core.config import Config, nearest
 from unspool.core.sizes import format_size, parse_size
 from unspool.data.corpus.config import EngineConfig
-from unspool.data.packing.config import STRATEGIES, DatasetConfig
+from unspool.data.packing.config import STRATEGIES, AnyDataset
 from unspool.data.sources.config import Source
 from unspool.evals.config import Eval
 from unspool.models.config import NewModel
@@ -46,7 +46,7 @@ class Recipe(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     engine: EngineConfig = EngineConfig.model_validate({})
     sources: dict[str, Source] = Field(description="name: where documents come from")
-    datasets: dict[str, DatasetConfig] = Field(description="name: how documents become training rows")
+    datasets: dict[str, AnyDataset] = Field(description="name: how documents become training rows")
     stages: list[StageConfig] = Field(description="training stages, in order")
     evals: list[Eval] = Field([], description="suites to score before and after")
     synth: dict[str, SynthConfig] = Field({}, description="name: conversations that `unspool synth` generates")
@@ -192,7 +192,8 @@ def _pose_problems(index: int, stage: Mapping[str, Any], name: str, entry: Mappi
         text = f"its rows have positions up to {format_size(target)}, beyond the stage's context of"
         way_out = f"lower datasets.{name}.pose.target or raise stages.{index}.context_length."
         yield Problem(place=place, text=f"{text} {format_size(context)}; {way_out}")
-    is_full = entry.get("attention") == "full" or any(entry.get(strategy) for strategy in STRATEGIES)
+    moves_chunks = any(entry.get(key) for key, strategy in STRATEGIES.items() if strategy.moves_chunks)
+    is_full = entry.get("attention") == "full" or moves_chunks
     if stage.get("attention") == "full" and not is_full:
         text = "its positions begin anew in every document (pose), and the stage attends across documents"
         way_out = f"set datasets.{name}.attention: full, or leave stages.{index}.attention out."

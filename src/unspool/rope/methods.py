@@ -75,6 +75,15 @@ class Factor(RopeMethod):
         return cls.model_validate({"method": method_name(cls)})
 
 
+def scaled(
+    rope_type: str, rope: RopeShape, factor: float, original_len: int | None = None, **more: Any
+) -> dict[str, Any]:
+    """Return `rope_parameters` of a scaling, without those that are None."""
+    parameters = {"rope_type": rope_type, "factor": factor, "rope_theta": rope.base, **more}
+    parameters["original_max_position_embeddings"] = original_len
+    return {name: value for name, value in parameters.items() if value is not None}
+
+
 class Ntk(Factor):
     """NTK-aware: the base that slows the slowest dimension by the factor and leaves the fastest alone."""
 
@@ -97,7 +106,7 @@ class Pi(Factor):
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         factor = self.reaching(rope, context_len)
         return RopeSettings(
-            parameters={"rope_type": "linear", "factor": factor, "rope_theta": rope.base},
+            parameters=scaled("linear", rope, factor),
             # Exact, because the original length is read back from the two together.
             max_positions=round(factor * self.original_len(rope)),
         )
@@ -111,11 +120,7 @@ class Dynamic(Factor):
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         return RopeSettings(
-            parameters={
-                "rope_type": "dynamic",
-                "factor": self.stretch(rope, context_len),
-                "rope_theta": rope.base,
-            },
+            parameters=scaled("dynamic", rope, self.stretch(rope, context_len)),
             # `transformers` takes the original length from max_position_embeddings, so this must not change.
             max_positions=self.original_len(rope),
         )
@@ -141,16 +146,8 @@ class NtkByParts(Factor):
 
     def by_parts(self, rope: RopeShape, context_len: int, *, attention_factor: float | None) -> RopeSettings:
         factor, original = self.reaching(rope, context_len), self.original_len(rope)
-        parameters: dict[str, Any] = {
-            "rope_type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": original,
-            "rope_theta": rope.base,
-            "beta_fast": self.beta_fast,
-            "beta_slow": self.beta_slow,
-        }
-        if attention_factor is not None:
-            parameters["attention_factor"] = attention_factor
+        betas = {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow}
+        parameters = scaled("yarn", rope, factor, original, attention_factor=attention_factor, **betas)
         if not self.truncate:
             parameters["truncate"] = False
         # Exact, because some versions of `transformers` compute the factor from the two lengths, and vLLM the context.
@@ -215,16 +212,8 @@ class LongRope(Factor):
                     f"rope longrope: {name} holds {len(factors)} numbers, and this model rotates "
                     f"{rope.rotary_dim // 2} pairs of dimensions; give one for each."
                 )
-        parameters: dict[str, Any] = {
-            "rope_type": "longrope",
-            "factor": factor,
-            "original_max_position_embeddings": original,
-            "rope_theta": rope.base,
-            "short_factor": list(self.short_factor),
-            "long_factor": list(self.long_factor),
-        }
-        if self.attention_factor is not None:
-            parameters["attention_factor"] = self.attention_factor
+        lists = {"short_factor": list(self.short_factor), "long_factor": list(self.long_factor)}
+        parameters = scaled("longrope", rope, factor, original, attention_factor=self.attention_factor, **lists)
         return RopeSettings(parameters=parameters, max_positions=max(context_len, round(factor * original)))
 
 
@@ -243,15 +232,9 @@ class Llama3(Factor):
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         factor, original = self.stretch(rope, context_len), self.original_len(rope)
+        limits = {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
         return RopeSettings(
-            parameters={
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": self.low_freq_factor,
-                "high_freq_factor": self.high_freq_factor,
-                "original_max_position_embeddings": original,
-                "rope_theta": rope.base,
-            },
+            parameters=scaled("llama3", rope, factor, original, **limits),
             # Meta's own factor is half of context ÷ original, so the context decides.
             max_positions=context_len,
         )

@@ -82,9 +82,9 @@ def path_places(recipe: Recipe) -> Iterator[Place]:
     yield ("model",) if isinstance(recipe.model, str) else ("model", "tokenizer")
     for name, source in recipe.sources.items():
         yield from (("sources", name, key) for key in SOURCE_PATHS if getattr(source, key, None))
-    for name, rows in recipe.datasets.items():
-        if rows.nextlong and rows.nextlong.model:
-            yield ("datasets", name, "nextlong", "model")
+    for name, dataset in recipe.datasets.items():
+        for strategy in dataset.strategies:
+            yield from (("datasets", name, strategy.name, key) for key in strategy.path_keys if getattr(strategy, key))
     for at, entry in enumerate(recipe.evals):
         yield from (("evals", at, key) for key in EVAL_PATHS if getattr(entry, key, None))
         yield from (("evals", at, "paths", name) for name in getattr(entry, "paths", {}))
@@ -123,9 +123,10 @@ def corpus_key(loaded: LoadedRecipe, name: str) -> str:
 def rows_key(loaded: LoadedRecipe, name: str) -> str:
     config = loaded.recipe.datasets[name]
     corpora = {source: corpus_key(loaded, source) for source in config.shares}
-    embedder = located(loaded, config.nextlong.model) if config.nextlong else None
-    plain = config.model_dump(mode="json", by_alias=True, exclude={"nextlong": {"model"}})
-    return digest([plain, name, corpora, _tokenizer(loaded), embedder, loaded.recipe.seed])[:16]
+    paths = [located(loaded, getattr(strategy, key)) for strategy in config.strategies for key in strategy.path_keys]
+    excluded = {strategy.name: set(strategy.path_keys) for strategy in config.strategies}
+    plain = config.model_dump(mode="json", by_alias=True, exclude=excluded)
+    return digest([plain, name, corpora, _tokenizer(loaded), paths, loaded.recipe.seed])[:16]
 
 
 def base_scores_key(loaded: LoadedRecipe) -> str | None:

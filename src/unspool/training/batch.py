@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unspool.core.errors import ConfigError
-from unspool.data.packing.store import IGNORE, Row, attended_lens, labels, position_ids
+from unspool.data.packing.row import IGNORE, Row, attended_lens, labels, position_ids
 
 _TENSORS = ("tokens", "labels", "position_ids")
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from unspool.data.mixture import Mix, ModelShape, arrange, row_cost
-from unspool.data.packing.store import Row, RowSet
+from unspool.data.packing.row import Row
+from unspool.data.packing.store import RowSet
 from unspool.training.batch import Batch, attended_by, build_batch, split_batch
 from unspool.training.config import StageConfig
 from unspool.training.parallel.mesh import SINGLE_RANK, RankCoords

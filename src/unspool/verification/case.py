@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unspool.data.packing.store import Row
+from unspool.data.packing.row import Row
 from unspool.models.fuse import cast_parameters
 from unspool.training.config import StageConfig
 from unspool.training.loader import build_step

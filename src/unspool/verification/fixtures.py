@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
-from unspool.data.packing.store import Row
+from unspool.data.packing.row import Row
 from unspool.models.fuse import compute_in_bf16
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_rope

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 
 from unspool.core.rng import rng_for
-from unspool.data.packing.store import Row
+from unspool.data.packing.row import Row
 from unspool.verification.fixtures import GRADIENT_DOCUMENT, RopeCase, Step
 from unspool.verification.tolerance import DRAW_FROM, DRAWS
 

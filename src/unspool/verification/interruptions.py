@@ -23,7 +23,8 @@ from torch import Tensor
 from unspool.core.artifacts import publish
 from unspool.core.rng import rng_for
 from unspool.data.mixture import Mix
-from unspool.data.packing.store import Row, RowWriter
+from unspool.data.packing.row import Row
+from unspool.data.packing.store import RowWriter
 from unspool.training.checkpoint.resume import OPTIMIZER, resume
 from unspool.training.config import StageConfig
 from unspool.training.loader import LEDGER, find_gaps, read_ledger

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from unspool.core.rng import rng_for
-from unspool.data.packing.store import Row
+from unspool.data.packing.row import Row
 from unspool.training.batch import build_batch
 from unspool.verification.case import Case, Measured, SkippedError, train_document, train_outcome
 from unspool.verification.fixtures import GRADIENT_DOCUMENT, NUM_ROWS, with_tokens

@@ -141,7 +141,7 @@ def save_recipe(folder: Path, text: str = RECIPE) -> Path:
 
 
 def test_a_share_of_the_rows_is_replaced_by_tasks(tmp_path):
-    done = CliRunner().invoke(build_app(), ["rows", str(save_recipe(tmp_path))])
+    done = CliRunner().invoke(build_app(), ["pack", str(save_recipe(tmp_path))])
     assert done.exit_code == 0, done.output
     counts = read_manifest(tmp_path / "out/datasets/long")["counts"]
     assert counts["rows"] >= 40

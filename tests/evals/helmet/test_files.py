@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerFast
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.evals.suite import Ask
-from unspool.evals.suites.helmet.datasets import Sources
-from unspool.evals.suites.helmet.records import Passage, Pool, qa_item, rank_item
+from unspool.evals.suites.helmet.data import Pool, Sources, qa_item, rank_item
 from unspool.evals.suites.helmet.suite import SUITE
+from unspool.evals.suites.records import Passage
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -130,7 +130,7 @@ def test_a_record_that_lacks_something_is_named(
 
 
 def test_files_that_are_missing_empty_or_broken_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match="file not found"):
         loaded(tokenizer, nq=str(tmp_path / "none.jsonl")).qa("nq")
     (tmp_path / "bad.jsonl").write_text("{}\nnot json\n")
     with pytest.raises(DataError, match="line 2"):

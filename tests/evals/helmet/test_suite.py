@@ -6,15 +6,15 @@ import sys
 
 import numpy as np
 import pytest
-from tests.evals.suites import byte_tokenizer, num_tokens, oracle, prompts_digest
+from tests.evals.suites import byte_tokenizer, category_means, num_tokens, oracle, prompts_digest
 from transformers import PreTrainedTokenizerFast
 
 from unspool.core.errors import ConfigError
 from unspool.evals import fill
 from unspool.evals.suite import Ask
 from unspool.evals.suites.helmet import books, icl, json_kv, rag
-from unspool.evals.suites.helmet.datasets import Sources
-from unspool.evals.suites.helmet.suite import CATEGORIES, SUITE, category_means
+from unspool.evals.suites.helmet.data import Sources
+from unspool.evals.suites.helmet.suite import CATEGORIES, SUITE
 
 # A summary of 1200 tokens does not fit into 1K.
 SHORTEST = {"infbench_sum": 2048}
@@ -103,7 +103,7 @@ def test_reference_mode_takes_helmets_numbers_and_depths(sources: Sources):
     assert [round(asked.depth or 0, 1) for asked in depths] == [0, 0.2, 0.4, 0.6, 0.8, 1]
     assert depths[0].context.count("Document (Title") == 105 + 2 * 3
     shown = SUITE.tasks["banking77"].build(sources, Ask(length=16384, seed=0, index=0, mode="reference"))
-    named = dict(zip(icl._LENGTHS, icl.COUNTS["banking77"], strict=True))
+    named = dict(zip(icl.LENGTHS, icl.COUNTS["banking77"], strict=True))
     assert [rag.table_count(named, length) for length in (2048, 16384, 131072, 262144)] == [90, 720, 5900, 11800]
     assert shown.meta["shots"] <= 720  # as many as fit, the end cut off
     keys = SUITE.tasks["json_kv"].build(sources, Ask(length=16384, seed=0, index=0, mode="reference"))
@@ -137,9 +137,9 @@ def test_the_asked_label_is_shown_even_where_labels_outnumber_examples(sources: 
 def test_balancing_is_helmets_own():
     # From HELMET's load_icl on the same pairs, count and seed.
     data = [(f"t{number}", f"l{number % 3}") for number in range(9)]
-    assert icl.balanced(data, 4, 7) == icl.balanced(data, 4, 7)
-    assert sorted(label for _, label in icl.balanced(data, 6, 7)) == ["l0", "l0", "l1", "l1", "l2", "l2"]
-    assert len(icl.balanced(data, 40, 7)) == 40  # more than there are: they come again
+    assert icl.balance(data, 4, 7) == icl.balance(data, 4, 7)
+    assert sorted(label for _, label in icl.balance(data, 6, 7)) == ["l0", "l0", "l1", "l1", "l2", "l2"]
+    assert len(icl.balance(data, 40, 7)) == 40  # more than there are: they come again
 
 
 def test_generation_beyond_the_first_line_counts_only_in_reference_mode(sources: Sources):

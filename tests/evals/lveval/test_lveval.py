@@ -49,7 +49,7 @@ def test_the_level_that_fills_the_length_is_read(tmp_path: Path, tokenizer: PreT
     sources = loaded(tokenizer, data=str(tmp_path), segmenter="characters")
     found = {length: sources.questions("hotpotwikiqa_mixup", length)[0].text for length in (1000, 16001, 999_999)}
     assert found == {1000: "Who, at 16k?", 16001: "Who, at 64k?", 999_999: "Who, at 64k?"}
-    with pytest.raises(ConfigError, match=r"holds no cmrc_mixup_<level>\.jsonl"):
+    with pytest.raises(ConfigError, match=r"has no cmrc_mixup_<level>\.jsonl"):
         sources.questions("cmrc_mixup", 1000)
 
 
@@ -97,7 +97,7 @@ def test_released_chinese_answers_want_jieba(
 ):
     released(tmp_path, "cmrc_mixup", "16k")
     monkeypatch.setitem(sys.modules, "jieba", None)
-    lveval.cutter.cache_clear()
+    lveval.build_segmenter.cache_clear()
     with pytest.raises(ConfigError, match="pip install jieba"):
         loaded(tokenizer, data=str(tmp_path))
     assert loaded(tokenizer, data=str(tmp_path), segmenter="characters").segmenter == "characters"
@@ -118,7 +118,7 @@ def test_cutting_the_end_instead_of_the_middle_would_show(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ):
     released(tmp_path, "loogle_SD_mixup", "16k")
-    monkeypatch.setattr(lveval, "_tail", lambda *_: "")
+    monkeypatch.setattr(lveval, "_take_chars", lambda *_: 0)
     sources = loaded(tokenizer, data=str(tmp_path), segmenter="characters")
     asked = SUITE.tasks["loogle_SD_mixup"].build(sources, Ask(length=2048, seed=0, index=0))
     assert not asked.context.endswith("word2999")

@@ -27,7 +27,7 @@ def sources(shipped_tokenizer: Any) -> Sources:
 
 @pytest.fixture(scope="session")
 def build(sources: Sources) -> Build:
-    def build(task: str, *, length: int = 4096, index: int = 0, seed: int = 42, **options: Any) -> Asked:
+    def build(task: str, *, length: int = 4096, index: int = 0, seed: int = 42, **options: Any) -> Question:
         return SUITE.tasks[task].build(sources, Ask(length=length, seed=seed, index=index, **options))
 
     return build

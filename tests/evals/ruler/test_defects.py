@@ -10,8 +10,7 @@ import pytest
 from unspool.core.errors import ConfigError
 from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler import SUITE, fitting
-from unspool.evals.suites.ruler.haystacks import Sources
-from unspool.evals.suites.ruler.task_texts import NOISE
+from unspool.evals.suites.ruler.haystacks import NOISE, Sources
 
 from .conftest import Build
 
@@ -65,7 +64,7 @@ def test_the_gold_paragraph_of_squad_stands_at_one_depth_per_number_of_documents
 
 
 def test_gold_at_one_depth_would_be_noticed_in_fixed_mode_too(squad: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "target", lambda index: 0.7)
+    monkeypatch.setattr(fitting, "grid_depth", lambda index: 0.7)
 
     assert len({asked.depth for asked in qa(squad, "fixed", 40)}) < 15
 
@@ -79,7 +78,7 @@ def test_reference_asks_in_file_order_fixed_from_the_whole_file(squad: Sources) 
 
 
 def test_reference_asks_no_question_twice(squad: Sources) -> None:
-    with pytest.raises(ConfigError, match="there are 240"):
+    with pytest.raises(ConfigError, match="file's 240 questions"):
         SUITE.tasks["qa_1"].build(squad, Ask(length=4096, seed=42, index=240, mode="reference"))
     assert SUITE.tasks["qa_1"].build(squad, Ask(length=4096, seed=42, index=240)).references
 
@@ -152,7 +151,7 @@ def test_depth_is_left_to_chance_in_reference_and_spread_in_fixed(build: Build) 
         samples = many(build, "niah_single_1", mode, fitting.GRID, length=1024)
         return {min(9, int(10 * (asked.depth or 0))) for asked in samples}
 
-    counts = Counter(fitting.target(index) for index in range(7, 7 + fitting.GRID))
+    counts = Counter(fitting.grid_depth(index) for index in range(7, 7 + fitting.GRID))
     assert set(counts.values()) == {1}
     assert len(counts) == fitting.GRID
     assert deciles("fixed") == set(range(10))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from unspool.core import rng as rng_module
-from unspool.evals.suites.ruler import question
+from unspool.evals.suites.ruler import fitting
 
 from .hashes import INDICES, all_hashes, prompt_hash
 
@@ -45,7 +45,7 @@ def test_prompts_do_not_depend_on_the_number_of_workers(workers: int) -> None:
 
 
 def test_another_generator_of_random_numbers_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(question, "rng_for", lambda seed, *purpose: rng_module.rng_for(seed + 1, *purpose))
+    monkeypatch.setattr(fitting, "rng_for", lambda seed, *purpose: rng_module.rng_for(seed + 1, *purpose))
 
     for mode in ("fixed", "reference"):
         assert prompt_hash(("niah_single_1", mode, 4096, 0)) != GOLDEN[f"niah_single_1 {mode} 4096 0"]

@@ -13,7 +13,7 @@ from unspool.core.errors import ConfigError, DataError
 from unspool.evals.suite import Ask
 from unspool.evals.suites.ruler import SUITE
 from unspool.evals.suites.ruler.haystacks import Essay, Sources
-from unspool.evals.suites.ruler.qa_data import made_hotpotqa, made_squad, read_hotpotqa, read_squad
+from unspool.evals.suites.ruler.qa_data import generate_hotpotqa, generate_squad, read_hotpotqa, read_squad
 from unspool.evals.suites.ruler.word_counts import exact_counts, zipf_counts
 
 from .conftest import Build
@@ -23,8 +23,8 @@ def test_essays_are_read_on_from_their_beginning_when_they_end() -> None:
     essay = Essay.of(["One two. Three four five!", "Mr. Six said “Go.” Then"])
 
     assert essay.ends.tolist() == [2, 5, 9, 10]
-    assert " ".join(essay.stretch(8, 5)) == "“Go.” Then One two. Three"
-    assert essay.borders(8, 5).tolist() == [0, 1, 2, 4, 5]
+    assert " ".join(essay.excerpt(8, 5)) == "“Go.” Then One two. Three"
+    assert essay.sentence_ends(8, 5).tolist() == [0, 1, 2, 4, 5]
     with pytest.raises(DataError, match="empty"):
         Essay.of([" \n "])
 
@@ -91,7 +91,7 @@ def test_counts_by_zipf_grow_word_by_word() -> None:
 
 
 def test_generated_questions_are_answered_by_their_gold_documents_alone() -> None:
-    for questions in (made_squad(), made_hotpotqa()):
+    for questions in (generate_squad(), generate_hotpotqa()):
         assert questions.origin == "generated"
         assert len(questions.queries) >= 1000
         for query in questions.queries[::97]:
@@ -157,11 +157,11 @@ def test_wrong_files_are_told_in_a_sentence(tmp_path: Path, shipped_tokenizer: A
     few.write_text("only three words")
 
     for paths, error, message in (
-        ({"squad": str(wrong)}, DataError, "record 1, is no SQuAD record"),
-        ({"hotpotqa": str(wrong)}, DataError, "record 1, is no HotpotQA record"),
+        ({"squad": str(wrong)}, DataError, "record 1: not a SQuAD record"),
+        ({"hotpotqa": str(wrong)}, DataError, "record 1: not a HotpotQA record"),
         ({"squad": str(broken)}, DataError, "cannot be read"),
-        ({"squad": str(tmp_path / "none.json")}, ConfigError, "is no file"),
-        ({"hotpotqa_pool": str(wrong)}, ConfigError, "needs paths.hotpotqa"),
+        ({"squad": str(tmp_path / "none.json")}, ConfigError, "file not found"),
+        ({"hotpotqa_pool": str(wrong)}, ConfigError, "set paths.hotpotqa too"),
         ({"words": str(few)}, DataError, "3 different words"),
         ({"haystack": str(tmp_path / "none.txt")}, ConfigError, "none.txt"),
     ):

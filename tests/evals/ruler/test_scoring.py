@@ -3,10 +3,10 @@
 import random
 
 from unspool.evals.suite import Question
-from unspool.evals.suites.ruler.task_texts import match_all, match_any
+from unspool.evals.suites.ruler.suite import match_all, match_any
 
 
-def asked(mode: str, *references: str) -> Asked:
+def asked(mode: str, *references: str) -> Question:
     return Question(context="", question="", references=references, meta={"mode": mode})
 
 

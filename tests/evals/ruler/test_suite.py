@@ -84,7 +84,7 @@ def test_without_counting_the_length_would_be_exceeded(sources: Sources, shipped
         def count(self, text: str) -> int:
             return super().count(text) * 9 // 10
 
-    blind = Blind(shipped_tokenizer, {})
+    blind = Blind(shipped_tokenizer, {}, sources.wording)
     asked = SUITE.tasks["niah_single_2"].build(blind, Ask(length=4096, seed=42, index=0))
 
     assert total(shipped_tokenizer, "niah_single_2", asked) > 4096
@@ -107,14 +107,14 @@ def test_seed_and_index_change_the_question(build: Build) -> None:
 
 def test_fitting_ends_when_sizes_do_not_help() -> None:
     """A task whose prompts jump from too short to too long: the longest that fits is taken."""
-    room = fitting.Room(task="jumps", length=1000, budget=900)
+    budget = fitting.TokenBudget(task="jumps", length=1000, tokens=900)
 
-    made, size = fitting.fit(lambda size: 500 if size < 77 else 1500, lambda tokens: tokens, room, fewest=1, start=3)
+    made, size = fitting.fit(lambda size: 500 if size < 77 else 1500, lambda tokens: tokens, budget, fewest=1, start=3)
 
     assert (made, size) == (500, 76)
     with pytest.raises(ConfigError, match="too short"):
-        fitting.fit(lambda size: 901, lambda tokens: tokens, room, fewest=1, start=50)
-    assert fitting.fit(lambda size: 10, lambda tokens: tokens, replace(room), fewest=1, start=5)[0] == 10
+        fitting.fit(lambda size: 901, lambda tokens: tokens, budget, fewest=1, start=50)
+    assert fitting.fit(lambda size: 10, lambda tokens: tokens, replace(budget), fewest=1, start=5)[0] == 10
 
 
 def test_unknown_paths_are_refused(shipped_tokenizer: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from factory import build_model, random_row
-from unspool.data.packing.store import Row
+from unspool.data.packing.row import Row
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.rotary import apply_head_bases
 from unspool.training.batch import Batch, build_batch, split_batch

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from factory import build_model
-from unspool.data.packing.store import IGNORE
+from unspool.data.packing.row import IGNORE
 from unspool.models.attention.interface import attend
 from unspool.models.checks import attention_of, layers_of
 from unspool.models.memory.policy import MemoryPolicy

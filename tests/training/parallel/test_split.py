@@ -5,7 +5,7 @@ import torch
 
 from factory import random_row
 from unspool.core.errors import ConfigError
-from unspool.data.packing.store import IGNORE
+from unspool.data.packing.row import IGNORE
 from unspool.training.batch import build_batch, sequence_part, split_batch
 
 DOCS = ((3, 17, 1, 20), (29, 5, 7), (1,), (40, 2))

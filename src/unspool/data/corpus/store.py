@@ -17,7 +17,8 @@ from typing import Any, BinaryIO, NamedTuple, Self
 import numpy as np
 import pyarrow as pa
 
-from unspool.data.packing.store import BATCH_TOKENS, ArrowFile, open_arrow
+from unspool.data.packing.row import BATCH_TOKENS
+from unspool.data.packing.store import ArrowFile, open_arrow
 
 _DOCS = pa.schema([("id", pa.string()), ("tokens", pa.large_list(pa.uint32()))])
 # A byte for each token: 1 where it is trained on. Files of documents that are trained on whole lack the column.

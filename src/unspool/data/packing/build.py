@@ -1,28 +1,25 @@
-"""Build rows: documents of one or more corpora, packed as a strategy says, as an artifact.
+"""Build a dataset: documents of one or more corpora, packed into rows of one length, as an artifact.
 
-In: corpora, a `DatasetConfig`. Out: folder with `rows-00000.arrow` … and a manifest.
-Promise: documents are shuffled by the seed, sources follow their shares of tokens, and the counts add
-up: tokens in the corpora + tokens added = tokens in rows + tokens dropped, by reason.
-Memory holds the order of the documents and a batch of rows, never the corpus.
-Elsewhere: which documents (order.py), filling rows (strategy.py), the order of training (mix.py).
+Documents are shuffled by the seed, sources follow their shares of tokens, and the counts add up: tokens in the
+corpora + tokens added = tokens in rows + tokens dropped, by reason. Memory holds the order of the documents and a
+batch of rows.
 
-Why tokens are dropped: `unread` documents never drawn (`limit`, or a source of a mix ran out), `last_row` a
-row that was never filled, `limit` the rest of a document when the limit was reached, `cut` the rest of a
-document under `truncate`, `short` and `tail` documents below, and rests above, whole rows under `single_doc`,
-`downsampled` short documents that `upsample` does not keep, `untrained` rows in which nothing is asked for.
+Reasons for drops: `unread` documents never drawn (`limit`, or a source of a mix ran out), `last_row` a row that was
+never filled, `limit` the rest of a document when the limit was reached, `cut` the rest of a document under
+`truncate`, `short` and `tail` documents below, and rests above, whole rows under `single_doc`, `downsampled` short
+documents that `upsample` does not keep, `untrained` rows without any loss.
 
-What the counts say, besides rows, tokens, documents (drawn) and drops: `padding` tokens under `fit`, `fill_rate` the
-share of rows that is not padding, `truncated` documents that are not in one row as a whole and `truncation_rate`
-their share of the documents in rows, `lengths` of the documents as rows hold them, and all this for each of the
-`sources`. `strategy` gives its name and the tokens it added; where it takes documents apart on purpose, and says of a
-row only its pieces, `lengths` are of pieces and nothing is `truncated`. `upsample` gives the tokens that were drawn
-again, those dropped, and the share of tokens in long documents before and after, in all and by source. Of
-conversations, `trained_tokens` are those of the rows that carry loss, and `untrained_rows` those without any.
+Further counts: `padding` tokens under `best_fit`, `fill_rate` (share of rows that is not padding), `truncated`
+documents that are not in one row as a whole and `truncation_rate`, `lengths` of the documents as rows hold them (of
+chunks, where a strategy moves them), all this by source; `strategy` with its name and the tokens it added; `upsample`
+with tokens drawn again and dropped; of conversations `trained_tokens` and `untrained_rows`.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,15 +30,15 @@ from transformers import PreTrainedTokenizerFast
 from unspool.core.artifacts import digest, publish, read_manifest, stale_reason
 from unspool.core.errors import DataError
 from unspool.core.progress import progress_bar, say
-from unspool.core.rng import rng_for
 from unspool.core.sizes import format_count, format_size
 from unspool.data.corpus.store import CorpusReader, open_corpus
 from unspool.data.lengths import Lengths, add_up
 from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.order import Drawn, Order
-from unspool.data.packing.pack import Packer, RowStream, Tally
-from unspool.data.packing.store import BATCH_TOKENS, Row, RowWriter, num_trained
-from unspool.data.strategies.base import PackingInputs, Strategy, build_strategy, finish_rows
+from unspool.data.packing.pack import PACKERS, Packer, RowStream, Tally
+from unspool.data.packing.row import BATCH_TOKENS, Row, num_trained
+from unspool.data.packing.store import RowWriter
+from unspool.data.strategies.base import Finish, PackingInputs, RowBuilder
 from unspool.data.strategies.retrieval import Embed
 from unspool.data.tokenize.chat_template import TEMPLATE_FILE, common_template
 from unspool.data.tokenize.encoder import build_encoder
@@ -67,7 +64,7 @@ def build_rows(
     inputs = {f"corpus {source}": _corpus_digest(corpora[source]) for source in config.shares}
     if embed is not None:
         inputs["embeddings"] = embed.digest
-    if config.utk:
+    if any(strategy.uses_tokenizer for strategy in config.strategies):
         inputs["tokenizer"] = build_encoder(tokenizer).digest
     settings: dict[str, Any] = {"dataset": config.model_dump(mode="json", by_alias=True), "name": name, "seed": seed}
     # No label asks for it and no document sees it, so without EOS any token will do.
@@ -76,35 +73,60 @@ def build_rows(
         settings["padding"] = pad
     reason = stale_reason(out_dir, kind=KIND, inputs=inputs, settings=settings)
     if reason is None:
-        say(f"rows {name}: up to date")
+        say(f"dataset {name}: up to date")
         manifest = read_manifest(out_dir)
         assert manifest is not None
         counts: dict[str, Any] = manifest["counts"]
         return counts
-    say(f"rows {name}: packing {format_size(config.seq_len)} rows ({reason})")
+    say(f"dataset {name}: packing {format_size(config.seq_len)} rows ({reason})")
 
-    template = common_template({source: corpora[source] for source in config.shares}, f"rows {name}")
+    template = common_template({source: corpora[source] for source in config.shares}, f"dataset {name}")
     readers = {source: open_corpus(corpora[source]) for source in config.shares}
-    means = PackingInputs(readers=readers, tokenizer=tokenizer, pad=pad, seed=seed, name=name, embed=embed)
+    given = PackingInputs(readers=readers, tokenizer=tokenizer, pad=pad, seed=seed, name=name, embed=embed)
     with publish(out_dir, kind=KIND, inputs=inputs, settings=settings) as draft:
-        strategy = build_strategy(config, means)
+        builder = _row_builder(config, given)
         # Without an end `fit` has more to choose from, and the shares hold over documents that the limit leaves out.
         most_tokens = _most_rows(config) * config.seq_len if config.limit and config.packing == "best_fit" else None
-        order = Order(config, readers, seed=seed, name=name, arrays=strategy.arrays, most_tokens=most_tokens)
-        draft.counts = _write_rows(config, order, strategy, draft.folder, rng_for(seed, "skips", name))
+        order = Order(config, readers, seed=seed, name=name, arrays=builder.arrays, most_tokens=most_tokens)
+        draft.counts = _write_rows(config, order, builder, draft.folder, _finish(config, given))
         if template is not None:
             (draft.folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
         if not draft.counts["rows"]:
-            raise DataError(f"rows {name}: {_too_little(config, readers, draft.counts['dropped'])}")
+            raise DataError(f"dataset {name}: {_too_little(config, readers, draft.counts['dropped'])}")
     was_limited = config.limit is not None and draft.counts["tokens"] >= config.limit
     if order.ran_out and not was_limited and "unread" in draft.counts["dropped"]:
         unread = format_count(draft.counts["dropped"]["unread"])
-        say(f"rows {name}: source {order.ran_out} ran out; {unread} tokens stay unused to keep the shares")
+        say(f"dataset {name}: source {order.ran_out} ran out; {unread} tokens stay unused to keep the shares")
     return draft.counts
 
 
+def _row_builder(config: DatasetConfig, inputs: PackingInputs) -> RowBuilder:
+    """How rows are filled: as the strategy says that moves chunks, else as `packing` says."""
+    builder = config.chunk_strategy and config.chunk_strategy.build(config, inputs)
+    return builder or RowBuilder(
+        pack=partial(PACKERS[config.packing], pad=inputs.pad), masked=inputs.is_masked or config.packing == "best_fit"
+    )
+
+
+def _finish(config: DatasetConfig, inputs: PackingInputs) -> Finish:
+    """What happens to packed rows: chunks move, then `attention` overrides, then all other strategies."""
+    ordered = sorted(config.strategies, key=lambda strategy: not strategy.moves_chunks)
+    steps = [(strategy.moves_chunks, strategy.finish(config, inputs)) for strategy in ordered]
+
+    def finish(rows: Sequence[Row]) -> Sequence[Row]:
+        for step in (step for moves_chunks, step in steps if step and moves_chunks):
+            rows = step(rows)
+        if config.attention is not None:
+            rows = [replace(row, attention=config.attention) for row in rows]
+        for step in (step for moves_chunks, step in steps if step and not moves_chunks):
+            rows = step(rows)
+        return rows
+
+    return finish
+
+
 def _write_rows(
-    config: DatasetConfig, order: Order, strategy: Strategy, folder: Path, rng: np.random.Generator
+    config: DatasetConfig, order: Order, builder: RowBuilder, folder: Path, finish: Finish
 ) -> dict[str, Any]:
     most = _most_rows(config) if config.limit else None
     tally = Tally()
@@ -112,23 +134,24 @@ def _write_rows(
     pieces = Lengths()
     is_masked = any(reader.is_masked for reader in order.readers.values())
     trained: list[int] = []  # tokens of each row
-    writer_options = {"masked": strategy.masked, "pieced": strategy.pieced, "placed": config.pose is not None}
+    sets_positions = any(strategy.sets_positions for strategy in config.strategies)
+    writer_options = {"masked": builder.masked, "pieced": builder.chunked, "placed": sets_positions}
     # The packer is closed before the counts are taken: stopped by the limit, it then counts what it still holds.
     with (
         RowWriter(folder, row_len=config.seq_len, **writer_options) as writer,
-        closing(_pack(config, order, strategy.pack, tally)) as rows,
-        progress_bar("rows", most) as advance,
+        closing(_pack(config, order, builder.pack, tally)) as rows,
+        progress_bar("pack", most) as advance,
     ):
         for batch in _batches(islice(rows, most), max(1, BATCH_TOKENS // config.seq_len)):
-            for row in finish_rows(batch, config, rng):
+            for row in finish(batch):
                 writer.append(row)
                 if is_masked and row.loss_mask is not None:
                     trained.append(num_trained(row.doc_lens, row.loss_mask))
-            if not strategy.counts_documents:
+            if not builder.counts_documents:
                 pieces.add(np.concatenate([row.doc_lens for row in batch]))
             num_rows += len(batch)
             advance(len(batch), "")
-    counts = _counts(config, order, strategy, tally, num_rows, pieces)
+    counts = _counts(config, order, builder, tally, num_rows, pieces)
     if is_masked:
         counts |= {"trained_tokens": sum(trained), "untrained_rows": trained.count(0)}
     return counts
@@ -154,7 +177,7 @@ def _batches(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
 
 
 def _counts(
-    config: DatasetConfig, order: Order, strategy: Strategy, tally: Tally, num_rows: int, pieces: Lengths
+    config: DatasetConfig, order: Order, builder: RowBuilder, tally: Tally, num_rows: int, pieces: Lengths
 ) -> dict[str, Any]:
     row_tokens = num_rows * config.seq_len
     # Under `fit` those given back are not the last; there the stream ends with the limit, so they are few.
@@ -178,15 +201,16 @@ def _counts(
         "fill_rate": 1 - tally.padding / row_tokens if row_tokens else None,
         "sources": sources,
     }
-    if strategy.added_tokens:
-        counts["added_tokens"] = dict(strategy.added_tokens)
-    if config.strategy:
-        counts["strategy"] = {"name": config.strategy, "tokens_added": tally.added - tally.padding, **strategy.cost}
+    if builder.added_tokens:
+        counts["added_tokens"] = dict(builder.added_tokens)
+    if config.chunk_strategy:
+        name = config.chunk_strategy.name
+        counts["strategy"] = {"name": name, "tokens_added": tally.added - tally.padding, **builder.cost}
     if config.upsample:
         counts["upsample"] = _upsample_counts(drawn, order.readers)
         for name, entry in drawn.items():
             sources[name] |= {"tokens_added": entry.again, "upsample": _upsample_counts({name: entry}, order.readers)}
-    if not strategy.counts_documents:
+    if not builder.counts_documents:
         return counts | {"lengths": pieces.histogram()}
     in_rows = sum(entry.documents for entry in tally.sources.values())
     truncated = sum(entry.truncated for entry in tally.sources.values())

@@ -60,11 +60,11 @@ class Order:
         self._readers = list(readers.values())
         self._names = list(readers)
         self._shares = list(config.shares.values())
-        self._slices = arrays or config.longest is not None
+        self._slices = arrays or config.max_doc_len is not None
         self._is_masked = any(reader.is_masked for reader in self._readers)
         self._most_tokens = most_tokens
         self._above = config.upsample.above if config.upsample else 0
-        spans = [_spans(reader.lens, config.longest) for reader in self._readers]
+        spans = [_spans(reader.lens, config.max_doc_len) for reader in self._readers]
         if config.upsample is None:
             self._spans = [rng.permutation(each) for each in spans]
             self._again = [np.zeros(len(each), dtype=np.bool_) for each in spans]

@@ -24,7 +24,7 @@ import numpy as np
 
 from unspool.data.lengths import Lengths
 from unspool.data.packing.modes import PLANNERS, Layout
-from unspool.data.packing.store import BATCH_TOKENS, Row
+from unspool.data.packing.row import BATCH_TOKENS, Row
 
 # Tokens that are planned at a time; `fit` leaves the less room empty the more it can choose from.
 WINDOW_TOKENS = {"best_fit": 1 << 26}

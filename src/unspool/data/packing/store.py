@@ -1,14 +1,11 @@
-"""The Arrow files of rows: written in batches, read through a memory map.
+"""Arrow files of packed rows: written in batches, read through a memory map.
 
-In: `Row`s. Out: `rows-00000.arrow` … (tokens, doc_lens, loss_mask, source, attention) that any Arrow reader opens.
-Promise: any row is found in constant time and handed out without a copy; a file is renamed into place when
-complete. The arrays are views of the file and cannot be written to.
-Elsewhere: corpora (corpus_store.py), manifests and folders (base/artifact.py), what is in a row (pack.py, tangle.py).
+Any row is found in constant time and returned without a copy; its arrays are read-only views of the file. A file is
+renamed into place when it is complete.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,24 +14,10 @@ import numpy as np
 import pyarrow as pa
 
 from unspool.core.errors import DataError
+from unspool.data.packing.row import BATCH_TOKENS, Row
 
-# Tokens per record batch: what a writer holds in memory and a reader maps at a time.
-BATCH_TOKENS = 1 << 20
 # Tokens per rows file; a file of this size is 1 GiB.
 FILE_TOKENS = 1 << 28
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One training sequence. `loss_mask` is over target tokens (labels.py); None means all of them."""
-
-    tokens: np.ndarray  # uint32[L]
-    doc_lens: np.ndarray  # int32[k], sums to L
-    loss_mask: np.ndarray | None  # bool[L]
-    source: str  # the sources it holds, joined by "+"
-    attention: str  # "intra_document" | "full"
-    chunk_ids: np.ndarray | None = None  # int32[k]: pieces of one document share its number; None: all are different
-    positions: np.ndarray | None = None  # int32[L]; None: 0, 1, 2 … in what attends to itself
 
 
 class ArrowFile:
@@ -220,37 +203,3 @@ def open_arrow(path: Path) -> Any:
     except (OSError, pa.ArrowInvalid) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise DataError(f"{path}: not a complete Arrow file ({reason}); delete its folder and run again.") from error
-
-
-# What a row trains on: labels and positions, from its documents' lengths and its loss mask.
-
-
-IGNORE = -100
-
-
-def labels(tokens: np.ndarray, doc_lens: np.ndarray, loss_mask: np.ndarray | None) -> np.ndarray:
-    """int64[L]; IGNORE at each document's last token and before each masked token."""
-    shifted = np.full(len(tokens), IGNORE, dtype=np.int64)
-    shifted[:-1] = tokens[1:]
-    shifted[np.cumsum(doc_lens) - 1] = IGNORE
-    if loss_mask is not None:
-        shifted[:-1][~loss_mask[1:].astype(bool)] = IGNORE
-    return shifted
-
-
-def num_trained(doc_lens: np.ndarray, loss_mask: np.ndarray) -> int:
-    """How many labels of a row carry loss; the first token of a document is asked for by nothing."""
-    starts = np.cumsum(doc_lens) - doc_lens
-    return int(np.count_nonzero(loss_mask) - np.count_nonzero(loss_mask[starts]))
-
-
-def attended_lens(doc_lens: np.ndarray, attention: str) -> np.ndarray:
-    """The lengths that attention and positions go by: the documents, or the row as one if `attention` is full."""
-    return doc_lens if attention == "intra_document" else doc_lens.sum(keepdims=True, dtype=doc_lens.dtype)
-
-
-def position_ids(doc_lens: np.ndarray) -> np.ndarray:
-    """int64[L], restarting at 0 in every document; give it `attended_lens` of the row."""
-    lens = doc_lens.astype(np.int64)
-    starts = np.cumsum(lens) - lens
-    return np.arange(lens.sum()) - np.repeat(starts, lens)

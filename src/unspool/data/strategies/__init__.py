@@ -1,1 +1,1 @@
-"""Packing strategies: UtK, CIP, NExtLong, PoSE, length upsampling."""
+"""Packing strategies: UtK, CIP, NExtLong, PoSE, length upsampling. `packing/config.py` lists them."""

@@ -1,38 +1,32 @@
-"""What a rows set's options come to: how its rows are filled, and what they bring along.
+"""What a packing strategy is: a config class that fills rows, changes packed rows, or both.
 
-In: a `DatasetConfig`. Out: a `Strategy`, whose `pack` fills rows; `finish_rows` does the rest, batch by batch.
-This is the only place that knows all strategies; one of its own needs a file, a config class and a line in `BUILDERS`.
-Elsewhere: which documents (order.py), writing and counting (rows.py).
+A strategy is one key of a dataset in a recipe. Its class lives in the file of its algorithm, imports heavy packages
+late, and answers whatever others ask: the checker, the builder, the model card and the viewers know no names.
 """
 
-import copy
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-from transformers import PreTrainedTokenizerFast
+from unspool.core.config import Config
+from unspool.data.packing.row import Row
 
-from unspool.core.progress import say
-from unspool.core.rng import rng_for
-from unspool.data.corpus.store import CorpusReader
-from unspool.data.packing.config import DatasetConfig
-from unspool.data.packing.pack import PACKERS, Packer
-from unspool.data.packing.store import Row, attended_lens
-from unspool.data.strategies.cip import interleave_rows
-from unspool.data.strategies.nextlong import build_negatives
-from unspool.data.strategies.pose import skip_positions
-from unspool.data.strategies.retrieval import Embed
-from unspool.data.strategies.utk.tangle import build_tangler
+if TYPE_CHECKING:
+    from unspool.data.corpus.store import CorpusReader
+    from unspool.data.packing.config import DatasetConfig
+    from unspool.data.packing.pack import Packer
+    from unspool.data.strategies.retrieval import Embed
+
+Finish = Callable[[Sequence[Row]], Sequence[Row]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy:
-    pack: Packer
+class RowBuilder:
+    """How the rows of a dataset are filled, and what they bring along."""
+
+    pack: "Packer"
     masked: bool = False  # rows have a loss mask
-    pieced: bool = False  # rows have pieces of one document in several places
+    chunked: bool = False  # rows have chunks of one document in several places
     arrays: bool = False  # documents must be arrays, not read when sliced
     counts_documents: bool = True  # the tally gets documents and their lengths, not only tokens
     added_tokens: Mapping[str, int] = field(default_factory=dict)  # new in the vocabulary
@@ -43,12 +37,12 @@ class Strategy:
 class PackingInputs:
     """What strategies may need besides their config."""
 
-    readers: Mapping[str, CorpusReader]
-    tokenizer: PreTrainedTokenizerFast
+    readers: "Mapping[str, CorpusReader]"
+    tokenizer: Any
     pad: int
     seed: int
-    name: str  # of the rows set
-    embed: Embed | None = None  # vectors of texts, for retriever: embeddings
+    name: str  # of the dataset
+    embed: "Embed | None" = None  # embeds texts, for strategies with an `embedder`
 
     @property
     def is_masked(self) -> bool:
@@ -56,64 +50,46 @@ class PackingInputs:
         return any(reader.is_masked for reader in self.readers.values())
 
 
-def build_strategy(config: DatasetConfig, means: PackingInputs) -> Strategy:
-    return BUILDERS[config.strategy](config, means)
+class StrategyConfig(Config):
+    """Base class of strategies."""
 
+    name: ClassVar[str]  # the key in a recipe
+    title: ClassVar[str]  # on the model card, such as "tangled (Untie the Knots)"
+    # Whether it puts chunks of one document in several places of a row. A dataset has at most one such strategy.
+    moves_chunks: ClassVar[bool] = False
+    sets_positions: ClassVar[bool] = False  # whether rows get position ids of their own
+    path_keys: ClassVar[tuple[str, ...]] = ()  # keys that name a file, a folder or a model
+    uses_tokenizer: ClassVar[bool] = False  # whether rows depend on the tokenizer beyond their tokens
 
-def finish_rows(rows: Sequence[Row], config: DatasetConfig, rng: np.random.Generator) -> Sequence[Row]:
-    """Packed rows, some at a time, as `config` asks for them: interleaved, with their attention and positions.
+    def check(self, dataset: "DatasetConfig") -> None:
+        """Raise ValueError, beginning with the key at fault, if the strategy does not fit the rest of the dataset."""
 
-    `rng` serves all rows of a set in turn; how many come at a time makes no difference.
-    """
-    if config.cip is not None:
-        rows = interleave_rows(rows, config.cip.pieces)
-    if config.attention is None and config.pose is None:
-        return rows
-    attentions = [config.attention or row.attention for row in rows]
-    positions: list[np.ndarray | None] = [None] * len(rows)
-    if config.pose is not None:
-        lens = [attended_lens(row.doc_lens, attention) for row, attention in zip(rows, attentions, strict=True)]
-        places = skip_positions(np.concatenate(lens), config.pose, rng)
-        positions = list(places.reshape(len(rows), -1))
-    return [
-        Row(row.tokens, row.doc_lens, row.loss_mask, row.source, attention, row.chunk_ids, place)
-        for row, attention, place in zip(rows, attentions, positions, strict=True)
-    ]
+    def summary(self) -> str:
+        """Describe the strategy in a few words, for people who look at the dataset."""
+        return self.title
 
+    @property
+    def max_doc_len(self) -> int | None:
+        """Longer documents are cut into several of this length before anything else; None leaves them whole."""
+        return None
 
-def _plain(config: DatasetConfig, means: PackingInputs) -> Strategy:
-    return Strategy(
-        pack=partial(PACKERS[config.packing], pad=means.pad), masked=means.is_masked or config.packing == "best_fit"
-    )
+    @property
+    def keeps_chunk_order(self) -> bool:
+        """Whether chunks of one document keep their order in a row."""
+        return True
 
+    @property
+    def embedder(self) -> str | None:
+        """The folder or Hub id of the model that embeds texts for this strategy; None if it needs none."""
+        return None
 
-def _utk(config: DatasetConfig, means: PackingInputs) -> Strategy:
-    # A copy: the caller's tokenizer belongs to a model that may never see a tangled row.
-    tangler = build_tangler(config, copy.deepcopy(means.tokenizer), rng_for(means.seed, "tangle", means.name))
-    return Strategy(
-        pack=tangler.pack, masked=True, pieced=True, arrays=True, counts_documents=False, added_tokens=tangler.knots
-    )
+    def build(self, dataset: "DatasetConfig", inputs: PackingInputs) -> RowBuilder | None:
+        """Say how rows are filled; None leaves that to the dataset's `packing`."""
+        return None
 
+    def finish(self, dataset: "DatasetConfig", inputs: PackingInputs) -> Finish | None:
+        """Return a function that changes rows after they are packed; None if they stay as they are.
 
-def _cip(config: DatasetConfig, means: PackingInputs) -> Strategy:
-    # Documents fill rows as ever, and only the order within a row changes (`finish_rows`).
-    return Strategy(pack=PACKERS[config.packing], masked=means.is_masked, pieced=True)
-
-
-def _nextlong(config: DatasetConfig, means: PackingInputs) -> Strategy:
-    assert config.nextlong is not None
-    began = time.perf_counter()
-    negatives = build_negatives(config.nextlong, means.readers, keep_rest=config.packing == "concat", embed=means.embed)
-    # Not in the manifest, which is the same for every run.
-    say(f"rows {means.name}: index built in {time.perf_counter() - began:.1f} s")
-    return Strategy(
-        pack=negatives.pack, masked=means.is_masked, pieced=True, counts_documents=False, cost=negatives.cost
-    )
-
-
-BUILDERS: dict[str | None, Callable[[DatasetConfig, PackingInputs], Strategy]] = {
-    None: _plain,
-    "utk": _utk,
-    "cip": _cip,
-    "nextlong": _nextlong,
-}
+        It gets all rows of a dataset in order, some at a time; how many must make no difference.
+        """
+        return None

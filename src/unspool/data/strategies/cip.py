@@ -1,25 +1,57 @@
-"""CIP-n: documents in n equal pieces, all first pieces of a row, then all second ones, and so on.
+"""CIP-n: documents in n equal chunks; a row has all first chunks, then all second ones, and so on.
 
-In: packed rows. Out: the same tokens in another order, D1¹ D2¹ D3¹ D1² D2² D3² for n = 2, without marks.
-Promise: a piece is at most one token longer than another of its document; a document below n tokens stays whole, among
-the first pieces; pieces keep their order. Documents fill the row as under plain packing, so the last one is cut where
-the row ends and the part that is in the row is split.
-Rows attend in full: that is what makes the model look back over the others' pieces.
-Differs from the public code of Untie the Knots, whose fast variant leaves documents where they are.
-Elsewhere: filling rows, and what becomes of the rest of a cut document (pack.py).
+D1¹ D2¹ D3¹ D1² D2² D3² for n = 2, without special tokens. Rows attend in full, which makes the model look back over
+the chunks of other documents. The fast variant in the public code of Untie the Knots differs: it leaves documents in
+place.
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+from pydantic import Field
 
-from unspool.data.packing.store import Row
+from unspool.core.sizes import Size
+from unspool.data.packing.row import Row
+from unspool.data.strategies.base import Finish, PackingInputs, RowBuilder, StrategyConfig
+
+if TYPE_CHECKING:
+    from unspool.data.packing.config import DatasetConfig
+
+
+class CipConfig(StrategyConfig):
+    """CIP: documents in equal chunks; all first chunks of a row, then all second ones, …"""
+
+    name: ClassVar[str] = "cip"
+    title: ClassVar[str] = "interleaved (CIP)"
+    moves_chunks: ClassVar[bool] = True
+
+    pieces: int = Field(2, ge=2, le=64, description="chunks per document")
+    longest: Size | None = Field(None, description="longer documents are first cut into several of this length")
+
+    def summary(self) -> str:
+        return f"interleaved in {self.pieces} chunks"
+
+    @property
+    def max_doc_len(self) -> int | None:
+        return self.longest
+
+    def build(self, dataset: "DatasetConfig", inputs: PackingInputs) -> RowBuilder:
+        from unspool.data.packing.pack import PACKERS
+
+        # Documents fill rows as usual; `finish` changes only the order within a row.
+        return RowBuilder(pack=PACKERS[dataset.packing], masked=inputs.is_masked, chunked=True)
+
+    def finish(self, dataset: "DatasetConfig", inputs: PackingInputs) -> Finish:
+        return partial(interleave_rows, pieces=self.pieces)
 
 
 def interleave_rows(rows: Sequence[Row], pieces: int) -> list[Row]:
-    """Several rows at once, which is faster; each is what it would be alone.
+    """Interleave the chunks of several rows at once; each row is what it would be alone.
 
-    They must have no padding, and all of them a mask or none.
+    A chunk is at most one token longer than another of its document. A document below `pieces` tokens stays whole
+    among the first chunks. Rows must have no padding, and all of them a loss mask or none.
     """
     num_docs = np.array([len(row.doc_lens) for row in rows])
     first_docs = np.cumsum(num_docs) - num_docs

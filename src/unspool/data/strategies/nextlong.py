@@ -1,38 +1,84 @@
 """NExtLong: after each chunk of a document, the chunks of other documents that look most like it.
 
-In: documents, and the corpora they come from. Out: rows of exactly `row_len` tokens, each one document pulled apart:
+A row is one document pulled apart: chunk 1, its negatives, chunk 2, its negatives, …, last chunk, its negatives.
+Every token is trained on and the whole row is visible. Chunks are equal parts of a document of at most `chunk`
+tokens; all documents of all sources are indexed in such chunks. The row determines how many negatives a chunk gets,
+and the last one is cut at its end. Chunks keep their order, no negative comes from the document itself or is used
+twice in a row, and nothing is random.
 
-    chunk 1, its negatives, chunk 2, its negatives, …, last chunk, its negatives
-
-Every token is trained on and the whole row is seen, so what continues a chunk stands behind text that resembles it.
-Chunks are equal parts of a document, of at most `chunk` tokens; all documents of all sources are indexed in such
-chunks. A document gets as many negatives per chunk as fill its row; the last one is cut where the row ends.
-
-Promise: the document's chunks keep their order; no negative is from the document itself, and none is used twice in
-a row; tokens in + tokens of negatives = tokens in rows + dropped, also when closed early. No randomness.
-A negative that repeats the row (half of its stretches of 8 tokens, sampled) is left out, and with it all chunks of
-a document that repeats this one: they would be right answers.
-Price: a row per document, so short ones cost most (`limit` bounds it). Documents above `longest`, a quarter of the
-row if it is not given, are cut into equal parts, a row each, or under `intact` only the first: a document that
-fills the row leaves no place for negatives. Dropped are documents of one chunk (`short`: nothing to pull apart) and
-those whose row the rest of the corpus cannot fill (`alone`); both still serve as negatives.
-Elsewhere: what looks alike (retrieval.py, embeddings.py); where this differs from the paper (docs/nextlong.md).
+A negative that repeats the row (half of its sampled stretches of 8 tokens) is left out, together with all chunks of a
+document that repeats this one: they would be right answers. Documents above `longest` (by default a quarter of the
+row) are cut into equal parts, a row each, or only the first under `packing: truncate`. Dropped are documents of one
+chunk (`short`) and those whose row the rest of the corpus cannot fill (`alone`); both still serve as negatives.
+docs/nextlong.md lists the differences from the paper.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
+from pydantic import Field
 
 from unspool.core.errors import DataError
 from unspool.core.progress import say
-from unspool.core.sizes import format_count
-from unspool.data.corpus.store import CorpusReader
-from unspool.data.packing.config import NextLongConfig
+from unspool.core.sizes import Size, format_count
 from unspool.data.packing.pack import Doc, RowStream, Tally
-from unspool.data.packing.store import Row
-from unspool.data.strategies.retrieval import BM25, Embed, Embeddings, Retriever
+from unspool.data.packing.row import Row
+from unspool.data.strategies.base import PackingInputs, RowBuilder, StrategyConfig
+
+if TYPE_CHECKING:
+    from unspool.data.corpus.store import CorpusReader
+    from unspool.data.packing.config import DatasetConfig
+    from unspool.data.strategies.retrieval import Embed, Retriever
+
+
+class NextLongConfig(StrategyConfig):
+    """NExtLong: after each chunk of a document, chunks of others that look most like it."""
+
+    name: ClassVar[str] = "nextlong"
+    title: ClassVar[str] = "with hard negatives (NExtLong)"
+    moves_chunks: ClassVar[bool] = True
+    path_keys: ClassVar[tuple[str, ...]] = ("model",)
+
+    chunk: Size = Field(512, description="tokens of a chunk, at most")
+    retriever: Literal["bm25", "embeddings"] = "bm25"
+    model: str | None = Field(None, description="embeddings: folder or Hub id of the model whose states are compared")
+    longest: Size | None = Field(
+        None, description="longer documents are first cut into several of this length; by default a quarter of the row"
+    )
+
+    def check(self, dataset: "DatasetConfig") -> None:
+        half = dataset.seq_len // 2
+        if dataset.seq_len < 2 * self.chunk:
+            raise ValueError(f"nextlong.chunk needs at most half of seq_len, here {half}")
+        if self.longest and dataset.seq_len < 2 * self.longest:
+            raise ValueError(f"nextlong.longest needs at most half of seq_len, here {half}, to leave room")
+        if (self.retriever == "embeddings") != (self.model is not None):
+            raise ValueError("nextlong.model is needed with retriever: embeddings, and only there")
+
+    def summary(self) -> str:
+        return f"negatives after chunks of {self.chunk}"
+
+    @property
+    def max_doc_len(self) -> int | None:
+        return self.longest
+
+    @property
+    def embedder(self) -> str | None:
+        return self.model
+
+    def build(self, dataset: "DatasetConfig", inputs: PackingInputs) -> RowBuilder:
+        began = time.perf_counter()
+        negatives = build_negatives(self, inputs.readers, keep_rest=dataset.packing == "concat", embed=inputs.embed)
+        # Printed and not in the manifest, which is the same for every run.
+        say(f"dataset {inputs.name}: index built in {time.perf_counter() - began:.1f} s")
+        return RowBuilder(
+            pack=negatives.pack, masked=inputs.is_masked, chunked=True, counts_documents=False, cost=negatives.cost
+        )
+
 
 # Tokens of the index, at most: building it takes some 20 bytes for each.
 INDEX_TOKENS = 1 << 27
@@ -59,7 +105,7 @@ class Chunks:
 
 
 def build_negatives(
-    config: NextLongConfig, readers: Mapping[str, CorpusReader], *, keep_rest: bool, embed: Embed | None
+    config: NextLongConfig, readers: "Mapping[str, CorpusReader]", *, keep_rest: bool, embed: "Embed | None"
 ) -> "Negatives":
     """Index the corpora. `keep_rest`: the rest of a document that is too long makes further rows."""
     longest = max((int(reader.lens.max(initial=0)) for reader in readers.values()), default=0)
@@ -73,11 +119,13 @@ def build_negatives(
     chunks = cut_corpora(readers, config.chunk)
     say(f"nextlong: indexing {format_count(len(chunks.texts))} chunks ({config.retriever})")
     assert (embed is not None) == (config.retriever == "embeddings")
+    from unspool.data.strategies.retrieval import BM25, Embeddings
+
     retriever: Retriever = BM25(chunks.texts) if embed is None else Embeddings(chunks.texts, embed)
     return Negatives(config, chunks, retriever, keep_rest)
 
 
-def cut_corpora(readers: Mapping[str, CorpusReader], chunk: int) -> Chunks:
+def cut_corpora(readers: "Mapping[str, CorpusReader]", chunk: int) -> Chunks:
     """The chunks of all documents, or evenly spaced ones if there are more than the index may hold."""
     lens = np.concatenate([reader.lens for reader in readers.values()])
     firsts = np.cumsum([0, *(len(reader) for reader in readers.values())])[:-1]
@@ -111,7 +159,7 @@ def cut_corpora(readers: Mapping[str, CorpusReader], chunk: int) -> Chunks:
 class Negatives:
     """Packs documents with their negatives; `pack` is a `Packer` (pack.py)."""
 
-    def __init__(self, config: NextLongConfig, chunks: Chunks, retriever: Retriever, keep_rest: bool) -> None:
+    def __init__(self, config: NextLongConfig, chunks: Chunks, retriever: "Retriever", keep_rest: bool) -> None:
         self._config = config
         self._chunks = chunks
         self._retriever = retriever

@@ -1,18 +1,55 @@
-"""PoSE: jumps in the positions of short rows, so that they show the distances of long ones.
+"""PoSE: jumps in the positions of short rows, so that the model sees the distances of long ones.
 
-In: the lengths of what attends to itself (labels.attended_lens), a `PoseConfig`. Out: `positions` of one row.
-Each length l is cut at random points into `chunks` stretches. The first begins at 0; each later one is moved on by a
-skip that is uniform from the one before to target - l, as in the paper (u₀ = 0, uᵢ uniform in uᵢ₋₁ … L_t - L_c).
-Promise: positions rise strictly and stay below `target`; over many rows every distance below it occurs.
-Differs from the paper: the text goes on across a jump, where there the later chunk is taken from further on in the
-document (they found little difference), and cuts are uniform, where their code cuts in the first half.
-Price: four bytes per token on disk. It shows positions, not the use of distant text.
-Elsewhere: using them (train/batch.py).
+Each stretch of length l that attends to itself is cut at random points into `chunks` parts. The first begins at 0;
+each later one is moved by a skip that is uniform from the previous skip to target - l, as in the paper. Positions
+increase strictly and stay below `target`. Two differences from the paper: the text continues across a jump, and cuts
+are uniform where their code cuts in the first half. PoSE shows positions, not the use of distant text.
 """
 
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
 
-from unspool.data.packing.config import PoseConfig
+import numpy as np
+from pydantic import Field
+
+from unspool.core.rng import rng_for
+from unspool.core.sizes import Size, format_size
+from unspool.data.packing.row import Row, attended_lens
+from unspool.data.strategies.base import Finish, PackingInputs, StrategyConfig
+
+if TYPE_CHECKING:
+    from unspool.data.packing.config import DatasetConfig
+
+
+class PoseConfig(StrategyConfig):
+    """PoSE: jumps in the positions of short rows, so that they show distances of long ones."""
+
+    name: ClassVar[str] = "pose"
+    title: ClassVar[str] = "with position skips (PoSE)"
+    sets_positions: ClassVar[bool] = True
+
+    target: Size = Field(description="the context length whose positions are shown")
+    chunks: int = Field(2, ge=2, le=64, description="stretches without a jump")
+
+    def check(self, dataset: "DatasetConfig") -> None:
+        if self.target <= dataset.seq_len:
+            raise ValueError(
+                f"pose.target must be above seq_len ({format_size(dataset.seq_len)}), or there is nothing to skip"
+            )
+
+    def summary(self) -> str:
+        return f"positions skipped up to {format_size(self.target)}"
+
+    def finish(self, dataset: "DatasetConfig", inputs: PackingInputs) -> Finish:
+        rng = rng_for(inputs.seed, "skips", inputs.name)
+
+        def set_positions(rows: Sequence[Row]) -> Sequence[Row]:
+            lens = [attended_lens(row.doc_lens, row.attention) for row in rows]
+            positions = skip_positions(np.concatenate(lens), self, rng).reshape(len(rows), -1)
+            return [replace(row, positions=each) for row, each in zip(rows, positions, strict=True)]
+
+        return set_positions
 
 
 def skip_positions(lens: np.ndarray, config: PoseConfig, rng: np.random.Generator) -> np.ndarray:

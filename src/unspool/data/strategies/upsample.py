@@ -1,18 +1,32 @@
-"""Long documents several times, or fewer of the short ones.
+"""Length upsampling: use long documents several times, or fewer of the short ones.
 
-In: the lengths of one source's documents, an `UpsampleConfig`. Out: how often each is used, and an order of all uses.
-A document of at least `above` tokens is used `times` times, the fraction by chance; any other is kept with
-probability `keep`. Fu et al. keep a tenth of what is below 4K ({above: 4K, times: 1, keep: 0.1}); Untie the Knots is
-compared with five copies of what is above 32K ({above: 32K, times: 5}).
-Promise: a source keeps its share of tokens, because shares decide how much is drawn from it (order.py) and this only
-what comes first. Copies of one document lie apart: by at least half the distance that even spacing would give, counted
-in documents, up to the noise of a random order. Their neighbours differ from copy to copy.
-Elsewhere: counting what was repeated and dropped (rows.py).
+A document of at least `above` tokens is used `times` times, the fraction by chance; any other is kept with probability
+`keep`. Fu et al. keep a tenth of what is below 4K ({above: 4K, times: 1, keep: 0.1}); Untie the Knots is compared with
+five copies of what is above 32K ({above: 32K, times: 5}). A source keeps its share of tokens, and copies of a document
+lie at least half as far apart as even spacing would put them.
 """
 
-import numpy as np
+from typing import ClassVar
 
-from unspool.data.packing.config import UpsampleConfig
+import numpy as np
+from pydantic import Field
+
+from unspool.core.sizes import Size, format_size
+from unspool.data.strategies.base import StrategyConfig
+
+
+class UpsampleConfig(StrategyConfig):
+    """Long documents several times, or fewer of the short ones; each source keeps its share."""
+
+    name: ClassVar[str] = "upsample"
+    title: ClassVar[str] = "long documents upsampled"
+
+    above: Size = Field(description="documents of at least this many tokens are long")
+    times: float = Field(5.0, ge=1, description="how often a long document is used")
+    keep: float = Field(1.0, ge=0, le=1, description="share of the other documents that is used")
+
+    def summary(self) -> str:
+        return f"documents from {format_size(self.above)} upsampled"
 
 
 def draw_uses(lens: np.ndarray, config: UpsampleConfig, rng: np.random.Generator) -> np.ndarray:

@@ -1,1 +1,1 @@
-"""Judges: models that say how good an answer is, where no rule can."""
+"""Judges: models that grade answers which no rule can score."""

@@ -1,10 +1,9 @@
-"""What judges are asked, and what is made of their replies.
+"""HELMET's judging protocols: prompts, parsing of replies, scores.
 
-The protocols are HELMET's: questions get fluency {0, 1} times correctness {0, 1, 2, 3}; summaries get fluency times the
-F1 of recall (key points that the summary holds) and precision (its sentences that an expert's summary supports).
-The wording is ours, so that scores are comparable with each other but not digit for digit with published ones.
-Promise: pure functions; a reply that cannot be read is None, never a score. What a judge reads is marked as data, and
-nothing in it is executed; that an answer talks to the judge can be made unlikely, not impossible.
+Questions get fluency {0, 1} times correctness {0, 1, 2, 3}. Summaries get fluency times the F1 of recall (key points in
+the summary) and precision (sentences that an expert's summary supports). Prompts are in our own words: scores compare
+with each other, but not exactly with published ones. Answers are marked as data, which makes it unlikely, but not
+impossible, that an answer manipulates its judge.
 """
 
 import json
@@ -16,18 +15,18 @@ from typing import Any
 Reply = dict[str, int]
 REPLY_TOKENS = 512
 _OBJECT = re.compile(r"\{[^{}]*\}")
-# Answers are cut here: what is longer than this is no answer to a question.
-LONGEST = 20_000
+# Longer answers are cut.
+MOST_CHARS = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One question to a judge, and which whole numbers it has to answer with."""
+    """One request to a judge, and the integers that its reply must have."""
 
     name: str
     prompt: str
-    ranges: Mapping[str, tuple[int, int]]  # key: least and greatest
-    known: Mapping[str, int] = field(default_factory=dict)  # what the score needs besides the reply
+    ranges: Mapping[str, tuple[int, int]]  # by key: smallest and greatest
+    known: Mapping[str, int] = field(default_factory=dict)  # numbers that the score needs besides the reply
 
     def parse(self, text: str) -> Reply | None:
         reply = parse(text, self.ranges)
@@ -35,18 +34,18 @@ class Call:
 
 
 def calls(protocol: str, case: Mapping[str, Any], output: str) -> list[Call]:
-    """What is asked about one answer. `case` is what samples.jsonl keeps of a question that needs a judge."""
+    """Return the requests for one answer; `case` is what samples.jsonl has on a question that needs a judge."""
     return PROTOCOLS[protocol][0](case, output)
 
 
 def score(protocol: str, replies: Sequence[Reply | None]) -> float | None:
-    """0 to 1; None if a reply that is needed could not be read."""
+    """Score the replies from 0 to 1; None if a reply could not be parsed."""
     known = [reply for reply in replies if reply is not None]
     return PROTOCOLS[protocol][1](known) if len(known) == len(replies) else None
 
 
 def parse(text: str, ranges: Mapping[str, tuple[int, int]]) -> Reply | None:
-    """The last JSON object of a reply, if it says a whole number in range for every key."""
+    """Return the last JSON object of a reply that has an integer in range for every key, else None."""
     for found in reversed(_OBJECT.findall(text)):
         try:
             read = json.loads(found)
@@ -59,7 +58,7 @@ def parse(text: str, ranges: Mapping[str, tuple[int, int]]) -> Reply | None:
 
 
 def sentences(text: str) -> list[str]:
-    """A text cut after full stops, exclamation and question marks, and at line ends."""
+    """Split a text after periods, exclamation and question marks, and at newlines."""
     return [part.strip() for part in re.split(r"(?<=[.!?])\s+|\n+", text) if part.strip()]
 
 
@@ -160,8 +159,8 @@ def _numbered(parts: Sequence[str]) -> str:
 
 
 def _data(text: str) -> str:
-    """Text that cannot close the mark it stands in."""
-    return str(text)[:LONGEST].replace("</", "<\\/")
+    """Cut a text, and escape tags so that it cannot close the tag around it."""
+    return str(text)[:MOST_CHARS].replace("</", "<\\/")
 
 
 PROTOCOLS: dict[str, tuple[Callable[[Mapping[str, Any], str], list[Call]], Callable[[Sequence[Reply]], float]]] = {

@@ -1,15 +1,13 @@
-"""Judge what a scored model answered: replies kept by content, scores written back.
+"""Judge the answers of a scored model: ask, cache every reply, write scores back into the folder.
 
-In: a folder of scores whose samples wait for a judge. Out: the same folder with their scores, and `judgements.jsonl`.
-Promise: every reply is kept the moment it comes, under the hash of judge and prompt, so that a killed run goes on and
-an equal question is never paid for twice; a reply that cannot be read is counted and shown, and leaves its score
-missing. Elsewhere: wording and reading of replies (protocols.py).
+A reply is saved as soon as it arrives, under the hash of judge and prompt. A killed run resumes, and no prompt is sent
+twice. Unparsable replies are counted, and their scores stay missing.
 """
 
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +26,7 @@ from unspool.evals.prompts import Asker, Prompt, PromptQuestion
 from unspool.evals.reply_cache import ReplyCache
 from unspool.evals.run import SAMPLES, SUMMARY, summary_of
 from unspool.evals.suite import Question
+from unspool.evals.suites.records import Record, read_records
 
 JUDGEMENTS = "judgements.jsonl"
 CHARS_PER_TOKEN = 4  # of English, for an estimate
@@ -38,7 +37,7 @@ Sample = dict[str, Any]
 class Judge:
     name: str
     ask: Callable[[str], str]
-    width: int = 1  # questions at a time
+    width: int = 1  # concurrent requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +47,12 @@ class Estimate:
     reply_tokens: int  # at most
 
     def cost(self, price_in: float, price_out: float) -> float:
-        """In the currency of the prices, which are per million tokens."""
+        """Return the cost, given prices per million tokens."""
         return (self.prompt_tokens * price_in + self.reply_tokens * price_out) / 1e6
 
     def __str__(self) -> str:
-        tokens = f"about {format_count(self.prompt_tokens)} prompt tokens and at most {format_count(self.reply_tokens)}"
-        return f"{self.calls} questions to the judge, {tokens} tokens of replies"
+        tokens = f"about {format_count(self.prompt_tokens)} prompt and at most {format_count(self.reply_tokens)} reply"
+        return f"{self.calls} requests to the judge, {tokens} tokens"
 
 
 class JudgeReplies(ReplyCache):
@@ -75,27 +74,23 @@ class JudgeReplies(ReplyCache):
 
 
 def scores_folders(path: Path) -> list[Path]:
-    """The folder of scores itself, or those of a run."""
+    """Return the folder itself if it holds scores, else those of a run."""
     found = [folder for folder in [path, *sorted(path.glob("scores/*"))] if (folder / SAMPLES).is_file()]
     found = [folder for folder in found if (read_manifest(folder) or {}).get("kind") == "scores"]
     if not found:
-        raise ConfigError(f"{path} holds no scores; give a run, or what `unspool eval --out` wrote.")
+        raise ConfigError(f"{path}: no scores found; give a run, or a folder that `unspool eval --out` wrote.")
     return found
 
 
-def waiting(samples: Sequence[Sample]) -> list[Sample]:
-    return [sample for sample in samples if "judge" in sample]
-
-
 def estimate(samples: Sequence[Sample], replies: JudgeReplies) -> Estimate:
-    """What is still to be asked."""
+    """Estimate the requests whose replies are not in the cache."""
     left = {call.prompt for call in _calls(samples) if replies.get(call.prompt) is None}
     tokens = sum(len(prompt) for prompt in left) // CHARS_PER_TOKEN
     return Estimate(calls=len(left), prompt_tokens=tokens, reply_tokens=len(left) * REPLY_TOKENS)
 
 
 def replies_for(folder: Path, judge: str) -> JudgeReplies:
-    """The cache file, beside the folder while it is being judged, since the folder is replaced as a whole."""
+    """Open the cache beside the folder, where it is kept while judging, since the folder is replaced as a whole."""
     beside = folder.with_name(f"{folder.name}.{JUDGEMENTS}")
     if not beside.exists() and (folder / JUDGEMENTS).exists():
         shutil.copyfile(folder / JUDGEMENTS, beside)
@@ -103,32 +98,33 @@ def replies_for(folder: Path, judge: str) -> JudgeReplies:
 
 
 def judge_folder(folder: Path, judge: Judge) -> dict[str, Any]:
-    """The new summary."""
+    """Judge all answers of a folder, write their scores, and return the new summary."""
     samples = read_samples(folder)
     with replies_for(folder, judge.name) as replies:
         ask_all(_calls(samples), judge, replies, label=f"judge {folder.name}")
-        judged = [with_score(sample, judge.name, replies) for sample in samples]
-    unread = sum(bool(sample.get("judgement", {}).get("unparsable")) for sample in judged)
-    say(f"{folder.name}: {len(waiting(judged))} answers judged by {judge.name}, {unread} replies could not be read")
+        judged = [_apply_judgment(sample, judge.name, replies) for sample in samples]
+    answers = [sample["judgement"] for sample in judged if "judge" in sample]
+    unparsable = sum(answer["unparsable"] for answer in answers)
+    say(f"{folder.name}: {judge.name} judged {len(answers)} answers; replies to {unparsable} could not be parsed")
     return _write_back(folder, judged)
 
 
-def ask_all(wanted: Iterator[Call], judge: Judge, replies: JudgeReplies, *, label: str) -> None:
+def ask_all(wanted: Iterable[Call], judge: Judge, replies: JudgeReplies, *, label: str) -> None:
     left = list({call.prompt: None for call in wanted if replies.get(call.prompt) is None})
     with progress_bar(label, len(left)) as advance, ThreadPoolExecutor(judge.width) as pool:
         for start in range(0, len(left), judge.width):
-            some = left[start : start + judge.width]
-            for prompt, reply in zip(some, pool.map(judge.ask, some), strict=True):
+            batch = left[start : start + judge.width]
+            for prompt, reply in zip(batch, pool.map(judge.ask, batch), strict=True):
                 replies.add(prompt, reply)
                 advance(1, "")
 
 
-def with_score(sample: Sample, judge: str, replies: JudgeReplies) -> Sample:
+def _apply_judgment(sample: Sample, judge: str, replies: JudgeReplies) -> Sample:
     if "judge" not in sample:
         return sample
     case = sample["judge"]
     asked = calls(case["protocol"], case, sample["output"])
-    parsed = [_reply(call, replies) for call in asked]
+    parsed = [_parse_cached(call, replies) for call in asked]
     value = score(case["protocol"], parsed)
     said = {call.name: reply for call, reply in zip(asked, parsed, strict=True)}
     return {**sample, "score": value, "judgement": {"judge": judge, "said": said, "unparsable": value is None}}
@@ -138,19 +134,20 @@ def read_samples(folder: Path) -> list[Sample]:
     return [json.loads(line) for line in (folder / SAMPLES).read_text(encoding="utf-8").split("\n") if line]
 
 
-def _reply(call: Call, replies: JudgeReplies) -> Reply | None:
+def _parse_cached(call: Call, replies: JudgeReplies) -> Reply | None:
     text = replies.get(call.prompt)
     return None if text is None else call.parse(text)
 
 
 def _calls(samples: Sequence[Sample]) -> Iterator[Call]:
-    for sample in waiting(samples):
-        yield from calls(sample["judge"]["protocol"], sample["judge"], sample["output"])
+    for sample in samples:
+        if "judge" in sample:
+            yield from calls(sample["judge"]["protocol"], sample["judge"], sample["output"])
 
 
 def _write_back(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     manifest = read_manifest(folder)
-    assert manifest is not None, "only folders with a manifest are judged"
+    assert manifest is not None, "scores_folders returns only folders with a manifest"
     evals = [TypeAdapter[Any](Eval).validate_python(entry) for entry in manifest["settings"]["evals"]]
     model = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["model"]
     summary = summary_of(model, evals, samples)
@@ -168,9 +165,7 @@ def _write_back(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     return summary
 
 
-# How far a judge agrees with people: on answers that people have graded 0 to 3.
-
-
+# How far a judge agrees with people on answers that people have graded 0 to 3.
 GRADES = 4
 
 
@@ -179,15 +174,15 @@ class Agreement:
     n: int
     unparsable: int
     agreement: float | None  # share of equal grades
-    kappa: float | None  # beyond chance
-    weighted_kappa: float | None  # near misses count less than far ones
+    kappa: float | None  # Cohen's
+    weighted_kappa: float | None  # with quadratic weights: near misses count less
 
 
 def check_judge(path: Path, judge: Judge, replies: JudgeReplies) -> Agreement:
-    cases = labelled(path)
+    cases = read_labeled(path)
     asked = [calls("qa", case, str(case["output"]))[0] for case in cases]
-    ask_all(iter(asked), judge, replies, label="judge check")
-    parsed = [_reply(call, replies) for call in asked]
+    ask_all(asked, judge, replies, label="judge check")
+    parsed = [_parse_cached(call, replies) for call in asked]
     pairs = [
         (int(case["label"]), reply["fluency"] * reply["correctness"])
         for case, reply in zip(cases, parsed, strict=True)
@@ -196,24 +191,15 @@ def check_judge(path: Path, judge: Judge, replies: JudgeReplies) -> Agreement:
     return agreement(pairs, unparsable=len(cases) - len(pairs))
 
 
-def labelled(path: Path) -> list[dict[str, Any]]:
-    cases = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            case = json.loads(line)
-            good = case["label"] in range(GRADES) and isinstance(case["references"], list) and case["references"]
-            case["question"], case["output"]
-        except (ValueError, KeyError, TypeError):
-            good = False
-        if not good:
+def read_labeled(path: Path) -> list[Record]:
+    cases = read_records(str(path))
+    for case in cases:
+        good = case.get("label") in range(GRADES) and {"question", "output"} <= case.keys()
+        if not good or not isinstance(case.get("references"), list) or not case["references"]:
             raise DataError(
-                f"{path}: line {number} needs question, references (a list), output and label (0 to {GRADES - 1})."
+                f"{path}: line {case['_line']} needs question, references (a list), output and label "
+                f"(0 to {GRADES - 1})."
             )
-        cases.append(case)
-    if not cases:
-        raise DataError(f"{path} holds no labelled answers.")
     return cases
 
 
@@ -231,22 +217,18 @@ def agreement(pairs: Sequence[tuple[int, int]], *, unparsable: int = 0) -> Agree
 
 
 def _kappa(pairs: Sequence[tuple[int, int]], weight: Any) -> float | None:
-    """1 − observed ÷ expected disagreement; None where everybody always says the same, which leaves no chance."""
+    """Return 1 − observed ÷ expected disagreement; None if all grades are equal."""
     n = len(pairs)
     observed = sum(weight(a, b) for a, b in pairs) / n
     expected = sum(weight(a, b) for a, _ in pairs for _, b in pairs) / n**2
     return 1 - observed / expected if expected else None
 
 
-# A judge in this process: any model with a chat template.
-
-
 def local_judge(backend: Backend) -> Callable[[str], str]:
+    """Return a function that asks a model in this process, which needs a chat template."""
     asker = Asker(backend.tokenizer)
     if not asker.has_template:
-        raise ConfigError(
-            "the judge's tokenizer has no chat template; use a model that was trained to follow instructions."
-        )
+        raise ConfigError("the judge's tokenizer has no chat template; use an instruction-tuned model.")
 
     def ask(prompt: str) -> str:
         asked = Question(context=prompt, question="", references=("",))

@@ -1,1 +1,1 @@
-"""From one output and its references to one number, as pure functions; what many numbers say of a context's length."""
+"""Scores of one output against its references, and how scores change with length; all are pure functions."""

@@ -1,8 +1,4 @@
-"""What scores at several lengths say: how much is kept at the target, and how far it holds.
-
-In: scores of single samples by length. Out: a ratio with its interval, a length.
-Promise: what cannot be known is None, never zero: no samples, a reference score of 0, a threshold never met.
-"""
+"""How scores change with length: adaptation rate and effective length; what cannot be known is None, not zero."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +8,7 @@ import numpy as np
 
 from unspool.core.rng import rng_for
 
-# RULER's: what Llama-2-7B scores at 4K.
+# RULER's threshold: the score of Llama-2-7B at 4K.
 EFFECTIVE = 0.856
 RESAMPLES, BLOCK = 2000, 100
 Scores = Sequence[float | None] | Mapping[str, Sequence[float | None]]  # of one task, or by task
@@ -28,11 +24,11 @@ class Ratio:
 
 
 def adaptation_rate(target: Scores, reference: Scores, *, seed: int = 0) -> Ratio:
-    """Mean score at the target length ÷ mean score at the reference length; 95% interval by bootstrap.
+    """Divide the mean score at the target length by that at the reference length; 95% interval by bootstrap.
 
-    Scores by task give every task the same weight, and only tasks that are known at both lengths count. Samples of the
-    two lengths are drawn independently: they are different prompts. There is no interval where a task has a single
-    sample, which tells nothing of how its samples vary.
+    Scores by task give every task the same weight, and only tasks with scores at both lengths count. Samples of the two
+    lengths are drawn independently, since they are different prompts. There is no interval if one of several tasks
+    has a single sample, which has no variance.
     """
     both = [_by_task(scores) for scores in (target, reference)]
     names = [name for name in both[0] if len(both[0][name]) and len(both[1].get(name, ()))]
@@ -40,14 +36,14 @@ def adaptation_rate(target: Scores, reference: Scores, *, seed: int = 0) -> Rati
     counts = {"n_target": sum(map(len, ours)), "n_reference": sum(map(len, theirs))}
     if not names or not any(scores.any() for scores in theirs):
         return Ratio(value=None, low=None, high=None, **counts)
-    value = fmean(float(one.mean()) for one in ours) / fmean(float(one.mean()) for one in theirs)
+    value = fmean(float(scores.mean()) for scores in ours) / fmean(float(scores.mean()) for scores in theirs)
     if len(names) > 1 and min(map(len, [*ours, *theirs])) < 2:
         return Ratio(value=value, low=None, high=None, **counts)
     rng = rng_for(seed, "adaptation rate", counts["n_target"], counts["n_reference"])
-    # Few samples of each of many tasks vary less among themselves than in truth: drawing one less makes up for it.
+    # A resample of few samples varies too little; drawing one sample less per task corrects for it.
     less = 1 if len(names) > 1 else 0
-    above, below = (np.mean([_resampled_means(one, rng, less) for one in scores], axis=0) for scores in (ours, theirs))
-    # A resample without a right answer at the reference length has no ratio; those that have one make the interval.
+    above, below = (np.mean([_resampled_means(task, rng, less) for task in side], axis=0) for side in (ours, theirs))
+    # Resamples with a reference mean of 0 have no ratio and are dropped.
     ratios = above[below > 0] / below[below > 0]
     low, high = np.quantile(ratios, [0.025, 0.975])
     return Ratio(value=value, low=float(low), high=float(high), **counts)
@@ -55,7 +51,7 @@ def adaptation_rate(target: Scores, reference: Scores, *, seed: int = 0) -> Rati
 
 def _by_task(scores: Scores) -> dict[str, np.ndarray]:
     by_task = scores if isinstance(scores, Mapping) else {"": scores}
-    return {name: _known(some) for name, some in by_task.items()}
+    return {name: _known(values) for name, values in by_task.items()}
 
 
 def _known(scores: Sequence[float | None]) -> np.ndarray:
@@ -63,25 +59,22 @@ def _known(scores: Sequence[float | None]) -> np.ndarray:
 
 
 def _resampled_means(scores: np.ndarray, rng: np.random.Generator, less: int = 0) -> np.ndarray:
-    # Some at a time: all at once would be gigabytes for the samples of a whole suite.
+    # In blocks: all at once would take gigabytes for the samples of a whole suite.
     blocks = [rng.choice(scores, size=(BLOCK, len(scores) - less)).mean(axis=1) for _ in range(RESAMPLES // BLOCK)]
     return np.concatenate(blocks)
 
 
-def effective_length(
-    scores: Mapping[int, Sequence[float | None]], *, threshold: float = EFFECTIVE, shares: float = 1.0
-) -> int | None:
-    """The largest length up to which the mean of every measured length reaches the threshold.
+def effective_length(scores: Mapping[int, Sequence[float | None]], *, threshold: float = EFFECTIVE) -> int | None:
+    """Return the largest length up to which the mean of every measured length reaches the threshold.
 
-    None if the shortest measured length does not reach it, or if nothing was scored. Lengths without a scored
-    sample are passed over: they say nothing. `shares` is what a perfect answer scores: 100 for percentages.
+    None if the shortest length does not reach it, or if nothing was scored. Lengths without scores are skipped.
     """
     longest = None
     for length in sorted(scores):
         known = [score for score in scores[length] if score is not None]
         if not known:
             continue
-        if fmean(known) / shares < threshold:
+        if fmean(known) < threshold:
             break
         longest = length
     return longest

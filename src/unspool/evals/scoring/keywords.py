@@ -1,11 +1,9 @@
-"""LV-Eval's scores: words are compared only if the answer's keywords are there.
+"""LV-Eval's scores: words are compared only if the output has the answer's keywords.
 
-In: an output, the answer, keywords, a `Words` (how to split, which words do not count). Out: 0 to 1.
-Stage 1: keywords found, as a multiset and without blacklisted ones, divided by all keywords; below the threshold the
-score is 0. Stage 2: F1 over words. `reference` follows LV-Eval's code: blacklisted words count in stage 2, and
-its ROUGE-L counts each different word once. `fixed` does what its description says: blacklisted words count in neither
-stage, and ROUGE-L counts every word. Where nothing but blacklisted words would be left, all are kept.
-Elsewhere: default blacklists and how to give LV-Eval's own (lveval/words.py), splitting Chinese (same).
+Stage 1 is the share of keywords in the output, as a multiset and without blacklisted ones; below a threshold the score
+is 0. Stage 2 is the F1 of words. `reference` follows LV-Eval's code: blacklisted words count in stage 2, and its
+ROUGE-L counts each different word once. `fixed` follows LV-Eval's description: blacklisted words count in neither stage
+(unless all words are blacklisted), and ROUGE-L counts every word.
 """
 
 from collections import Counter
@@ -23,9 +21,11 @@ THRESHOLD: dict[Language, float] = {"en": 0.2, "zh": 0.4}
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
+    """How to split a language into words, and which words do not count."""
+
     language: Language
     blacklist: Collection[str] = ()
-    cut: Callable[[str], Sequence[str]] = list  # of Chinese; English splits at spaces
+    cut: Callable[[str], Sequence[str]] = list  # splits Chinese; English is split at spaces
 
     def of(self, text: str) -> list[str]:
         if self.language == "en":
@@ -42,11 +42,10 @@ def keyword_recall(output: Sequence[str], keywords: Sequence[str], words: Words)
 
 
 def gated_f1(output: str, answer: str, keywords: str | None, words: Words, mode: Mode = "fixed") -> float:
-    """Without keywords Chinese takes the answer for them, and English has no gate."""
+    """Score with the keyword gate; without keywords, Chinese uses the answer, and English has no gate."""
     given, wanted = words.of(output), words.of(answer)
-    asked = keywords or (answer if words.language == "zh" else "")
-    required = words.of(asked)
-    # Keywords that are all blacklisted could not be met by any answer.
+    required = words.of(keywords or (answer if words.language == "zh" else ""))
+    # No answer could pass a gate of blacklisted keywords alone.
     gated = bool(required) and (mode == "reference" or bool(words.without_blacklisted(required)))
     if gated and keyword_recall(given, required, words) < THRESHOLD[words.language]:
         return 0.0
@@ -56,14 +55,14 @@ def gated_f1(output: str, answer: str, keywords: str | None, words: Words, mode:
 
 
 def plain_f1(output: str, answer: str, words: Words) -> float:
-    """For factrecall."""
+    """Score factrecall: F1 without the gate."""
     return shared_f1(words.of(output), words.of(answer))
 
 
 def filtered_rouge_l(output: str, answer: str, words: Words, mode: Mode = "fixed") -> float:
-    """For DuReader: ROUGE-L without blacklisted words."""
+    """Score DuReader: ROUGE-L without blacklisted words."""
     if mode == "reference":
-        # LV-Eval splits what it has split before, which now and then splits a word again.
+        # LV-Eval segments already segmented text, which sometimes splits a word again.
         given, wanted = (words.of(" ".join(words.cut(text))) for text in (output, answer))
         return _set_rouge_l(words.without_blacklisted(given), words.without_blacklisted(wanted))
     given, wanted = words.of(output), words.of(answer)
@@ -76,17 +75,17 @@ def _filtered(given: Sequence[str], wanted: Sequence[str], words: Words) -> tupl
 
 
 def _set_rouge_l(given: Sequence[str], wanted: Sequence[str]) -> float:
-    """The package `rouge` counts the different words of the subsequence and of both texts, not all of them."""
+    """Compute ROUGE-L as the package `rouge` does: over different words of the subsequence and of both texts."""
     if not given or not wanted:
         return 0.0
     shared = len(set(_common_subsequence(wanted, given)))
     precision, recall = shared / len(set(given)), shared / len(set(wanted))
-    # Its guard against dividing by zero, which moves the result by a hundred-millionth.
+    # The package adds 1e-8 against division by zero.
     return 2 * precision * recall / (precision + recall + 1e-8)
 
 
 def _common_subsequence(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
-    """A longest one; of several the one `rouge` finds: it goes back along `theirs` where both ways are equal."""
+    """Return a longest common subsequence; among several, the one that `rouge` finds (ties step back in `theirs`)."""
     lengths = [[0] * (len(theirs) + 1)]
     for mine in ours:
         above, row = lengths[-1], [0]

@@ -1,19 +1,16 @@
-"""ROUGE-L: how much of two texts is the same words in the same order.
+"""ROUGE-L F1 as the package rouge-score computes it with its stemmer.
 
-In: an output, a reference. Out: F1, as rouge-score computes it with its stemmer.
-Price: the longest common subsequence takes one step of long-integer arithmetic per word, so that two texts of
-thousands of words take milliseconds.
+Written by hand: rouge-score takes its stems from NLTK, which is large, and other Porter stemmers give other stems.
+The longest common subsequence is bit-parallel, so that texts of thousands of words take milliseconds.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-# Porter's stemmer as NLTK has it by default, which is what rouge-score calls.
-
-
 Condition = Callable[[str], bool]
 
+# Rules of the Porter stemmer with NLTK's default extensions.
 _IRREGULAR = {
     **dict.fromkeys(("sky", "skies"), "sky"),
     "dying": "die",
@@ -40,7 +37,7 @@ _RULES2, _RULES3, _RULES4 = _pairs(_STEP2), _pairs(_STEP3), _pairs(_STEP4)
 
 
 def _shape(word: str) -> str:
-    """c for consonants, v for vowels; y is a vowel after a consonant."""
+    """Write c for consonants and v for vowels; y is a vowel after a consonant."""
     shape = ""
     for letter in word:
         vowel = letter in "aeiou" or (letter == "y" and shape[-1:] == "c")
@@ -58,7 +55,7 @@ def _ends_cvc(stem: str) -> bool:
 
 
 def _replace(word: str, rules: list[tuple[str, str]], allowed: Condition) -> str:
-    """The first rule whose suffix fits decides, whether its condition holds or not."""
+    """Apply the first rule whose suffix matches, if its condition holds."""
     for suffix, new in rules:
         if word.endswith(suffix):
             stem = word[: -len(suffix)]
@@ -82,12 +79,12 @@ def _step1b(word: str) -> str:
     for suffix in ("ed", "ing"):
         stem = word.removesuffix(suffix)
         if stem != word and "v" in _shape(stem):
-            return _mended(stem)
+            return _repair(stem)
     return word
 
 
-def _mended(stem: str) -> str:
-    """What -ed and -ing leave: an e comes back, a doubled consonant goes."""
+def _repair(stem: str) -> str:
+    """Restore a final e or remove a doubled consonant after -ed and -ing."""
     if stem.endswith(("at", "bl", "iz")):
         return stem + "e"
     if stem[-2:-1] == stem[-1] and _shape(stem)[-1] == "c":
@@ -132,16 +129,16 @@ def stem(word: str) -> str:
     return _step5(_step4(_replace(word, _RULES3, lambda stem: _measure(stem) > 0)))
 
 
-_NO_WORD = re.compile(r"[^a-z0-9]+")
+_NOT_WORD = re.compile(r"[^a-z0-9]+")
 
 
 def rouge_words(text: str) -> list[str]:
-    """Runs of ASCII letters and digits, in lower case, stemmed if longer than three."""
-    return [stem(word) if len(word) > 3 else word for word in _NO_WORD.sub(" ", text.lower()).split()]
+    """Return runs of ASCII letters and digits, lowercased, and stemmed if longer than three."""
+    return [stem(word) if len(word) > 3 else word for word in _NOT_WORD.sub(" ", text.lower()).split()]
 
 
 def common_length(ours: Sequence[str], theirs: Sequence[str]) -> int:
-    """Length of the longest common subsequence (Hyyrö's bit-parallel form)."""
+    """Return the length of the longest common subsequence (Hyyrö's bit-parallel algorithm)."""
     places: dict[str, int] = {}
     for at, word in enumerate(ours):
         places[word] = places.get(word, 0) | 1 << at

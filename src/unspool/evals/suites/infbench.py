@@ -1,13 +1,11 @@
-"""∞Bench's three retrieval tasks as a `Suite`, at any length.
+"""∞Bench's three retrieval tasks as a `Suite`, at any length; its book tasks are part of HELMET's suite.
 
-In: sources (a tokenizer is all), an `Ask`. Out: `Question`; the depth of what is sought is spread evenly over indices.
-`reference` scores as ∞Bench does: the first run of digits, or for KV the value anywhere in the output. `fixed` wants
-digits and value whole: a longer number or a value inside other letters does not count.
-Elsewhere: ∞Bench's questions and summaries of books (helmet/books.py).
+The depth of the target is spread evenly over indices. `reference` scores as ∞Bench does: the first run of digits, or
+for KV the value anywhere in the output. `fixed` does not accept a longer number, or a value inside other letters.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,13 +14,12 @@ from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
 from unspool.evals.fill import Meter, fill, room, spread
 from unspool.evals.suite import Ask, Question, Suite, Task
-from unspool.evals.suites.helmet.json_kv import uuids
+from unspool.evals.suites.helmet.json_kv import entry, lengthen, uuid_pairs
 
-VERSION = 1
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
-# Digits of the passkey, and of the number of which some digits come several times in a row.
+# Digits of the numbers; in number_string, some digits are repeated.
 DIGITS = {"passkey": 5, "number_string": 10}
-NAMED = {"passkey": "pass key", "number_string": "sequence of digits"}
+NAMES = {"passkey": "pass key", "number_string": "sequence of digits"}
 ANSWER_TOKENS = {"passkey": 6, "number_string": 12, "kv_retrieval": 50}
 
 
@@ -33,116 +30,98 @@ class Sources:
 
 def load(tokenizer: Any, paths: Mapping[str, str]) -> Sources:
     if paths:
-        raise ConfigError(f"infbench: its tasks are generated and read no files; leave out {', '.join(sorted(paths))}.")
+        raise ConfigError(f"infbench: all tasks are generated; remove {', '.join(sorted(paths))} from `paths`.")
     return Sources(Meter(tokenizer, [NOISE * 40]))
 
 
-def number_for(task: str, ask: Ask) -> str:
+def draw_number(task: str, ask: Ask) -> str:
     rng = rng_for(ask.seed, "infbench", task, ask.length, ask.index)
     digits = [int(digit) for digit in rng.integers(0, 10, size=DIGITS[task])]
     if task == "number_string":
-        # Repeats are what makes it hard to copy.
+        # Repeated digits make it hard to copy.
         digits = [digit for digit in digits[:4] for _ in range(int(rng.integers(1, 4)))] + digits[4:]
         digits = digits[: DIGITS[task]]
     return "".join(map(str, digits))
 
 
 def build_number(task: str, sources: Sources, ask: Ask) -> Question:
-    meter, named, number = sources.meter, NAMED[task], number_for(task, ask)
-    head = f"There is an important info hidden inside a lot of irrelevant text. Find it and memorize the {named}.\n\n"
-    needle = f"The {named} is {number}. Remember it. {number} is the {named}.\n"
-    question = f"\nWhat is the {named}?\n"
-    cue = f"The {named} is"
-    size = (meter.count(NOISE * 21) - meter.count(NOISE)) / 20
+    meter, name, number = sources.meter, NAMES[task], draw_number(task, ask)
+    head = f"There is an important info hidden inside a lot of irrelevant text. Find it and memorize the {name}.\n\n"
+    needle = f"The {name} is {number}. Remember it. {number} is the {name}.\n"
+    question = f"\nWhat is the {name}?\n"
+    prefix = f"The {name} is"
+    line_tokens = (meter.count(NOISE * 21) - meter.count(NOISE)) / 20
     depth = spread(ask.index, float(rng_for(ask.seed, "infbench depth", task).random()))
 
-    def asked(budget: int) -> Question:
-        free = max(0, budget - meter.count(head + needle + question + cue))
-        lines = int(free / size)
-        words = NOISE.split(" ")[: int((free / size - lines) * len(NOISE.split(" ")))]
-        place = round(depth * lines)
-        text = NOISE * place + needle + NOISE * (lines - place) + " ".join(words)
+    def build_within(budget: int) -> Question:
+        free = max(0, budget - meter.count(head + needle + question + prefix))
+        lines = int(free / line_tokens)
+        words = NOISE.split(" ")[: int((free / line_tokens - lines) * len(NOISE.split(" ")))]
+        before = round(depth * lines)
+        text = NOISE * before + needle + NOISE * (lines - before) + " ".join(words)
         return Question(
             context=head + text.rstrip(),
             question=question,
-            prefix=cue,
+            prefix=prefix,
             references=(f" {number}",),
             depth=depth,
             meta={"mode": ask.mode, "generated": True},
         )
 
-    return fill(asked, meter, room(ask, ANSWER_TOKENS[task]), what=f"infbench {task}", length=ask.length)
+    return fill(build_within, meter, room(ask, ANSWER_TOKENS[task]), what=f"infbench {task}", length=ask.length)
 
 
 def build_kv(sources: Sources, ask: Ask) -> Question:
     meter = sources.meter
+
+    def pairs(count: int) -> list[tuple[str, str]]:
+        return uuid_pairs(rng_for(ask.seed, "infbench kv", ask.length, ask.index), count)
+
     head = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
-    size = meter.count(", ".join(_pair(*pair) for pair in _pairs(ask, 20))) / 20
-    cue = "The value associated with the specified key is:"
-    limit, fixed = room(ask, ANSWER_TOKENS["kv_retrieval"]), meter.count(head + cue) + size
+    pair_tokens = meter.count(", ".join(entry(*pair) for pair in pairs(20))) / 20
+    prefix = "The value associated with the specified key is:"
+    limit, fixed = room(ask, ANSWER_TOKENS["kv_retrieval"]), meter.count(head + prefix) + pair_tokens
     depth = spread(ask.index, float(rng_for(ask.seed, "infbench depth", "kv").random()))
 
-    def asked(budget: int) -> Question:
-        # One pair less than would fit, and a value longer by what that leaves: letters come in smaller steps.
+    def build_within(budget: int) -> Question:
+        # One pair less than would fit; a longer value takes the rest, since characters are finer steps.
         free = budget - fixed
-        known = _pairs(ask, max(2, min(int((limit - fixed) / size) - 1, int(free / size))))
+        known = pairs(max(2, min(int((limit - fixed) / pair_tokens) - 1, int(free / pair_tokens))))
         at = min(len(known) - 1, int(depth * len(known)))
         key, value = known[at]
-        longer = max(0, int((free / size - len(known)) * len(_pair(key, value))))
+        extra_chars = max(0, int((free / pair_tokens - len(known)) * len(entry(key, value))))
         other = -1 if at != len(known) - 1 else 0
-        known[other] = known[other][0], known[other][1] + (known[other][1] * (1 + longer // 36))[:longer]
+        known[other] = known[other][0], lengthen(known[other][1], extra_chars)
         return Question(
-            context=f"{head}{{{', '.join(_pair(*pair) for pair in known)}}}",
+            context=f"{head}{{{', '.join(entry(*pair) for pair in known)}}}",
             question=f'\n\nKey: "{key}"\n',
-            prefix=cue,
+            prefix=prefix,
             references=(f" {value}",),
             depth=at / (len(known) - 1),
             meta={"mode": ask.mode, "generated": True, "keys": len(known)},
         )
 
-    return fill(asked, meter, limit, what="infbench kv_retrieval", length=ask.length)
+    return fill(build_within, meter, limit, what="infbench kv_retrieval", length=ask.length)
 
 
-def _pairs(ask: Ask, count: int) -> list[tuple[str, str]]:
-    drawn = uuids(rng_for(ask.seed, "infbench kv", ask.length, ask.index), 2 * count)
-    return list(zip(drawn[::2], drawn[1::2], strict=True))
-
-
-def _pair(key: str, value: str) -> str:
-    return f'"{key}": "{value}"'
-
-
-def score_number(output: str, asked: Question) -> float:
+def score_number(output: str, question: Question) -> float:
     found = re.search(r"\d+", output)
-    return float(found is not None and found[0] == asked.references[0].strip())
+    return float(found is not None and found[0] == question.references[0].strip())
 
 
-def score_kv(output: str, asked: Question) -> float:
-    value = asked.references[0].strip()
-    if asked.meta["mode"] == "reference":
+def score_kv(output: str, question: Question) -> float:
+    value = question.references[0].strip()
+    if question.meta["mode"] == "reference":
         return float(value in re.sub(r"[\n:\"',.?!{}]", " ", output).split() or value in output)
     return float(re.search(rf"(?<![\w-]){re.escape(value)}(?![\w-])", output.lower()) is not None)
 
 
-def _number(name: str) -> Task:
-    return Task(
-        name=name,
-        metric="accuracy",
-        answer_tokens=ANSWER_TOKENS[name],
-        build=partial(build_number, name),
-        score=score_number,
-    )
+def _task(name: str, build: Callable[[Sources, Ask], Question], score: Callable[[str, Question], float]) -> Task:
+    return Task(name=name, metric="accuracy", answer_tokens=ANSWER_TOKENS[name], build=build, score=score)
 
 
 TASKS = {
-    "passkey": _number("passkey"),
-    "number_string": _number("number_string"),
-    "kv_retrieval": Task(
-        name="kv_retrieval",
-        metric="accuracy",
-        answer_tokens=ANSWER_TOKENS["kv_retrieval"],
-        build=build_kv,
-        score=score_kv,
-    ),
+    **{name: _task(name, partial(build_number, name), score_number) for name in DIGITS},
+    "kv_retrieval": _task("kv_retrieval", build_kv, score_kv),
 }
-SUITE = Suite(name="infbench", version=VERSION, tasks=TASKS, load=load)
+SUITE = Suite(name="infbench", version=1, tasks=TASKS, load=load)

@@ -1,8 +1,7 @@
-"""LV-Eval as a `Suite`: instruction, article, instruction again, question; what is too long loses its middle.
+"""LV-Eval as a `Suite`: instruction, article, instruction again, question; a long article loses its middle.
 
-In: sources, an `Ask`. Out: `Question`. `fixed` cuts the article's middle where the length is full; `reference` cuts the
-whole prompt to the length less 500 tokens, as LV-Eval's runs do. Only the first reference counts, as there.
-Elsewhere: scores (metrics/keywords.py).
+`fixed` cuts the article to fill the length; `reference` leaves another 500 tokens, as LV-Eval's runs do. Only the first
+reference counts, as in LV-Eval. `scoring/keywords.py` has the scores.
 """
 
 import ast
@@ -19,14 +18,11 @@ from unspool.core.rng import rng_for
 from unspool.evals.fill import Meter, Remembered, fill, room, spread
 from unspool.evals.scoring.keywords import Language, Words, filtered_rouge_l, gated_f1, plain_f1
 from unspool.evals.suite import Ask, Question, Suite, Task
-from unspool.evals.suites.helmet import generated
-from unspool.evals.suites.helmet.generated import filler
-from unspool.evals.suites.helmet.records import one_of, read_records, strings
+from unspool.evals.suites import generated
+from unspool.evals.suites.records import first_field, flatten, read_records
 from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text, Wording, literal
 
-# The instructions of LV-Eval's tasks, in words of our own: before the article, between it and the question, after.
-
-
+# Instructions in our own words: (before the article, between article and question, answer prefix).
 _ONE = "Only one of the passages matters for it."
 _SOME = "Only some of the passages matter for it."
 _ONLY = "Give just the answer, without reasons or quotations."
@@ -76,15 +72,10 @@ FORMS: dict[str, Form] = {
     }
     for task, (before, between, cue) in PROMPTS.items()
 }
-OWN_TEXTS = Wording(forms=FORMS)
-
-
-# Which words do not count as a keyword found, and how Chinese is split into words.
-
-
+OWN = Wording(forms=FORMS)
 Segmenter = Literal["jieba", "characters"]
-_NAMES: dict[Language, str] = {"en": "ABANDON_WORDS_EN", "zh": "ABANDON_WORDS_ZH"}
-# Articles, prepositions, conjunctions, pronouns and auxiliary verbs: words that any answer may have.
+_BLACKLIST_VARIABLES: dict[Language, str] = {"en": "ABANDON_WORDS_EN", "zh": "ABANDON_WORDS_ZH"}
+# Words that do not count as keywords: articles, prepositions, conjunctions, pronouns and auxiliary verbs.
 _ENGLISH = (
     "about after all also and are as at be been before being both but by can could did do does during each for from "
     "had has have he her hers him his how if in into is it its may might more most not of on or our she should so "
@@ -96,76 +87,74 @@ OWN_BLACKLISTS: dict[Language, frozenset[str]] = {"en": frozenset(_ENGLISH.split
 
 
 def read_blacklists(paths: Mapping[str, str]) -> dict[Language, tuple[frozenset[str], bool]]:
-    """The words of each language, and whether they are the user's."""
+    """Return the blacklist of each language, and whether it is the user's."""
     found: dict[Language, tuple[frozenset[str], bool]] = {}
-    for language, variable in _NAMES.items():
+    for language, variable in _BLACKLIST_VARIABLES.items():
         if f"blacklist_{language}" in paths:
-            found[language] = frozenset(_text(paths[f"blacklist_{language}"]).split()), True
+            found[language] = frozenset(_read_text(paths[f"blacklist_{language}"]).split()), True
         elif "blacklist" in paths:
-            found[language] = frozenset(_variable(paths["blacklist"], variable)), True
+            found[language] = frozenset(_read_variable(paths["blacklist"], variable)), True
         else:
             found[language] = OWN_BLACKLISTS[language], False
     return found
 
 
-def _text(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"blacklist {path}: cannot be read ({error}); give a text file with a word on each line."
+            f"blacklist {path}: cannot be read ({error}); give a text file with one word per line."
         ) from error
 
 
-def _variable(path: str, name: str) -> list[str]:
-    """A list of words that a Python file assigns to a name; the file is parsed, never run."""
+def _read_variable(path: str, name: str) -> list[str]:
+    """Return the list of words that a Python file assigns to a name; the file is parsed, never run."""
     try:
-        tree = ast.parse(_text(path))
+        tree = ast.parse(_read_text(path))
     except SyntaxError as error:
         raise DataError(f"blacklist {path}: not Python ({error.msg}); give LV-Eval's metrics.py.") from error
     for node in tree.body:
         if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in node.targets):
             return [str(word) for word in ast.literal_eval(node.value)]
     raise DataError(
-        f"blacklist {path}: it assigns no {name}; give LV-Eval's metrics.py, or blacklist_en and blacklist_zh."
+        f"blacklist {path}: {name} is not assigned; give LV-Eval's metrics.py, or blacklist_en and blacklist_zh."
     )
 
 
 @cache
-def cutter(segmenter: Segmenter) -> Callable[[str], Sequence[str]]:
+def build_segmenter(segmenter: Segmenter) -> Callable[[str], Sequence[str]]:
+    """Return a function that splits Chinese text into words."""
     if segmenter == "characters":
         return list
     try:
         import jieba  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError as error:
         raise ConfigError(
-            "lveval: Chinese answers are split into words by jieba, which is not installed; `pip install jieba`, or "
-            "set segmenter: characters under paths for scores that are not LV-Eval's."
+            "lveval: jieba, which splits Chinese answers into words, is not installed; `pip install jieba`, or set "
+            "`segmenter: characters` under `paths` for scores that differ from LV-Eval's."
         ) from error
-    jieba.setLogLevel(60)  # it tells of its dictionary on every start
+    jieba.setLogLevel(60)  # it logs the loading of its dictionary
     return lambda text: list(jieba.cut(text, cut_all=False))
 
 
 def words_for(language: Language, blacklist: frozenset[str], segmenter: Segmenter) -> Words:
-    return Words(language=language, blacklist=blacklist, cut=cutter(segmenter) if language == "zh" else list)
+    return Words(language=language, blacklist=blacklist, cut=build_segmenter(segmenter) if language == "zh" else list)
 
 
-# LV-Eval's files, or a small generated stand-in.
-
-
-# LV-Eval counts words; the number of tokens of a level depends on the tokenizer and is a third more at least.
+# LV-Eval's levels count words; the number of tokens depends on the tokenizer and is at least a third greater.
 LEVELS = {"16k": 16_000, "32k": 32_000, "64k": 64_000, "128k": 128_000, "256k": 256_000}
 PATHS = {"data", "blacklist", "blacklist_en", "blacklist_zh", "segmenter", *PROMPTS}
 GENERATED_QUESTIONS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class LvQuestion:
+class ArticleQuestion:
     text: str
     answers: tuple[str, ...]
     keywords: str | None
-    article: str | None  # None: generated, as long as wanted
-    fact: str = ""  # of a generated one: the passage that answers
+    article: str | None  # None: generated, as long as needed
+    fact: str = ""  # sentence with the answer, for a generated article
 
 
 @dataclass
@@ -175,31 +164,31 @@ class Sources:
     words: dict[Language, Words]
     own_blacklist: dict[Language, bool]
     segmenter: Segmenter
-    wording: Wording = OWN_TEXTS
-    _read: dict[str, list[LvQuestion]] = field(default_factory=dict)
+    wording: Wording = OWN
+    _cache: dict[str, list[ArticleQuestion]] = field(default_factory=dict)
 
-    def questions(self, task: str, length: int) -> list[LvQuestion]:
+    def questions(self, task: str, length: int) -> list[ArticleQuestion]:
         path = self._file(task, length)
         name = path or f"generated {language_of(task)}"
-        if name not in self._read:
-            self._read[name] = _questions(path) if path else _generated(language_of(task))
-        return self._read[name]
+        if name not in self._cache:
+            self._cache[name] = _read_questions(path) if path else _generate_questions(language_of(task))
+        return self._cache[name]
 
     def _file(self, task: str, length: int) -> str | None:
-        """The file of the first level that fills the length, or of the longest; None where nothing was given."""
+        """Return the file of the first level that fills the length, else of the longest; None if the user gave none."""
         if task in self.paths:
             return self.paths[task]
         if "data" not in self.paths:
             return None
         folder = Path(self.paths["data"])
-        found = {level: folder / f"{task}_{level}.jsonl" for level in LEVELS}
-        there = [level for level in LEVELS if found[level].is_file()]
-        if not there:
+        files = {level: folder / f"{task}_{level}.jsonl" for level in LEVELS}
+        present = [level for level in LEVELS if files[level].is_file()]
+        if not present:
             raise ConfigError(
-                f"lveval: {folder} holds no {task}_<level>.jsonl (levels {', '.join(LEVELS)}); unpack LV-Eval's files "
+                f"lveval: {folder} has no {task}_<level>.jsonl (levels {', '.join(LEVELS)}); unpack LV-Eval's files "
                 f"there, leave {task} out of `tasks`, or give its file as {task} under `paths`."
             )
-        return str(found[next((level for level in there if LEVELS[level] >= length), there[-1])])
+        return str(files[next((level for level in present if LEVELS[level] >= length), present[-1])])
 
 
 def language_of(task: str) -> Language:
@@ -207,18 +196,18 @@ def language_of(task: str) -> Language:
     return "zh" if task in chinese else "en"
 
 
-def load(tokenizer: Any, paths: Mapping[str, str], wording: Wording = OWN_TEXTS) -> Sources:
+def load(tokenizer: Any, paths: Mapping[str, str], wording: Wording = OWN) -> Sources:
     for name in paths:
         lookup(dict.fromkeys(sorted(PATHS)), name, kind="path of lveval")
-    # A name and no path, but it comes among paths, and so perhaps as one.
+    # The segmenter is a name, but recipes resolve everything under `paths` to a path.
     given = Path(paths["segmenter"]).name if "segmenter" in paths else None
     lookup(dict.fromkeys(("characters", "jieba")), given or "jieba", kind="segmenter")
-    # Released answers are split as LV-Eval splits them; the generated stand-in needs no dictionary.
+    # LV-Eval's own files need jieba for its scores; generated questions do not.
     files = "data" in paths or any(language_of(task) == "zh" for task in PROMPTS if task in paths)
-    segmenter = cast(Literal["jieba", "characters"], given or ("jieba" if files else "characters"))
+    segmenter = cast(Segmenter, given or ("jieba" if files else "characters"))
     blacklists = read_blacklists(paths)
     return Sources(
-        meter=Meter(tokenizer, [passage.text for passage in generated.pool()[:100]]),
+        meter=generated.meter(tokenizer),
         paths=dict(paths),
         words={language: words_for(language, words, segmenter) for language, (words, _) in blacklists.items()},
         own_blacklist={language: not theirs for language, (_, theirs) in blacklists.items()},
@@ -227,39 +216,38 @@ def load(tokenizer: Any, paths: Mapping[str, str], wording: Wording = OWN_TEXTS)
     )
 
 
-def _questions(path: str) -> list[LvQuestion]:
+def _read_questions(path: str) -> list[ArticleQuestion]:
     found = []
     for row in read_records(path):
         keywords = row.get("answer_keywords")
         found.append(
-            LvQuestion(
-                text=str(one_of(row, ("input", "question"), path)),
-                answers=strings(one_of(row, ("answers", "answer"), path)),
+            ArticleQuestion(
+                text=str(first_field(row, ("input", "question"), path)),
+                answers=flatten(first_field(row, ("answers", "answer"), path)),
                 keywords=None if keywords is None else str(keywords),
-                article=str(one_of(row, ("context", "article"), path)),
+                article=str(first_field(row, ("context", "article"), path)),
             )
         )
     return found
 
 
-def _generated(language: Language) -> list[LvQuestion]:
-    """Firms and founders again; in Chinese a sentence about each."""
+def _generate_questions(language: Language) -> list[ArticleQuestion]:
+    """Generate questions on the founders of firms."""
     found = []
     for number in range(GENERATED_QUESTIONS):
         known = generated.facts(generated.POOL - 1 - number)
         answer = known["founder"]
         if language == "zh":
-            asked, fact = f"谁创办了{known['firm']}？", f"{known['firm']}由{answer}创办。"
+            question, fact = f"谁创办了{known['firm']}？", f"{known['firm']}由{answer}创办。"
         else:
-            asked, fact = f"Who founded {known['firm']}?", f"{known['firm']} was founded by {answer}."
-        found.append(LvQuestion(text=asked, answers=(answer,), keywords=answer, article=None, fact=fact))
+            question, fact = f"Who founded {known['firm']}?", f"{known['firm']} was founded by {answer}."
+        found.append(ArticleQuestion(text=question, answers=(answer,), keywords=answer, article=None, fact=fact))
     return found
 
 
-VERSION = 1
 ANSWER_TOKENS, FACT_TOKENS = 64, 16
 SET_ASIDE = 500  # tokens that LV-Eval leaves free of the context
-BLOCK = 1000  # characters that are counted at once
+BLOCK = 1000  # characters that are tokenized together
 
 
 def build(task: str, answer_tokens: int, sources: Sources, ask: Ask) -> Question:
@@ -267,22 +255,21 @@ def build(task: str, answer_tokens: int, sources: Sources, ask: Ask) -> Question
     questions = sources.questions(task, ask.length)
     order = rng_for(ask.seed, "lveval order", task).permutation(len(questions))
     question = questions[int(order[ask.index % len(questions)])]
-    before, asked_text = sources.wording.around(task, input=question.text)
-    cue = sources.wording.fill(task, PREFIX)
+    before, after = sources.wording.around(task, input=question.text)
+    prefix = sources.wording.fill(task, PREFIX)
     limit = room(ask, answer_tokens)
     if ask.mode == "reference":
         limit = min(limit, ask.length - SET_ASIDE)
-    used = meter.piece(before) + meter.piece(asked_text + cue)
+    used = meter.piece(before) + meter.piece(after + prefix)
     depth = spread(ask.index, float(rng_for(ask.seed, "lveval depth", task).random()))
-    filling = Remembered(filler(90_000 + 500 * ask.index + number).text + "\n" for number in count())
+    filling = Remembered(generated.filler(90_000 + 500 * ask.index + number).text + "\n" for number in count())
     blacklist = sorted(sources.words[language].blacklist)
 
-    def asked(budget: int) -> Question:
-        free = budget - used
+    def build_within(budget: int) -> Question:
         return Question(
-            context=before + _article(question, meter, free, filling, depth),
-            question=asked_text,
-            prefix=cue,
+            context=before + _article(question, meter, budget - used, filling, depth),
+            question=after,
+            prefix=prefix,
             references=question.answers,
             depth=depth if question.article is None else None,
             meta={
@@ -296,10 +283,10 @@ def build(task: str, answer_tokens: int, sources: Sources, ask: Ask) -> Question
             },
         )
 
-    return fill(asked, meter, limit, what=f"lveval {task}", length=ask.length)
+    return fill(build_within, meter, limit, what=f"lveval {task}", length=ask.length)
 
 
-def _article(question: LvQuestion, meter: Meter, free: int, filling: Remembered, depth: float) -> str:
+def _article(question: ArticleQuestion, meter: Meter, free: int, filling: Remembered, depth: float) -> str:
     if question.article is None:
         kept = meter.take(filling, free - meter.piece(question.fact) - 1)
         kept.insert(round(depth * len(kept)), question.fact + "\n")
@@ -309,33 +296,27 @@ def _article(question: LvQuestion, meter: Meter, free: int, filling: Remembered,
     sizes = [meter.piece(block) for block in blocks]
     if sum(sizes) <= free:
         return text
-    return _head(blocks, sizes, free // 2) + _tail(blocks, sizes, free // 2)
+    head, tail = _take_chars(blocks, sizes, free // 2), _take_chars(blocks[::-1], sizes[::-1], free // 2)
+    return text[:head] + text[len(text) - tail :]
 
 
-def _head(blocks: list[str], sizes: list[int], free: int) -> str:
-    """The beginning, of which the last block is cut in proportion: Chinese has no spaces to cut at."""
-    kept = ""
+def _take_chars(blocks: list[str], sizes: list[int], free: int) -> int:
+    """Return how many characters of the first blocks fit; the last block counts in proportion to its tokens.
+
+    Text is not cut at spaces, which Chinese does not have.
+    """
+    chars = 0
     for block, size in zip(blocks, sizes, strict=True):
         if size > free:
-            return kept + block[: max(0, free) * len(block) // size]
-        kept, free = kept + block, free - size
-    return kept
+            return chars + max(0, free) * len(block) // size
+        chars, free = chars + len(block), free - size
+    return chars
 
 
-def _tail(blocks: list[str], sizes: list[int], free: int) -> str:
-    kept = ""
-    for block, size in zip(reversed(blocks), reversed(sizes), strict=True):
-        if size > free:
-            part = max(0, free) * len(block) // size
-            return block[len(block) - part :] + kept
-        kept, free = block + kept, free - size
-    return kept
-
-
-def score(task: str, output: str, asked: Question) -> float:
-    meta = asked.meta
+def score(task: str, output: str, question: Question) -> float:
+    meta = question.meta
     words = words_for(language_of(task), frozenset(meta["blacklist"]), meta["segmenter"])
-    answer = asked.references[0]
+    answer = question.references[0]
     if task.startswith("factrecall"):
         return plain_f1(output, answer, words)
     if task == "dureader_mixup":
@@ -345,16 +326,16 @@ def score(task: str, output: str, asked: Question) -> float:
 
 def _task(name: str) -> Task:
     answer_tokens = FACT_TOKENS if name.startswith("factrecall") else ANSWER_TOKENS
-    metrics = {"dureader_mixup": "ROUGE-L"}
+    metrics = {"dureader_mixup": "ROUGE-L", "factrecall_en": "F1", "factrecall_zh": "F1"}
     return Task(
         name=name,
-        metric="F1" if name.startswith("factrecall") else metrics.get(name, "keyword F1"),
+        metric=metrics.get(name, "keyword F1"),
         answer_tokens=answer_tokens,
         build=partial(build, name, answer_tokens),
         score=partial(score, name),
         size=lambda sources: len(sources.questions(name, 0)),
-        stratum=lambda sources, index: index % 8,  # depths of generated articles go round in eighths
+        stratum=lambda sources, index: index % 8,  # depths of generated articles repeat after eight
     )
 
 
-SUITE = Suite(name="lveval", version=VERSION, tasks={name: _task(name) for name in PROMPTS}, load=load, wording=FORMS)
+SUITE = Suite(name="lveval", version=1, tasks={name: _task(name) for name in PROMPTS}, load=load, wording=FORMS)

@@ -1,9 +1,9 @@
-"""Claims as a `Suite`: one task, two prompts for each pair.
+"""NoCha-style claims as a `Suite`: one task, two prompts per pair of a true and a false claim.
 
-In: `pairs`, a JSONL file with `true` and `false` (claims), and `text` or `text_path` (the book, beside the file); or
-nothing, for generated pairs. Out: `Question`; index 2i is the true claim of pair i or the false one, as the seed says,
-index 2i+1 the other. A single score says whether the verdict is right; `pair_accuracy` of metrics/pairs.py takes
-(meta["pair"], score) and counts pairs. A text longer than the length loses its end; `meta["cut"]` says so.
+Users give `pairs`, a JSONL file with `true`, `false`, and `text` or `text_path` (the book, relative to the file);
+without it, pairs are generated. Indices 2i and 2i+1 are the two claims of pair i, in random order. A score
+says whether one verdict is right; `scoring.ranking.pair_accuracy` counts pairs. A text that is too long loses its end
+(`meta["cut"]`).
 """
 
 from collections.abc import Mapping
@@ -18,14 +18,13 @@ from unspool.core.rng import rng_for
 from unspool.evals.fill import Meter, Remembered, fill, room, spread
 from unspool.evals.scoring.ranking import parse_verdict
 from unspool.evals.suite import Ask, Question, Suite, Task
-from unspool.evals.suites.helmet import generated
+from unspool.evals.suites import generated
 from unspool.evals.suites.helmet.books import text_blocks
-from unspool.evals.suites.helmet.records import one_of, read_records
+from unspool.evals.suites.records import first_field, read_records
 
-VERSION = 1
 ANSWER_TOKENS = 16
 HEAD = "You are given a text and a claim about it. Decide from the text alone whether the claim is true or false.\n\n"
-CUE = "The claim is"
+PREFIX = "The claim is"
 GENERATED_PAIRS = 60
 
 
@@ -34,7 +33,7 @@ class Pair:
     true: str
     false: str
     text: str | None  # None: generated
-    fact: str = ""
+    fact: str = ""  # passage that decides a generated pair
 
 
 @dataclass(frozen=True)
@@ -46,26 +45,26 @@ class Sources:
 def load(tokenizer: Any, paths: Mapping[str, str]) -> Sources:
     for name in paths:
         lookup({"pairs": None}, name, kind="path of nocha")
-    pairs = _read(paths["pairs"]) if "pairs" in paths else [_generated(at) for at in range(GENERATED_PAIRS)]
-    return Sources(Meter(tokenizer, [passage.text for passage in generated.pool()[:100]]), pairs)
+    pairs = _read_pairs(paths["pairs"]) if "pairs" in paths else [_generate_pair(at) for at in range(GENERATED_PAIRS)]
+    return Sources(generated.meter(tokenizer), pairs)
 
 
-def _read(path: str) -> list[Pair]:
+def _read_pairs(path: str) -> list[Pair]:
     found = []
     for row in read_records(path):
         text = row.get("text")
         if not text:
-            file = Path(path).parent / str(one_of(row, ("text_path", "text"), path))
+            file = Path(path).parent / str(first_field(row, ("text_path", "text"), path))
             try:
                 text = file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(f"{path}, record {row.get('_line')}: text_path cannot be read ({error}).") from error
-        true, false = (str(one_of(row, (name,), path)) for name in ("true", "false"))
+        true, false = (str(first_field(row, (name,), path)) for name in ("true", "false"))
         found.append(Pair(true=true, false=false, text=str(text)))
     return found
 
 
-def _generated(number: int) -> Pair:
+def _generate_pair(number: int) -> Pair:
     known, other = (generated.facts(generated.POOL - 200 - at) for at in (number, number + GENERATED_PAIRS))
     claim = "{firm} was founded by {founder}."
     return Pair(
@@ -80,12 +79,12 @@ def build(sources: Sources, ask: Ask) -> Question:
     meter = sources.meter
     number = ask.index // 2 % len(sources.pairs)
     pair = sources.pairs[number]
-    first = bool(rng_for(ask.seed, "nocha", number).integers(2))
-    is_true = first == (ask.index % 2 == 0)
+    true_first = bool(rng_for(ask.seed, "nocha", number).integers(2))
+    is_true = true_first == (ask.index % 2 == 0)
     questions = {claim: f"\n\nClaim: {claim}\nAnswer true or false.\n" for claim in (pair.true, pair.false)}
-    # Both claims of a pair get the text that the longer one leaves room for, so that it is read once.
-    longer = max(questions.values(), key=lambda question: meter.piece(question + CUE))
-    used = meter.piece(HEAD) + meter.piece(longer + CUE)
+    # Both claims get the context that fits the longer one, so that backends read it once.
+    longer = max(questions.values(), key=lambda question: meter.piece(question + PREFIX))
+    used = meter.piece(HEAD) + meter.piece(longer + PREFIX)
     depth = spread(ask.index // 2, float(rng_for(ask.seed, "nocha depth").random()))
     blocks = Remembered(
         text_blocks(pair.text)
@@ -93,7 +92,7 @@ def build(sources: Sources, ask: Ask) -> Question:
         else (generated.filler(130_000 + 500 * number + at).text + "\n\n" for at in count())
     )
 
-    def asked(budget: int) -> Question:
+    def build_within(budget: int) -> Question:
         kept = meter.take(blocks, budget - used - meter.piece(pair.fact))
         cut = pair.text is not None and sum(map(len, kept)) < len(pair.text)
         if pair.text is None:
@@ -101,19 +100,19 @@ def build(sources: Sources, ask: Ask) -> Question:
         return Question(
             context=HEAD + "".join(kept).rstrip(),
             question=longer,
-            prefix=CUE,
+            prefix=PREFIX,
             references=(" true" if is_true else " false",),
             depth=depth if pair.text is None else None,
             meta={"mode": ask.mode, "generated": pair.text is None, "pair": number, "cut": cut},
         )
 
-    filled = fill(asked, meter, room(ask, ANSWER_TOKENS), what="nocha claims", length=ask.length)
+    filled = fill(build_within, meter, room(ask, ANSWER_TOKENS), what="nocha claims", length=ask.length)
     return replace(filled, question=questions[pair.true if is_true else pair.false])
 
 
-def score(output: str, asked: Question) -> float:
+def score(output: str, question: Question) -> float:
     verdict = parse_verdict(output)
-    return float(verdict is not None and verdict == (asked.references[0].strip() == "true"))
+    return float(verdict is not None and verdict == (question.references[0].strip() == "true"))
 
 
 CLAIMS = Task(
@@ -125,4 +124,4 @@ CLAIMS = Task(
     size=lambda sources: 2 * len(sources.pairs),
     together=2,
 )
-SUITE = Suite(name="nocha", version=VERSION, tasks={"claims": CLAIMS}, load=load)
+SUITE = Suite(name="nocha", version=1, tasks={"claims": CLAIMS}, load=load)

@@ -155,14 +155,14 @@ def _answer_in_batches(
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids}
     answers: list[list[int]] = [[] for _ in prompts]
     for some in plan_batches(model, [len(ids) for ids in prompts], max_new_tokens):
-        asked = [prompts[at] for at in some]
-        if len(asked) == 1:
+        batch = [prompts[at] for at in some]
+        if len(batch) == 1:
             # A prompt alone needs no padding, and its keys may take all memory.
-            found = answer(model, asked[0][:0], asked, **options, prefill_chunk=prefill_chunk)
+            found = answer(model, batch[0][:0], batch, **options, prefill_chunk=prefill_chunk)
         else:
-            padded = len(asked) * (max(map(len, asked)) + max_new_tokens)
+            padded = len(batch) * (max(map(len, batch)) + max_new_tokens)
             row_tokens = prefill_chunk or min(MAX_ROW_TOKENS, prefill_chunk_len(model, padded))
-            found = answer_batch(model, asked, **options, row_tokens=row_tokens)
+            found = answer_batch(model, batch, **options, row_tokens=row_tokens)
         for at, ids in zip(some, found, strict=True):
             answers[at] = ids
     return answers
@@ -191,55 +191,35 @@ def _answer_together(
     shared = cache.get_seq_length()
     lens = [len(ids) for ids in questions]
     attention = SharedPrefixAttention(shared, model.device)
-    owners = np.repeat(np.arange(len(lens)), lens)
+    answers: list[list[int]] = [[] for _ in questions]
+    active = list(range(len(lens)))
+    ids, owners = np.concatenate(questions), np.repeat(active, lens)
     positions = np.concatenate([np.arange(shared, shared + size) for size in lens])
     ends = np.cumsum(lens) - 1
-    answers: list[list[int]] = [[] for _ in questions]
     with attention.attached(model):
-        tokens = _next_tokens(model, cache, attention, np.concatenate(questions), owners, positions, ends)
-        active = list(range(len(lens)))
-        while True:
-            unfinished = []
-            for at, token in zip(active, tokens, strict=True):
-                if token not in stop_ids:
-                    answers[at].append(token)
-                    if len(answers[at]) < max_new_tokens:
-                        unfinished.append(at)
-            if not unfinished:
-                return answers
-            active = unfinished
-            last = np.array([answers[at][-1] for at in active])
+        while active:
+            attention.add_tokens(to_tensor(model, owners), to_tensor(model, positions))
+            tokens = dict(zip(active, _next_tokens(model, cache, ids, positions, ends), strict=True))
+            active = [at for at in active if tokens[at] not in stop_ids]
+            for at in active:
+                answers[at].append(tokens[at])
+            active = [at for at in active if len(answers[at]) < max_new_tokens]
+            ids, owners = np.array([tokens[at] for at in active]), np.array(active)
             positions = np.array([shared + lens[at] + len(answers[at]) - 1 for at in active])
-            tokens = _next_tokens(model, cache, attention, last, np.array(active), positions, np.arange(len(active)))
-
-
-def _next_tokens(
-    model: Any,
-    cache: Cache,
-    attention: SharedPrefixAttention,
-    ids: np.ndarray,
-    owners: np.ndarray,
-    positions: np.ndarray,
-    ends: np.ndarray,
-) -> list[int]:
-    """Append tokens of several questions to the cache; return the most likely token after each of those at `ends`."""
-    tokens, whose, where, last = (to_tensor(model, values) for values in (ids, owners, positions, ends))
-    attention.add_tokens(whose, where)
-    out = model(
-        input_ids=tokens[None],
-        position_ids=where[None],
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=last,
-    )
-    found: list[int] = out.logits[0].argmax(dim=-1).tolist()
-    return found
+            ends = np.arange(len(active))
+    return answers
 
 
 def _next_token(model: Any, cache: Cache, ids: np.ndarray) -> int:
     """Append `ids` to the cache; return the most likely token after them."""
-    tokens = to_tensor(model, ids)[None]
     seen = cache.get_seq_length()
-    positions = torch.arange(seen, seen + len(ids), device=tokens.device)[None]
-    out = model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return int(out.logits[0, -1].argmax())
+    return _next_tokens(model, cache, ids, np.arange(seen, seen + len(ids)), np.array([len(ids) - 1]))[0]
+
+
+def _next_tokens(model: Any, cache: Cache, ids: np.ndarray, positions: np.ndarray, ends: np.ndarray) -> list[int]:
+    """Append `ids` at `positions` to the cache; return the most likely token after each of those at `ends`."""
+    tokens, where, last = (to_tensor(model, values) for values in (ids, positions, ends))
+    options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": last}
+    out = model(input_ids=tokens[None], position_ids=where[None], **options)
+    found: list[int] = out.logits[0].argmax(dim=-1).tolist()
+    return found

@@ -5,13 +5,12 @@ result. In the recomputation the recorded results replace the kernels, in the sa
 host memory. Everything else in the region (shapes, copies, the autograd graph) runs twice as usual. Results have the
 same bits, since a kept result is the very tensor of the forward pass.
 
-Only two things together make a result kept: the call goes through `call`, and its operator is in `_OPERATORS`. A kernel
-that runs in the region for another reason is not recorded. Every recorded result has a key (operator, shapes and dtypes
-of the tensor arguments). The recomputation must ask for the same keys and take every result; if the two passes differ,
-it raises an error instead of computing with the wrong tensor.
+A result is kept only if the call goes through `call` and its operator is in `_OPERATORS`. A kernel that runs in the
+region for another reason is not recorded. Every recorded result has a key (operator, shapes and dtypes of the tensor
+arguments). The recomputation must ask for the same keys and take every result; if the two passes differ, it raises an
+error instead of computing with the wrong tensor.
 
-`call` surrounds single kernels and not the layer, since compiled functions do not run under a dispatch mode.
-attention_parts.py and recompute.py decide what is kept; offload.py manages host memory.
+`call` surrounds single kernels and not the layer, because compiled functions do not run under a dispatch mode.
 """
 
 from collections import deque
@@ -58,11 +57,11 @@ def _find_operators() -> frozenset[Any]:
 _OPERATORS = _find_operators()
 
 # The mode for kernel calls in this thread: recording, replaying or neither.
-_mode: ContextVar["_Keeping | _Giving | None"] = ContextVar("keeping", default=None)
+_mode: ContextVar["_Recording | _Replaying | None"] = ContextVar("keeping", default=None)
 
 
 def call(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a kernel whose result is kept if a checkpointed region keeps results at the moment."""
+    """Call a kernel; its result is kept inside of a checkpointed region that keeps results."""
     mode = _mode.get()
     if mode is None:
         return kernel(*args, **kwargs)
@@ -74,13 +73,12 @@ def call(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def call_foreign(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call an attention function that does not use `call` itself; refuse it if it runs no kernel that can be kept."""
     mode = _mode.get()
-    before = mode.count if isinstance(mode, _Keeping) else 0
+    before = mode.count if isinstance(mode, _Recording) else 0
     out = call(function, *args, **kwargs)
-    if isinstance(mode, _Keeping) and mode.count == before:
+    if isinstance(mode, _Recording) and mode.count == before:
         raise ConfigError(
             f"activation_checkpointing: attention {name!r} runs no kernel whose result can be kept; set "
-            "activation_checkpointing to full, or load "
-            "the model with Unspool's attention."
+            "activation_checkpointing to full, or load the model with Unspool's attention."
         )
     return out
 
@@ -114,7 +112,7 @@ def key_of(operator: Any, args: Any, kwargs: Any) -> Key:
 class _Entry(NamedTuple):
     key: Key
     result: Any
-    num_saved: int  # tensors that autograd had saved in the region before
+    num_saved: int  # tensors that autograd saved in the region before this call
 
 
 class Kept:
@@ -154,7 +152,7 @@ class Kept:
                 tree_map_only(Stored, self._offloader.fetch, entry.result)
 
     def _put_tensor(self, tensor: Tensor) -> Any:
-        # Seeds and the like stay where they are, and so does what has gaps, which some kernels leave between heads.
+        # Small tensors such as seeds stay on the device, and so do tensors with gaps, as some kernels return them.
         if self._offloader is None or tensor.dim() < 2 or not is_dense(tensor):
             return tensor.detach()
         return self._offloader.put(tensor)
@@ -164,7 +162,7 @@ class Kept:
 
     @contextmanager
     def _forward(self) -> Iterator[None]:
-        with self._saved.counting(), _using(_Keeping(self)):
+        with self._saved.counting(), _using(_Recording(self)):
             yield
         # `checkpoint` stops the recomputation as soon as it has saved the last tensor that the forward pass saved.
         # Later kernels are not reached.
@@ -176,7 +174,7 @@ class Kept:
         self.fetch()
         if self._before is not None:
             self._before.fetch()
-        with _using(_Giving(self)):
+        with _using(_Replaying(self)):
             try:
                 yield
             except _StopRecomputationError:
@@ -200,9 +198,9 @@ class _Saved:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count, and leave the saving to the hooks that are in place: those of `checkpoint`."""
+        """Count saved tensors; the hooks in place, those of `checkpoint`, save them."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        assert hooks is not None, "results are kept inside of a checkpoint"
+        assert hooks is not None, "results are kept inside of a checkpoint only"
         pack, unpack = hooks
 
         def counted(tensor: Tensor) -> Any:
@@ -214,7 +212,7 @@ class _Saved:
 
 
 @contextmanager
-def _using(mode: "_Keeping | _Giving | None") -> Iterator[None]:
+def _using(mode: "_Recording | _Replaying | None") -> Iterator[None]:
     token = _mode.set(mode)
     try:
         yield
@@ -222,7 +220,7 @@ def _using(mode: "_Keeping | _Giving | None") -> Iterator[None]:
         _mode.reset(token)
 
 
-class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the results of the listed operators."""
 
     def __init__(self, kept: Kept) -> None:
@@ -238,8 +236,8 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-class _Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces the listed operators by the recorded results."""
+class _Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Replaces the listed operators by their recorded results."""
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

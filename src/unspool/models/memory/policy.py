@@ -1,4 +1,4 @@
-"""Which memory settings there are and which go together. Apart from memory.py: checking a recipe needs no torch."""
+"""Memory settings of training, and which of them can be combined. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,10 +11,10 @@ Recompute = Literal["none", "keep-attention", "full"]
 @dataclass(frozen=True, kw_only=True)
 class MemoryPolicy:
     activation_checkpointing: Recompute = "none"
-    layers_per_checkpoint: int = 1  # layers that share a checkpoint
-    offload: bool = False  # checkpoints wait in host memory
-    keep_products: int = 0  # layers, from the last, that keep the results of matrix products as well
-    keep_on_host: int = 0  # of those, how many have all kept results in host memory
+    layers_per_checkpoint: int = 1
+    offload: bool = False  # checkpoints are stored in host memory
+    keep_products: int = 0  # layers, from the last, that also keep the results of matrix products
+    keep_on_host: int = 0  # of those, layers whose kept results are stored in host memory
     mlp_tiles: int | None = None  # tokens per tile of norms and MLPs
     attention_heads_at_once: int | None = None  # KV heads, with the query heads that share them
 
@@ -39,7 +39,7 @@ class MemoryPolicy:
             )
         if not 0 <= self.keep_on_host <= self.keep_products:
             raise ConfigError(
-                f"keep_on_host={self.keep_on_host} is how many of the keep_products layers wait in host memory: "
+                f"keep_on_host={self.keep_on_host} is how many of the keep_products layers use host memory: "
                 f"it must be between 0 and {self.keep_products}."
             )
         for name in ("layers_per_checkpoint", "mlp_tiles", "attention_heads_at_once"):

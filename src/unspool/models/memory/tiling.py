@@ -1,9 +1,8 @@
-"""Modules that compute each token by itself, over tiles of the sequence.
+"""Modules that compute each token by itself, run over tiles of the sequence.
 
-In: a module [B, T, D] → [B, T, D]. Out: the same module; what it computes inside exists for one tile at a time.
-Promise: results change by no more than rounding; the sum of the weights' gradients over tiles is kept in fp32.
-Price: the module is computed once more in the backward pass, tile by tile (but not a third time where its layer is
-recomputed anyway), and weights get their gradient in a buffer first.
+A module [B, T, D] → [B, T, D] holds its intermediate results for one tile at a time. Results change by no more than
+rounding; the weights' gradients are summed over tiles in fp32. The backward pass computes the module once more, tile by
+tile (but not a third time if its layer is checkpointed), and gathers weights' gradients in a buffer first.
 """
 
 from collections.abc import Callable
@@ -16,28 +15,28 @@ from torch.autograd.function import once_differentiable
 Forward = Callable[[Tensor], Tensor]
 
 
-def apply_tiles(part: nn.Module, tile_len: int) -> None:
-    """Let `part` compute at most `tile_len` tokens at a time."""
-    whole: Forward = part.forward
+def apply_tiles(module: nn.Module, tile_len: int) -> None:
+    """Let `module` compute at most `tile_len` tokens at a time."""
+    whole: Forward = module.forward
 
     def tiled(hidden: Tensor) -> Tensor:
         if hidden.shape[1] <= tile_len:
             return whole(hidden)
         if not torch.is_grad_enabled():
             return _forward(whole, hidden, tile_len)
-        weights = [weight for weight in part.parameters() if weight.requires_grad]
-        # Keeping the input is a node of its own that comes first: a recomputation of the layer ends as soon as all
-        # it has to give is there, so it never computes the tiles just to reach what they keep. The empty tensor makes
-        # it a node also where the input needs no gradient.
+        weights = [weight for weight in module.parameters() if weight.requires_grad]
+        # The input is saved by its own autograd node, before the tiles: the recomputation of a layer stops when all
+        # saved tensors are there, so it never computes the tiles just to save their input. The empty tensor creates
+        # the node even if the input needs no gradient.
         kept: Tensor = _Keep.apply(torch.empty(0, requires_grad=True), hidden)  # type: ignore[no-untyped-call]
         out: Tensor = _Tiles.apply(kept, _Run(whole, hidden, tile_len), kept.grad_fn, *weights)  # type: ignore[no-untyped-call]
         return out
 
-    part.forward = tiled
+    module.forward = tiled
 
 
 class _Run:
-    """What the backward pass has to know to compute a tile as the forward pass did."""
+    """What the backward pass needs to compute a tile as the forward pass did."""
 
     def __init__(self, whole: Forward, hidden: Tensor, tile_len: int) -> None:
         self.whole = whole
@@ -48,12 +47,12 @@ class _Run:
         self.dtype = torch.get_autocast_dtype(self.device_type)
 
     def precision(self) -> torch.autocast:
-        # Without autocast's cache: a weight cast without gradients must not be found there by a pass with them.
+        # Without autocast's cache, so that a pass with gradients does not reuse a weight cast without them.
         return torch.autocast(self.device_type, self.dtype, enabled=self.autocast, cache_enabled=False)
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps a tensor for the backward pass and passes it on."""
+    """Saves a tensor for the backward pass and returns it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor) -> Tensor:
@@ -100,7 +99,7 @@ class _Tiles(torch.autograd.Function):
 
 
 def _forward(whole: Forward, hidden: Tensor, tile_len: int) -> Tensor:
-    """Tile after tile into one tensor, since gathering them first would hold them all twice."""
+    """Write tile after tile into one tensor; concatenating them would hold all of them twice."""
     out: Tensor | None = None
     for start in range(0, hidden.shape[1], tile_len):
         tile = whole(hidden[:, start : start + tile_len])

@@ -21,7 +21,8 @@ from unspool.core.errors import ConfigError
 from unspool.core.progress import say
 from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size
-from unspool.data.packing.store import IGNORE, open_rows, position_ids
+from unspool.data.packing.row import IGNORE, position_ids
+from unspool.data.packing.store import open_rows
 from unspool.models.generation.generate import answer
 from unspool.models.loss import bucket_means
 from unspool.training.batch import Batch, build_batch, sequence_part, split_batch

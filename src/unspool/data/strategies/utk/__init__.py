@@ -1,1 +1,69 @@
-"""Untie the Knots: split documents into chunks, scatter them over the row, ask for the way back."""
+"""Untie the Knots: split documents into chunks, scatter the chunks over the row, ask for the way back."""
+
+import copy
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from unspool.core.rng import rng_for
+from unspool.core.sizes import Size
+from unspool.data.strategies.base import PackingInputs, RowBuilder, StrategyConfig
+
+if TYPE_CHECKING:
+    from unspool.data.packing.config import DatasetConfig
+
+
+class UtkConfig(StrategyConfig):
+    """Untie the Knots: split documents, scatter the chunks over the row, trace them back."""
+
+    name: ClassVar[str] = "utk"
+    title: ClassVar[str] = "tangled (Untie the Knots)"
+    moves_chunks: ClassVar[bool] = True
+    uses_tokenizer: ClassVar[bool] = True
+
+    probability: float = Field(0.8, ge=0, le=1, description="share of documents, or of rows, that are split")
+    per: Literal["document", "row"] = Field("document", description="unit that probability applies to")
+    hops: dict[int, float] = Field({2: 0.5, 3: 0.5}, description="chunks per split document: share of those documents")
+    split: Literal["random", "equal"] = Field("random", description="where documents are split")
+    min_split: Size = Field(512, description="shorter documents stay whole (tokens)")
+    longest: Size | None = Field(None, description="longer documents are first cut into several of this length")
+    preserve_order: bool = Field(True, description="chunks of one document keep their order")
+    backtrace: bool = Field(True, description="after the last chunk, list the labels of all chunks")
+
+    @field_validator("hops")
+    @classmethod
+    def _hops(cls, hops: dict[int, float]) -> dict[int, float]:
+        if not hops or any(not 2 <= count <= 8 or share < 0 for count, share in hops.items()) or not sum(hops.values()):
+            raise ValueError("hops needs counts of 2 to 8 with positive shares, such as {2: 0.5, 3: 0.5}")
+        return hops
+
+    def check(self, dataset: "DatasetConfig") -> None:
+        if dataset.seq_len < 4 * self.min_split:
+            raise ValueError(f"utk.min_split needs at most a quarter of seq_len, here {dataset.seq_len // 4}")
+
+    def summary(self) -> str:
+        return "tangled"
+
+    @property
+    def max_doc_len(self) -> int | None:
+        return self.longest
+
+    @property
+    def keeps_chunk_order(self) -> bool:
+        return self.preserve_order
+
+    def build(self, dataset: "DatasetConfig", inputs: PackingInputs) -> RowBuilder:
+        from unspool.data.strategies.utk.tangle import build_tangler
+
+        # A copy: the caller's tokenizer belongs to a model that may never see a tangled row.
+        tokenizer = copy.deepcopy(inputs.tokenizer)
+        rng = rng_for(inputs.seed, "tangle", inputs.name)
+        tangler = build_tangler(self, tokenizer, rng, keep_rest=dataset.packing == "concat")
+        return RowBuilder(
+            pack=tangler.pack,
+            masked=True,
+            chunked=True,
+            arrays=True,
+            counts_documents=False,
+            added_tokens=tangler.knots,
+        )

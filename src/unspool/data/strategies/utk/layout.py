@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from unspool.data.packing.config import UtkConfig
+from unspool.data.strategies.utk import UtkConfig
 from unspool.data.strategies.utk.special_tokens import LabelPool
 
 

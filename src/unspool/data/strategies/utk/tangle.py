@@ -38,9 +38,9 @@ from itertools import islice
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from unspool.data.packing.config import DatasetConfig, UtkConfig
 from unspool.data.packing.pack import WINDOW_DOCS, Doc, RowStream, Tally
-from unspool.data.packing.store import BATCH_TOKENS, Row
+from unspool.data.packing.row import BATCH_TOKENS, Row
+from unspool.data.strategies.utk import UtkConfig
 from unspool.data.strategies.utk.layout import Choices, Chooser, Pieces, Units, fill_rows, scatter
 from unspool.data.strategies.utk.special_tokens import DrawLabels, LabelPool, knot_ids, label_drawer
 from unspool.data.strategies.utk.write import Written, gather_labels, write
@@ -133,12 +133,13 @@ class Tangler:
             tally.drop("last_row", doc.source, len(doc.tokens) - start)
 
 
-def build_tangler(config: DatasetConfig, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator) -> Tangler:
-    """`tokenizer` gets the knots that it lacks."""
-    assert config.utk is not None
-    knots = knot_ids(tokenizer, max(config.utk.hops))
+def build_tangler(
+    config: UtkConfig, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator, *, keep_rest: bool
+) -> Tangler:
+    """Build the packer; `tokenizer` gets the special tokens that it lacks."""
+    knots = knot_ids(tokenizer, max(config.hops))
     draw_labels = label_drawer(build_encoder(tokenizer))
-    return Tangler(config.utk, knots, draw_labels, rng, keep_rest=config.packing == "concat")
+    return Tangler(config, knots, draw_labels, rng, keep_rest=keep_rest)
 
 
 @dataclass(frozen=True, slots=True)

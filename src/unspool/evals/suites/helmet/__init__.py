@@ -1,4 +1,4 @@
-"""HELMET: seven kinds of long-context tasks, any length, from its released files, one's own or generated ones."""
+"""HELMET: seven kinds of long-context tasks at any length, from released files, a user's own or generated ones."""
 
 from unspool.evals.suites.helmet.suite import SUITE
 

@@ -1,63 +1,77 @@
-"""Questions to be answered with citations (ALCE): two examples, instruction, question, documents.
+"""Answers with citations (ALCE): two examples, instruction, question, documents.
 
-In: sources, an `Ask`. Out: `Question`. Score: ASQA's str_em, QAMPARI's recall of five. Whether the citations bear an
-answer out takes an entailment model: metrics/cite.py with `meta["documents"]`. HELMET's category is the mean of six
-numbers, of which only these two can be known without one.
+Scored by ASQA's str_em and QAMPARI's recall of five. HELMET's category is the mean of six numbers; the other four need
+an entailment model (`scoring.citations.citations` with `meta["documents"]`).
 """
 
 import re
 from itertools import islice
 from string import Formatter
 
-from unspool.core.rng import rng_for
-from unspool.evals.fill import Remembered, fill, room, spread
+from unspool.evals.fill import Remembered, fill, room
 from unspool.evals.scoring.citations import qampari, str_em
 from unspool.evals.suite import Ask, Question
-from unspool.evals.suites.helmet.datasets import Sources, chosen
-from unspool.evals.suites.helmet.instructions import DEMO, PASSAGE
-from unspool.evals.suites.helmet.rag import demo_passages, demos, fitting_demos, table_count, with_gold
-from unspool.evals.suites.helmet.records import Item, Passage
-from unspool.evals.suites.helmet.rerank import renumbered
-from unspool.evals.wording import PREFIX, Wording
+from unspool.evals.suites.helmet.data import DEMO, PASSAGE, Sources, demo_form, template_form
+from unspool.evals.suites.helmet.rag import PassagePrompt, demo_passages, gold_depths, table_count, with_gold
+from unspool.evals.suites.helmet.rerank import ANY_ID, set_id
+from unspool.evals.suites.records import Item, Passage
+from unspool.evals.wording import Form, Text, Wording, literal
 
+INSTRUCTIONS = {
+    "asqa": (
+        "Instruction: Answer the question precisely and in a few sentences, from the search results alone; not all of "
+        "them are about it. Stay neutral. Say where every statement comes from: write the number of the document in "
+        "square brackets, as in [x], and several numbers one after another, as in [x][y][z]. Every sentence needs one "
+        "to three documents, and no more than are needed to support it."
+    ),
+    "qampari": (
+        "Instruction: List the answers to the question, from the search results alone; not all of them are about it. "
+        "Put commas between answers. After each answer write the number of the one document it comes from in square "
+        "brackets, as in [x]. Where there are more than five answers, give at least five."
+    ),
+}
+
+
+def _form(task: str) -> Form:
+    instruction = literal(INSTRUCTIONS[task])
+    demo = f"{instruction}\n\nQuestion: {{question}}\n\n{{documents}}\n\nAnswer: {{answer}}\n\n\n"
+    return {
+        **template_form(f"{{demos}}{instruction}\n\nQuestion: {{question}}\n\n{{context}}\n\n", "Answer:", "question"),
+        **demo_form(demo, "documents", "question", "answer"),
+        PASSAGE: Text(own="Document [{id}](Title: {title}): {text}", needs=("id", "text"), may=("title",), first="id"),
+    }
+
+
+FORMS: dict[str, Form] = {task: _form(task) for task in INSTRUCTIONS}
 ANSWER_TOKENS = 300
-SHOTS, DEMO_DOCUMENTS = 2, 5
+DEMO_DOCUMENTS = 5
 COUNTS = {4096: 8, 8192: 30, 16384: 75, 32768: 165, 65536: 345, 131072: 700}
-_ID = "1000"  # stands for any number while tokens are counted
 
 
 def build(task: str, sources: Sources, ask: Ask) -> Question:
-    data, meter, wording = sources.qa(task), sources.meter, sources.wording
-    reference = ask.mode == "reference"
-    item = chosen(data.items, task, ask.seed, ask.index)
-    limit = room(ask, ANSWER_TOKENS)
-    texts = [_demo_text(task, sources, demo) for demo in demos(data, item, SHOTS)]
-    shown = texts if reference else fitting_demos(texts, meter, limit)
-    head, after = wording.around(task, demos="".join(shown), question=item.question)
-    cue = wording.fill(task, PREFIX)
-    gold = [_cited(wording, task, _ID, passage) for passage in item.gold]
-    distractors = Remembered(_cited(wording, task, _ID, passage) for passage in data.pool.distractors(item))
-    start = float(rng_for(ask.seed, "helmet depth", task).random())
-    at = [spread(ask.index, (start + 0.618 * number) % 1) for number in range(len(gold))]
-    used = meter.piece(head) + meter.piece(after + cue)
+    meter, wording, limit = sources.meter, sources.wording, room(ask, ANSWER_TOKENS)
+    prompt = PassagePrompt.build(task, sources, ask, limit, _write_demo)
+    item, data = prompt.item, prompt.data
+    gold = [_with_id(wording, task, ANY_ID, passage) for passage in item.gold]
+    distractors = Remembered(_with_id(wording, task, ANY_ID, passage) for passage in data.pool.distractors(item))
+    depths = gold_depths(task, ask, len(gold))
+    pattern = _passage_pattern(wording.text(task, PASSAGE))
 
-    pattern = _pattern(wording.text(task, PASSAGE))
-
-    def asked(budget: int) -> Question:
-        if reference:
+    def build_within(budget: int) -> Question:
+        if ask.mode == "reference":
             wanted = table_count(COUNTS, ask.length)
-            # As released: documents come ranked, and nothing moves the ones that answer.
-            released = [_cited(wording, task, _ID, passage) for passage in item.fixed[:wanted]]
-            documents = released or with_gold(list(islice(distractors, max(0, wanted - len(gold)))), gold, at)[0]
-            documents = meter.take(documents, budget - used, between=meter.gap)
+            # As released: documents are ranked, and gold ones keep their positions.
+            released = [_with_id(wording, task, ANY_ID, passage) for passage in item.released[:wanted]]
+            documents = released or with_gold(list(islice(distractors, max(0, wanted - len(gold)))), gold, depths)[0]
+            documents = meter.take(documents, budget - prompt.tokens, between=meter.gap)
         else:
-            free = budget - used - sum(meter.piece(text) + meter.gap for text in gold)
-            documents, _ = with_gold(meter.take(distractors, free, between=meter.gap, keep=3), gold, at)
-        written = [renumbered(wording, task, text, _ID, str(at)) for at, text in enumerate(documents, start=1)]
+            free = budget - prompt.tokens - sum(meter.piece(text) + meter.gap for text in gold)
+            documents, _ = with_gold(meter.take(distractors, free, between=meter.gap, keep=3), gold, depths)
+        numbered = [set_id(wording, task, text, str(at)) for at, text in enumerate(documents, start=1)]
         return Question(
-            context=head + "\n\n".join(written),
-            question=after,
-            prefix=cue,
+            context=prompt.head + "\n\n".join(numbered),
+            question=prompt.question,
+            prefix=prompt.prefix,
             references=(item.answers[0],),
             depth=None,
             meta={
@@ -65,18 +79,18 @@ def build(task: str, sources: Sources, ask: Ask) -> Question:
                 "oracle": item.answers[0],
                 "generated": data.generated,
                 "id": item.id,
-                "shots": len(shown),
+                "shots": prompt.shots,
                 "question": item.question,
                 "answers": _short_answers(task, item),
                 "documents": [_premise(pattern, text) for text in documents],
             },
         )
 
-    return fill(asked, meter, limit, what=f"helmet {task}", length=ask.length)
+    return fill(build_within, meter, limit, what=f"helmet {task}", length=ask.length)
 
 
 def _short_answers(task: str, item: Item) -> list[list[str]]:
-    """ASQA's sub-questions or QAMPARI's entities, each with its aliases."""
+    """Return ASQA's sub-questions or QAMPARI's entities, each with its aliases."""
     if "pairs" in item.extra:
         return [list(pair) for pair in item.extra["pairs"]]
     if task == "asqa" and item.extra.get("qa_pairs"):
@@ -85,36 +99,36 @@ def _short_answers(task: str, item: Item) -> list[list[str]]:
     return [list(aliases) if isinstance(aliases, list) else [aliases] for aliases in nested]
 
 
-def _cited(wording: Wording, task: str, number: str, passage: Passage) -> str:
+def _with_id(wording: Wording, task: str, number: str, passage: Passage) -> str:
     return wording.fill(task, PASSAGE, id=number, title=passage.title, text=passage.text)
 
 
-def _pattern(passage: str) -> re.Pattern[str]:
-    """Finds title and text again in a passage as it is worded."""
+def _passage_pattern(form: str) -> re.Pattern[str]:
+    """Return a pattern that finds title and text in a passage that was written with this form."""
     found = ""
-    for said, name, *_ in Formatter().parse(passage):
-        found += re.escape(said) + ("" if name is None else f"(?P<{name}>{'.*' if name == 'text' else '.*?'})")
+    for text, name, *_ in Formatter().parse(form):
+        found += re.escape(text) + ("" if name is None else f"(?P<{name}>{'.*' if name == 'text' else '.*?'})")
     return re.compile(found, flags=re.DOTALL)
 
 
 def _premise(pattern: re.Pattern[str], text: str) -> str:
-    """As ALCE shows a document to its entailment model."""
+    """Write a document as ALCE shows it to its entailment model."""
     found = pattern.match(text)
     parts = found.groupdict() if found else {}
     return f"Title: {parts.get('title', '')}\n{parts.get('text', text if not found else '')}"
 
 
-def _demo_text(task: str, sources: Sources, demo: Item) -> str:
+def _write_demo(task: str, sources: Sources, demo: Item) -> str:
     passages = demo_passages(sources.qa(task), demo, DEMO_DOCUMENTS)
     listed = "\n\n".join(
-        _cited(sources.wording, task, str(number), passage) for number, passage in enumerate(passages, start=1)
+        _with_id(sources.wording, task, str(number), passage) for number, passage in enumerate(passages, start=1)
     )
     return sources.wording.fill(task, DEMO, documents=listed, question=demo.question, answer=demo.answers[0])
 
 
-def score_asqa(output: str, asked: Question) -> float:
-    return str_em(output, asked.meta["answers"])
+def score_asqa(output: str, question: Question) -> float:
+    return str_em(output, question.meta["answers"])
 
 
-def score_qampari(output: str, asked: Question) -> float:
-    return qampari(output, asked.meta["answers"])["recall_top5"]
+def score_qampari(output: str, question: Question) -> float:
+    return qampari(output, question.meta["answers"])["recall_top5"]

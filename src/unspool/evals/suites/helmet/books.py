@@ -1,10 +1,9 @@
-"""Long texts with a question or to be summed up: NarrativeQA, ∞Bench, Multi-LexSum.
+"""Long texts with a question or to be summarized: NarrativeQA, ∞Bench, Multi-LexSum.
 
-In: sources, an `Ask`. Out: `Question`: instruction, two examples without their stories, the text, the question.
-The end of the text is cut off and a notice says so. `fixed` cuts where the length is full; `reference` cuts to the
-length less the answer and 200 tokens (Multi-LexSum 300) as HELMET does, but in the model's tokens, not Llama 2's.
-Price: the answer may stand in what is cut off, as in HELMET; a text shorter than the length leaves it unfilled.
-Generated texts are as long as wanted, and the passage that answers stands at depths spread evenly over indices.
+A prompt is an instruction, two examples without their texts, the text and the question. A text that is too long loses
+its end, and a notice says so; the answer may be in what is cut, as in HELMET. `fixed` cuts to the length; `reference`
+leaves another 200 tokens (Multi-LexSum 300) as HELMET does, but counts with the model's tokenizer, not Llama 2's.
+Generated texts are as long as needed, and the depth of the passage with the answer is spread evenly over indices.
 """
 
 import textwrap
@@ -19,18 +18,71 @@ from unspool.evals.fill import Remembered, fill, room, spread
 from unspool.evals.scoring.answers import best, exact_match, exact_match_reference, parse_answer, raw_or_parsed
 from unspool.evals.scoring.rouge import rouge_l
 from unspool.evals.suite import Ask, Question
-from unspool.evals.suites.helmet import generated
-from unspool.evals.suites.helmet.datasets import Sources, chosen
-from unspool.evals.suites.helmet.instructions import DEMO, DEMOS, NO_DEMOS, OMITTED_NOTICE
+from unspool.evals.suites import generated
+from unspool.evals.suites.helmet.data import DEMO, Sources, choose, demo_form, template_form
 from unspool.evals.suites.helmet.rag import demo_order
-from unspool.evals.suites.helmet.records import Item, Record, one_of, strings
-from unspool.evals.wording import PREFIX, Wording
+from unspool.evals.suites.records import Item, Record, first_field, flatten
+from unspool.evals.wording import PREFIX, Form, Text, Wording, literal
 
+INSTRUCTIONS = {
+    "narrativeqa": (
+        "Below is a story, a novel or the script of a film, and then a question about it. Answer with a short phrase "
+        "where one is enough.\n\n"
+    ),
+    "infbench_qa": (
+        "Below is a story, and then a question about it. Answer with a short phrase where one is enough.\n\n"
+    ),
+    "infbench_mc": (
+        "Below is a story, and then a question with four options, one of which is right. Answer with its letter (A, B, "
+        "C or D) and nothing more.\n\n"
+    ),
+    "infbench_sum": (
+        "Below is a book. Tell its plot and its characters in 1000 to 1200 words. Leave out themes, background, "
+        "analysis and opinion.\n\n"
+    ),
+    "multi_lexsum": (
+        "Below are the documents of a civil rights lawsuit. Sum the case up in one paragraph of 200 to 250 words: how "
+        "it came about, who the parties were, how it ended.\n\n"
+    ),
+}
+DEMOS, NO_DEMOS, OMITTED = "demos", "no_demos", "omitted"
+
+
+def _form(task: str, asked: str, demo: str, demos: tuple[str, str], *needs: str) -> Form:
+    prefix = "Answer:" if "question" in needs else "Summary:"
+    with_demos, without_demos = demos
+    return {
+        **template_form(literal(INSTRUCTIONS[task]) + "{demos}{context}\n\n" + asked, prefix, *needs),
+        **demo_form(demo, *needs, "answer"),
+        DEMOS: Text(own=with_demos, needs=("demos",)),
+        NO_DEMOS: Text(own=without_demos),
+        OMITTED: Text(own=" ... [what follows is left out]"),
+    }
+
+
+_NARRATIVE = ("For example:\n\n{demos}\n\nNow, use the following story to answer the question:\n\n", "")
+_STORY = ("For example:\n\n{demos}\n\nNow, read the following story:\n\n", "")
+_CASES = (
+    "Example summaries:\n\n{demos}\n\nNow, write a summary of the following legal documents.\nLegal documents:\n",
+    "Legal documents:\n",
+)
+_QUESTION = "Question: {question}\n"
+_OPTIONS = f"{_QUESTION}Options:\n{{options}}\n"
+_ANSWER = "Answer: {answer}"
+FORMS: dict[str, Form] = {
+    "narrativeqa": _form("narrativeqa", _QUESTION, f"{_QUESTION}{_ANSWER}", _NARRATIVE, "question"),
+    "infbench_qa": _form("infbench_qa", f"{_QUESTION}\n", f"[story text]\n{_QUESTION}{_ANSWER}", _STORY, "question"),
+    "infbench_mc": _form(
+        "infbench_mc", f"{_OPTIONS}\n", f"[story text]\n{_OPTIONS}{_ANSWER}", _STORY, "question", "options"
+    ),
+    "infbench_sum": _form("infbench_sum", "Now summarize the book.\n\n", "[story text]\nSummary: {answer}", _STORY),
+    "multi_lexsum": _form("multi_lexsum", "Now please summarize the case.\n\n", "Summary: {answer}", _CASES),
+}
 SHOTS = 2
 ANSWER_TOKENS = {"narrativeqa": 100, "infbench_qa": 10, "infbench_mc": 10, "infbench_sum": 1200, "multi_lexsum": 400}
 SUMMARIES = ("infbench_sum", "multi_lexsum")
 SET_ASIDE = {"multi_lexsum": 300}  # tokens for everything but text and answer; else 200
-BLOCK = 2000  # characters that are counted at once
+BLOCK = 2000  # characters that are tokenized together
 LETTERS = "ABCD"
 INFBENCH_SEED = 42
 
@@ -47,18 +99,18 @@ class Book:
 
 
 def books(task: str, sources: Sources) -> list[Book]:
-    found: list[Book] = sources.once(f"books {task}", lambda: _read(task, sources))
+    found: list[Book] = sources.cached(f"books {task}", lambda: _load(task, sources))
     return found
 
 
-def _read(task: str, sources: Sources) -> list[Book]:
+def _load(task: str, sources: Sources) -> list[Book]:
     rows = sources.records(task)
     if rows is None:
-        return [_generated(task, item, at) for at, item in enumerate(generated.questions(task))]
-    return [_book(task, row, sources.paths[task], number) for number, row in enumerate(rows)]
+        return [_generate_book(task, item, at) for at, item in enumerate(generated.questions(task))]
+    return [_read_book(task, row, sources.paths[task], number) for number, row in enumerate(rows)]
 
 
-def _generated(task: str, item: Item, at: int) -> Book:
+def _generate_book(task: str, item: Item, at: int) -> Book:
     if task in SUMMARIES:
         item = Item(id=item.id, question="", answers=(item.gold[0].text,), gold=item.gold)
     others = [other.answers[0] for other in generated.questions(task)[at % 3 :: 3] if other is not item]
@@ -67,27 +119,27 @@ def _generated(task: str, item: Item, at: int) -> Book:
     return Book(item=item, text=None, options=tuple(options))
 
 
-def _book(task: str, row: Record, path: str, number: int) -> Book:
-    text = row.get("sources") or one_of(row, ("context", "document", "text", "passage", "story"), path)
-    answers = strings(one_of(row, ("answer", "answers", "summary/short", "summary"), path))
-    question = "" if task in SUMMARIES else str(one_of(row, ("question", "input"), path))
-    options = strings(row.get("options") or [])
+def _read_book(task: str, row: Record, path: str, number: int) -> Book:
+    text = row.get("sources") or first_field(row, ("context", "document", "text", "passage", "story"), path)
+    answers = flatten(first_field(row, ("answer", "answers", "summary/short", "summary"), path))
+    question = "" if task in SUMMARIES else str(first_field(row, ("question", "input"), path))
+    options = flatten(row.get("options") or [])
     if task == "infbench_mc" and (len(options) != len(LETTERS) or answers[0] not in options):
-        raise DataError(f"{path}, record {row.get('_line')}: `options` must be four texts, one of them the answer.")
+        raise DataError(f"{path}, record {row.get('_line')}: `options` must be four texts that include the answer.")
     item = Item(id=str(row.get("id", number)), question=question, answers=answers, extra=row)
-    return Book(item=item, text="\n\n".join(strings(text)), options=options)
+    return Book(item=item, text="\n\n".join(flatten(text)), options=options)
 
 
 def build(task: str, sources: Sources, ask: Ask) -> Question:
     known, meter, wording = books(task, sources), sources.meter, sources.wording
-    by_id = sources.once(f"books by id {task}", lambda: {id(book.item): book for book in known})
-    book: Book = by_id[id(chosen([book.item for book in known], task, ask.seed, ask.index))]
+    by_id = sources.cached(f"books by id {task}", lambda: {id(book.item): book for book in known})
+    book: Book = by_id[id(choose([book.item for book in known], task, ask.seed, ask.index))]
     answer_tokens = ANSWER_TOKENS[task]
     limit = room(ask, answer_tokens)
-    shown = _demos(task, book, known)
-    head, question = wording.around(task, demos=_examples(task, shown, wording), **_values(book))
-    cue, omitted = wording.fill(task, PREFIX), wording.fill(task, OMITTED_NOTICE)
-    used = meter.piece(head) + meter.piece(question + cue)
+    demos = _choose_demos(task, book, known)
+    head, question = wording.around(task, demos=_write_demos(task, demos, wording), **_values(book))
+    prefix, omitted = wording.fill(task, PREFIX), wording.fill(task, OMITTED)
+    used = meter.piece(head) + meter.piece(question + prefix)
     cap = ask.length - answer_tokens - SET_ASIDE.get(task, 200) if ask.mode == "reference" else ask.length
     start = float(rng_for(ask.seed, "helmet depth", task).random())
     depth = spread(ask.index, start)
@@ -97,7 +149,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Question:
     else:
         blocks = Remembered(text_blocks(book.text))
 
-    def asked(budget: int) -> Question:
+    def build_within(budget: int) -> Question:
         free = min(cap, budget - used)
         if book.text is None:
             gold = book.item.gold[0].text + "\n\n"
@@ -111,7 +163,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Question:
         return Question(
             context=head + text,
             question=question,
-            prefix=cue,
+            prefix=prefix,
             references=_references(task, book),
             depth=depth if book.text is None else None,
             meta={
@@ -120,16 +172,16 @@ def build(task: str, sources: Sources, ask: Ask) -> Question:
                 "generated": book.text is None,
                 "id": book.item.id,
                 "question": book.item.question,
-                "shots": len(shown),
+                "shots": len(demos),
                 **({"expert_summary": book.answer, "key_points": _key_points(book)} if task in SUMMARIES else {}),
             },
         )
 
-    return fill(asked, meter, limit, what=f"helmet {task}", length=ask.length)
+    return fill(build_within, meter, limit, what=f"helmet {task}", length=ask.length)
 
 
 def text_blocks(text: str) -> list[str]:
-    """The text in pieces that end at a space, so that counting them apart counts nothing twice."""
+    """Split a text into blocks that end at a space, so that their token counts add up."""
     blocks, at = [], 0
     while at < len(text):
         end = text.rfind(" ", at + 1, at + BLOCK)
@@ -139,24 +191,22 @@ def text_blocks(text: str) -> list[str]:
     return blocks
 
 
-def _demos(task: str, book: Book, known: list[Book]) -> list[Book]:
+def _choose_demos(task: str, book: Book, known: list[Book]) -> list[Book]:
     others = [other for other in known if other.item.id != book.item.id]
-    infbench = task.startswith("infbench")
-    order = (
-        np.random.default_rng(INFBENCH_SEED).permutation(len(others))
-        if infbench
-        else demo_order(book.item.id, len(others))
-    )
+    if task.startswith("infbench"):
+        order = np.random.default_rng(INFBENCH_SEED).permutation(len(others))
+    else:
+        order = demo_order(book.item.id, len(others))
     return [others[at] for at in order[:SHOTS]]
 
 
-def _examples(task: str, shown: list[Book], wording: Wording) -> str:
-    if not shown:
+def _write_demos(task: str, demos: list[Book], wording: Wording) -> str:
+    if not demos:
         return wording.fill(task, NO_DEMOS)
-    # ∞Bench's questions and answers come with space around them.
+    # ∞Bench's questions and answers have spaces around them.
     trim = str.strip if task.startswith("infbench") else str
     listed = []
-    for book in shown:
+    for book in demos:
         values = {name: trim(value) for name, value in _values(book).items()}
         listed.append(wording.fill(task, DEMO, answer=trim(_references(task, book)[0]), **values))
     return wording.fill(task, DEMOS, demos="\n\n".join(listed))
@@ -175,31 +225,31 @@ def _references(task: str, book: Book) -> tuple[str, ...]:
 
 
 def _key_points(book: Book) -> list[str]:
-    """What a summary should say: as the record has it, or the sentences of a generated one."""
+    """Return the key points of a summary: from the record, or the sentences of a generated text."""
     if book.text is None:
         return [sentence for sentence in book.answer.split(". ") if sentence]
-    return list(strings(book.item.extra.get("key_points") or book.item.extra.get("keypoints") or []))
+    return list(flatten(book.item.extra.get("key_points") or book.item.extra.get("keypoints") or []))
 
 
-def score_qa(output: str, asked: Question) -> float:
-    return raw_or_parsed(rouge_l, output, asked.references, asked.prefix, asked.meta["mode"])
+def score_qa(output: str, question: Question) -> float:
+    return raw_or_parsed(rouge_l, output, question.references, question.prefix, question.meta["mode"])
 
 
-def score_choice(output: str, asked: Question) -> float:
-    """The letter alone, or "B. its text" anywhere; HELMET puts no cue back where a chat template is used."""
-    metric = exact_match_reference if asked.meta["mode"] == "reference" else exact_match
-    letter, spelled = asked.references
+def score_choice(output: str, question: Question) -> float:
+    """Accept the letter alone, or "B. its text" anywhere; no prefix is put back, as HELMET uses a chat template."""
+    metric = exact_match_reference if question.meta["mode"] == "reference" else exact_match
+    letter, spelled = question.references
     exact = max(best(metric, text, (letter, spelled)) for text in (output, parse_answer(output)))
-    return float(spelled.lower() in output.lower() or bool(exact) or _said_letter(output, asked) == letter)
+    return float(spelled.lower() in output.lower() or bool(exact) or _first_letter(output, question) == letter)
 
 
-def _said_letter(output: str, asked: Question) -> str:
-    """`fixed` also takes "B." and "(B)" with more behind it, which HELMET counts wrong."""
-    if asked.meta["mode"] == "reference":
+def _first_letter(output: str, question: Question) -> str:
+    """Find a letter such as "B." or "(B)" before other text, which HELMET counts as wrong; `fixed` mode only."""
+    if question.meta["mode"] == "reference":
         return ""
     words = textwrap.shorten(parse_answer(output.lstrip()), 80).replace("(", " ").split()
     return words[0].rstrip(".):,") if words and len(words[0]) <= 2 else ""
 
 
-def judged(output: str, asked: Question) -> None:
-    """A judge has to say."""
+def left_to_judge(output: str, question: Question) -> None:
+    """Return None: only a judge can score this."""

@@ -1,8 +1,8 @@
-"""Many-shot classification: sentences with integer labels, then one without.
+"""In-context learning: many sentences with integer labels, then one without.
 
-In: sources, an `Ask`. Out: `Question`. Labels are reshuffled for every test sentence and examples balanced over labels,
-with HELMET's seed of both: the sentence's hash plus the run's seed. `fixed` fills the length and shows the asked
-label even where there are fewer examples than labels; `reference` takes HELMET's number of examples.
+Labels are reshuffled for every test sentence and examples are balanced over labels. The seed of both is HELMET's: the
+sentence's hash plus the run's seed. `fixed` fills the length, and always shows an example of the right label;
+`reference` takes HELMET's number of examples.
 """
 
 import hashlib
@@ -17,17 +17,25 @@ from unspool.core.errors import DataError
 from unspool.evals.fill import fill, room
 from unspool.evals.scoring.answers import best, exact_match, exact_match_reference, parse_answer
 from unspool.evals.suite import Ask, Question
-from unspool.evals.suites.helmet import generated
-from unspool.evals.suites.helmet.datasets import LABELS, Sources
-from unspool.evals.suites.helmet.instructions import DEMO
+from unspool.evals.suites import generated
+from unspool.evals.suites.helmet.data import DEMO, LABELS, Sources, demo_form, template_form
 from unspool.evals.suites.helmet.rag import first_line, table_count
-from unspool.evals.suites.helmet.records import one_of
-from unspool.evals.wording import PREFIX
+from unspool.evals.suites.records import first_field
+from unspool.evals.wording import PREFIX, Form, literal
 
+_INSTRUCTION = (
+    "The examples show which label each text has. Give the last text its label. "
+    'Answer with "label: {label}" and nothing more. \n\n'
+)
+_FORM: Form = {
+    **template_form(literal(_INSTRUCTION) + "{context}\n\n{question}\n", "label:", "question", demos=False),
+    **demo_form("{text}\nlabel: {label}", "text", "label"),
+}
+FORMS: dict[str, Form] = dict.fromkeys(LABELS, _FORM)
 ANSWER_TOKENS = 20
 TESTS = 500
-SPARE, LAST = 400, 20  # examples among which one is sought that fills what is left; those it may stand in for
-_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
+SPARE, LAST = 400, 20  # spare examples to fill the rest of the length with; last examples that they may replace
+LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 COUNTS = {
     "trec_coarse": (200, 400, 800, 1600, 3300, 6600),
     "trec_fine": (200, 400, 800, 1600, 3200, 6400),
@@ -36,104 +44,104 @@ COUNTS = {
     "nlu": (250, 510, 1020, 2040, 4080, 8296),
 }
 _FIELDS = {"trec_coarse": ("coarse", "label"), "trec_fine": ("fine", "label")}
-Labelled = list[tuple[str, str]]
+Labeled = list[tuple[str, str]]
 
 
-def sentences(task: str, sources: Sources) -> tuple[Labelled, Labelled, bool]:
-    """Examples, tests (at most 500, balanced), and whether they are generated."""
-    found: tuple[Labelled, Labelled, bool] = sources.once(f"icl {task}", lambda: _read(task, sources))
+def load_sentences(task: str, sources: Sources) -> tuple[Labeled, Labeled, bool]:
+    """Return examples, tests (at most 500, balanced), and whether both are generated."""
+    found: tuple[Labeled, Labeled, bool] = sources.cached(f"icl {task}", lambda: _read(task, sources))
     return found
 
 
-def _read(task: str, sources: Sources) -> tuple[Labelled, Labelled, bool]:
+def _read(task: str, sources: Sources) -> tuple[Labeled, Labeled, bool]:
     rows = {name: sources.records(name) for name in (task, f"{task}_demos")}
     if rows[task] is None:
         labels = LABELS[task]
-        train = generated.labelled(task, labels, 20 * labels, "train")
-        return train, generated.labelled(task, labels, 3 * labels, "test"), True
+        train = generated.labeled(task, labels, 20 * labels, "train")
+        return train, generated.labeled(task, labels, 3 * labels, "test"), True
     fields = _FIELDS.get(task, ("label", "intent"))
-    pairs: dict[str, Labelled] = {}
+    pairs: dict[str, Labeled] = {}
     for name, records in rows.items():
         if records is None:
-            raise DataError(f"paths: {task} has test sentences but no examples; give {task}_demos as well.")
+            raise DataError(f"paths: {task} has test sentences but no examples; give {task}_demos too.")
         path = sources.paths[name]
-        pairs[name] = [(str(one_of(row, ("text",), path)), str(one_of(row, fields, path))) for row in records]
+        pairs[name] = [(str(first_field(row, ("text",), path)), str(first_field(row, fields, path))) for row in records]
     train, tests = pairs[f"{task}_demos"], pairs[task]
     known = {label for _, label in train}
     tests = [pair for pair in tests if pair[1] in known]
     if not tests:
         raise DataError(f"{sources.paths[task]}: no test sentence has a label of {sources.paths[f'{task}_demos']}.")
-    return train, balanced(tests, TESTS, 42) if len(tests) > TESTS else tests, False
+    return train, balance(tests, TESTS, 42) if len(tests) > TESTS else tests, False
 
 
-def balanced(data: Sequence[tuple[str, str]], count: int, seed: int) -> Labelled:
-    """HELMET's choice: rounds of all labels, each in random order, the last cut."""
+def balance(data: Sequence[tuple[str, str]], count: int, seed: int) -> Labeled:
+    """Choose balanced examples as HELMET does: rounds of all labels, each in random order, the last one cut."""
     rng = random.Random(seed)
-    by_label: dict[str, Labelled] = {}
+    by_label: dict[str, Labeled] = {}
     for pair in data:
         by_label.setdefault(pair[1], []).append(pair)
-    rounds: list[Labelled] = [[] for _ in range(math.ceil(count / len(by_label)))]
+    rounds: list[Labeled] = [[] for _ in range(math.ceil(count / len(by_label)))]
     for samples in by_label.values():
         picked = rng.sample(range(len(samples)), len(rounds) % len(samples))
         while len(picked) < len(rounds):
             picked += rng.sample(range(len(samples)), min(len(rounds) - len(picked), len(samples)))
-        for one, at in zip(rounds, picked, strict=True):
-            one.append(samples[at])
-    for one in rounds:
-        rng.shuffle(one)
-    return [pair for one in rounds for pair in one][:count]
+        for pairs, at in zip(rounds, picked, strict=True):
+            pairs.append(samples[at])
+    for pairs in rounds:
+        rng.shuffle(pairs)
+    return [pair for pairs in rounds for pair in pairs][:count]
 
 
-def numbered(task: str, train: Labelled, seed: int) -> dict[str, str]:
-    """An integer for every label, another for each seed."""
-    labels = label_order(tuple(label for _, label in train))
+def number_labels(task: str, train: Labeled, seed: int) -> dict[str, str]:
+    """Give every label a number that depends on the seed."""
+    labels = _sort_labels(tuple(label for _, label in train))
     numbers = list(range(max(LABELS[task], len(labels))))
     random.Random(seed).shuffle(numbers)
     return dict(zip(labels, map(str, numbers), strict=False))
 
 
 def build(task: str, sources: Sources, ask: Ask) -> Question:
-    train, tests, is_generated = sentences(task, sources)
+    train, tests, is_generated = load_sentences(task, sources)
     meter, wording, limit = sources.meter, sources.wording, room(ask, ANSWER_TOKENS)
     text, label = tests[ask.index % len(tests)]
     seed = (int(hashlib.sha256(text.encode()).hexdigest(), 16) + ask.seed) % 2**31
-    number = numbered(task, train, seed)
+    number = number_labels(task, train, seed)
 
-    def written(pair: tuple[str, str]) -> str:
+    def write(pair: tuple[str, str]) -> str:
         return wording.fill(task, DEMO, text=pair[0], label=number[pair[1]])
 
     def size(pair: tuple[str, str]) -> int:
-        # Text and label apart: labels change with every question, texts are counted once.
+        # Texts are counted once, apart from the labels, which change with every question.
         return meter.piece(pair[0]) + meter.piece(wording.fill(task, DEMO, text="", label=number[pair[1]])) + meter.gap
 
     mean = sum(size(pair) for pair in train[:200]) / len(train[:200])
     head, question = wording.around(task, question=text)
-    cue = wording.fill(task, PREFIX)
-    used = meter.piece(head) + meter.piece(question + cue)
+    prefix = wording.fill(task, PREFIX)
+    used = meter.piece(head) + meter.piece(question + prefix)
     reference = ask.mode == "reference"
-    named = dict(zip(_LENGTHS, COUNTS[task], strict=True))
-    # A little more than the mean says, as the first ones may be short.
-    wanted = table_count(named, ask.length) if reference else max(1, round(1.1 * limit / mean))
-    drawn = balanced(train, wanted, seed)
+    counts = dict(zip(LENGTHS, COUNTS[task], strict=True))
+    # Some more than the mean size suggests, since the first examples may be short.
+    wanted = table_count(counts, ask.length) if reference else max(1, round(1.1 * limit / mean))
+    drawn = balance(train, wanted, seed)
     ends = list(accumulate(map(size, drawn)))
     spare = random.Random(seed).sample(train, min(len(train), SPARE))
     by_size = {size(pair): pair for pair in spare}
 
-    def asked(budget: int) -> Question:
+    def build_within(budget: int) -> Question:
         if reference:
-            shown = meter.take(map(written, drawn), budget - used, between=meter.gap)
+            shown = meter.take(map(write, drawn), budget - used, between=meter.gap)
         else:
-            shown = [written(pair) for pair in fitted(budget - used)]
+            shown = [write(pair) for pair in fit_examples(budget - used)]
         return Question(
             context=head + "\n\n".join(shown),
             question=question,
-            prefix=cue,
+            prefix=prefix,
             references=(f" {number[label]}",),
             meta={"mode": ask.mode, "generated": is_generated, "label": label, "shots": len(shown)},
         )
 
-    def fitted(free: int) -> Labelled:
-        """Whole examples within the room, the asked label among them; the last ones are those that fill it best."""
+    def fit_examples(free: int) -> Labeled:
+        """Choose whole examples that fill the free tokens best and include one of the right label."""
         fits = bisect_right(ends, free)
         kept, free = drawn[:fits], free - ends[fits - 1] if fits else free
         if label not in {label for _, label in kept}:
@@ -143,7 +151,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Question:
         while fitting := [pair for pair in spare if size(pair) <= free]:
             kept.append(max(fitting, key=size))
             free -= size(kept[-1])
-        # What is still left goes to longer ones in place of some of the last.
+        # Longer examples replace some of the last ones, to fill what is still free.
         for at in range(max(0, len(kept) - LAST), len(kept)):
             longer = [new for new in by_size if 0 < new - size(kept[at]) <= free and kept[at][1] != label]
             if longer:
@@ -152,16 +160,17 @@ def build(task: str, sources: Sources, ask: Ask) -> Question:
         random.Random(seed).shuffle(kept)
         return kept
 
-    return fill(asked, meter, limit, what=f"helmet {task}", length=ask.length)
+    return fill(build_within, meter, limit, what=f"helmet {task}", length=ask.length)
 
 
 @lru_cache(16)
-def label_order(labels: tuple[str, ...]) -> list[str]:
-    """All labels, so that a label's number before shuffling does not hang on the order of a file."""
+def _sort_labels(labels: tuple[str, ...]) -> list[str]:
+    """Sort the different labels, so that their numbers do not depend on the order of a file."""
     return sorted(set(labels))
 
 
-def score(output: str, asked: Question) -> float:
-    """Only the parsed line counts here; `reference` puts the cue back first, which parsing takes away again."""
-    metric = exact_match_reference if asked.meta["mode"] == "reference" else exact_match
-    return best(metric, parse_answer(asked.prefix + first_line(output, asked), asked.prefix), asked.references)
+def score(output: str, question: Question) -> float:
+    """Score the first line alone; the prefix is put back, and parsing removes it again."""
+    metric = exact_match_reference if question.meta["mode"] == "reference" else exact_match
+    answer = parse_answer(question.prefix + first_line(output, question), question.prefix)
+    return best(metric, answer, question.references)

@@ -1,7 +1,7 @@
 """JSON-KV: an object of UUIDs, two examples, one key to look up.
 
-In: sources, an `Ask`. Out: `Question`. `fixed` fills the length and spreads the key's depth evenly over indices;
-`reference` takes HELMET's number of keys for the length and a random one of them.
+`fixed` fills the length and spreads the key's depth evenly over indices; `reference` takes HELMET's number of keys for
+the length, and a random one of them.
 """
 
 import uuid
@@ -10,13 +10,22 @@ import numpy as np
 
 from unspool.core.rng import rng_for
 from unspool.evals.fill import fill, room, spread
-from unspool.evals.scoring.answers import raw_or_parsed, sub_em, sub_em_reference
 from unspool.evals.suite import Ask, Question
-from unspool.evals.suites.helmet.datasets import Sources
-from unspool.evals.suites.helmet.instructions import DEMO
-from unspool.evals.suites.helmet.rag import first_line, table_count
-from unspool.evals.wording import PREFIX
+from unspool.evals.suites.helmet.data import DEMO, Sources, demo_form, template_form
+from unspool.evals.suites.helmet.rag import table_count
+from unspool.evals.wording import PREFIX, Form
 
+_INSTRUCTION = "Look up the key that is asked for in the JSON object and give the value that belongs to it."
+FORMS: dict[str, Form] = {
+    "json_kv": {
+        **template_form(
+            f"JSON data:\n{{context}}\n\n{_INSTRUCTION}\n\n{{demos}}Key: {{question}}\n",
+            "Corresponding value:",
+            "question",
+        ),
+        **demo_form("Key: {question}\nCorresponding value: {answer}\n\n", "question", "answer"),
+    }
+}
 TASK = "json_kv"
 ANSWER_TOKENS = 100
 SHOTS, FEWEST = 2, 4
@@ -28,38 +37,44 @@ def uuids(rng: np.random.Generator, count: int) -> list[str]:
     return [str(uuid.UUID(bytes=raw[at : at + 16], version=4)) for at in range(0, len(raw), 16)]
 
 
+def uuid_pairs(rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
+    drawn = uuids(rng, 2 * count)
+    return list(zip(drawn[::2], drawn[1::2], strict=True))
+
+
 def entry(key: str, value: str) -> str:
     return f'"{key}": "{value}"'
 
 
+def lengthen(value: str, chars: int) -> str:
+    """Append `chars` characters to a value by repeating it."""
+    return value + (value * (1 + chars // len(value)))[:chars]
+
+
 def build(sources: Sources, ask: Ask) -> Question:
     meter, wording, limit = sources.meter, sources.wording, room(ask, ANSWER_TOKENS)
-    sizes = sum(meter.count(f" {entry(*uuids(rng_for(0, 'helmet size', at), 2))},\n") for at in range(8)) / 8
+    tokens_per_pair = sum(meter.count(f" {entry(*uuids(rng_for(0, 'helmet size', at), 2))},\n") for at in range(8)) / 8
     sample = "-".join(uuids(rng_for(0, "helmet size"), 8))
-    letters = len(sample) / meter.count(sample)  # of a token
-    fixed = meter.count(wording.after_context(TASK)) + (SHOTS + 1) * sizes
+    chars_per_token = len(sample) / meter.count(sample)
+    fixed = meter.count(wording.after_context(TASK)) + (SHOTS + 1) * tokens_per_pair
     start = float(rng_for(ask.seed, "helmet depth", "json_kv").random())
 
-    def pairs(count: int) -> list[tuple[str, str]]:
-        drawn = uuids(rng_for(ask.seed, "helmet json_kv", ask.length, ask.index), 2 * count)
-        return list(zip(drawn[::2], drawn[1::2], strict=True))
-
-    def asked(budget: int) -> Question:
+    def build_within(budget: int) -> Question:
         count = table_count(COUNTS, ask.length)
-        lengthened = 0
+        extra_chars = 0
         if ask.mode == "fixed":
-            # One pair less than would fit, and a value longer by what that leaves: letters come in smaller steps.
+            # One pair less than would fit; a longer value takes the rest, since characters are finer steps.
             free = budget - fixed
-            count = max(FEWEST, min(int((limit - fixed) / sizes) - 1, int(free / sizes)))
-            lengthened = max(0, int((free - count * sizes) * letters))
-        known = pairs(count)
+            count = max(FEWEST, min(int((limit - fixed) / tokens_per_pair) - 1, int(free / tokens_per_pair)))
+            extra_chars = max(0, int((free - count * tokens_per_pair) * chars_per_token))
+        known = uuid_pairs(rng_for(ask.seed, "helmet json_kv", ask.length, ask.index), count)
         rng = rng_for(ask.seed, "helmet json_kv asked", ask.length, ask.index)
         depth = spread(ask.index, start) if ask.mode == "fixed" else float(rng.random())
         at = min(count - 1, int(depth * count))
         others = [number for number in range(count) if number != at]
         shown = [known[number] for number in rng.permutation(others)[: SHOTS + 1]]
-        # What is left of the length goes into one value that nobody asks for and no example shows.
-        longer = _more(shown[-1][1], lengthened)
+        # The longer value is one that no question asks for and no example shows.
+        longer = lengthen(shown[-1][1], extra_chars)
         text = ",\n ".join(entry(key, longer if key == shown[-1][0] else value) for key, value in known)
         examples = "".join(wording.fill(TASK, DEMO, question=key, answer=value) for key, value in shown[:SHOTS])
         before, after = wording.around(TASK, demos=examples, question=known[at][0])
@@ -72,15 +87,4 @@ def build(sources: Sources, ask: Ask) -> Question:
             meta={"mode": ask.mode, "generated": True, "keys": count},
         )
 
-    return fill(asked, meter, limit, what="helmet json_kv", length=ask.length)
-
-
-def _more(value: str, letters: int) -> str:
-    """The value with its own letters again."""
-    return value + (value * (1 + letters // len(value)))[:letters]
-
-
-def score(output: str, asked: Question) -> float:
-    mode = asked.meta["mode"]
-    metric = sub_em_reference if mode == "reference" else sub_em
-    return raw_or_parsed(metric, first_line(output, asked), asked.references, asked.prefix, mode)
+    return fill(build_within, meter, limit, what="helmet json_kv", length=ask.length)

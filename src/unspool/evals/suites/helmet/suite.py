@@ -1,38 +1,34 @@
 """HELMET as a `Suite`: which tasks there are, how each is built and scored.
 
-A category is the mean of its tasks, the whole the mean of the seven (`category_means`).
+A category is the mean of its tasks, the overall score the mean of the seven categories.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from statistics import fmean
+from typing import Any
 
+from unspool.core.config import lookup
 from unspool.evals.suite import Ask, Question, Suite, Task
-from unspool.evals.suites import ruler
+from unspool.evals.suites import generated, ruler
 from unspool.evals.suites.helmet import alce, books, icl, json_kv, rag, rerank
-from unspool.evals.suites.helmet.datasets import BOOKS, CITE, LABELS, RAG, Sources, load
-from unspool.evals.suites.helmet.instructions import FORMS
+from unspool.evals.suites.helmet.data import BOOKS, CITE, LABELS, PATHS, RAG, Sources
+from unspool.evals.wording import Form, Wording
 
-# HELMET's three needle tasks: RULER's, with less room for the answer and never through the chat template.
-
-
-ANSWER_TOKENS = {"niah_multikey_2": 50, "niah_multikey_3": 100, "niah_multivalue": 50}
-
-
-def build(name: str, sources: Sources, ask: Ask) -> Question:
-    task = ruler.SUITE.tasks[name]
-    paths = {key: path for key, path in sources.paths.items() if key == "haystack"}
-    wording = sources.wording.of(ruler.SUITE.wording)
-    theirs = sources.once("ruler", lambda: ruler.SUITE.load(sources.tokenizer, paths, wording))
-    # RULER keeps more room for an answer than HELMET lets it have.
-    asked = task.build(theirs, replace(ask, overhead=ask.overhead + ANSWER_TOKENS[name] - task.answer_tokens))
-    return replace(asked, meta={**asked.meta, "mode": ask.mode, "generated": "haystack" not in paths})
-
-
-VERSION = 1
+# HELMET's needle tasks are RULER's, with fewer tokens for the answer and never through the chat template.
+NEEDLE_ANSWER_TOKENS = {"niah_multikey_2": 50, "niah_multikey_3": 100, "niah_multivalue": 50}
+FORMS: dict[str, Form] = {
+    **json_kv.FORMS,
+    **{name: ruler.SUITE.wording[name] for name in NEEDLE_ANSWER_TOKENS},
+    **rag.FORMS,
+    **rerank.FORMS,
+    **alce.FORMS,
+    **books.FORMS,
+    **icl.FORMS,
+}
+OWN = Wording(forms=FORMS)
 CATEGORIES: dict[str, tuple[str, ...]] = {
-    "recall": ("json_kv", *ANSWER_TOKENS),
+    "recall": ("json_kv", *NEEDLE_ANSWER_TOKENS),
     "rag": RAG,
     "rerank": ("msmarco",),
     "cite": CITE,
@@ -41,81 +37,81 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
     "icl": tuple(LABELS),
 }
 HOTPOT_DEPTHS, DEPTHS = 3, 6
-
-
-def category_means(means: Mapping[str, float | None]) -> dict[str, float | None]:
-    """From means by task to those of the categories and `overall`; what lacks a task is None."""
-    found = {name: _mean([means.get(task) for task in tasks]) for name, tasks in CATEGORIES.items()}
-    return {**found, "overall": _mean(list(found.values()))}
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if len(known) == len(values) else None
-
-
-# Depths of consecutive indices go round in eighths (`spread`), in reference mode in sixths or thirds.
+# Depths of consecutive indices repeat after eight (`spread`), in reference mode after six or three.
 STRATA = 24
+Build = Callable[[Sources, Ask], Question]
+Score = Callable[[str, Question], float]
 
 
-def _by_depth(sources: Sources, index: int) -> int:
-    return index % STRATA
+def load(tokenizer: Any, paths: Mapping[str, str], wording: Wording = OWN) -> Sources:
+    for name in paths:
+        lookup(dict.fromkeys(sorted(PATHS)), name, kind="path of helmet")
+    return Sources(tokenizer=tokenizer, meter=generated.meter(tokenizer), paths=dict(paths), wording=wording)
 
 
-def _num_questions(task: str) -> Callable[[Sources], int]:
-    return lambda sources: len(sources.qa(task).items)
-
-
-def _rag(name: str) -> Task:
-    depths = HOTPOT_DEPTHS if name == "hotpotqa" else DEPTHS
-    return Task(
-        name=name,
-        metric="SubEM",
-        answer_tokens=rag.ANSWER_TOKENS,
-        build=partial(rag.build, name, depths),
-        score=rag.score,
-        size=_num_questions(name),
-        stratum=_by_depth,
-    )
+def _build_needle(name: str, sources: Sources, ask: Ask) -> Question:
+    task = ruler.SUITE.tasks[name]
+    paths = {key: path for key, path in sources.paths.items() if key == "haystack"}
+    wording = sources.wording.of(ruler.SUITE.wording)
+    ruler_sources = sources.cached("ruler", lambda: ruler.SUITE.load(sources.tokenizer, paths, wording))
+    # RULER reserves more tokens for the answer than HELMET does.
+    overhead = ask.overhead + NEEDLE_ANSWER_TOKENS[name] - task.answer_tokens
+    question = task.build(ruler_sources, replace(ask, overhead=overhead))
+    return replace(question, meta={**question.meta, "mode": ask.mode, "generated": "haystack" not in paths})
 
 
 def _needle(name: str) -> Task:
     return Task(
         name=name,
         metric="recall",
-        answer_tokens=ANSWER_TOKENS[name],
-        build=partial(build, name),
+        answer_tokens=NEEDLE_ANSWER_TOKENS[name],
+        build=partial(_build_needle, name),
         score=ruler.SUITE.tasks[name].score,
     )
 
 
-def _cite(name: str) -> Task:
+def _depth_stratum(sources: Sources, index: int) -> int:
+    return index % STRATA
+
+
+def _with_passages(
+    name: str, metric: str, answer_tokens: int, build: Build, score: Score, *, chat: bool = False
+) -> Task:
     return Task(
         name=name,
-        metric="str_em" if name == "asqa" else "recall@5",
-        answer_tokens=alce.ANSWER_TOKENS,
-        build=partial(alce.build, name),
-        score=alce.score_asqa if name == "asqa" else alce.score_qampari,
-        chat=True,
-        size=_num_questions(name),
-        stratum=_by_depth,
+        metric=metric,
+        answer_tokens=answer_tokens,
+        build=build,
+        score=score,
+        chat=chat,
+        size=lambda sources: len(sources.qa(name).items),
+        stratum=_depth_stratum,
     )
+
+
+def _rag(name: str) -> Task:
+    depths = HOTPOT_DEPTHS if name == "hotpotqa" else DEPTHS
+    return _with_passages(name, "SubEM", rag.ANSWER_TOKENS, partial(rag.build, name, depths), rag.score)
+
+
+def _cite(name: str) -> Task:
+    metric, score = ("str_em", alce.score_asqa) if name == "asqa" else ("recall@5", alce.score_qampari)
+    return _with_passages(name, metric, alce.ANSWER_TOKENS, partial(alce.build, name), score, chat=True)
 
 
 def _book(name: str) -> Task:
     scorers = {"infbench_qa": books.score_qa, "infbench_mc": books.score_choice}
     metrics = {"infbench_qa": "ROUGE-L", "infbench_mc": "accuracy"}
-    summary = name in books.SUMMARIES
     return Task(
         name=name,
         metric=metrics.get(name, "judge"),
         answer_tokens=books.ANSWER_TOKENS[name],
         build=partial(books.build, name),
-        score=scorers.get(name, books.judged),
+        score=scorers.get(name, books.left_to_judge),
         chat=True,
         size=lambda sources: len(books.books(name, sources)),
-        stratum=_by_depth,
-        judge=None if name in scorers else "summary" if summary else "qa",
+        stratum=_depth_stratum,
+        judge=None if name in scorers else "summary" if name in books.SUMMARIES else "qa",
     )
 
 
@@ -126,30 +122,22 @@ def _icl(name: str) -> Task:
         answer_tokens=icl.ANSWER_TOKENS,
         build=partial(icl.build, name),
         score=icl.score,
-        size=lambda sources: len(icl.sentences(name, sources)[1]),
-        stratum=lambda sources, index: icl.sentences(name, sources)[1][index][1],
+        size=lambda sources: len(icl.load_sentences(name, sources)[1]),
+        stratum=lambda sources, index: icl.load_sentences(name, sources)[1][index][1],
     )
 
 
 JSON_KV = Task(
-    name="json_kv", metric="SubEM", answer_tokens=json_kv.ANSWER_TOKENS, build=json_kv.build, score=json_kv.score
+    name="json_kv", metric="SubEM", answer_tokens=json_kv.ANSWER_TOKENS, build=json_kv.build, score=rag.score
 )
-MSMARCO = Task(
-    name="msmarco",
-    metric="nDCG@10",
-    answer_tokens=rerank.ANSWER_TOKENS,
-    build=partial(rerank.build, "msmarco"),
-    score=rerank.score,
-    size=_num_questions("msmarco"),
-    stratum=_by_depth,
-)
+MSMARCO = _with_passages("msmarco", "nDCG@10", rerank.ANSWER_TOKENS, partial(rerank.build, "msmarco"), rerank.score)
 TASKS: dict[str, Task] = {
     "json_kv": JSON_KV,
-    **{name: _needle(name) for name in ANSWER_TOKENS},
+    **{name: _needle(name) for name in NEEDLE_ANSWER_TOKENS},
     **{name: _rag(name) for name in RAG},
     "msmarco": MSMARCO,
     **{name: _cite(name) for name in CITE},
     **{name: _book(name) for name in BOOKS},
     **{name: _icl(name) for name in LABELS},
 }
-SUITE = Suite(name="helmet", version=VERSION, tasks=TASKS, load=load, categories=CATEGORIES, wording=FORMS)
+SUITE = Suite(name="helmet", version=1, tasks=TASKS, load=load, categories=CATEGORIES, wording=FORMS)

@@ -1,65 +1,191 @@
-"""As much haystack as fits.
+"""Fit RULER's haystacks to a length, in both modes, and place what the answer needs.
 
-In: a builder from a size (words, lines, characters …) to a prompt, and the tokens there is room for. Out: a prompt.
-Promise: never too long; within 1% of the length in `fixed` mode; always comes to an end, with a ConfigError where
-not even the smallest haystack fits. `reference_size` and `reference_fit` are RULER's own search and shrinking.
-Price: a prompt is counted once or twice; its size is known from one calibration per task and length.
+A task gives a builder from a size (words, lines, characters) to a `Draft`. `build_fixed` finds the size that comes
+within 1% of the length; `build_reference` repeats RULER's own search. Neither exceeds the length, and both raise
+ConfigError if the smallest prompt is too long. All random draws depend on seed, task, mode, length and index only.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from unspool.core.errors import ConfigError
-from unspool.data.tokenize.encoder import Encoder, build_encoder, choose_route
-from unspool.evals.prompts import encode
+from unspool.core.rng import rng_for
+from unspool.evals.suite import Ask, Question
+from unspool.evals.suites.ruler.haystacks import Sources
+from unspool.evals.wording import PREFIX, Wording
 
-# Shares of the length: how near is near enough, and where between that and the limit to aim.
-NEAR = 0.0075
+# Tolerance, and the margin below the limit to aim at, as shares of the length.
+TOLERANCE = 0.0075
 AIM = 0.003
-# After so many steps by arithmetic the interval is halved instead; it then ends within the second number.
-_BY_ARITHMETIC = 8
+# After this many interpolation steps `fit` bisects, which ends within the second number.
+_MOST_INTERPOLATIONS = 8
 _MOST_STEPS = 60
+# Index of the question that a length is calibrated with; no question of a run has it.
+CALIBRATION = -1
+# Below this length, RULER uses smaller haystack steps and fewer repeats.
+SHORT = 4096
+# Depths for a single gold text: as many as RULER has for its essays.
+GRID = 40
+# Coprime to the grid, so that all depths are used, and neighbors are far apart.
+_STRIDE = 17
 
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class TokenBudget:
     task: str
     length: int
-    budget: int  # tokens for the prompt's own text
+    tokens: int  # for the prompt's own text
 
     def too_short(self, needed: int) -> ConfigError:
-        least = self.length - self.budget + needed
+        least = self.length - self.tokens + needed
         return ConfigError(
             f"ruler {self.task}: length {self.length} is too short: with this tokenizer the smallest prompt and its "
             f"answer need about {least} tokens. Use a greater length or leave this task out."
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """Name of a task, and tokens that its answer may take."""
+
+    task: str
+    answer_tokens: int
+
+    def budget(self, ask: Ask) -> TokenBudget:
+        return TokenBudget(task=self.task, length=ask.length, tokens=ask.length - ask.overhead - self.answer_tokens)
+
+    def rng(self, ask: Ask, *purpose: str | int) -> np.random.Generator:
+        return rng_for(ask.seed, "ruler", self.task, ask.mode, ask.length, ask.index, *purpose)
+
+
+@dataclass(frozen=True)
+class PromptText:
+    """Text up to the question, the question, and the words that the answer begins with."""
+
+    context: str
+    question: str
+    prefix: str
+
+    @property
+    def text(self) -> str:
+        return self.context + self.question + self.prefix
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    prompt: PromptText
+    references: tuple[str, ...]
+    depths: tuple[float, ...] = ()  # of everything that the answer needs
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+Builder = Callable[[int], Draft]  # from a size
+RandomBuilder = Callable[[int, np.random.Generator], Draft]
+
+
+def fill_prompt(
+    wording: Wording, task: str, context: str, *, trailing_space: bool = False, **values: str
+) -> PromptText:
+    """Fill a task's texts; newlines after the context belong to the context.
+
+    A prefix loses a trailing space unless `trailing_space` is set, as in RULER: most tokenizers join a space with the
+    word after it, so that models continue badly after a prompt that ends in a space.
+    """
+    before, after = wording.around(task, **values)
+    question = after.lstrip("\n")
+    newlines = after[: len(after) - len(question)]
+    prefix = wording.fill(task, PREFIX, **values)
+    return PromptText(before + context + newlines, question, prefix if trailing_space else prefix.rstrip(" "))
+
+
+def build_fixed(
+    sources: Sources, ask: Ask, spec: TaskSpec, builder: Callable[[Sources, Ask], Builder], *, fewest: int, guess: int
+) -> Question:
+    """Build a question that fills the length; `fewest` is the smallest size, `guess` the first one tried."""
+    budget = spec.budget(ask)
+
+    def fitted(ask: Ask, start: int) -> tuple[Draft, int]:
+        return fit(
+            builder(sources, ask), lambda draft: sources.count(draft.prompt.text), budget, fewest=fewest, start=start
+        )
+
+    key = (spec.task, ask.length, ask.seed, ask.overhead)
+    start = sources.cached(key, lambda: fitted(replace(ask, index=CALIBRATION), guess)[1])
+    return to_question(ask, *fitted(ask, start))
+
+
+def build_reference(
+    sources: Sources,
+    ask: Ask,
+    spec: TaskSpec,
+    builder: Callable[[Sources, Ask], RandomBuilder],
+    *,
+    step: int,
+    trial: int | None = None,
+    most_factor: int = 3,
+) -> Question:
+    """Build a question as RULER does; `trial` is the size from which RULER estimates tokens per unit."""
+    budget = spec.budget(ask)
+
+    def tokens(size: int, attempt: int) -> int:
+        searching = replace(ask, index=CALIBRATION)
+        return sources.count(builder(sources, searching)(size, spec.rng(searching, attempt)).prompt.text)
+
+    key = (spec.task, "reference", ask.length, ask.seed, ask.overhead)
+    size = sources.cached(
+        key, lambda: reference_size(tokens, budget, step=step, trial=trial or step, most_factor=most_factor)
+    )
+    build = builder(sources, ask)
+    attempt = 0
+    # RULER shrinks a sample step by step until it fits. At the smallest size it retries forever; this gives up.
+    while True:
+        draft = build(size, spec.rng(ask, attempt))
+        used = sources.count(draft.prompt.text)
+        if used <= budget.tokens:
+            return to_question(ask, draft, size)
+        if size <= step:
+            raise budget.too_short(used)
+        size, attempt = size - step, attempt + 1
+
+
+def to_question(ask: Ask, draft: Draft, size: int) -> Question:
+    depths = [round(depth, 4) for depth in draft.depths]
+    return Question(
+        context=draft.prompt.context,
+        question=draft.prompt.question,
+        prefix=draft.prompt.prefix,
+        references=draft.references,
+        depth=depths[0] if len(depths) == 1 else None,
+        meta={"mode": ask.mode, "size": size, "depths": depths, **draft.meta},
+    )
+
+
 def fit(
-    build: Callable[[int], Made], tokens: Callable[[Made], int], room: Room, *, fewest: int, start: int
+    build: Callable[[int], Made], count: Callable[[Made], int], budget: TokenBudget, *, fewest: int, start: int
 ) -> tuple[Made, int]:
-    """The prompt and its size; `start` is a guess."""
+    """Find the size whose prompt fills the budget, by interpolation from `start`; return prompt and size."""
     best: tuple[Made, int] | None = None
     low, high = fewest - 1, 0  # the greatest size known to fit; the smallest known not to, 0 for none
     size = max(start, fewest)
     for step in range(_MOST_STEPS):
         made = build(size)
-        used = tokens(made)
-        if used <= room.budget:
+        used = count(made)
+        if used <= budget.tokens:
             best, low = (made, size), size
-            if room.budget - used <= NEAR * room.length:
+            if budget.tokens - used <= TOLERANCE * budget.length:
                 break
         elif size == fewest:
-            raise room.too_short(used)
+            raise budget.too_short(used)
         else:
             high = size
-        change = (room.budget - AIM * room.length - used) / (used / size)
-        size = size + (int(np.floor(change)) or 1) if step < _BY_ARITHMETIC else (low + (high or 2 * size)) // 2
+        change = (budget.tokens - AIM * budget.length - used) / (used / size)
+        bisect = step >= _MOST_INTERPOLATIONS
+        size = (low + (high or 2 * size)) // 2 if bisect else size + (int(np.floor(change)) or 1)
         size = max(low + 1, fewest, min(size, high - 1) if high else size)
         if high and size >= high:
             break
@@ -68,15 +194,15 @@ def fit(
 
 
 def reference_size(
-    tokens: Callable[[int, int], int], room: Room, *, step: int, trial: int, most_factor: int = 3
+    tokens: Callable[[int, int], int], budget: TokenBudget, *, step: int, trial: int, most_factor: int = 3
 ) -> int:
-    """RULER's binary search for the haystack of a length; `tokens(size, attempt)` counts a fresh random prompt."""
+    """RULER's binary search for the haystack size of a length; `tokens(size, attempt)` counts a new random prompt."""
     per_unit = tokens(trial, 0) / trial
-    low, high = step, max(int(room.length / per_unit) * most_factor, 2 * step)
+    low, high = step, max(int(budget.length / per_unit) * most_factor, 2 * step)
     best, attempt = step, 1
     while low <= high:
         middle = (low + high) // 2
-        if tokens(middle, attempt) <= room.budget:
+        if tokens(middle, attempt) <= budget.tokens:
             best, low = middle, middle + 1
         else:
             high = middle - 1
@@ -84,63 +210,11 @@ def reference_size(
     return best
 
 
-def reference_fit(
-    build: Callable[[int, int], Made], tokens: Callable[[Made], int], room: Room, *, step: int, size: int
-) -> Made:
-    """RULER's shrinking, one sample: a step less until it fits. RULER then tries again for ever; this gives up."""
-    attempt = 0
-    while True:
-        made = build(size, attempt)
-        used = tokens(made)
-        if used <= room.budget:
-            return made
-        if size <= step:
-            raise room.too_short(used)
-        size, attempt = size - step, attempt + 1
-
-
-# Where gold stands in `fixed` mode: every depth equally often.
-
-
-# As many as RULER has for its essays.
-GRID = 40
-# Shares no factor with the grid, and takes neighbours far apart.
-_STRIDE = 17
-
-
-def target(index: int) -> float:
+def grid_depth(index: int) -> float:
+    """Depth of a single gold text: any `GRID` consecutive indices take every depth once."""
     return index * _STRIDE % GRID / (GRID - 1)
 
 
-def parts(count: int, rng: np.random.Generator) -> list[float]:
-    """One depth in each of `count` equal parts."""
+def stratified_depths(count: int, rng: np.random.Generator) -> list[float]:
+    """Draw one depth in each of `count` equal parts of the context."""
     return [float(depth) for depth in (np.arange(count) + rng.random(count)) / count]
-
-
-def place(depth: float, count: int) -> int:
-    """Before which of `count` lines; `count` is after the last."""
-    return round(depth * count)
-
-
-# How many tokens a text has, exactly and fast.
-
-
-class Counter:
-    def __init__(self, tokenizer: Any, sample: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._encoder = _encoder(tokenizer, sample)
-
-    def count(self, text: str) -> int:
-        if self._encoder is None:
-            return len(encode(self._tokenizer, text))
-        return len(self._encoder.encode_plain([text])[0])
-
-
-def _encoder(tokenizer: Any, sample: Sequence[str]) -> Encoder | None:
-    """None for tokenizers that know no fast route: slow ones, or without an end of text."""
-    if not getattr(tokenizer, "is_fast", False):
-        return None
-    try:
-        return choose_route(build_encoder(tokenizer), sample)
-    except ConfigError:
-        return None

@@ -1,36 +1,68 @@
-"""The eight needle tasks: facts hidden in noise, in essays or among other facts.
+"""RULER's eight needle tasks: facts hidden in noise, in essays or among other facts.
 
-In: sources, `Ask`. Out: `Question`.
-Promise (`fixed`): keys and values are all different, those of the haystack included; a single gold walks over the grid
-of depths by index, several stand one in each equal part; essays begin at a random sentence.
-`reference` follows RULER: keys and values drawn with repetition, depths drawn anew for every sample, essays always from
-their beginning, the order of needles shuffled by a seed that never changes.
-Price: the last line of a haystack may be cut short to meet the length (`fixed`).
+`fixed`: keys and values are all different, including those of the haystack. A single gold fact takes every depth of the
+grid by index; several gold facts take one depth in each equal part. Essays begin at a random sentence. The last line of
+a haystack may be cut to meet the length.
+`reference` follows RULER: keys and values are drawn with repetition, depths are drawn for every sample, essays start at
+their beginning, and needles are shuffled with a constant seed.
 """
 
 import random
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler import fitting
-from unspool.evals.suites.ruler.haystacks import Essay, Sources
-from unspool.evals.suites.ruler.question import Builder, Draft, Place, RandomBuilder, fixed, reference
-from unspool.evals.suites.ruler.task_texts import needle, niah
-from unspool.evals.wording import Wording
+from unspool.evals.suites.ruler.fitting import Builder, Draft, RandomBuilder, TaskSpec, fill_prompt
+from unspool.evals.suites.ruler.haystacks import NOISE, PER_LINE, Essay, Sources, insert, noise_lines
+from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text, Wording
 
-# Facts to hide: what the eight needle tasks differ in, and how their keys and values are drawn.
+_NEEDLE = "One special magic {type} for {key} is {value}."
+_ONE = (
+    "One special magic {type_needle_v} is hidden somewhere in the text below. Keep it in mind: a question about it "
+    "comes at the end.\n{context}\n"
+    "Which is the special magic {type_needle_v} for {query} that the text above gives?",
+    " The special magic {type_needle_v} for {query} that the text above gives is",
+)
+_SEVERAL = (
+    "Several special magic {type_needle_v} are hidden somewhere in the text below. Keep them in mind: a question "
+    "about them comes at the end.\n{context}\n"
+    "Which are all the special magic {type_needle_v} for {query} that the text above gives?",
+    " The special magic {type_needle_v} for {query} that the text above gives are",
+)
 
 
+def _form(texts: tuple[str, str], *, noise: bool = False) -> Form:
+    template, prefix = texts
+    return {
+        TEMPLATE: Text(own=template, needs=("context", "query"), may=("type_needle_v",)),
+        PREFIX: Text(own=prefix, may=("query", "type_needle_v")),
+        "needle": Text(own=_NEEDLE, needs=("key", "value"), may=("type_needle_v", "type")),
+        **({"noise": Text(own=NOISE)} if noise else {}),
+    }
+
+
+# Placeholders have RULER's names, so that its texts can be used in a wording file.
+FORMS: dict[str, Form] = {
+    "niah_single_1": _form(_ONE, noise=True),
+    **{name: _form(_ONE) for name in ("niah_single_2", "niah_single_3")},
+    **{f"niah_multikey_{number}": _form(_ONE) for number in (1, 2, 3)},
+    **{name: _form(_SEVERAL) for name in ("niah_multivalue", "niah_multiquery")},
+}
+ANSWER_TOKENS = 128
+# No tokenizer writes a needle's line in fewer tokens.
+_FEWEST_LINE_TOKENS = 12
+_ESSAY_STEP = 500
 Values = Literal["words", "numbers", "uuids"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class NeedleTask:
     name: str
     haystack: Literal["noise", "essay", "needle"]
     key: Values = "words"
@@ -39,176 +71,157 @@ class Facts:
     num_values: int = 1
     num_queries: int = 1
 
+    @property
+    def spec(self) -> TaskSpec:
+        return TaskSpec(task=self.name, answer_tokens=ANSWER_TOKENS)
+
+    def build(self, sources: Sources, ask: Ask) -> Question:
+        if ask.mode == "reference":
+            step = _ESSAY_STEP if self.haystack == "essay" else 5 if ask.length < fitting.SHORT else 25
+            return fitting.build_reference(sources, ask, self.spec, partial(_reference, self), step=step)
+        builder, fewest, guess = _lines, PER_LINE, ask.length * PER_LINE // 32
+        if self.haystack == "essay":
+            builder, fewest, guess = _essay, 40, ask.length // 2
+        return fitting.build_fixed(sources, ask, self.spec, partial(builder, self), fewest=fewest, guess=guess)
+
+    def needle_writer(self, wording: Wording) -> Callable[[str, str], str]:
+        """Return a function that writes the fact of a key and a value."""
+        text, singular = wording.text(self.name, "needle"), self.value.removesuffix("s")
+        return lambda key, value: text.format(key=key, value=value, type_needle_v=self.value, type=singular)
+
+    def noise(self, sources: Sources) -> str:
+        return sources.wording.fill(self.name, "noise") if self.haystack == "noise" else ""
+
 
 @dataclass(frozen=True)
 class Hidden:
-    """Facts, in the order in which they stand in the text, and what is asked about them."""
+    """Facts in text order, and what is asked about them."""
 
     facts: list[str]
     gold: list[int]  # which facts the answer needs
     queries: list[str]
     answers: tuple[str, ...]
 
-    def draft(self, task: Facts, wording: Wording, haystack: str, places: Sequence[float]) -> Draft:
-        parts = niah(wording, task.name, haystack, self.queries, task.value, one=len(self.answers) == 1)
-        at = parts.context.find(self.answers[0])
+    def draft(self, task: NeedleTask, wording: Wording, haystack: str, depths: Sequence[float]) -> Draft:
+        keys, singular = self.queries, len(self.answers) == 1
+        query = ", ".join(keys[:-1]) + ", and " + keys[-1] if len(keys) > 1 else keys[0]
+        kind = task.value.removesuffix("s") if singular else task.value
+        prompt = fill_prompt(wording, task.name, haystack, query=query, type_needle_v=kind)
         return Draft(
-            parts=parts,
+            prompt=prompt,
             references=self.answers,
-            depths=tuple(places[at] for at in self.gold),
-            meta={"keys": self.queries, "answer_char": at},
+            depths=tuple(depths[at] for at in self.gold),
+            meta={"keys": keys, "answer_char": prompt.context.find(self.answers[0])},
         )
 
 
-def between(pieces: list[str], places: Sequence[int], facts: Sequence[str], joint: str = " ") -> list[str]:
-    """Facts at their places, which rise."""
-    found: list[str] = []
-    done = 0
-    for place, fact in zip(places, facts, strict=True):
-        found += [joint.join(pieces[done:place])] if place > done else []
-        found.append(fact)
-        done = place
-    return [*found, joint.join(pieces[done:])] if done < len(pieces) else found
+class UniqueFacts:
+    """Facts with different keys and different values, as many as a haystack may need; written when asked for."""
 
-
-class Drawn:
-    """Different keys and different values, as many as the haystack could need; written out when asked for."""
-
-    def __init__(self, task: Facts, sources: Sources, count: int, rng: np.random.Generator) -> None:
+    def __init__(self, task: NeedleTask, sources: Sources, count: int, rng: np.random.Generator) -> None:
         self._task, self._words = task, sources.words
-        self._needle = needle(sources.wording, task.name, task.value)
-        self._keys = self._numbers(task.key, count, rng)
-        self._values = self._numbers(task.value, count * task.num_values, rng)
+        self._needle = task.needle_writer(sources.wording)
+        self._keys = self._draw(task.key, count, rng)
+        self._values = self._draw(task.value, count * task.num_values, rng)
 
     def key(self, at: int) -> str:
-        return self._written(self._task.key, self._keys, at)
+        return self._write(self._task.key, self._keys, at)
 
     def value(self, at: int) -> str:
-        return self._written(self._task.value, self._values, at)
-
-    def line(self, at: int) -> str:
-        return self.fact(at, at)
+        return self._write(self._task.value, self._values, at)
 
     def fact(self, key: int, value: int) -> str:
         return self._needle(self.key(key), self.value(value))
 
-    def _numbers(self, kind: Values, count: int, rng: np.random.Generator) -> np.ndarray | bytes:
+    def _draw(self, kind: Values, count: int, rng: np.random.Generator) -> np.ndarray | bytes:
         if kind == "uuids":
             return rng.bytes(16 * count)  # 122 random bits: no two are equal
         pool = len(self._words) ** 2 if kind == "words" else 9_000_000
         return rng.choice(pool, size=count, replace=False)
 
-    def _written(self, kind: Values, drawn: np.ndarray | bytes, at: int) -> str:
+    def _write(self, kind: Values, drawn: np.ndarray | bytes, at: int) -> str:
         if isinstance(drawn, bytes):
             return str(uuid.UUID(bytes=drawn[16 * at : 16 * at + 16], version=4))
-        number = int(drawn[at])
         if kind == "numbers":
-            return str(1_000_000 + number)
-        first, second = divmod(number, len(self._words))
+            return str(1_000_000 + int(drawn[at]))
+        first, second = divmod(int(drawn[at]), len(self._words))
         return f"{self._words[first]}-{self._words[second]}"
 
 
-def hide(task: Facts, sources: Sources, rng: np.random.Generator, drawn: Drawn | None = None) -> Hidden:
-    """Facts in random order; the first `num_queries` keys drawn are asked for."""
+def _hide(task: NeedleTask, facts: UniqueFacts, rng: np.random.Generator) -> Hidden:
+    """Put facts in random order; the first `num_queries` keys are asked for."""
     num_keys = max(task.num_keys, task.num_queries)
-    source = drawn or Drawn(task, sources, num_keys, rng)
     pairs = [(key, key * task.num_values + at) for key in range(num_keys) for at in range(task.num_values)]
     order = rng.permutation(len(pairs)).tolist()
     return Hidden(
-        facts=[source.fact(*pairs[at]) for at in order],
+        facts=[facts.fact(*pairs[at]) for at in order],
         gold=[place for place, at in enumerate(order) if pairs[at][0] < task.num_queries],
-        queries=[source.key(at) for at in range(task.num_queries)],
-        answers=tuple(source.value(at) for key, at in pairs if key < task.num_queries),
+        queries=[facts.key(at) for at in range(task.num_queries)],
+        answers=tuple(facts.value(at) for key, at in pairs if key < task.num_queries),
     )
 
 
-def one(kind: Values, words: list[str], rng: np.random.Generator) -> str:
-    if kind == "uuids":
-        return str(uuid.UUID(bytes=rng.bytes(16), version=4))
-    if kind == "numbers":
-        return str(rng.integers(1_000_000, 10_000_000))
-    first, second = rng.integers(len(words), size=2)
-    return f"{words[first]}-{words[second]}"
-
-
-ANSWER_TOKENS = 128
-# No tokenizer writes a needle's line in fewer tokens.
-_FEWEST_LINE_TOKENS = 12
-# A line counts this much, so that its last one can be cut to meet a length.
-PER_LINE = 16
-_ESSAY_STEP = 500
-# RULER: below this length haystacks of lines change by fewer lines.
-SHORT = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class Needles(Facts):
-    @property
-    def place(self) -> Place:
-        return Place(task=self.name, answer_tokens=ANSWER_TOKENS)
-
-    def build(self, sources: Sources, ask: Ask) -> Question:
-        if ask.mode == "reference":
-            lines = self.haystack != "essay"
-            step = (5 if ask.length < SHORT else 25) if lines else _ESSAY_STEP
-            return reference(sources, ask, self.place, lambda ask: _reference(self, sources, ask), step=step)
-        if self.haystack == "essay":
-            return fixed(
-                sources, ask, self.place, lambda ask: _essay(self, sources, ask), fewest=40, guess=ask.length // 2
-            )
-        guess = ask.length * PER_LINE // 32
-        return fixed(sources, ask, self.place, lambda ask: _lines(self, sources, ask), fewest=PER_LINE, guess=guess)
-
-
-def _essay(task: Needles, sources: Sources, ask: Ask) -> Builder:
-    rng = task.place.rng(ask)
-    hidden = hide(task, sources, rng)
-    targets = _targets(hidden, ask.index, rng)
+def _essay(task: NeedleTask, sources: Sources, ask: Ask) -> Builder:
+    rng = task.spec.rng(ask)
+    hidden = _hide(task, UniqueFacts(task, sources, max(task.num_keys, task.num_queries), rng), rng)
+    targets = _target_depths(hidden, ask.index, rng)
     essay = sources.essay
     first = int(rng.choice(essay.ends)) % len(essay.words)
 
     def build(size: int) -> Draft:
-        borders = essay.borders(first, size)
-        places = [int(borders[np.abs(borders - target * size).argmin()]) for target in targets]
-        pieces = between(essay.stretch(first, size), places, hidden.facts)
-        return hidden.draft(task, sources.wording, " ".join(pieces), [place / size for place in places])
+        ends = essay.sentence_ends(first, size)
+        positions = [int(ends[np.abs(ends - target * size).argmin()]) for target in targets]
+        text = insert(essay.excerpt(first, size), positions, hidden.facts, " ")
+        return hidden.draft(task, sources.wording, text, [position / size for position in positions])
 
     return build
 
 
-def _lines(task: Needles, sources: Sources, ask: Ask) -> Builder:
-    rng = task.place.rng(ask)
+def _lines(task: NeedleTask, sources: Sources, ask: Ask) -> Builder:
+    rng = task.spec.rng(ask)
     most = max(1, ask.length // _FEWEST_LINE_TOKENS) if task.haystack == "needle" else 0
-    drawn = Drawn(task, sources, most + task.num_keys, rng)
-    hidden = hide(task, sources, rng, drawn)
-    noise = _noise(task, sources)
-    targets = _targets(hidden, ask.index, rng)
+    facts = UniqueFacts(task, sources, most + task.num_keys, rng)
+    hidden = _hide(task, facts, rng)
+    noise = task.noise(sources)
+    targets = _target_depths(hidden, ask.index, rng)
+
+    def haystack(size: int) -> list[str]:
+        if task.haystack == "noise":
+            return noise_lines(noise, size)
+        count, rest = divmod(size, PER_LINE)
+        numbers = range(task.num_keys, task.num_keys + min(count + 1, most))
+        lines = [facts.fact(number, number) for number in numbers]
+        last = lines[count] if count < len(lines) else ""
+        cut = last[: len(last) * rest // PER_LINE].rstrip()
+        return lines[:count] + ([cut] if cut else [])
 
     def build(size: int) -> Draft:
-        count, rest = divmod(size, PER_LINE)
-        if task.haystack == "noise":
-            words = noise.split()
-            lines = [noise] * count
-            cut = " ".join(words[: len(words) * rest // PER_LINE])
-        else:
-            lines = [drawn.line(at + task.num_keys) for at in range(min(count + 1, most))]
-            last = lines[count] if count < len(lines) else ""
-            lines, cut = lines[:count], last[: len(last) * rest // PER_LINE].rstrip()
-        lines += [cut] if cut else []
-        places = [fitting.place(target, len(lines)) for target in targets]
-        text = "\n".join(between(lines, places, hidden.facts, joint="\n"))
-        return hidden.draft(task, sources.wording, text, [place / len(lines) for place in places])
+        lines = haystack(size)
+        positions = [round(target * len(lines)) for target in targets]
+        text = insert(lines, positions, hidden.facts, "\n")
+        return hidden.draft(task, sources.wording, text, [position / len(lines) for position in positions])
 
     return build
 
 
-def _reference(task: Needles, sources: Sources, ask: Ask) -> RandomBuilder:
-    fact = needle(sources.wording, task.name, task.value)
+def _target_depths(hidden: Hidden, index: int, rng: np.random.Generator) -> list[float]:
+    """Choose sorted depths, one per fact."""
+    if len(hidden.gold) > 1:
+        return fitting.stratified_depths(len(hidden.facts), rng)
+    gold, others = fitting.grid_depth(index), np.sort(rng.random(len(hidden.facts) - 1))
+    # Keep the order of the facts: those before the gold one get smaller depths.
+    before, after = others[: hidden.gold[0]], others[hidden.gold[0] :]
+    low = sorted(float(depth * gold) for depth in before)
+    return [*low, gold, *sorted(float(gold + depth * (1 - gold)) for depth in after)]
+
+
+def _reference(task: NeedleTask, sources: Sources, ask: Ask) -> RandomBuilder:
+    fact = task.needle_writer(sources.wording)
 
     def build(size: int, rng: np.random.Generator) -> Draft:
         num_keys = max(task.num_keys, task.num_queries)
-        keys = [one(task.key, sources.words, rng) for _ in range(num_keys)]
-        values = [[one(task.value, sources.words, rng) for _ in range(task.num_values)] for _ in keys]
+        keys = [_draw_one(task.key, sources.words, rng) for _ in range(num_keys)]
+        values = [[_draw_one(task.value, sources.words, rng) for _ in range(task.num_values)] for _ in keys]
         owners = [at for at in range(num_keys) for _ in range(task.num_values)]
         facts = [fact(key, value) for key, own in zip(keys, values, strict=True) for value in own]
         order = list(range(len(facts)))
@@ -222,59 +235,53 @@ def _reference(task: Needles, sources: Sources, ask: Ask) -> RandomBuilder:
             answers=tuple(value for at in asked for value in values[at]),
         )
         if task.haystack == "essay":
-            text, places = _reference_essay(hidden.facts, sources.essay, size, rng)
+            text, depths = _reference_essay(hidden.facts, sources.essay, size, rng)
         else:
-            text, places = _reference_lines(task, hidden.facts, sources, size, rng)
-        return hidden.draft(task, sources.wording, text, places)
+            text, depths = _reference_lines(task, hidden.facts, sources, size, rng)
+        return hidden.draft(task, sources.wording, text, depths)
 
     return build
 
 
+def _draw_one(kind: Values, words: list[str], rng: np.random.Generator) -> str:
+    if kind == "uuids":
+        return str(uuid.UUID(bytes=rng.bytes(16), version=4))
+    if kind == "numbers":
+        return str(rng.integers(1_000_000, 10_000_000))
+    first, second = rng.integers(len(words), size=2)
+    return f"{words[first]}-{words[second]}"
+
+
 def _reference_essay(facts: list[str], essay: Essay, size: int, rng: np.random.Generator) -> tuple[str, list[float]]:
-    borders = essay.borders(0, size)
+    ends = essay.sentence_ends(0, size)
     percents = np.round(np.linspace(0, 100, fitting.GRID))
     drawn = np.sort(rng.choice(percents, size=len(facts), replace=False))
-    sentences = len(borders) - 1
-    at = [int(sentences * percent / 100) for percent in drawn]
-    text = " ".join(between(essay.stretch(0, size), [int(borders[place]) for place in at], facts))
-    return text, [place / sentences for place in at]
+    num_sentences = len(ends) - 1
+    at = [int(num_sentences * percent / 100) for percent in drawn]
+    text = insert(essay.excerpt(0, size), [int(ends[sentence]) for sentence in at], facts, " ")
+    return text, [sentence / num_sentences for sentence in at]
 
 
 def _reference_lines(
-    task: Needles, facts: list[str], sources: Sources, size: int, rng: np.random.Generator
+    task: NeedleTask, facts: list[str], sources: Sources, size: int, rng: np.random.Generator
 ) -> tuple[str, list[float]]:
     if task.haystack == "noise":
-        lines = [_noise(task, sources)] * size
+        lines = [task.noise(sources)] * size
     else:
-        fact, words = needle(sources.wording, task.name, task.value), sources.words
-        lines = [fact(one(task.key, words, rng), one(task.value, words, rng)) for _ in range(size)]
-    # RULER puts the first fact at the last place; with one fact, as in its tasks, there is no difference.
-    places = sorted(rng.choice(size, size=len(facts), replace=False).tolist())
-    return "\n".join(between(lines, places, facts, joint="\n")), [place / size for place in places]
-
-
-def _noise(task: Needles, sources: Sources) -> str:
-    return sources.wording.fill(task.name, "noise") if task.haystack == "noise" else ""
-
-
-def _targets(hidden: Hidden, index: int, rng: np.random.Generator) -> list[float]:
-    """Rising depths, one per fact."""
-    if len(hidden.gold) > 1:
-        return fitting.parts(len(hidden.facts), rng)
-    gold, others = fitting.target(index), np.sort(rng.random(len(hidden.facts) - 1))
-    # The facts before the gold one stand before it in the text as well.
-    before, after = others[: hidden.gold[0]], others[hidden.gold[0] :]
-    low = sorted(float(depth * gold) for depth in before)
-    return [*low, gold, *sorted(float(gold + depth * (1 - gold)) for depth in after)]
+        fact, words = task.needle_writer(sources.wording), sources.words
+        lines = [fact(_draw_one(task.key, words, rng), _draw_one(task.value, words, rng)) for _ in range(size)]
+    # RULER puts the first fact at the last position; with one fact, as in its tasks, there is no difference.
+    positions = sorted(rng.choice(size, size=len(facts), replace=False).tolist())
+    return insert(lines, positions, facts, "\n"), [position / size for position in positions]
 
 
 TASKS = (
-    Needles(name="niah_single_1", haystack="noise"),
-    Needles(name="niah_single_2", haystack="essay"),
-    Needles(name="niah_single_3", haystack="essay", value="uuids"),
-    Needles(name="niah_multikey_1", haystack="essay", num_keys=4),
-    Needles(name="niah_multikey_2", haystack="needle"),
-    Needles(name="niah_multikey_3", haystack="needle", key="uuids", value="uuids"),
-    Needles(name="niah_multivalue", haystack="essay", num_values=4),
-    Needles(name="niah_multiquery", haystack="essay", num_queries=4),
+    NeedleTask(name="niah_single_1", haystack="noise"),
+    NeedleTask(name="niah_single_2", haystack="essay"),
+    NeedleTask(name="niah_single_3", haystack="essay", value="uuids"),
+    NeedleTask(name="niah_multikey_1", haystack="essay", num_keys=4),
+    NeedleTask(name="niah_multikey_2", haystack="needle"),
+    NeedleTask(name="niah_multikey_3", haystack="needle", key="uuids", value="uuids"),
+    NeedleTask(name="niah_multivalue", haystack="essay", num_values=4),
+    NeedleTask(name="niah_multiquery", haystack="essay", num_queries=4),
 )

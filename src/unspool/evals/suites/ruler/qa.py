@@ -1,16 +1,16 @@
-"""Questions on documents: SQuAD (qa_1), HotpotQA (qa_2), or the generated sets that ship in their place.
+"""RULER's questions on documents: SQuAD (qa_1) and HotpotQA (qa_2), or generated sets in their place.
 
-In: sources, `Ask`. Out: `Question`; any one of the references is an answer.
-Promise (`fixed`): questions come from the whole set in random order; the gold documents stand once, at depths that
-are spread over the index; documents of the same article or context come before foreign ones.
-`reference` follows RULER: questions in file order; documents shuffled by a seed that never changes, so that a gold
-paragraph stands at one depth for every number of documents; when documents run out all are repeated, gold too.
-Price: the last document taken is cut between words to meet the length (`fixed`).
+Any one of the references is an answer. `fixed`: questions come from the whole set in random order. Each gold document
+occurs once, at a depth that depends on the index. Documents of the same article or context come before others, and the
+last one is cut between words to meet the length.
+`reference` follows RULER: questions in file order; documents shuffled with a constant seed, so that a gold paragraph
+has one depth for every number of documents; when documents run out, all are repeated, gold included.
 """
 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 
 import numpy as np
@@ -19,92 +19,101 @@ from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
 from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler import fitting
+from unspool.evals.suites.ruler.fitting import Builder, Draft, RandomBuilder, TaskSpec, fill_prompt
 from unspool.evals.suites.ruler.haystacks import Sources
-from unspool.evals.suites.ruler.qa_data import Query, Questions
-from unspool.evals.suites.ruler.question import Builder, Draft, Place, RandomBuilder, fixed, reference
-from unspool.evals.suites.ruler.task_texts import Parts, documents
+from unspool.evals.suites.ruler.qa_data import Query, QuestionSet
+from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text
 
+_INSTRUCTION = "Answer the question from the documents, with nothing but the answer itself."
+_FORM: Form = {
+    TEMPLATE: Text(
+        own=f"{_INSTRUCTION}\n\nThese are the documents.\n\n{{context}}\n\n{_INSTRUCTION}\n\nQuestion: {{query}}",
+        needs=("context", "query"),
+    ),
+    PREFIX: Text(own=" Answer:", may=("query",)),
+    "document": Text(own="Document {i}:\n{document}", needs=("document",), may=("i",)),
+}
+FORMS: dict[str, Form] = {"qa_1": _FORM, "qa_2": _FORM}
 _STEP = 10
 ANSWER_TOKENS = 32
-# What opening a document costs, in characters of text with as many tokens.
-_HEADER = 30
+# Characters of text that take as many tokens as the header of a document.
+_HEADER_CHARS = 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asking:
+class QaTask:
     name: str
-    questions: Callable[[Sources], Questions]
+    questions: Callable[[Sources], QuestionSet]
 
     @property
-    def place(self) -> Place:
-        return Place(task=self.name, answer_tokens=ANSWER_TOKENS)
+    def spec(self) -> TaskSpec:
+        return TaskSpec(task=self.name, answer_tokens=ANSWER_TOKENS)
 
     def build(self, sources: Sources, ask: Ask) -> Question:
         if ask.mode == "reference":
-            return reference(sources, ask, self.place, lambda ask: _reference(self, sources, ask), step=_STEP)
-        # In characters; the smallest prompt has the gold documents alone.
-        return fixed(sources, ask, self.place, lambda ask: _fixed(self, sources, ask), fewest=1, guess=4 * ask.length)
+            return fitting.build_reference(sources, ask, self.spec, partial(_reference, self), step=_STEP)
+        # Sizes are characters of other documents; the smallest prompt has the gold documents alone.
+        return fitting.build_fixed(sources, ask, self.spec, partial(_fixed, self), fewest=1, guess=4 * ask.length)
 
 
-def _fixed(task: Asking, sources: Sources, ask: Ask) -> Builder:
+def _fixed(task: QaTask, sources: Sources, ask: Ask) -> Builder:
     questions = task.questions(sources)
-    rng = task.place.rng(ask)
+    rng = task.spec.rng(ask)
     order = rng_for(ask.seed, "ruler", task.name, "questions").permutation(len(questions.queries))
     query = questions.queries[order[ask.index % len(order)]]
     golds = [questions.documents[at] for at in query.golds]
-    targets = [fitting.target(ask.index)] if len(golds) == 1 else fitting.parts(len(golds), rng)
+    targets = [fitting.grid_depth(ask.index)] if len(golds) == 1 else fitting.stratified_depths(len(golds), rng)
     rng.shuffle(golds)
-    others = _others(questions, query, rng)
+    others = _rank_others(questions, query, rng)
     seed = int(rng.integers(2**62))
 
     def build(size: int) -> Draft:
-        taken = _taken(questions.documents, others, size)
+        taken = _take(questions.documents, others, size)
         taken = [taken[at] for at in np.random.Generator(np.random.PCG64(seed)).permutation(len(taken))]
-        places = [fitting.place(target, len(taken)) for target in targets]
-        for before, (place, gold) in enumerate(zip(places, golds, strict=True)):
-            taken.insert(place + before, gold)
-        asked = documents(sources.wording, task.name, taken, query.question)
-        return _draft(
-            questions, query, asked, len(taken), [place / max(1, len(taken) - len(golds)) for place in places]
-        )
+        positions = [round(target * len(taken)) for target in targets]
+        depths = [position / max(1, len(taken)) for position in positions]
+        for before, (position, gold) in enumerate(zip(positions, golds, strict=True)):
+            taken.insert(position + before, gold)
+        return _draft(task, sources, query, taken, depths)
 
     return build
 
 
-def _taken(documents: list[str], numbers: list[int], chars: int) -> list[str]:
-    """Documents in turn, the last one cut; too little for a document of its own continues the one before."""
+def _take(documents: list[str], numbers: list[int], chars: int) -> list[str]:
+    """Take about `chars` characters of documents; the last is cut, or extended if too little is left for another."""
     taken: list[str] = []
     for at in cycle(numbers):
-        if taken and chars < 2 * _HEADER:
+        if taken and chars < 2 * _HEADER_CHARS:
             taken[-1] = f"{taken[-1]} {_cut(documents[at], chars)}".rstrip()
             break
-        text = _cut(documents[at], max(1, chars - _HEADER))
+        text = _cut(documents[at], max(1, chars - _HEADER_CHARS))
         taken += [text] if text else []
-        chars -= len(text) + _HEADER
+        chars -= len(text) + _HEADER_CHARS
         if chars <= 0:
             break
     return taken
 
 
 def _cut(text: str, chars: int) -> str:
-    """Whole words of at most so many characters."""
+    """Cut a text between words to at most `chars` characters."""
     return text if len(text) <= chars else text[: text.rfind(" ", 0, chars + 1) + 1].rstrip()
 
 
-def _others(questions: Questions, query: Query, rng: np.random.Generator) -> list[int]:
+def _rank_others(questions: QuestionSet, query: Query, rng: np.random.Generator) -> list[int]:
+    """Number the documents without the answer: the same article or context first, both parts in random order."""
     golds = set(query.golds)
     near = [at for at in dict.fromkeys((*query.context, *query.more)) if at not in golds]
-    apart = golds | set(near)
-    far = [at for at in rng.permutation(len(questions.documents)).tolist() if at not in apart]
+    known = golds | set(near)
+    far = [at for at in rng.permutation(len(questions.documents)).tolist() if at not in known]
     return [near[at] for at in rng.permutation(len(near))] + far
 
 
-def _reference(task: Asking, sources: Sources, ask: Ask) -> RandomBuilder:
+def _reference(task: QaTask, sources: Sources, ask: Ask) -> RandomBuilder:
     questions = task.questions(sources)
     if ask.index >= len(questions.queries):
         raise ConfigError(
-            f"ruler {task.name}: mode reference asks every question of the file once, and there are "
-            f"{len(questions.queries)}; use fewer samples, or mode: fixed."
+            f"ruler {task.name}: mode: reference asks each of the file's {len(questions.queries)} questions once; "
+            "use fewer samples, or mode: fixed."
         )
     query = questions.queries[max(0, ask.index)]
 
@@ -124,24 +133,24 @@ def _reference(task: Asking, sources: Sources, ask: Ask) -> RandomBuilder:
         # The same permutation for every sample of so many documents, as in RULER.
         random.Random(ask.seed).shuffle(taken)
         golds = set(query.golds)
-        places = [at / max(1, len(taken) - 1) for at, number in enumerate(taken) if number in golds]
-        texts = [questions.documents[at] for at in taken]
-        asked = documents(sources.wording, task.name, texts, query.question)
-        return _draft(questions, query, asked, len(taken), places)
+        depths = [at / max(1, len(taken) - 1) for at, number in enumerate(taken) if number in golds]
+        return _draft(task, sources, query, [questions.documents[at] for at in taken], depths)
 
     return build
 
 
-def _draft(questions: Questions, query: Query, asked: Parts, count: int, places: list[float]) -> Draft:
+def _draft(task: QaTask, sources: Sources, query: Query, documents: list[str], depths: list[float]) -> Draft:
+    form = sources.wording.text(task.name, "document")
+    listed = "\n\n".join(form.format(i=str(number), document=text) for number, text in enumerate(documents, 1))
     return Draft(
-        parts=asked,
+        prompt=fill_prompt(sources.wording, task.name, listed, query=query.question),
         references=query.answers,
-        depths=tuple(places),
-        meta={"documents": count, "data": questions.origin},
+        depths=tuple(depths),
+        meta={"documents": len(documents), "data": task.questions(sources).origin},
     )
 
 
 TASKS = (
-    Asking(name="qa_1", questions=lambda sources: sources.squad),
-    Asking(name="qa_2", questions=lambda sources: sources.hotpotqa),
+    QaTask(name="qa_1", questions=lambda sources: sources.squad),
+    QaTask(name="qa_2", questions=lambda sources: sources.hotpotqa),
 )

@@ -1,93 +1,42 @@
-"""SQuAD and HotpotQA, in the forms in which people have them.
+"""SQuAD and HotpotQA in the formats in which people have them, and generated sets for use without them.
 
-In: a path, or hub:ORG/NAME. Out: `Questions`: documents, and questions that say which of them hold the answer.
-Forms: JSON as released; JSON lines or Parquet with the Hub's fields; JSON lines with `answers` as a list (SQuAD) or
-with `gold` documents (HotpotQA), beside which a pool gives further ones.
-Promise: documents are sorted and each stands once, questions keep the order of the file, as in RULER.
+Documents are sorted and each occurs once; questions keep the order of the file, as in RULER.
 """
 
-import gzip
-import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
-import pyarrow.parquet
-import zstandard
 
-from unspool.core.errors import ConfigError, DataError
+from unspool.core.errors import DataError
 from unspool.core.rng import rng_for
-from unspool.data.sources.config import HfSource
-from unspool.data.sources.readers import source_units
+from unspool.evals.suites.records import Record, read_records
 
-# The records of a file of questions, whatever it is packed in.
-
-
-_HUB = "hub:"
-
-
-def records(path: str, *, default_split: str) -> Iterator[dict[str, Any]]:
-    if path.startswith(_HUB):
-        name, _, config = path.removeprefix(_HUB).partition("@")
-        options = {"kind": "hf", "path": name, "split": default_split} | ({"config": config} if config else {})
-        for file in source_units(HfSource.model_validate(options), Path()):
-            yield from _read(file)
-        return
-    found = Path(path).expanduser()
-    if not found.is_file():
-        raise ConfigError(f"ruler: {path} is no file; give a JSON, JSONL or Parquet file, or hub:ORG/NAME.")
-    yield from _read(found)
-
-
-def _read(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        if path.suffix == ".parquet":
-            rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
-            yield from rows
-            return
-        text = _text(path)
-        if path.name.removesuffix(".gz").removesuffix(".zst").endswith(".json"):
-            whole = json.loads(text)
-            yield from whole["data"] if isinstance(whole, dict) and "data" in whole else whole
-            return
-        yield from (json.loads(line) for line in text.split("\n") if line.strip())
-    except (OSError, ValueError, TypeError, zstandard.ZstdError, pyarrow.ArrowException) as error:
-        raise DataError(f"ruler: {path} cannot be read ({error}); give JSON, JSONL or Parquet.") from error
-
-
-def _text(path: Path) -> str:
-    raw = path.read_bytes()
-    if path.suffix == ".gz":
-        raw = gzip.decompress(raw)
-    elif path.suffix == ".zst":
-        raw = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(raw)).read()
-    return raw.decode("utf-8")
-
-
-Record = Mapping[str, Any]
+ORIGIN = "generated"
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
     question: str
     answers: tuple[str, ...]
-    golds: tuple[int, ...]  # numbers of documents
-    context: tuple[int, ...]  # those that RULER always shows, gold among them
-    more: tuple[int, ...] = ()  # those of the same article
+    golds: tuple[int, ...]  # numbers of the documents that hold the answer
+    context: tuple[int, ...]  # documents that RULER always shows, gold included
+    more: tuple[int, ...] = ()  # other documents of the same article
 
 
 @dataclass(frozen=True)
-class Questions:
+class QuestionSet:
     documents: list[str]
     queries: list[Query]
     origin: str  # "generated", or the name of the file
 
 
 @dataclass(frozen=True)
-class Raw:
+class RawQuestion:
     """One question with its documents as text."""
 
     question: str
@@ -97,106 +46,103 @@ class Raw:
     article: str = ""
 
 
-def read_squad(path: str) -> Questions:
-    raw: list[Raw] = []
-    for number, record in enumerate(records(path, default_split="validation"), 1):
-        try:
-            raw += _released_squad(record) if "paragraphs" in record else [_squad_row(record)]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise _not_as_expected("SQuAD", path, number, "context, question, answers", error) from error
-    return collected(raw, Path(path).name)
+def read_squad(path: str) -> QuestionSet:
+    """Read SQuAD: JSON as released, or rows with the Hub's fields or with `answers` as a list."""
+    raw = _parse(path, "validation", "SQuAD", "context, question, answers", _squad_rows)
+    return index_documents([row for rows in raw for row in rows], Path(path).name)
 
 
-def read_hotpotqa(path: str, pool: str | None = None) -> Questions:
-    raw: list[Raw] = []
-    for number, record in enumerate(records(path, default_split="validation"), 1):
+def read_hotpotqa(path: str, pool: str | None = None) -> QuestionSet:
+    """Read HotpotQA: JSON as released, rows with the Hub's fields, or rows with `gold` documents.
+
+    `pool` is a file of further documents.
+    """
+    raw = list(_parse(path, "validation", "HotpotQA", "question, answer, context or gold", _hotpotqa_row))
+    extra = _parse(pool, "train", "HotpotQA pool", "title, text", _document) if pool else ()
+    return index_documents(raw, Path(path).name, extra)
+
+
+def _parse(path: str, split: str, kind: str, fields: str, parse: Callable[[Record], Parsed]) -> Iterator[Parsed]:
+    for record in read_records(path, split=split):
         try:
-            raw.append(_hotpot_row(record))
+            yield parse(record)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise _not_as_expected("HotpotQA", path, number, "question, answer, context or gold", error) from error
-    extra: list[str] = []
-    for number, record in enumerate(records(pool, default_split="train") if pool else (), 1):
-        try:
-            extra.append(titled(record["title"], record["text"]))
-        except (KeyError, TypeError) as error:
-            raise _not_as_expected("HotpotQA pool", str(pool), number, "title, text", error) from error
-    return collected(raw, Path(path).name, extra)
+            raise DataError(
+                f"ruler: {path}, record {record['_line']}: not a {kind} record ({type(error).__name__}: {error}); "
+                f"expected fields: {fields}, as in the released files or on the Hub."
+            ) from error
 
 
-def collected(raw: Sequence[Raw], origin: str, extra: Iterable[str] = ()) -> Questions:
-    """Documents by number; questions without an answer are left out."""
-    answerable = [one for one in raw if any(one.answers)]
+def index_documents(raw: Sequence[RawQuestion], origin: str, extra: Iterable[str] = ()) -> QuestionSet:
+    """Number the documents, and drop questions without an answer."""
+    answerable = [row for row in raw if any(row.answers)]
     if not answerable:
-        raise DataError(f"ruler: {origin} holds no question with an answer.")
-    found = {*extra, *(text for one in raw for text in one.context)}
+        raise DataError(f"ruler: {origin} has no question with an answer.")
+    found = {*extra, *(text for row in raw for text in row.context)}
     documents = sorted(found)
     number = {text: at for at, text in enumerate(documents)}
     articles: dict[str, dict[int, None]] = {}
-    for one in raw:
-        articles.setdefault(one.article, {}).update(dict.fromkeys(number[text] for text in one.context))
+    for row in raw:
+        articles.setdefault(row.article, {}).update(dict.fromkeys(number[text] for text in row.context))
     queries = []
-    for one in answerable:
-        context = tuple(number[text] for text in one.context)
-        more = tuple(at for at in articles[one.article] if at not in context) if one.article else ()
-        golds = tuple(number[text] for text in one.golds)
-        answers = tuple(answer for answer in one.answers if answer)
-        queries.append(Query(question=one.question, answers=answers, golds=golds, context=context, more=more))
-    return Questions(documents, queries, origin)
+    for row in answerable:
+        context = tuple(number[text] for text in row.context)
+        more = tuple(at for at in articles[row.article] if at not in context) if row.article else ()
+        golds = tuple(number[text] for text in row.golds)
+        answers = tuple(answer for answer in row.answers if answer)
+        queries.append(Query(question=row.question, answers=answers, golds=golds, context=context, more=more))
+    return QuestionSet(documents, queries, origin)
 
 
-def titled(title: str, text: str) -> str:
+def _with_title(title: str, text: str) -> str:
     return f"{title}\n{text}"
 
 
-def _released_squad(article: Record) -> list[Raw]:
-    found = []
-    for at, paragraph in enumerate(article["paragraphs"]):
-        text = paragraph["context"]
-        # A paragraph without questions is a document all the same.
-        found += [Raw("", (), (), (text,), article["title"])] if not paragraph["qas"] else []
-        for asked in paragraph["qas"]:
-            answers = [] if asked.get("is_impossible") else [answer["text"] for answer in asked["answers"]]
-            found.append(Raw(asked["question"], answers, (text,), (text,), article["title"] or f"article {at}"))
-    return found
-
-
-def _squad_row(record: Record) -> Raw:
+def _squad_rows(record: Record) -> list[RawQuestion]:
+    if "paragraphs" in record:
+        return _released_squad(record)
     answers = record["answers"]
     texts = answers["text"] if isinstance(answers, Mapping) else answers
     text = record["context"]
-    return Raw(record["question"], list(texts), (text,), (text,), record.get("title") or "")
+    return [RawQuestion(record["question"], list(texts), (text,), (text,), record.get("title") or "")]
 
 
-def _hotpot_row(record: Record) -> Raw:
+def _released_squad(article: Record) -> list[RawQuestion]:
+    found = []
+    for at, paragraph in enumerate(article["paragraphs"]):
+        text = paragraph["context"]
+        # A paragraph without questions is still a document.
+        found += [RawQuestion("", (), (), (text,), article["title"])] if not paragraph["qas"] else []
+        for qa in paragraph["qas"]:
+            answers = [] if qa.get("is_impossible") else [answer["text"] for answer in qa["answers"]]
+            found.append(RawQuestion(qa["question"], answers, (text,), (text,), article["title"] or f"article {at}"))
+    return found
+
+
+def _hotpotqa_row(record: Record) -> RawQuestion:
     if "gold" in record:
-        golds = [titled(gold["title"], gold["text"]) for gold in record["gold"]]
-        return Raw(record["question"], [record["answer"]], golds, golds)
+        golds = [_with_title(gold["title"], gold["text"]) for gold in record["gold"]]
+        return RawQuestion(record["question"], [record["answer"]], golds, golds)
     context = record["context"]
     if isinstance(context, str):
         context = json.loads(context)
     pairs = list(zip(context["title"], context["sentences"], strict=True)) if isinstance(context, Mapping) else context
-    texts = {title: titled(title, "".join(sentences)) for title, sentences in pairs}
+    texts = {title: _with_title(title, "".join(sentences)) for title, sentences in pairs}
     facts = record.get("supporting_facts") or []
     names = facts["title"] if isinstance(facts, Mapping) else [fact[0] for fact in facts]
     golds = [texts[name] for name in dict.fromkeys(names) if name in texts]
     shown = list(texts.values())
-    return Raw(record["question"], [record["answer"]], golds or shown, shown)
+    return RawQuestion(record["question"], [record["answer"]], golds or shown, shown)
 
 
-def _not_as_expected(kind: str, path: str, number: int, fields: str, error: Exception) -> DataError:
-    return DataError(
-        f"ruler: {path}, record {number}, is no {kind} record ({type(error).__name__}: {error}); "
-        f"it should have {fields}, as the released files or the Hub's data set do."
-    )
+def _document(record: Record) -> str:
+    return _with_title(record["title"], record["text"])
 
 
-# Questions about people and buildings that never were, for use without SQuAD and HotpotQA.
-
-
-ORIGIN = "generated"
+# Questions about invented people and buildings, for use without SQuAD and HotpotQA.
 _NUM_TOWNS = 60
 _PEOPLE_PER_TOWN = 20
-# Documents that a two-hop question shows in any case, as HotpotQA's do.
+# Documents that a two-hop question always shows, as in HotpotQA.
 _SHOWN = 10
 
 _ONSETS = "b br c cl d dr f g gr h j k l m n p r s st t tr v w"
@@ -208,7 +154,7 @@ _PETS = "cat dog goat goose hen jackdaw parrot pony rabbit tortoise"
 _SHOPS = "bakery bookshop brewery chandlery dairy forge pharmacy printing-house rope-walk tea-room"
 _BUILDINGS = "bridge chapel granary library lighthouse market-hall theatre town-hall watch-tower"
 _STONES = "basalt brick chalk-stone flint granite limestone marble oak sandstone slate"
-_WEATHER = (
+_SENTENCES = (
     "The winters there were long, and the river often froze from one bank to the other.",
     "Letters from those years speak of a quiet life with few visitors and many books.",
     "The neighbours remembered a patient voice and a habit of walking before sunrise.",
@@ -218,38 +164,39 @@ _WEATHER = (
 )
 
 
-def made_squad() -> Questions:
-    """One paragraph per person; three questions on each."""
+def generate_squad() -> QuestionSet:
+    """Generate one paragraph per person, with three questions on each."""
     raw = [
-        Raw(question, [answer], (person.text,), (person.text,), person.town)
+        RawQuestion(question, [answer], (person.text,), (person.text,), person.town)
         for person in _people()
         for question, answer in person.facts
     ]
-    return collected(raw, ORIGIN)
+    return index_documents(raw, ORIGIN)
 
 
-def made_hotpotqa() -> Questions:
-    """Who built it, and of what is it made? One document on the person, one on the building."""
+def generate_hotpotqa() -> QuestionSet:
+    """Generate two-hop questions: one document is on a person, one on the building that the person founded."""
     rng = rng_for(0, "ruler", "two hops")
     pairs = [(person, *_building(person, rng)) for person in _people()]
     raw = []
     for person, building, text, stone in pairs:
-        golds = [titled(person.name, person.text), text]
-        mates = [titled(mate.name, mate.text) for mate, *_ in pairs if mate.town == person.town and mate is not person]
+        golds = [_with_title(person.name, person.text), text]
+        neighbors = [other for other, *_ in pairs if other.town == person.town and other is not person]
+        mates = [_with_title(other.name, other.text) for other in neighbors]
         shown = golds + [mates[at] for at in rng.permutation(len(mates))[: _SHOWN - len(golds)]]
-        asked = f"Of what material are the walls of the {building} that was founded by the owner of {person.pet}?"
-        raw.append(Raw(asked, [stone], golds, [shown[at] for at in rng.permutation(len(shown))]))
-    return collected(raw, ORIGIN, [text for _, _, text, _ in pairs])
+        question = f"Of what material are the walls of the {building} that was founded by the owner of {person.pet}?"
+        raw.append(RawQuestion(question, [stone], golds, [shown[at] for at in rng.permutation(len(shown))]))
+    return index_documents(raw, ORIGIN, [text for _, _, text, _ in pairs])
 
 
 class _Person:
     def __init__(self, name: str, town: str, pet: str, rng: np.random.Generator) -> None:
         self.name, self.town = name, town
-        trade, instrument, shop = (_one(kind, rng) for kind in (_TRADES, _INSTRUMENTS, _SHOPS))
-        animal, born = _one(_PETS, rng), int(rng.integers(1701, 1860))
+        trade, instrument, shop = (_choose(kind, rng) for kind in (_TRADES, _INSTRUMENTS, _SHOPS))
+        animal, born = _choose(_PETS, rng), int(rng.integers(1701, 1860))
         opened = born + int(rng.integers(20, 50))
         self.pet = f"a {animal} called {pet}"
-        first, second = (_WEATHER[at] for at in rng.permutation(len(_WEATHER))[:2])
+        first, second = (_SENTENCES[at] for at in rng.permutation(len(_SENTENCES))[:2])
         self.text = (
             f"{name} was born in {town} in {born}, the child of a {trade}, and learned to play the {instrument} before "
             f"learning to read. {first} In {opened} {name} opened a {shop} in the high street of {town}, which stayed "
@@ -264,15 +211,15 @@ class _Person:
 
 
 def _building(person: _Person, rng: np.random.Generator) -> tuple[str, str, str]:
-    """What it is called, the document about it, and its material."""
-    kind, stone = _one(_BUILDINGS, rng), _one(_STONES, rng)
+    """Return kind, document and material of a building."""
+    kind, stone = _choose(_BUILDINGS, rng), _choose(_STONES, rng)
     family = person.name.split()[1]
-    first, second = (_WEATHER[at] for at in rng.permutation(len(_WEATHER))[:2])
+    first, second = (_SENTENCES[at] for at in rng.permutation(len(_SENTENCES))[:2])
     text = (
         f"The {family} {kind} of {person.town} was founded by {person.name} and finished after {rng.integers(2, 19)} "
         f"years of work. {first} Its walls are made of {stone}, which had to be brought from far away. {second}"
     )
-    return kind, titled(f"{family} {kind}", text), stone
+    return kind, _with_title(f"{family} {kind}", text), stone
 
 
 def _people() -> list[_Person]:
@@ -287,16 +234,16 @@ def _people() -> list[_Person]:
 
 
 def _names(rng: np.random.Generator) -> Iterator[str]:
-    """Invented names of two or three syllables, none twice, none part of another."""
+    """Yield different invented names of two or three syllables."""
     known: set[str] = set()
     while True:
-        syllables = [_one(_ONSETS, rng) + _one(_VOWELS, rng) for _ in range(int(rng.integers(2, 4)))]
-        name = "".join(syllables).capitalize() + _one(_CODAS, rng)
+        syllables = [_choose(_ONSETS, rng) + _choose(_VOWELS, rng) for _ in range(int(rng.integers(2, 4)))]
+        name = "".join(syllables).capitalize() + _choose(_CODAS, rng)
         if name not in known and len(name) > 5:
             known.add(name)
             yield name
 
 
-def _one(words: str, rng: np.random.Generator) -> str:
+def _choose(words: str, rng: np.random.Generator) -> str:
     options = words.split()
     return options[int(rng.integers(len(options)))]

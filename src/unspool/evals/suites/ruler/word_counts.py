@@ -1,9 +1,8 @@
-"""Word counting: the most common words of a numbered list (cwe), of a coded text (fwe).
+"""RULER's word counting: the most common words of a numbered list (cwe), and of a text in code words (fwe).
 
-In: sources, `Ask`. Out: `Question`; the references are the words that occur most often.
-Promise (`fixed`): order is drawn for every question; the example shares no word with the list; length is met closely.
-`reference` follows RULER: lists are shuffled by a seed that never changes, so that common words stand at the same
-places in every sample of a size; sizes change by ten words (cwe) or by 1/32 of the length (fwe).
+`fixed`: every question has its own word order, and the example shares no word with the list.
+`reference` follows RULER: lists are shuffled with a constant seed, so that common words stand at the same positions in
+every sample of a size; sizes change by ten words (cwe) or by 1/32 of the length (fwe).
 """
 
 import random
@@ -13,77 +12,92 @@ from dataclasses import replace
 import numpy as np
 
 from unspool.evals.suite import Ask, Question
+from unspool.evals.suites.ruler import fitting
+from unspool.evals.suites.ruler.fitting import Builder, Draft, PromptText, RandomBuilder, TaskSpec, fill_prompt
 from unspool.evals.suites.ruler.haystacks import Sources
-from unspool.evals.suites.ruler.needles import SHORT
-from unspool.evals.suites.ruler.question import NO_INDEX, Builder, Draft, Place, RandomBuilder, asked, fixed, reference
-from unspool.evals.suites.ruler.task_texts import Parts, numbered, parts
+from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text
 
-CWE = Place(task="cwe", answer_tokens=120)
-FWE = Place(task="fwe", answer_tokens=50)
+CWE = TaskSpec(task="cwe", answer_tokens=120)
+FWE = TaskSpec(task="fwe", answer_tokens=50)
+FORMS: dict[str, Form] = {
+    "cwe": {
+        TEMPLATE: Text(
+            own="Here is a numbered list of words, in which some stand more often than others. Remember those that "
+            "stand there most often.\n{context}\nQuestion: Which 10 words stand most often in the list above?",
+            needs=("context",),
+        ),
+        PREFIX: Text(own=" Answer: The 10 words that stand most often in the list are:"),
+    },
+    "fwe": {
+        TEMPLATE: Text(
+            own="The following text is written in code words. Count how often each of them occurs, and find the three "
+            "that occur most often. {context}\nQuestion: Which three code words occur most often in the text above? "
+            "Dots ('....') do not count. Give no explanation.",
+            needs=("context",),
+        ),
+        PREFIX: Text(own=" Answer: In the text above, the three code words that occur most often are:"),
+    },
+}
 NUM_COMMON = 10
 _CWE_STEP = 10
-# RULER guesses the tokens per word from a list of this many.
+# RULER estimates the tokens per word from a list of this many words.
 _CWE_TRIAL = 4096
 _CODED_LEN = 6
-# With fewer words than this the third and fourth most frequent would occur equally often.
+# With fewer words, the third and fourth most frequent would occur equally often.
 _FEWEST_CODED = 120
 _NOISE_WORD = "..."
-_TOKENS_PER_CODED_WORD = 50  # of the length, for every word of the vocabulary
-# zeta(2), to which the counts of Zipf's law with exponent 2 add up.
+_TOKENS_PER_CODED_WORD = 50  # tokens of the length per word of the vocabulary
+# zeta(2): the sum that normalizes Zipf's law with exponent 2.
 _ZETA = np.pi**2 / 6
 
 
 def build_cwe(sources: Sources, ask: Ask) -> Question:
     if ask.mode == "reference":
         trial = min(_CWE_TRIAL, len(sources.words))
-        return reference(
-            sources, ask, CWE, lambda ask: _cwe_reference(sources, ask), step=_CWE_STEP, trial=trial, most_factor=2
-        )
-    fewest = NUM_COMMON + 1
-    return fixed(sources, ask, CWE, lambda ask: _cwe_fixed(sources, ask), fewest=fewest, guess=ask.length // 20)
+        return fitting.build_reference(sources, ask, CWE, _cwe_reference, step=_CWE_STEP, trial=trial, most_factor=2)
+    return fitting.build_fixed(sources, ask, CWE, _cwe_fixed, fewest=NUM_COMMON + 1, guess=ask.length // 20)
 
 
 def repeats(length: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
-    """The example's words, how often its common and other words stand there; the same of the list itself."""
-    return ((20, 3, 1), (6, 1)) if length < SHORT else ((40, 10, 3), (30, 3))
+    """Return (words, repeats of common words, repeats of others) of the example, and both repeats of the list."""
+    return ((20, 3, 1), (6, 1)) if length < fitting.SHORT else ((40, 10, 3), (30, 3))
 
 
 def _cwe_fixed(sources: Sources, ask: Ask) -> Builder:
     rng = CWE.rng(ask)
     (num_shown, *shown_repeats), (often, seldom) = repeats(ask.length)
-    joined = _joined(sources, ask)
-    # A number, a full stop and two words with their hyphen are five tokens or more.
-    most = len(sources.words) if joined == 1 else ask.length // (5 * seldom) + num_shown + NUM_COMMON
-    pool = _words(sources.words, most, joined, rng)
+    words_per_entry = _words_per_entry(sources, ask)
+    # A number, a period and two words with a hyphen take at least five tokens.
+    most = len(sources.words) if words_per_entry == 1 else ask.length // (5 * seldom) + num_shown + NUM_COMMON
+    pool = _draw_entries(sources.words, most, words_per_entry, rng)
     shown = pool[-num_shown:]
     seed = int(rng.integers(2**62))
 
     def build(size: int) -> Draft:
         order = np.random.Generator(np.random.PCG64(seed))
-        example = _shuffled(shown, shown_repeats[0], shown_repeats[1], order)
-        entries = _shuffled(pool[: min(size, most - num_shown)], often, seldom, order)
+        example = _shuffle(shown, shown_repeats[0], shown_repeats[1], order)
+        entries = _shuffle(pool[: min(size, most - num_shown)], often, seldom, order)
         return _cwe_draft(sources, example, shown, entries, pool[:NUM_COMMON])
 
     return build
 
 
-def _joined(sources: Sources, ask: Ask) -> int:
-    """1 where plain words are enough for the length, else 2: pairs of words. By length alone."""
+def _words_per_entry(sources: Sources, ask: Ask) -> int:
+    """Return 1 if the word list is enough for the length, else 2 (pairs of words)."""
 
     def needed() -> int:
-        # A few words are kept aside, since some questions draw shorter ones.
+        # A reserve, since some questions draw shorter words.
         words = sources.words[: int(0.95 * len(sources.words))]
-        return 1 if sources.count(numbered(words * repeats(ask.length)[1][1])) > CWE.room(ask).budget else 2
+        return 1 if sources.count(_number(words * repeats(ask.length)[1][1])) > CWE.budget(ask).tokens else 2
 
-    return sources.remembered(("cwe joined", ask.length, ask.overhead), needed)
+    return sources.cached(("cwe joined", ask.length, ask.overhead), needed)
 
 
 def _cwe_reference(sources: Sources, ask: Ask) -> RandomBuilder:
     (num_shown, *shown_repeats), (often, seldom) = repeats(ask.length)
 
     def listed(count: int, often: int, seldom: int, rng: np.random.Generator) -> tuple[list[str], list[str]]:
-        joined = 1 if count <= len(sources.words) else 2
-        words = _words(sources.words, count, joined, rng)
+        words = _draw_entries(sources.words, count, 1 if count <= len(sources.words) else 2, rng)
         entries = words[:NUM_COMMON] * often + words[NUM_COMMON:] * seldom
         # The same permutation for every list of a length, as in RULER.
         random.Random(ask.seed).shuffle(entries)
@@ -99,21 +113,25 @@ def _cwe_reference(sources: Sources, ask: Ask) -> RandomBuilder:
 def _cwe_draft(
     sources: Sources, example: Sequence[str], shown: Sequence[str], entries: Sequence[str], common: Sequence[str]
 ) -> Draft:
-    first, asked = (parts(sources.wording, "cwe", numbered(words)) for words in (example, entries))
-    worked = f"{first.text} {numbered(shown[:NUM_COMMON])}\n"
-    whole = Parts(worked + asked.context, asked.question, asked.prefix)
-    return Draft(parts=whole, references=tuple(common), meta={"example": worked})
+    first, prompt = (fill_prompt(sources.wording, "cwe", _number(words)) for words in (example, entries))
+    worked = f"{first.text} {_number(shown[:NUM_COMMON])}\n"
+    whole = PromptText(worked + prompt.context, prompt.question, prompt.prefix)
+    return Draft(prompt=whole, references=tuple(common), meta={"example": worked})
 
 
-def _shuffled(words: Sequence[str], often: int, seldom: int, rng: np.random.Generator) -> list[str]:
+def _number(words: Sequence[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
+
+
+def _shuffle(words: Sequence[str], often: int, seldom: int, rng: np.random.Generator) -> list[str]:
     entries = [*list(words[:NUM_COMMON]) * often, *list(words[NUM_COMMON:]) * seldom]
     return [entries[at] for at in rng.permutation(len(entries))]
 
 
-def _words(words: Sequence[str], count: int, joined: int, rng: np.random.Generator) -> list[str]:
-    """Different ones: plain, or when a list needs more than there are, two joined by a hyphen."""
-    drawn = rng.choice(len(words) ** joined, size=count, replace=False).tolist()
-    if joined == 1:
+def _draw_entries(words: Sequence[str], count: int, words_per_entry: int, rng: np.random.Generator) -> list[str]:
+    """Draw different entries: single words, or two words joined by a hyphen."""
+    drawn = rng.choice(len(words) ** words_per_entry, size=count, replace=False).tolist()
+    if words_per_entry == 1:
         return [words[at] for at in drawn]
     return [f"{words[at // len(words)]}-{words[at % len(words)]}" for at in drawn]
 
@@ -121,63 +139,63 @@ def _words(words: Sequence[str], count: int, joined: int, rng: np.random.Generat
 def build_fwe(sources: Sources, ask: Ask) -> Question:
     if ask.mode == "reference":
         return _fwe_reference(sources, ask)
-    return fixed(sources, ask, FWE, lambda ask: _fwe_fixed(sources, ask), fewest=_FEWEST_CODED, guess=ask.length // 2)
+    return fitting.build_fixed(sources, ask, FWE, _fwe_fixed, fewest=_FEWEST_CODED, guess=ask.length // 2)
 
 
 def _fwe_fixed(sources: Sources, ask: Ask) -> Builder:
     rng = FWE.rng(ask)
-    vocabulary = _vocabulary(FWE.room(ask).budget, rng)
+    vocabulary = _draw_vocabulary(FWE.budget(ask).tokens, rng)
     seed = int(rng.integers(2**62))
 
     def build(size: int) -> Draft:
         ranks = np.repeat(np.arange(len(vocabulary)), exact_counts(size, len(vocabulary)))
         shuffled = np.random.Generator(np.random.PCG64(seed)).permutation(ranks).tolist()
         text = " ".join(vocabulary[rank] for rank in shuffled)
-        return Draft(parts=parts(sources.wording, "fwe", text), references=tuple(vocabulary[1:4]))
+        return Draft(prompt=fill_prompt(sources.wording, "fwe", text), references=tuple(vocabulary[1:4]))
 
     return build
 
 
 def _fwe_reference(sources: Sources, ask: Ask) -> Question:
-    room = FWE.room(ask)
-    step = room.budget // 32
+    budget = FWE.budget(ask)
+    step = budget.tokens // 32
 
     def draft(size: int, rng: np.random.Generator) -> Draft:
-        vocabulary = _vocabulary(room.budget, rng)
+        vocabulary = _draw_vocabulary(budget.tokens, rng)
         entries = np.repeat(np.array(vocabulary), zipf_counts(size, len(vocabulary))).tolist()
         # The same permutation for every text of a length, as in RULER.
         random.Random(ask.seed).shuffle(entries)
-        asked = parts(sources.wording, "fwe", " ".join(entries))
-        return Draft(parts=asked, references=tuple(vocabulary[1:4]))
+        prompt = fill_prompt(sources.wording, "fwe", " ".join(entries))
+        return Draft(prompt=prompt, references=tuple(vocabulary[1:4]))
 
-    least = sources.count(draft(_FEWEST_CODED, FWE.rng(ask, "least")).parts.text)
-    if least > room.budget:
-        raise room.too_short(least)
+    least = sources.count(draft(_FEWEST_CODED, FWE.rng(ask, "least")).prompt.text)
+    if least > budget.tokens:
+        raise budget.too_short(least)
 
     def first_size() -> int:
-        """RULER adds steps to one random text until it is too long, and takes the last step back."""
-        size, trial = room.budget // _CODED_LEN, FWE.rng(replace(ask, index=NO_INDEX))
-        while sources.count(draft(size, trial).parts.text) < room.budget:
+        """Grow one random text step by step until it is too long, and take the last step back, as RULER does."""
+        size, trial = budget.tokens // _CODED_LEN, FWE.rng(replace(ask, index=fitting.CALIBRATION))
+        while sources.count(draft(size, trial).prompt.text) < budget.tokens:
             size += step
         return size - step
 
-    size = sources.remembered(("fwe reference", ask.length, ask.seed, ask.overhead), first_size)
+    size = sources.cached(("fwe reference", ask.length, ask.seed, ask.overhead), first_size)
     while size >= _FEWEST_CODED:
         made = draft(size, FWE.rng(ask))  # the same words, fewer of them
-        if sources.count(made.parts.text) <= room.budget:
-            return asked(made, ask, size)
+        if sources.count(made.prompt.text) <= budget.tokens:
+            return fitting.to_question(ask, made, size)
         size -= step
-    raise room.too_short(least)
+    raise budget.too_short(least)
 
 
 def zipf_counts(size: int, num_words: int) -> np.ndarray:
-    """How often each rank occurs in about `size` words, rounded down."""
+    """Return how often each rank occurs in about `size` words, rounded down."""
     counts: np.ndarray = (size * np.arange(1, num_words + 1) ** -2.0 / _ZETA).astype(np.int64)
     return counts
 
 
 def exact_counts(total: int, num_words: int) -> np.ndarray:
-    """The same counts for exactly `total` words: where several ranks gain a word at once, frequent ones gain first."""
+    """Return such counts for exactly `total` words; if several ranks gain a word at once, frequent ones go first."""
     low, high = total, 4 * total  # rounding down loses words, so `size` is no less than their number
     while low < high:
         middle = (low + high) // 2
@@ -188,8 +206,8 @@ def exact_counts(total: int, num_words: int) -> np.ndarray:
     return counts
 
 
-def _vocabulary(budget: int, rng: np.random.Generator) -> list[str]:
-    """Different coded words; the first is noise."""
+def _draw_vocabulary(budget: int, rng: np.random.Generator) -> list[str]:
+    """Draw different code words; the first is replaced by dots, which do not count."""
     count = max(5, budget // _TOKENS_PER_CODED_WORD)
     words: dict[str, None] = {}
     while len(words) < count:

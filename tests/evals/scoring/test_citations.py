@@ -4,7 +4,7 @@ import pytest
 
 from unspool.evals.scoring import citations as cite
 from unspool.evals.scoring.citations import (
-    Cited,
+    CitationScore,
     citations,
     claims_of,
     one_line,
@@ -22,34 +22,34 @@ def entails(premise: str, claim: str) -> bool:
     return all(colour in premise for colour in ("red", "green", "blue") if colour in claim)
 
 
-def cited(*claims: str, mode: cite.Mode = "fixed") -> Cited | None:
+def cited(*claims: str, mode: cite.Mode = "fixed") -> CitationScore | None:
     return citations(claims, DOCUMENTS, entails, mode)
 
 
 def test_a_sentence_counts_if_what_it_cites_entails_it():
-    assert cited("It is red [1].", "It is green [1].", "It is blue.") == Cited(1 / 3, 1 / 2)
+    assert cited("It is red [1].", "It is green [1].", "It is blue.") == CitationScore(1 / 3, 1 / 2)
 
 
 def test_a_citation_is_needed_if_it_entails_alone_or_the_others_do_not():
-    assert cited("It is red and green [1][2].") == Cited(1, 1)
-    assert cited("It is red [1][3].") == Cited(1, 1 / 2)  # the third adds nothing
-    assert cited("It is red [2][3].") == Cited(0, 0)
+    assert cited("It is red and green [1][2].") == CitationScore(1, 1)
+    assert cited("It is red [1][3].") == CitationScore(1, 1 / 2)  # the third adds nothing
+    assert cited("It is red [2][3].") == CitationScore(0, 0)
 
 
 def test_only_the_first_three_citations_count():
     documents = [*DOCUMENTS, "Title: d\nred"]
     found = citations(["It is red [2][3][2][4]."], documents, entails)
-    assert found == Cited(0, 0)
+    assert found == CitationScore(0, 0)
 
 
 def test_what_the_reference_does_wrong():
     assert cited(mode="reference") is None  # no sentence: left out of the mean
-    assert cited() == Cited(0, 0)
-    assert cited("It is blue [0].", mode="reference") == Cited(1, 1)  # "[0]" is the last document
-    assert cited("It is blue [0].") == Cited(0, 0)
+    assert cited() == CitationScore(0, 0)
+    assert cited("It is blue [0].", mode="reference") == CitationScore(1, 1)  # "[0]" is the last document
+    assert cited("It is blue [0].") == CitationScore(0, 0)
     outside = ("It is red [1].", "It is green [2][9].")
-    assert cited(*outside, mode="reference") == Cited(1 / 2, 1)  # a made-up citation costs no precision
-    assert cited(*outside) == Cited(1 / 2, 1 / 3)
+    assert cited(*outside, mode="reference") == CitationScore(1 / 2, 1)  # a made-up citation costs no precision
+    assert cited(*outside) == CitationScore(1 / 2, 1 / 3)
 
 
 def test_sentences_keep_the_marks_that_follow_them():
@@ -81,4 +81,4 @@ def test_asqa_and_qampari_by_hand():
 
 def test_counting_every_citation_as_needed_would_show(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cite, "_needed", lambda *_: True)
-    assert cited("It is red [1][3].") != Cited(1, 1 / 2)
+    assert cited("It is red [1][3].") != CitationScore(1, 1 / 2)

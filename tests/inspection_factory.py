@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from unspool.core.artifacts import publish
 from unspool.data.corpus.store import CorpusWriter
-from unspool.data.packing.store import Row, RowWriter
+from unspool.data.packing.row import Row
+from unspool.data.packing.store import RowWriter
 from unspool.data.strategies.utk.special_tokens import knot_ids
 from unspool.data.tokenize.encoder import build_encoder
 
@@ -39,8 +40,8 @@ def byte_tokenizer(*, bos: bool = False) -> PreTrainedTokenizerFast:
 def save_rows(folder: Path, rows: list[Row], **settings: Any) -> Path:
     """Rows as `data.rows` publishes them, with what the manifest says about them."""
     masked = any(row.loss_mask is not None for row in rows)
-    about = {"rows": {"length": len(rows[0].tokens), **settings}}
-    with publish(folder, kind="rows", inputs={}, settings=about) as draft:
+    about = {"dataset": {"seq_len": len(rows[0].tokens), **settings}}
+    with publish(folder, kind="dataset", inputs={}, settings=about) as draft:
         pieced, placed = rows[0].chunk_ids is not None, rows[0].positions is not None
         with RowWriter(
             draft.folder, row_len=len(rows[0].tokens), masked=masked, pieced=pieced, placed=placed
@@ -48,7 +49,7 @@ def save_rows(folder: Path, rows: list[Row], **settings: Any) -> Path:
             for row in rows:
                 writer.append(row)
         draft.counts = {"rows": len(rows), "tokens": sum(len(row.tokens) for row in rows)}
-        if settings.get("tangle"):
+        if settings.get("utk"):
             draft.counts["added_tokens"] = knot_ids(byte_tokenizer())
     return folder
 

@@ -50,7 +50,7 @@ def study(tmp_path_factory) -> Path:
 def whole(study) -> tuple[Path, Result]:
     """A study that nothing happened to."""
     out = study.parent / "whole"
-    return out, invoke("ablate", str(study), "--out", str(out))
+    return out, invoke("study", str(study), "--out", str(out))
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_a_run_can_be_moved_away_and_stays_whole(finished, tmp_path):
 def test_a_second_time_nothing_is_run_and_json_stands_alone(study, finished):
     before = all_results(finished)
 
-    result = invoke("ablate", str(study), "--out", str(finished), "--json")
+    result = invoke("study", str(study), "--out", str(finished), "--json")
 
     assert result.exit_code == 0
     assert json.loads(result.stdout)["baseline"] == "plain"
@@ -139,7 +139,7 @@ def test_a_second_time_nothing_is_run_and_json_stands_alone(study, finished):
 
 
 def test_a_changed_arm_is_run_again_and_no_other(study, finished):
-    result = invoke("ablate", str(study), "--out", str(finished), "--set", "stages.train.lr=2e-3", "--only", "abf-s1")
+    result = invoke("study", str(study), "--out", str(finished), "--set", "stages.train.lr=2e-3", "--only", "abf-s1")
 
     assert result.exit_code == 0
     assert "[1/1] abf-s1" in result.stderr
@@ -159,11 +159,11 @@ def test_a_run_whose_inputs_or_results_have_changed_is_not_done(damage, study, f
     else:
         (finished / "plain-s1" / "report.html").unlink()
 
-    result = invoke("ablate", str(folder / study.name), "--out", str(finished), "--dry-run", "--json")
+    result = invoke("study", str(folder / study.name), "--out", str(finished), "--dry-run", "--json")
 
     waiting = [entry["run"] for entry in json.loads(result.stdout)["runs"] if entry["will_run"]]
     # The copy's model is another path, so that its runs are not taken for done; the original's are.
-    again = invoke("ablate", str(study), "--out", str(finished), "--dry-run", "--json")
+    again = invoke("study", str(study), "--out", str(finished), "--dry-run", "--json")
     by_study = [entry["run"] for entry in json.loads(again.stdout)["runs"] if entry["will_run"]]
     assert waiting == RUNS
     assert by_study == ([] if damage == "text" else ["plain-s1"])
@@ -173,7 +173,7 @@ def test_kills_at_several_moments_end_with_the_same_results(study, whole, tmp_pa
     chosen = ["--only", "abf-s0", "--only", "tangled"]
 
     def run(out: Path) -> None:
-        assert invoke("ablate", str(study), "--out", str(out), *chosen).exit_code == 0
+        assert invoke("study", str(study), "--out", str(out), *chosen).exit_code == 0
 
     events = count_file_events(lambda: run(tmp_path / "counted"), tmp_path / "events")
     rng = random.Random(0)
@@ -203,7 +203,7 @@ def test_an_arm_that_fails_does_not_stop_the_others_and_is_tried_again(study, tm
     broken.write_text("no JSON\n")
     path = folder / study.name
     path.write_text(STUDY.replace("  plain:\n", "  broken: {set: {sources.books.path: broken.jsonl}}\n  plain:\n"))
-    args = ["ablate", str(path), "--out", str(tmp_path / "out"), "--only", "broken-s0", "--only", "plain-s0"]
+    args = ["study", str(path), "--out", str(tmp_path / "out"), "--only", "broken-s0", "--only", "plain-s0"]
 
     failed = invoke(*args)
 
@@ -232,7 +232,7 @@ def test_a_run_that_another_process_is_at_is_passed_over(study, tmp_path):
     (out / "done").mkdir(parents=True)
     with (out / "done" / ".plain-s0.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        result = invoke("ablate", str(study), "--out", str(out), "--only", "plain-s0")
+        result = invoke("study", str(study), "--out", str(out), "--only", "plain-s0")
     assert result.exit_code == 0
     assert "another process is at it" in result.stderr
     assert not (out / "plain-s0").exists()
@@ -244,8 +244,8 @@ def test_a_run_that_another_process_is_at_is_passed_over(study, tmp_path):
 def test_a_dry_run_shows_what_would_be_made_and_writes_nothing(study, tmp_path):
     out = tmp_path / "out"
 
-    shown = invoke("ablate", str(study), "--out", str(out), "--dry-run")
-    plan = json.loads(invoke("ablate", str(study), "--out", str(out), "--dry-run", "--json").stdout)
+    shown = invoke("study", str(study), "--out", str(out), "--dry-run")
+    plan = json.loads(invoke("study", str(study), "--out", str(out), "--dry-run", "--json").stdout)
 
     assert shown.exit_code == 0
     assert "5 of 5 runs to do, 1,280 tokens to train" in shown.stdout or "1.28K tokens" in shown.stdout, shown.stdout
@@ -263,12 +263,12 @@ def test_what_was_run_elsewhere_is_compared_without_its_data(study, finished, tm
     folder = Path(shutil.copytree(study.parent, tmp_path / "copy", ignore=shutil.ignore_patterns("whole")))
     (folder / "books.jsonl").unlink()
 
-    result = invoke("ablate", str(folder / study.name), "--out", str(out), "--report-only", "--json")
+    result = invoke("study", str(folder / study.name), "--out", str(out), "--report-only", "--json")
 
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert [entry["run"] for entry in found["runs"] if entry["compared"]] == ["plain-s0", "abf-s0"]
-    changed = invoke("ablate", str(study), "--out", str(out), "--report-only", "--json", "--set", "stages.0.lr=2e-3")
+    changed = invoke("study", str(study), "--out", str(out), "--report-only", "--json", "--set", "stages.0.lr=2e-3")
     assert "plain-s0: its recipe.yaml is not what the study says now; left out" in changed.stderr
     assert not any(entry["compared"] for entry in json.loads(changed.stdout)["runs"])
 
@@ -291,7 +291,7 @@ def test_what_was_run_elsewhere_is_compared_without_its_data(study, finished, tm
 def test_mistakes_are_one_sentence_and_nothing_is_written(args, wanted, study, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
-    result = invoke("ablate", str(study), "--out", str(tmp_path / "out"), *args)
+    result = invoke("study", str(study), "--out", str(tmp_path / "out"), *args)
 
     assert result.exit_code == 2, result.output
     assert wanted in result.stderr

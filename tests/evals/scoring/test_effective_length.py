@@ -63,8 +63,8 @@ def test_the_effective_length_ends_at_the_first_length_below_the_threshold():
     assert effective_length({4096: [0.5], 8192: [1.0]}) is None
     assert effective_length({}) is effective_length({4096: []}) is effective_length({4096: [None]}) is None
     assert effective_length({4096: [1.0], 8192: [None], 16384: [0.9]}) == 16384
-    assert effective_length({4096: [90, 80]}, shares=100) is None
-    assert effective_length({4096: [90, 80]}, shares=100, threshold=0.8) == 4096
+    assert effective_length({4096: [0.9, 0.8]}) is None
+    assert effective_length({4096: [0.9, 0.8]}, threshold=0.8) == 4096
 
 
 def test_missing_taken_for_zero_would_show(monkeypatch: pytest.MonkeyPatch):

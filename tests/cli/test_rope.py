@@ -21,7 +21,7 @@ METHODS = ["unchanged", "abf", "ntk", "pi", "dynamic", "ntk-by-parts", "yarn", "
 
 
 def run(*options: object):
-    return CliRunner().invoke(build_app(), ["position", *map(str, options)])
+    return CliRunner().invoke(build_app(), ["rope", *map(str, options)])
 
 
 def shown(*options: object) -> str:
@@ -126,7 +126,7 @@ def test_what_only_some_heads_or_layers_have_is_said(tmp_path):
     ("options", "wanted"),
     [
         (("--model", "asset:tiny-base", "--context", "long"), "--context long: write a size such as 64K"),
-        (("--model", "asset:tiny-base", "--context", "128"), "--context 128: the model was made for 256 already"),
+        (("--model", "asset:tiny-base", "--context", "128"), "--context 128: the model was trained for 256 already"),
         (("--model", "asset:tiny-bass", "--context", "8K"), "did you mean 'asset:tiny-base'?"),
     ],
 )

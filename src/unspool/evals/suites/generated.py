@@ -1,23 +1,23 @@
-"""A made-up world: passages, questions, labelled sentences and stories that need no download.
+"""An invented world for use without files: passages, questions, labeled sentences and stories.
 
-In: a number, and for labelled sentences the shipped words. Out: the same things for the same number, everywhere.
-Promise: names are all different, so a question has one answer; any number of passages can be asked for.
-They stand in where no file is given: for tests, for offline runs, for a first look. Results say `generated`.
+The same number gives the same passage on every machine. Names are all different, so a question has one answer.
 """
 
 from functools import lru_cache
+from typing import Any
 
 from unspool.core.rng import rng_for
 from unspool.data.facts import word_list
-from unspool.evals.suites.helmet.records import Item, Passage
+from unspool.evals.fill import Meter
+from unspool.evals.suites.records import Item, Passage
 
 _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 _NAMES = len(_SYLLABLES) ** 3
-_STEP = 104_729  # a prime that shares no factor with `_NAMES`: it leads through all names before one comes again
+_STEP = 104_729  # a prime, coprime to `_NAMES`: all names come before any is repeated
 _TRADES = ["glass", "salt", "paper", "rope", "lamps", "clocks", "boats", "tiles", "honey", "wool", "bells", "maps"]
 _LANDS = ["valley", "coast", "island", "plain", "river", "delta", "hill", "country", "lake", "district", "forest"]
 _WHO = ["smith", "sailor", "teacher", "printer", "miller", "weaver", "doctor", "painter"]
-# Numbers of passages are far apart for questions, for what fills a pool, and for endless filling.
+# First numbers of the passages of a pool, and of those beyond it.
 POOL, ENDLESS = 20_000, 60_000
 QUESTIONS, POOL_SIZE = 400, 600
 LABEL_NAMES = 5_000_000
@@ -30,7 +30,7 @@ def name(number: int) -> str:
 
 
 def facts(number: int) -> dict[str, str]:
-    """A firm: what it is called, who founded it, where and when, what it makes, who followed."""
+    """Return facts about a firm: its name, founder, place, year, goods and so on."""
     rng = rng_for(0, "helmet firm", number)
     place = 10 * number
     return {
@@ -73,6 +73,11 @@ def filler(number: int) -> Passage:
     return (firm if number % 2 else person)(number // 2)
 
 
+def meter(tokenizer: Any) -> Meter:
+    """Build a token counter, with the pool's passages as the sample that fast tokenizers are checked on."""
+    return Meter(tokenizer, [passage.text for passage in pool()[:100]])
+
+
 def pool() -> list[Passage]:
     return [filler(POOL + number) for number in range(POOL_SIZE)]
 
@@ -81,7 +86,7 @@ def endless(number: int) -> Passage:
     return filler(ENDLESS + number)
 
 
-_ASKED = (
+_QUESTIONS = (
     ("Who founded {firm}?", "founder"),
     ("In which town does {firm} make {goods}?", "city"),
     ("Who took over {firm} after its founder?", "heir"),
@@ -94,49 +99,50 @@ def questions(task: str, count: int = QUESTIONS) -> list[Item]:
 
 
 def _question(task: str, number: int) -> Item:
-    # Tasks ask about different firms, so that the seven categories are not one and the same.
-    at = TASK_NUMBERS[task] * QUESTIONS + number
+    # Tasks ask about different firms, so that their scores are independent.
+    at = _TASK_NUMBERS[task] * QUESTIONS + number
     known = facts(at)
-    identity = f"{task}-{number}"
+    item_id = f"{task}-{number}"
     if task == "hotpotqa":
-        asked = "In which town was the founder of {firm} born?".format(**known)
-        return Item(id=identity, question=asked, answers=(known["birthplace"],), gold=(firm(at), person(at)))
+        question = "In which town was the founder of {firm} born?".format(**known)
+        return Item(id=item_id, question=question, answers=(known["birthplace"],), gold=(firm(at), person(at)))
     if task == "msmarco":
         near = tuple(_near(at, other) for other in range(4))
-        asked = "{firm} {goods} founder and history".format(**known)
-        return Item(id=identity, question=asked, answers=(), gold=(firm(at), person(at)), grades=(2, 1), others=near)
+        question = "{firm} {goods} founder and history".format(**known)
+        return Item(id=item_id, question=question, answers=(), gold=(firm(at), person(at)), grades=(2, 1), others=near)
     if task in ("asqa", "qampari"):
         pairs = [[known["founder"]], [known["year"]], [known["birthplace"]]]
         answer = "{firm} was founded by {founder} [1] in {year} [1]. The founder was born in {birthplace} [2]."
         wanted = answer.format(**known) if task == "asqa" else ", ".join(f"{pair[0]} [1]" for pair in pairs)
-        asked = "Who founded {firm}, when, and where was the founder born?".format(**known)
-        return Item(id=identity, question=asked, answers=(wanted,), gold=(firm(at), person(at)), extra={"pairs": pairs})
-    text, field = _ASKED[number % len(_ASKED)]
-    return Item(id=identity, question=text.format(**known), answers=(known[field],), gold=(firm(at),))
+        question = "Who founded {firm}, when, and where was the founder born?".format(**known)
+        return Item(
+            id=item_id, question=question, answers=(wanted,), gold=(firm(at), person(at)), extra={"pairs": pairs}
+        )
+    text, field = _QUESTIONS[number % len(_QUESTIONS)]
+    return Item(id=item_id, question=text.format(**known), answers=(known[field],), gold=(firm(at),))
 
 
 def _near(number: int, other: int) -> Passage:
-    """About another firm of the same trade, so that words alone do not decide."""
+    """Return a passage on another firm of the same trade, so that common words alone do not decide."""
     known = {**facts(POOL + 10 * number + other), "goods": facts(number)["goods"]}
     return Passage("", "A history of {firm}: its founder {founder} made {goods} in {city}.".format(**known))
 
 
-_SHORT = ("nq", "triviaqa", "hotpotqa", "popqa", "msmarco", "asqa", "qampari")
-_LONG = ("narrativeqa", "infbench_qa", "infbench_mc", "infbench_sum", "multi_lexsum")
-TASK_NUMBERS = {task: number for number, task in enumerate(_SHORT + _LONG)}
+_TASKS = "nq triviaqa hotpotqa popqa msmarco asqa qampari"
+_TASKS += " narrativeqa infbench_qa infbench_mc infbench_sum multi_lexsum"
+_TASK_NUMBERS = {task: number for number, task in enumerate(_TASKS.split())}
 
 
 @lru_cache(8)
-def labelled(task: str, labels: int, count: int, split: str) -> list[tuple[str, str]]:
-    """Sentences with labels: a label has two made-up words, one of which every sentence of it holds."""
+def labeled(task: str, labels: int, count: int, split: str) -> list[tuple[str, str]]:
+    """Generate sentences with labels: a label has two invented words, and each of its sentences has one of them."""
     words = word_list()
     first = LABEL_NAMES + 1000 * sum(map(ord, task))
     found = []
     for number in range(count):
         rng = rng_for(0, "helmet sentence", task, split, number)
         label = number % labels
-        said = [words[at] for at in rng.integers(len(words), size=int(rng.integers(4, 9)))]
-        # One of two words that only this label has.
-        said.insert(int(rng.integers(len(said) + 1)), name(first + 2 * label + int(rng.integers(2))).lower())
-        found.append((" ".join(said), name(first + 2 * label).lower()))
+        sentence = [words[at] for at in rng.integers(len(words), size=int(rng.integers(4, 9)))]
+        sentence.insert(int(rng.integers(len(sentence) + 1)), name(first + 2 * label + int(rng.integers(2))).lower())
+        found.append((" ".join(sentence), name(first + 2 * label).lower()))
     return found

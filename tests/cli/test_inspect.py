@@ -14,7 +14,7 @@ from unspool.cli.main import build_app
 # tests/inspect has no __init__.py, because a package of that name would hide Python's own `inspect`.
 sys.path.insert(0, str(Path(__file__).parents[1] / "inspection"))
 
-from look_factory import save_run
+from inspection_factory import save_run
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +23,13 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def look(*args: object) -> str:
-    done = CliRunner().invoke(build_app(), ["look", *map(str, args)])
+    done = CliRunner().invoke(build_app(), ["inspect", *map(str, args)])
     assert done.exit_code == 0, done.output
     return done.stdout
 
 
 def refused(*args: object) -> str:
-    done = CliRunner().invoke(build_app(), ["look", *map(str, args)])
+    done = CliRunner().invoke(build_app(), ["inspect", *map(str, args)])
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1, done.stderr
@@ -49,8 +49,8 @@ def test_a_run_is_listed_by_source_and_as_json(run_dir):
     entries = json.loads(look(run_dir, "--json", "--source", "books"))
     assert [(entry["kind"], entry["count"]) for entry in entries] == [
         ("corpus", 3),
-        ("rows", entries[1]["count"]),
-        ("rows", 1),
+        ("dataset", entries[1]["count"]),
+        ("dataset", 1),
     ]
     assert "there are books" in refused(run_dir, "--source", "wiki")
 
@@ -146,7 +146,7 @@ def test_conversations_are_shown_turn_by_turn(talks):
 
 
 def test_a_folder_of_conversations_is_no_text_to_attend_to(talks):
-    done = CliRunner().invoke(build_app(), ["look", "attention", "asset:tiny-base", "--text", str(talks)])
+    done = CliRunner().invoke(build_app(), ["inspect", "attention", "asset:tiny-base", "--text", str(talks)])
     assert done.exit_code == 2
     assert "give a file such as book.txt" in " ".join(done.stderr.split())
 
@@ -163,7 +163,7 @@ def test_rows_of_a_run_are_shown_together_or_by_name(run_dir):
 
 
 def test_several_sets_go_on_one_page(run_dir, tmp_path):
-    sets = [run_dir / "rows" / name for name in ("short", "tangled")]
+    sets = [run_dir / "datasets" / name for name in ("short", "tangled")]
     assert look("rows", *sets, "--html", tmp_path / "look.html") == f"page: {tmp_path / 'look.html'}\n"
     page = (tmp_path / "look.html").read_text()
     assert "<h1>short</h1>" in page
@@ -218,14 +218,14 @@ def test_mistakes_of_the_commands_are_one_sentence(args, wanted, run_dir, monkey
 
 def test_help_of_each_command_teaches():
     for command, example in (("rows", "--name utk-2k --index 7"), ("distances", "--beyond 16K")):
-        done = CliRunner().invoke(build_app(), ["look", command, "--help"])
+        done = CliRunner().invoke(build_app(), ["inspect", command, "--help"])
         assert example in done.stdout
-    done = CliRunner().invoke(build_app(), ["look", "-h"])
+    done = CliRunner().invoke(build_app(), ["inspect", "-h"])
     assert "distances" in done.stdout
     assert "--tokenizer" in done.stdout
 
 
 def test_help_teaches_with_examples():
-    done = CliRunner().invoke(build_app(), ["look", "--help"])
+    done = CliRunner().invoke(build_app(), ["inspect", "--help"])
     assert done.exit_code == 0
     assert "unspool inspect runs/tiny/rows/utk-2k --index 7 --full" in done.stdout

@@ -20,19 +20,19 @@ from unspool.data.facts import word_list
 # tests/inspect has no __init__.py, because a package of that name would hide Python's own `inspect`.
 sys.path.insert(0, str(Path(__file__).parents[1] / "inspection"))
 
-from look_factory import pieced_row, save_rows, save_run
+from inspection_factory import pieced_row, save_rows, save_run
 
 NASTY = "<script>alert(1)</script>&.txt".replace("/", "∕")
 
 
 def look(*args: object) -> str:
-    done = CliRunner().invoke(build_app(), ["look", "attention", *map(str, args)])
+    done = CliRunner().invoke(build_app(), ["inspect", "attention", *map(str, args)])
     assert done.exit_code == 0, done.output
     return done.stdout
 
 
 def refused(*args: object) -> str:
-    done = CliRunner().invoke(build_app(), ["look", "attention", *map(str, args)])
+    done = CliRunner().invoke(build_app(), ["inspect", "attention", *map(str, args)])
     assert (done.exit_code, done.stdout) == (2, ""), done.output
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1, done.stderr
@@ -176,7 +176,9 @@ def test_a_row_is_looked_at_as_it_is_trained_on(models, tmp_path):
         {"document": 1, "tokens": 60},
         {"document": 0, "tokens": 50},
     ]
-    masked = json.loads(look(models[0], "--row", f"{folder}:0", "--beyond", 30, "--attention", "documents", "--json"))
+    masked = json.loads(
+        look(models[0], "--row", f"{folder}:0", "--beyond", 30, "--attention", "intra_document", "--json")
+    )
     far, same = (np.array(masked["models"][0][name]) for name in ("far", "same"))
     np.testing.assert_allclose(far, same, atol=1e-6)
 
@@ -193,9 +195,9 @@ def test_a_row_is_looked_at_as_it_is_trained_on(models, tmp_path):
         (["--length", "many"], "--length many"),
         (["--length", 20], "at least 32"),
         (["--length", 200], "smaller --beyond"),
-        (["--attention", "some"], "full or documents"),
+        (["--attention", "some"], "full or intra_document"),
         (["--by", "size"], "far, same or share"),
-        (["--by", "share", "--attention", "documents"], "which here is all of it"),
+        (["--by", "share", "--attention", "intra_document"], "which here is all of it"),
         (["--by", "share", "--docs", 1], "which here is all of it"),
         (["--row", "rows:0"], "either --text FILE or --row"),
         (["--name", "a", "--name", "b"], "name each or none"),
@@ -226,7 +228,7 @@ def test_models_that_cannot_be_compared_are_refused(models, texts):
 
 def test_rows_that_do_not_fit_are_refused(models, tmp_path):
     run_dir = save_run(tmp_path / "run")
-    assert "such as rows/utk:0" in refused(models[0], "--row", run_dir / "datasets" / "short")
+    assert "such as datasets/utk:0" in refused(models[0], "--row", run_dir / "datasets" / "short")
     assert "several rows sets" in refused(models[0], "--row", f"{run_dir}:0")
     assert "counted from 0" in refused(models[0], "--row", f"{run_dir / 'rows' / 'short'}:999")
     assert "--docs, --length" in refused(models[0], "--row", f"{run_dir / 'rows' / 'short'}:0", "--length", 100)
