@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from factory import save_mini
 from unspool.cli.main import build_app
 from unspool.planning.calibration import Calibration, save_calibration
-from unspool.planning.model_shape import planned_model
+from unspool.planning.recipe_inputs import planned_model
 from unspool.recipe.load import load_recipe
 
 

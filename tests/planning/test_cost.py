@@ -83,7 +83,7 @@ def _count(folder: Path, parallel: dict[str, int]) -> None:
     """What this rank holds and sends in one step, by what it is."""
     config = ParallelConfig(**parallel)
     mesh = build_mesh(config, dist.get_world_size(), "cpu")
-    place = rank_coords(mesh)
+    coords = rank_coords(mesh)
     model = parallelize(build_model().train(), mesh, config)
     updater = build_updater(build_stage(), model)
     heads: list[int] = []
@@ -100,7 +100,7 @@ def _count(folder: Path, parallel: dict[str, int]) -> None:
 
     dist.all_to_all_single, ring._pass_on = counted_swap, counted_pass
     batch = build_batch([random_row((ROW,), 0)], attention="full")
-    part = split_batch(batch, place.sequence_rank, place.sequence_ranks, ring=place.ring)
+    part = split_batch(batch, coords.sequence_rank, coords.sequence_ranks, ring=coords.ring)
     loss, _ = batch_loss(model, part)
     forward_heads = sum(heads)
     loss.backward()

@@ -12,10 +12,9 @@ from unspool.models.memory.policy import MemoryPolicy
 from unspool.planning.cost import find_gpu
 from unspool.planning.fit import GIB, Case, Machine, changes, estimate, set_words, spelled
 from unspool.planning.footprint import PARTS
-from unspool.planning.model_shape import planned_model
+from unspool.planning.recipe_inputs import ASSUMED, plan_data, planned_model
 from unspool.planning.recipe_plan import Plan, as_plain, plan_recipe
 from unspool.planning.step_time import pace_of
-from unspool.planning.token_counts import ASSUMED, plan_data
 from unspool.recipe.launch import check_layouts
 from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_recipes

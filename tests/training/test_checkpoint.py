@@ -154,7 +154,7 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_it_used(kind, tm
     assert found is not None
     assert found.step == 2
     sentence = capsys.readouterr().err
-    assert sentence.startswith("checkpoint step-000004 cannot be used (")
+    assert sentence.startswith("checkpoint step-000004 is damaged (")
     assert said in sentence
 
 

@@ -1,4 +1,4 @@
-"""A refit beside training: what it adds to a step, what that keeps, and that kills change nothing."""
+"""A distillation aux_loss training: what it adds to a step, what that keeps, and that kills change nothing."""
 
 import json
 import weakref
@@ -25,7 +25,7 @@ from .stage_runs import STAGE, assert_same_result, kill_after_step, run
 
 TINY = str(files("unspool") / "assets" / "tiny-base")
 WEIGHT = 0.7
-REFIT = {
+DISTILLATION = {
     "datasets": "short",
     "before": 3,
     "during": WEIGHT,
@@ -35,17 +35,17 @@ REFIT = {
     "lr": 1e-2,
 }
 NAN = {"model.layers.0.self_attn.q_proj.weight": torch.tensor(float("nan"))}
-PLAIN = STAGE.model_dump(mode="json", exclude={"refit"})
-WITH = build_stage(**PLAIN | {"attention_distillation": REFIT})
+PLAIN = STAGE.model_dump(mode="json", exclude={"attention_distillation"})
+WITH = build_stage(**PLAIN | {"attention_distillation": DISTILLATION})
 
 
 def changed(**changes):
-    return build_stage(**PLAIN | {"attention_distillation": REFIT | changes})
+    return build_stage(**PLAIN | {"attention_distillation": DISTILLATION | changes})
 
 
 @pytest.fixture(scope="session")
 def inputs(materials) -> StageInputs:
-    return replace(materials, attention_distillation={"short": materials.rows["short"]})
+    return replace(materials, attention_distillation={"short": materials.datasets["short"]})
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +111,7 @@ def test_a_step_has_the_gradient_of_training_and_the_weighted_one_of_the_distanc
     stage = changed(before=0, after=0)
     ours = build_model()
     apply_rope(ours, STAGE.rope, STAGE.context_length)
-    rows = {"short": open_rows(inputs.rows["short"])}
+    rows = {"short": open_rows(inputs.datasets["short"])}
     mix = build_distillation(
         stage, ours, build_updater(stage, ours), rows, tmp_path, seed=0, order="", load_teacher=build_model
     ).mix
@@ -123,7 +123,9 @@ def test_a_step_has_the_gradient_of_training_and_the_weighted_one_of_the_distanc
         student.zero_grad()
         distance = distance_by_transformers(teacher, student, tokens)
         distance.backward()
-        assert metrics(tmp_path / "with" / "one")[step]["refit"] == pytest.approx(distance.item(), rel=1e-4)
+        assert metrics(tmp_path / "with" / "one")[step]["attention_distillation"] == pytest.approx(
+            distance.item(), rel=1e-4
+        )
         for name, parameter in student.named_parameters():
             added = taken[step][name] - taken[steps + step][name]
             if "q_proj" in name or "k_proj" in name:
@@ -136,44 +138,44 @@ def test_before_during_and_after_go_through_the_rows_one_after_the_other(inputs,
     asked: list[int] = []
     model = build_model()
     apply_rope(model, WITH.rope, WITH.context_length)
-    rows = {"short": open_rows(inputs.rows["short"])}
+    rows = {"short": open_rows(inputs.datasets["short"])}
     updater = build_updater(WITH, model)
-    refit = build_distillation(WITH, model, updater, rows, tmp_path, seed=0, order="", load_teacher=build_model)
-    monkeypatch.setattr(type(refit.mix), "slot", lambda mix, index: asked.append(index) or [("short", 0)])
+    distillation = build_distillation(WITH, model, updater, rows, tmp_path, seed=0, order="", load_teacher=build_model)
+    monkeypatch.setattr(type(distillation.mix), "slot", lambda mix, index: asked.append(index) or [("short", 0)])
 
-    refit.before()
+    distillation.before()
     updater.begin(0.0)
-    beside = refit.during()
+    aux_loss = distillation.during()
     for step in range(1, WITH.steps + 1):
-        beside(step)
-    refit.after()
+        aux_loss(step)
+    distillation.after()
 
     # Two rows a step before and after, one during.
     assert asked == list(range(3 * 2 + WITH.steps + 2 * 2))
 
 
 def test_metrics_tell_the_distance_of_every_step_and_only_where_there_is_one(inputs, undisturbed, tmp_path):
-    assert all(line["refit"] > 0 for line in metrics(undisturbed))
+    assert all(line["attention_distillation"] > 0 for line in metrics(undisturbed))
     assert [json.loads(line)["phase"] for line in (undisturbed / FILE).read_text().splitlines()] == [
         *["before"] * 3,
         *["after"] * 2,
     ]
     run(inputs, tmp_path / "one", changed(during=0))
-    assert not any("refit" in line for line in metrics(tmp_path / "one"))
+    assert not any("attention_distillation" in line for line in metrics(tmp_path / "one"))
 
 
 def test_a_distance_that_is_not_a_number_changes_nothing_and_stays_valid_json(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        AttentionDistillation, "during", lambda refit: lambda step: refit.updater.add(NAN) or float("nan")
+        AttentionDistillation, "during", lambda distillation: lambda step: distillation.updater.add(NAN) or float("nan")
     )
     stage = build_stage(
-        **PLAIN | {"attention_distillation": REFIT | {"before": 0, "after": 0}, "guard": {"nan": "skip"}}
+        **PLAIN | {"attention_distillation": DISTILLATION | {"before": 0, "after": 0}, "guard": {"nan": "skip"}}
     )
 
     run(inputs, tmp_path / "one", stage)
 
     found = metrics(tmp_path / "one")
-    assert all(line["refit"] is None and line["skipped"] for line in found)
+    assert all(line["attention_distillation"] is None and line["skipped"] for line in found)
 
 
 def test_the_teacher_is_gone_before_another_is_loaded(inputs, tmp_path, monkeypatch):
@@ -181,9 +183,9 @@ def test_the_teacher_is_gone_before_another_is_loaded(inputs, tmp_path, monkeypa
     teachers: list[weakref.ref] = []
     load = AttentionDistillation._teacher
 
-    def counted(refit):
+    def counted(distillation):
         alive.append(sum(one() is not None for one in teachers))
-        teacher = load(refit)
+        teacher = load(distillation)
         teachers.append(weakref.ref(teacher))
         return teacher
 
@@ -211,7 +213,7 @@ def test_queries_and_keys_of_the_shipped_model_stay_near_what_they_attended_to(t
             attention_distillation={"datasets": "short", "during": weight, "during_batch_tokens": 512},
         )
         run(inputs, tmp_path / str(weight) / "one", stage)
-        found[weight] = [line["refit"] for line in metrics(tmp_path / str(weight) / "one")]
+        found[weight] = [line["attention_distillation"] for line in metrics(tmp_path / str(weight) / "one")]
     measured, counted = found[1e-9], found[4.0]
     assert measured[0] == pytest.approx(counted[0], rel=1e-5), "the same rows and weights"
     assert counted[-1] < 0.7 * counted[0]
@@ -232,7 +234,9 @@ def test_a_killed_stage_ends_with_the_same_bits(step, inputs, undisturbed, tmp_p
     run(inputs, out, WITH)
 
     assert_same_result(out, undisturbed)
-    assert [line["refit"] for line in metrics(out)] == [line["refit"] for line in metrics(undisturbed)]
+    assert [line["attention_distillation"] for line in metrics(out)] == [
+        line["attention_distillation"] for line in metrics(undisturbed)
+    ]
 
 
 # Refused
@@ -240,26 +244,31 @@ def test_a_killed_stage_ends_with_the_same_bits(step, inputs, undisturbed, tmp_p
 
 def test_what_cannot_be_is_refused(inputs, tmp_path):
     stage = build_stage(
-        **PLAIN | {"attention_distillation": REFIT, "optimizer": {"step": "in-backward"}, "micro_batch_tokens": 64}
+        **PLAIN
+        | {"attention_distillation": DISTILLATION, "optimizer": {"step": "in-backward"}, "micro_batch_tokens": 64}
     )
-    with pytest.raises(ConfigError, match=r"refit\.during adds to gradients that optimizer\.step in-backward has used"):
+    with pytest.raises(
+        ConfigError, match=r"attention_distillation\.during cannot be combined with optimizer\.step in-backward"
+    ):
         check_distillation(stage, TINY, {}, world_size=1)
-    frozen = build_stage(**PLAIN | {"attention_distillation": REFIT, "lr_overrides": {"q_proj": 0, "k_proj": 0}})
+    frozen = build_stage(**PLAIN | {"attention_distillation": DISTILLATION, "lr_overrides": {"q_proj": 0, "k_proj": 0}})
     with pytest.raises(ConfigError, match=r"lr_overrides sets queries and keys to 0; give them a rate"):
         run(inputs, tmp_path / "one", frozen)
-    with pytest.raises(ConfigError, match=r"refit\.during_batch_tokens 40 is not a multiple of its rows' length of 16"):
+    with pytest.raises(
+        ConfigError, match=r"distillation\.during_batch_tokens 40 is not a multiple of its rows' length of 16"
+    ):
         run(inputs, tmp_path / "one", changed(during_batch_tokens=40))
     with pytest.raises(ValueError, match="give before or after, numbers of steps, or during, a weight"):
         changed(before=0, during=0, after=0)
     with pytest.raises(ValueError, match="give lr, the highest rate of its own steps"):
         changed(lr=None)
-    assert changed(before=0, after=0, lr=None).refit.lr is None
+    assert changed(before=0, after=0, lr=None).distillation.lr is None
 
 
 def test_the_untrained_part_of_a_model_gets_nothing(inputs, tmp_path):
     """Values are trained here and queries are not: only keys are kept near the teacher's."""
     stage = build_stage(
-        **PLAIN | {"attention_distillation": REFIT | {"before": 0, "after": 0}, "lr_overrides": {"q_proj": 0}}
+        **PLAIN | {"attention_distillation": DISTILLATION | {"before": 0, "after": 0}, "lr_overrides": {"q_proj": 0}}
     )
     run(inputs, tmp_path / "one", stage)
     model = load_model(str(tmp_path / "one" / "model"), device=CPU, dtype=torch.float32)
@@ -295,5 +304,7 @@ def test_on_cuda_it_follows_the_cpu_to_bfloat16(position, text_rows, tmp_path):
     )
     for device in ("cpu", "cuda"):
         run_stage(stage, inputs, tmp_path / device / "one", seed=0, device=torch.device(device))
-    on_cpu, on_gpu = ([line["refit"] for line in metrics(tmp_path / device / "one")] for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (
+        [line["attention_distillation"] for line in metrics(tmp_path / device / "one")] for device in ("cpu", "cuda")
+    )
     assert on_gpu == pytest.approx(on_cpu, rel=0.03)

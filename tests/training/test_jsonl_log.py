@@ -47,7 +47,7 @@ def test_what_finds_no_room_waits_and_no_half_line_stays(tmp_path, capsys):
         file.append("fourth\n")
 
     assert path.read_text() == "first\nsecond\nthird\nfourth\n"
-    assert capsys.readouterr().err.count("ledger.jsonl cannot be written now (No space left on device)") == 1
+    assert capsys.readouterr().err.count("cannot write ledger.jsonl (No space left on device)") == 1
 
 
 def test_what_still_finds_no_room_at_the_end_is_an_error(tmp_path):

@@ -45,7 +45,7 @@ def test_a_ledger_without_gaps():
             3,
             "dataset short: a row comes twice in epoch 3",
         ),
-        (entries({"long": [2, 7]}), 1, "rows long"),
+        (entries({"long": [2, 7]}), 1, "dataset long"),
     ],
 )
 def test_gaps_and_repeats_are_found(broken, steps, said):

@@ -39,7 +39,7 @@ def test_nothing_is_written_after_the_end_of_a_text():
 
 
 def test_a_prompt_that_does_not_fit_is_refused():
-    with pytest.raises(ConfigError, match=r"the prompt the river the .*… of samples has \d+ tokens, which with 6"):
+    with pytest.raises(ConfigError, match=r"the sample prompt the river the .*… has \d+ tokens; with 6 generated"):
         sampling(["the river " * 40])
 
 

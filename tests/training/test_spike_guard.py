@@ -80,7 +80,7 @@ def test_what_it_remembers_survives_being_written_down():
 
 
 def test_a_step_inside_the_backward_pass_cannot_be_skipped():
-    with pytest.raises(ValueError, match=r"guard cannot skip a step under optimizer\.step in-backward"):
+    with pytest.raises(ValueError, match=r"guard cannot skip a step with optimizer\.step in-backward"):
         build_stage(micro_batch_tokens=64, optimizer={"step": "in-backward"}, guard={"nan": "skip"})
 
 

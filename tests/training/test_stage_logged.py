@@ -15,7 +15,7 @@ from .stage_runs import STAGE, kill_after_step, metrics, run
 
 WATCHED = STAGE.model_validate(
     STAGE.model_dump()
-    | {"validation": {"rows": "held", "every": 2, "samples": 2}, "samples": {"prompts": ["the river"], "tokens": 4}}
+    | {"validation": {"dataset": "held", "every": 2, "samples": 2}, "samples": {"prompts": ["the river"], "tokens": 4}}
 )
 
 

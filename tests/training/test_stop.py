@@ -43,8 +43,8 @@ def test_a_signal_saves_the_running_step_and_loses_nothing(
     assert stopped.value.code == code
     assert signal.getsignal(number) == before
     said = capsys.readouterr().err
-    assert f"stage one: {number.name}: stopping after this step; a second one stops at once" in said
-    assert f"stage one: stopped by {number.name}, saved as step-000003; the same command goes on from there" in said
+    assert f"stage one: {number.name}: stopping after this step; send it again to stop at once" in said
+    assert f"stage one: stopped by {number.name}, saved as step-000003; rerun the same command to resume" in said
     assert [path.name for path in checkpoints(tmp_path / "one.work" / "checkpoints")] == ["step-000002", "step-000003"]
 
     run(materials, out)

@@ -73,14 +73,14 @@ def this_rank(
     """`split`, `count` and `change` (of the finished model) are what broken variants do otherwise."""
     config = ParallelConfig.model_validate(case.parallel)
     mesh = build_mesh(config, dist.get_world_size(), "cpu")
-    place = rank_coords(mesh)
+    coords = rank_coords(mesh)
     model = parallelize(_build(case), mesh, config, memory=case.memory)
     if change is not None:
         change(model)
     batches = _batches(case)
     mine = [
-        split(batch, place.sequence_rank, place.sequence_ranks, ring=place.ring)
-        for batch in batches[place.data_rank :: place.data_ranks]
+        split(batch, coords.sequence_rank, coords.sequence_ranks, ring=coords.ring)
+        for batch in batches[coords.data_rank :: coords.data_ranks]
     ]
     return _train(
         model,

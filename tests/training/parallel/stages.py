@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
     "batch_tokens": 128,
     "checkpoint_every": 2,
     "rope": {"method": "abf", "base": 5e5},
-    "validation": {"rows": "held", "samples": 2, "every": 3},
+    "validation": {"dataset": "held", "samples": 2, "every": 3},
 }
 ULYSSES, SHARD = {"ulysses": 2}, {}
 # Looked at before anything else has been computed.

@@ -21,7 +21,7 @@ from unspool.training.optim.updater import build_updater
 from unspool.training.parallel.apply import parallelize
 from unspool.training.parallel.config import ParallelConfig
 from unspool.training.parallel.dtensor import full_tensor
-from unspool.training.parallel.mesh import ALONE, build_mesh, rank_coords
+from unspool.training.parallel.mesh import SINGLE_RANK, build_mesh, rank_coords
 from unspool.training.step import train_step
 
 STEPS = 2
@@ -44,7 +44,7 @@ class Steps:
     parallel: dict[str, Any] = field(default_factory=dict)
     family: str = "llama"
     rows: str = "packed"
-    micro_batch: int = 32
+    micro_batch_tokens: int = 32
     vocab: int = 300
 
 
@@ -75,16 +75,16 @@ def take_steps(case: Steps, *, alone: bool, steps: int = STEPS) -> Taken:
     stage = build_stage(
         batch_tokens=256,
         tokens=256 * STEPS,
-        micro_batch_tokens=case.micro_batch,
+        micro_batch_tokens=case.micro_batch_tokens,
         mix={"long": 1.0},
         parallel=case.parallel,
     )
     model = build_model(case.family, vocab_size=case.vocab).train()
-    mesh, place = None, ALONE
+    mesh, coords = None, SINGLE_RANK
     shape = model_shape(model)
     if not alone:
         mesh = build_mesh(stage.parallel, case.world, "cpu")
-        place = rank_coords(mesh)
+        coords = rank_coords(mesh)
         model = parallelize(model, mesh, stage.parallel)
     updater = build_updater(stage, model)
     rows = PACKED if case.rows == "packed" else FULL
@@ -92,7 +92,7 @@ def take_steps(case: Steps, *, alone: bool, steps: int = STEPS) -> Taken:
     # Above rounding: where a gradient is next to 0, Adam would otherwise make much of its sign.
     with _patched(adamw_module, "EPS", 1e-4):
         for step in range(steps):
-            work = build_step(stage, rows, SLOTS[case.rows], place=place, shape=shape)
+            work = build_step(stage, rows, SLOTS[case.rows], coords=coords, shape=shape)
             results.append(train_step(model, updater, work, lr=stage.lr, mesh=mesh))
             if step == 0:
                 moments = updater.optimizer_tensors().items()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -128,7 +128,13 @@ def load_shards(model: Any, folder: Path, device: torch.device) -> None:
                 )
             local = local_shard(parameter)
             if local.numel():
-                local.copy_(piece[local_rows(parameter)])
+                local.copy_(read_rows(piece, local_rows(parameter)))
+
+
+def read_rows(piece: Any, rows: slice) -> Tensor:
+    """Read some rows of a tensor from its file, without the others."""
+    found: Tensor = piece[rows]
+    return found
 
 
 def sharded_load_problem(config: Any, folder: Path) -> str | None:
