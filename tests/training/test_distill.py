@@ -143,7 +143,7 @@ def test_the_bar_says_how_far_it_is(inputs, tmp_path, capsys):
 
     said = capsys.readouterr().err
     assert "stage one: distillation before training, 3 steps, 96 tokens\n" in said
-    assert "stage one attention_distillation: 3/3  attention KL 0." in said
+    assert "stage one attention distillation: 3/3  attention KL 0." in said
     assert "stage one attention_distillation: 2/2  attention KL 0." in said
 
 

@@ -17,7 +17,7 @@ from unspool.models.load import load_model
 from unspool.models.rotary import apply_rope
 from unspool.training.distill.distill import FILE, AttentionDistillation, build_distillation, check_distillation
 from unspool.training.metrics.logger import METRICS
-from unspool.training.optim import base
+from unspool.training.optim.adamw import AdamW
 from unspool.training.optim.updater import build_updater
 from unspool.training.stage import StageInputs, run_stage
 
@@ -98,10 +98,10 @@ def test_a_step_has_the_gradient_of_training_and_the_weighted_one_of_the_distanc
     """By plain `transformers`: the rows that come after those of `before`, times the weight, added to training's."""
     taken: list[dict[str, torch.Tensor]] = []
 
-    def take(trained, rates):
+    def take(self, trained, rates):
         taken.append({one.name: one.grad.clone() for one in trained})
 
-    monkeypatch.setattr(base, "update_all", take)
+    monkeypatch.setattr(AdamW, "step", take)
     run(inputs, tmp_path / "with" / "one", changed(before=0, after=0))
     run(inputs, tmp_path / "without" / "one", build_stage(**PLAIN))
     steps = len(taken) // 2
@@ -252,7 +252,7 @@ def test_what_cannot_be_is_refused(inputs, tmp_path):
     ):
         check_distillation(stage, TINY, {}, world_size=1)
     frozen = build_stage(**PLAIN | {"attention_distillation": DISTILLATION, "lr_overrides": {"q_proj": 0, "k_proj": 0}})
-    with pytest.raises(ConfigError, match=r"lr_overrides sets queries and keys to 0; give them a rate"):
+    with pytest.raises(ConfigError, match=r"lr_overrides sets them to 0; give them a rate"):
         run(inputs, tmp_path / "one", frozen)
     with pytest.raises(
         ConfigError, match=r"distillation\.during_batch_tokens 40 is not a multiple of its rows' length of 16"

@@ -133,7 +133,7 @@ def test_rows_that_were_tangled_for_another_tokenizer_are_refused(materials, tmp
     knots = knot_ids(AutoTokenizer.from_pretrained(materials.model))
     rows = {"plain": materials.datasets["long"], "knotty": tangled_rows(tmp_path / "tangled", knots)}
 
-    with pytest.raises(ConfigError, match=r"rows knotty: they hold <\|knot:D\|> as token 281, which is token 299 of"):
+    with pytest.raises(ConfigError, match=r"dataset knotty: <\|knot:D\|> is token 281 there, but token 299 of"):
         run(StageInputs(model=model, datasets=rows), tmp_path / "one", build_stage(mix={"knotty": 1.0}))
 
 

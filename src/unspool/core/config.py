@@ -45,11 +45,11 @@ class FromRegistry:
     """Pydantic annotation of a config whose class is looked up in a registry by the value of its key `tag`.
 
     Errors and the JSON schema are those of a discriminated union of the registered classes. The registry is read at
-    validation, so classes that are registered later are found too.
+    validation, so classes that are registered later are found too. Without the key, the class is that of `default`.
     """
 
-    def __init__(self, registry: Mapping[str, type[Config]], tag: str) -> None:
-        self._registry, self._tag = registry, tag
+    def __init__(self, registry: Mapping[str, type[Config]], tag: str, *, default: str | None = None) -> None:
+        self._registry, self._tag, self._default = registry, tag, default
         self._classes: tuple[type[Config], ...] = ()
         self._union: TypeAdapter[Any]
 
@@ -58,11 +58,17 @@ class FromRegistry:
         if classes != self._classes:
             self._classes = classes
             union: Any = reduce(or_, classes)
-            self._union = TypeAdapter(Annotated[union, Field(discriminator=self._tag)])
+            # A single class is no union, which a discriminator needs.
+            self._union = TypeAdapter(Annotated[union, Field(discriminator=self._tag)] if len(classes) > 1 else union)
         return self._union
 
+    def _validate(self, value: Any) -> Any:
+        if self._default is not None and isinstance(value, dict) and self._tag not in value:
+            value = {self._tag: self._default, **value}
+        return self._adapter().validate_python(value)
+
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(lambda value: self._adapter().validate_python(value))
+        return core_schema.no_info_plain_validator_function(self._validate)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return handler(self._adapter().core_schema)

@@ -1,12 +1,11 @@
 """Optimizers that a stage can name, and the config of AdamW. Needs no torch."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny
+from pydantic import Field
 
-from unspool.core.config import lookup
-from unspool.core.errors import ConfigError
+from unspool.core.config import FromRegistry
 from unspool.training.optim.base import BF16_BYTES, FP32_BYTES, OptimizerConfig
 
 if TYPE_CHECKING:
@@ -58,15 +57,5 @@ def register_optimizer(config: type[OptimizerConfig]) -> type[OptimizerConfig]:
     return config
 
 
-def _parse(value: Any) -> Any:
-    """Choose the config class by `name`; without one, AdamW."""
-    if not isinstance(value, dict):
-        return value
-    try:
-        config = lookup(OPTIMIZERS, value.get("name", "adamw"), kind="optimizer")
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-    return config.model_validate(value)
-
-
-AnyOptimizer = Annotated[SerializeAsAny[OptimizerConfig], BeforeValidator(_parse)]
+# The type of a config field that takes any registered optimizer.
+AnyOptimizer = Annotated[OptimizerConfig, FromRegistry(OPTIMIZERS, "name", default="adamw")]
