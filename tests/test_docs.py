@@ -67,7 +67,7 @@ from unspool.training.config import (
     StageConfig,
     ValidationConfig,
 )
-from unspool.training.optim.config import OptimizerConfig
+from unspool.training.optim.config import AdamWConfig
 from unspool.training.parallel.config import ParallelConfig
 
 ROOT = Path(__file__).parents[1]
@@ -206,7 +206,7 @@ TABLES: dict[str, type[Config]] = {
     "datasets: replace": ReplaceConfig,
     "stages": StageConfig,
     "stages: attention_distillation": AttentionDistillationConfig,
-    "stages: optimizer": OptimizerConfig,
+    "stages: optimizer": AdamWConfig,
     "stages: parallel": ParallelConfig,
     "stages: guard": GuardConfig,
     "stages: validation": ValidationConfig,
