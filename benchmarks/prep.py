@@ -109,7 +109,7 @@ def measure_build(texts: list[str], tokenizer: str, size: int) -> dict[str, floa
     return {
         "text": f"{num_bytes / 1e6:.0f} MB",
         "tokens": counts["tokens"],
-        "route": counts["tokenised_with"],
+        "route": counts["tokenized_with"],
         "corpus_seconds": round(seconds, 1),
         "corpus_megabytes_per_second": round(num_bytes / 1e6 / seconds, 1),
         "corpus_peak_mib": memory >> 20,

@@ -170,7 +170,14 @@ def ours(case: Case, *, profile: bool, changes: dict[str, Any]) -> dict[str, Any
     model = build(case, attention=NAME)
     tokens = case.length * case.rows_per_step
     stage = StageConfig(
-        **{"name": "bench", "context": case.length, "mix": {"rows": 1.0}, "tokens": tokens, "batch": tokens, "lr": 1e-5}
+        **{
+            "name": "bench",
+            "context_length": case.length,
+            "mix": {"rows": 1.0},
+            "tokens": tokens,
+            "batch_tokens": tokens,
+            "lr": 1e-5,
+        }
         | case.settings
         | changes
     )

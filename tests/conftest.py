@@ -6,6 +6,8 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+from unspool.core.logging import set_up_logging
+
 # Before torch is imported: one core is shared by whatever else runs, and a fork must not meet a pool of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Asking the driver whether there is a device would spoil it for every process forked later.
@@ -17,6 +19,12 @@ settings.register_profile(
     "unspool", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("unspool")
+
+
+@pytest.fixture(autouse=True)
+def _log_lines_on_stderr() -> None:
+    """As on the command line, so that tests can read log lines."""
+    set_up_logging()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

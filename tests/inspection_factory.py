@@ -67,7 +67,7 @@ def packed(docs: list[np.ndarray], row_len: int, *, source: str = "books") -> li
 
 
 def save_run(run_dir: Path) -> Path:
-    """`recipe.yaml`, the tokenizer it names, corpus/books, rows/short (concat) and rows/tangled."""
+    """`recipe.yaml`, the tokenizer it names, corpus/books, datasets/short (concat) and datasets/tangled."""
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(run_dir / "model")
     (run_dir / "recipe.yaml").write_text(yaml.safe_dump({"name": "small", "model": "model"}))

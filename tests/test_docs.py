@@ -19,33 +19,20 @@ from unspool.cli.main import build_app
 from unspool.core.config import Config
 from unspool.data.corpus.config import EngineConfig
 from unspool.data.packing.config import DatasetConfig, ReplaceConfig
-from unspool.data.sources.config import (
-    ChatSource,
-    HfSource,
-    JsonlSource,
-    MdsSource,
-    ParquetSource,
-    RecallSource,
-    ReposSource,
-    SyntheticSource,
-    TextbooksSource,
-    TextSource,
-)
+from unspool.data.sources.registry import SOURCES
 from unspool.data.strategies.cip import CipConfig
 from unspool.data.strategies.nextlong import NextLongConfig
 from unspool.data.strategies.pose import PoseConfig
 from unspool.data.strategies.upsample import UpsampleConfig
 from unspool.data.strategies.utk import UtkConfig
-from unspool.evals.config import (
-    HelmetEval,
-    InfbenchEval,
-    KeyValueEval,
-    LvEval,
-    NiahEval,
-    NochaEval,
-    PerplexityEval,
-    RulerEval,
-)
+from unspool.evals.suites.helmet import HelmetEval
+from unspool.evals.suites.infbench import InfbenchEval
+from unspool.evals.suites.key_value import KeyValueEval
+from unspool.evals.suites.lveval import LvEval
+from unspool.evals.suites.niah import NiahEval
+from unspool.evals.suites.nocha import NochaEval
+from unspool.evals.suites.perplexity import PerplexityEval
+from unspool.evals.suites.ruler import RulerEval
 from unspool.models.config import NewModel
 from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_recipes
@@ -187,16 +174,7 @@ TABLES: dict[str, type[Config]] = {
     "Top level": Recipe,
     "model": NewModel,
     "engine": EngineConfig,
-    "kind: text": TextSource,
-    "kind: jsonl": JsonlSource,
-    "kind: parquet": ParquetSource,
-    "kind: hf": HfSource,
-    "kind: recall": RecallSource,
-    "kind: synthetic": SyntheticSource,
-    "kind: repos": ReposSource,
-    "kind: textbooks": TextbooksSource,
-    "kind: mds": MdsSource,
-    "kind: chat": ChatSource,
+    **{f"kind: {kind}": source for kind, source in SOURCES.items()},
     "datasets": DatasetConfig,
     "datasets: utk": UtkConfig,
     "datasets: cip": CipConfig,

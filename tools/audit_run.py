@@ -80,7 +80,7 @@ def check_corpus(folder: Path) -> int:
 
 def check_rows(folder: Path, tokens_by_source: dict[str, int]) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
-    counts, settings = manifest["counts"], manifest["settings"]["rows"]
+    counts, settings = manifest["counts"], manifest["settings"]["dataset"]
     drawn = [settings["from"]] if isinstance(settings["from"], str) else list(settings["from"])
     if settings.get("replace"):
         drawn.append(settings["replace"]["with"])
@@ -103,9 +103,9 @@ def source_text(path: Path, line: int, field: str) -> str:
 
 def check_decoding(run: Path, folder: Path, recipe: dict, tokenizer: Tokenizer, samples: int) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
-    if manifest["settings"]["rows"].get("tangle"):
+    if manifest["settings"]["dataset"].get("utk"):
         return
-    drawn = manifest["settings"]["rows"]["from"]
+    drawn = manifest["settings"]["dataset"]["from"]
     sources = [drawn] if isinstance(drawn, str) else list(drawn)
     if not {recipe["sources"][source]["kind"] for source in sources} & {"jsonl", "repos", "textbooks"}:
         print(f"      rows {folder.name}: how to read its sources again is not known here")
@@ -201,7 +201,7 @@ def main() -> None:
         for folder in sorted((options.run / "corpus").iterdir())
         if (folder / "manifest.json").exists()
     }
-    for folder in sorted((options.run / "rows").iterdir()):
+    for folder in sorted((options.run / "datasets").iterdir()):
         check_rows(folder, tokens)
         check_decoding(
             options.run,

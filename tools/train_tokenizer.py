@@ -16,8 +16,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from unspool.data.facts import fact, pairs_text, word_list
-from unspool.data.sources.config import JsonlSource
-from unspool.data.sources.readers import read_strictly
+from unspool.data.sources.base import read_strictly
+from unspool.data.sources.jsonl import JsonlSource
 from unspool.data.strategies.utk.special_tokens import KNOTS
 
 VOCABULARY = 4096

@@ -20,16 +20,16 @@ import torch
 from markupsafe import Markup
 from pydantic import TypeAdapter
 
+from unspool.core.charts import MODEL_STYLES, Frame, Point, Series, line_chart, swatch
 from unspool.core.sizes import format_size, parse_size
-from unspool.data.sources.config import JsonlSource
-from unspool.data.sources.readers import read_strictly
+from unspool.core.stats import Z
+from unspool.data.sources.base import read_strictly
+from unspool.data.sources.jsonl import JsonlSource
+from unspool.evals.backends.transformers import window_losses
 from unspool.evals.prompts import encode, opening_ids
-from unspool.evals.stats import Z
-from unspool.evals.suites.perplexity import window_losses
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import load_tokenizer
-from unspool.reporting.charts import MODEL_STYLES, Frame, Point, Series, line_chart, swatch
 from unspool.rope.methods import AnyRopeMethod
 
 METHODS: list[dict[str, Any]] = [

@@ -7,10 +7,12 @@ from rich.table import Table
 
 from unspool.cli.run import accounting_table, histogram_table, length_table, rows_table, share_table, upsample_table
 from unspool.data.lengths import histogram
-from unspool.data.lengths import length_table as measure
 
 K = 1024
-SOURCES = measure({"books": np.array([100, 9 * K, 70 * K, 600 * K]), "wiki": np.array([500] * 3)})
+LENS = {"books": np.array([100, 9 * K, 70 * K, 600 * K]), "wiki": np.array([500] * 3)}
+SOURCES = {
+    name: {"documents": len(lens), "tokens": int(lens.sum()), "lengths": histogram(lens)} for name, lens in LENS.items()
+}
 COUNTS: dict[str, Any] = {
     "rows": 10,
     "tokens": 640,

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def test_a_run_is_listed_by_source_and_as_json(run_dir):
         ("dataset", entries[1]["count"]),
         ("dataset", 1),
     ]
-    assert "there are books" in refused(run_dir, "--source", "wiki")
+    assert "sources are books" in refused(run_dir, "--source", "wiki")
 
 
 def test_rows_are_shown_with_borders_and_the_number_of_rows(run_dir):
@@ -106,9 +107,9 @@ def test_an_input_file_is_shown_as_a_source_would_read_it(tmp_path):
         (["datasets/short", "--source", "bookz"], "did you mean 'books'?"),
         (["datasets/short", "--text", "body"], "--text is for JSONL and Parquet files"),
         (["datasets/short", "--tokenizer", "corpus"], "no tokenizer could be loaded"),
-        (["corpus/books", "--source", "books"], "--source is for rows"),
+        (["corpus/books", "--source", "books"], "--source is for datasets"),
         (["corpus/books", "--html", "."], "is a folder; name the file to write"),
-        ([".", "--html", "page.html"], "--html shows one folder"),
+        ([".", "--html", "page.html"], "--html needs one folder"),
         (["recipe.yaml", "--text", "body"], "is read as kind: text, which has no fields"),
     ],
 )
@@ -125,7 +126,7 @@ def test_an_empty_folder_and_a_broken_file_are_one_sentence(tmp_path):
 
 
 @pytest.fixture
-def talks(tmp_path) -> Path:
+def conversations(tmp_path) -> Path:
     """As `unspool synth` leaves them, in two files."""
     folder = tmp_path / "run/synth/long"
     folder.mkdir(parents=True)
@@ -136,17 +137,17 @@ def talks(tmp_path) -> Path:
     return folder
 
 
-def test_conversations_are_shown_turn_by_turn(talks):
-    shown = look(talks)
+def test_conversations_are_shown_turn_by_turn(conversations):
+    shown = look(conversations)
     assert "kind: chat" in shown and "2 records" in shown
     assert re.search(r"user · 12 characters.*Who is Ahab\?.*assistant · 11 characters.*Ahab sails", shown, re.DOTALL)
     assert "Who is Ishmael?" in shown
-    only = look(talks / "conversations-00001.jsonl.zst", "--json")
+    only = look(conversations / "conversations-00001.jsonl.zst", "--json")
     assert "Ishmael sails." in only and "Ahab" not in only
 
 
-def test_a_folder_of_conversations_is_no_text_to_attend_to(talks):
-    done = CliRunner().invoke(build_app(), ["inspect", "attention", "asset:tiny-base", "--text", str(talks)])
+def test_a_folder_of_conversations_is_no_text_to_attend_to(conversations):
+    done = CliRunner().invoke(build_app(), ["inspect", "attention", "asset:tiny-base", "--text", str(conversations)])
     assert done.exit_code == 2
     assert "give a file such as book.txt" in " ".join(done.stderr.split())
 
@@ -170,10 +171,12 @@ def test_several_sets_go_on_one_page(run_dir, tmp_path):
     assert "<h1>tangled</h1>" in page
 
 
-def test_a_folder_called_as_a_command_is_reached_by_its_path(run_dir, monkeypatch):
+def test_a_folder_called_as_a_command_is_reached_by_its_path(run_dir, tmp_path, monkeypatch):
+    shutil.copytree(run_dir, tmp_path / "run")
+    (tmp_path / "run" / "datasets").rename(tmp_path / "run" / "rows")
+    monkeypatch.chdir(tmp_path / "run")
+    assert "Inspect one with" in look("./rows")
     monkeypatch.chdir(run_dir)
-    assert "Look further with" in look("./rows")
-    # Within a run, both mean the rows that are here.
     assert look("rows").count("━━ row ") == 2
     assert "share of pairs" in look("distances")
 
@@ -201,12 +204,12 @@ def test_distances_as_json_and_as_a_page(run_dir, tmp_path):
 @pytest.mark.parametrize(
     ("args", "wanted"),
     [
-        (["rows", "corpus/books"], "corpus/books holds no rows"),
+        (["rows", "corpus/books"], "corpus/books contains no dataset"),
         (["rows", "nowhere"], "nowhere: no such file or folder"),
         (["rows", ".", "--source", "bookz"], "did you mean 'books'?"),
-        (["distances", "corpus"], "no rows have been made here yet"),
-        (["distances", ".", "--bins", "4K,1K"], "--bins 4K,1K: edges must rise"),
-        (["distances", ".", "--bins", "1,many"], "--bins 1,many: write a size such as 64K"),
+        (["distances", "corpus"], "no datasets have been built here yet"),
+        (["distances", ".", "--bins", "4K,1K"], "--bins 4K,1K: edges must increase"),
+        (["distances", ".", "--bins", "1,many"], "--bins many: write a size such as 64K"),
         (["distances", ".", "--beyond", "0"], "--beyond 0: a size must be between 1 and"),
         (["distances", ".", "--html", "."], "is a folder; name the file to write"),
     ],
@@ -228,4 +231,4 @@ def test_help_of_each_command_teaches():
 def test_help_teaches_with_examples():
     done = CliRunner().invoke(build_app(), ["inspect", "--help"])
     assert done.exit_code == 0
-    assert "unspool inspect runs/tiny/rows/utk-2k --index 7 --full" in done.stdout
+    assert "unspool inspect runs/tiny/datasets/utk-2k --index 7 --full" in done.stdout

@@ -197,8 +197,8 @@ def test_a_row_is_looked_at_as_it_is_trained_on(models, tmp_path):
         (["--length", 200], "smaller --beyond"),
         (["--attention", "some"], "full or intra_document"),
         (["--by", "size"], "far, same or share"),
-        (["--by", "share", "--attention", "intra_document"], "which here is all of it"),
-        (["--by", "share", "--docs", 1], "which here is all of it"),
+        (["--by", "share", "--attention", "intra_document"], "long-range attention that can leave a document"),
+        (["--by", "share", "--docs", 1], "long-range attention that can leave a document"),
         (["--row", "rows:0"], "either --text FILE or --row"),
         (["--name", "a", "--name", "b"], "name each or none"),
         (["--device", "tpu"], "--device 'tpu' is not known"),
@@ -213,25 +213,25 @@ def test_missing_things_are_named(models, texts, tmp_path):
     assert "nowhere" in refused(missing, *text_args(texts))
     assert "plane.txt: no such file" in refused(models[0], "--text", texts[1].with_name("plane.txt"))
     assert "either --text FILE or --row" in refused(models[0])
-    assert "one is looked at, or two are compared" in refused(*models, *text_args(texts))
+    assert "give one, or two to compare" in refused(*models, *text_args(texts))
     assert "is a folder" in refused(models[0], *text_args(texts), "--svg", tmp_path)
     assert "is a folder" in refused(models[0], *text_args(texts), "--html", tmp_path)
     (tmp_path / "empty.txt").write_text("  \n")
-    assert "holds no text" in refused(models[0], "--text", tmp_path / "empty.txt")
+    assert "no text found" in refused(models[0], "--text", tmp_path / "empty.txt")
     assert not missing.exists()
 
 
 def test_models_that_cannot_be_compared_are_refused(models, texts):
     assert "cannot be compared" in refused(models[0], models[2], *text_args(texts), "--beyond", 100)
-    assert "read this text as different tokens" in refused(models[0], "asset:tiny-base", *text_args(texts))
+    assert "tokenize this text differently" in refused(models[0], "asset:tiny-base", *text_args(texts))
 
 
 def test_rows_that_do_not_fit_are_refused(models, tmp_path):
     run_dir = save_run(tmp_path / "run")
     assert "such as datasets/utk:0" in refused(models[0], "--row", run_dir / "datasets" / "short")
-    assert "several rows sets" in refused(models[0], "--row", f"{run_dir}:0")
-    assert "counted from 0" in refused(models[0], "--row", f"{run_dir / 'rows' / 'short'}:999")
-    assert "--docs, --length" in refused(models[0], "--row", f"{run_dir / 'rows' / 'short'}:0", "--length", 100)
+    assert "several datasets" in refused(models[0], "--row", f"{run_dir}:0")
+    assert "numbered from 0" in refused(models[0], "--row", f"{run_dir / 'datasets' / 'short'}:999")
+    assert "--docs, --length" in refused(models[0], "--row", f"{run_dir / 'datasets' / 'short'}:0", "--length", 100)
     skipping = pieced_row([60, 60], [0, 1], positions=np.arange(120, dtype=np.int32) * 2)
     folder = save_rows(tmp_path / "skips", [skipping], pose={})
-    assert "without skips" in refused(models[0], "--row", f"{folder}:0")
+    assert "without pose" in refused(models[0], "--row", f"{folder}:0")

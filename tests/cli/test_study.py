@@ -99,7 +99,7 @@ def test_a_study_runs_every_arm_under_every_seed_and_ranks_them(whole):
 def test_what_arms_have_in_common_is_made_once(whole):
     out, result = whole
 
-    assert result.stderr.count("corpus books: tokenising") == 1
+    assert result.stderr.count("corpus books: tokenizing") == 1
     assert result.stderr.count("rows long: packing") == 3, "two seeds, and the tangled rows of one"
     assert result.stderr.count("scores of base (not built yet)") == 2, "prompts depend on the seed"
     files = [next((out / name / "corpus" / "books").glob("*.arrow")) for name in RUNS]

@@ -91,10 +91,10 @@ def test_an_error_leaves_the_earlier_folder_as_it_was(tmp_path):
 
 def test_publishing_again_replaces_the_folder_and_keeps_nothing_of_it(tmp_path):
     make(tmp_path / "rows", "old")
-    (tmp_path / "datasets" / "stray").write_text("left behind")
+    (tmp_path / "rows" / "stray").write_text("left behind")
     make(tmp_path / "rows", "new")
     assert text_of(tmp_path / "rows") == "new"
-    assert not (tmp_path / "datasets" / "stray").exists()
+    assert not (tmp_path / "rows" / "stray").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["rows"]
 
 
@@ -114,7 +114,7 @@ with publish(Path({str(tmp_path / "rows")!r}), kind="rows", inputs={{}}, setting
 
     make(tmp_path / "rows")
     assert stale_reason(tmp_path / "rows", **IDENTITY) is None
-    assert not (tmp_path / "datasets" / "stray").exists()
+    assert not (tmp_path / "rows" / "stray").exists()
 
 
 class Killed(BaseException):
@@ -256,19 +256,19 @@ def test_a_missing_or_broken_manifest_means_that_the_folder_is_redone(content, t
 
 def test_a_file_that_was_removed_is_noticed(tmp_path):
     make(tmp_path / "rows")
-    (tmp_path / "datasets" / "model" / "weights").unlink()
+    (tmp_path / "rows" / "model" / "weights").unlink()
     assert stale_reason(tmp_path / "rows", **IDENTITY) == "file model/weights is missing or has another size"
 
 
 def test_a_file_that_was_cut_short_is_noticed(tmp_path):
     make(tmp_path / "rows")
-    (tmp_path / "datasets" / "data.txt").write_text("on")
+    (tmp_path / "rows" / "data.txt").write_text("on")
     assert stale_reason(tmp_path / "rows", **IDENTITY) == "file data.txt is missing or has another size"
 
 
 def test_a_file_of_the_same_size_with_other_content_is_noticed(tmp_path):
     make(tmp_path / "rows")
-    (tmp_path / "datasets" / "data.txt").write_text("onf")
+    (tmp_path / "rows" / "data.txt").write_text("onf")
     assert stale_reason(tmp_path / "rows", **IDENTITY) == "file data.txt has changed"
 
 
@@ -277,7 +277,7 @@ def test_above_the_checksum_limit_only_names_and_sizes_are_compared(tmp_path, mo
     monkeypatch.setattr(artifacts, "CHECKSUM_LIMIT", 8)  # the folder holds 9 bytes
     monkeypatch.setattr(artifacts, "file_digest", lambda path: pytest.fail(f"{path} was read"))
     assert stale_reason(tmp_path / "rows", **IDENTITY) is None
-    (tmp_path / "datasets" / "data.txt").write_text("on")
+    (tmp_path / "rows" / "data.txt").write_text("on")
     assert stale_reason(tmp_path / "rows", **IDENTITY) == "file data.txt is missing or has another size"
 
 

@@ -1,6 +1,7 @@
 """What a person sees, and that nothing else is ever disturbed by it."""
 
 import io
+import logging
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from unspool.core import progress
-from unspool.core.progress import LATEST, SOONEST, long_bar, progress_bar, say
+from unspool.core.progress import MAX_SECONDS, MIN_SECONDS, long_bar, progress_bar
 
 
 @pytest.fixture
@@ -22,11 +23,14 @@ def screen(monkeypatch):
 
 def test_without_a_terminal_a_bar_writes_nothing_and_lines_go_to_stderr():
     code = """
-from unspool.core.progress import LATEST, SOONEST, long_bar, progress_bar, say
+import logging
+from unspool.core.logging import set_up_logging
+from unspool.core.progress import progress_bar
+set_up_logging()
 with progress_bar("rows", 3) as advance:
     for _ in range(3):
         advance(1, "loss 3.1")
-say("rows: up to date")
+logging.getLogger("unspool.data").info("rows: up to date")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "rows: up to date\n")
@@ -56,7 +60,7 @@ def test_an_error_passes_through_a_bar(screen):
 
 def test_a_line_is_printed_as_it_is(screen):
     line = "stage [bold]: " + "a long reason " * 20
-    say(line)
+    logging.getLogger("unspool.training").info(line)
     assert screen.getvalue() == line + "\n"
 
 
@@ -76,11 +80,11 @@ def test_a_log_hears_of_the_first_and_the_last_of_a_quick_job(capsys):
 
 
 def test_a_log_hears_of_every_tenth_of_a_job(capsys):
-    assert spoken(capsys, SOONEST / 10) == [1, 11, 21, 31, 41, 51, 61, 71, 81, 91, 100]
+    assert spoken(capsys, MIN_SECONDS / 10) == [1, 11, 21, 31, 41, 51, 61, 71, 81, 91, 100]
 
 
 def test_a_log_of_a_slow_job_is_never_silent_for_long(capsys):
-    assert spoken(capsys, LATEST / 2) == [1, *range(3, 100, 2), 100]
+    assert spoken(capsys, MAX_SECONDS / 2) == [1, *range(3, 100, 2), 100]
 
 
 def test_a_long_job_that_goes_on_counts_from_where_it_was(capsys):
@@ -99,3 +103,26 @@ def test_in_a_narrow_terminal_label_and_end_of_the_note_give_way_to_the_rest(scr
     assert "stage a-" in last
     assert "1500/10000 loss 3.142  eta 1:02:33  74.2K tok/s" in last
     assert len(last.rstrip()) <= 80
+
+
+def test_as_a_library_nothing_is_printed_unless_logging_is_configured():
+    code = """
+import logging
+from unspool.core.progress import long_bar
+with long_bar("stage abf", 1) as advance:
+    advance(1, "loss 3.1")
+logging.getLogger("unspool.training").warning("a warning")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.mark.parametrize(("options", "shown"), [([], 1), (["-v"], 2), (["--quiet"], 0)])
+def test_verbose_and_quiet_set_the_log_level(options, shown, capsys):
+    from unspool.cli.main import unspool
+
+    unspool(verbose="-v" in options, quiet="--quiet" in options)
+    logging.getLogger("unspool.training").debug("a detail")
+    logging.getLogger("unspool.training").info("a step")
+    logging.getLogger("unspool.training").warning("a warning")
+    assert len(capsys.readouterr().err.splitlines()) == 1 + shown

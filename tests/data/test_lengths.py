@@ -12,9 +12,7 @@ from unspool.data.lengths import (
     from_length,
     histogram,
     imbalance_of,
-    length_table,
     shares_from,
-    summarize,
 )
 
 K = 1024
@@ -82,19 +80,9 @@ def test_coarse_bins_lose_nothing(lens):
     assert sum(coarse["tokens"]) == lens.sum()
 
 
-def test_a_table_has_a_line_per_source_and_is_plain_json():
-    table = length_table({"books": np.array([3, 9, 4]), "none": np.zeros(0, dtype=np.int64)})
-    assert table["books"] == {
-        "documents": 3,
-        "tokens": 16,
-        "shortest": 3,
-        "median": 4.0,
-        "longest": 9,
-        "lengths": histogram(np.array([3, 9, 4])),
-    }
-    assert table["none"] == summarize(np.zeros(0, dtype=np.int64))
-    assert table["none"]["median"] is None
-    assert json.loads(json.dumps(table)) == table
+def test_a_histogram_is_plain_json():
+    counted = histogram(np.array([3, 9, 4]))
+    assert json.loads(json.dumps(counted)) == counted
 
 
 def test_counts_that_do_not_add_up_are_seen():

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from unspool.data.facts import fact, pair_question, pairs_text, question
-from unspool.evals import questions
-from unspool.evals.prompts import Materials
+from unspool.evals import suites
+from unspool.evals.heldout import Materials
 from unspool.evals.run import Scoring
 
 from .toy import TOY, entry
@@ -88,7 +88,7 @@ def coarse_materials(coarse_tokenizer: PreTrainedTokenizerFast, words: list[str]
 @pytest.fixture
 def toy_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     """RULER's place is taken by a suite of four small tasks."""
-    monkeypatch.setitem(questions.SUITES, "ruler", TOY)
+    monkeypatch.setitem(suites.SUITES, "ruler", TOY)
 
 
 @pytest.fixture

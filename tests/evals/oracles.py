@@ -4,11 +4,14 @@ from typing import Any
 
 import numpy as np
 
+from unspool.evals.backends.base import Backend
 from unspool.evals.prompts import Prompt
 
 
-class Oracle:
+class Oracle(Backend):
     """Knows every answer; a token's loss is its position."""
+
+    has_losses = True
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

@@ -10,10 +10,11 @@ from transformers import PreTrainedTokenizerFast
 
 from unspool.core.rng import rng_for
 from unspool.data.facts import word_list
-from unspool.evals.suite import Ask, Mode, Question, Suite, Task
+from unspool.evals.suite import Ask, Mode, Question, Task
 from unspool.evals.suites import generated
 from unspool.evals.suites.helmet import alce, books, json_kv, rerank
 from unspool.evals.suites.helmet.suite import CATEGORIES
+from unspool.evals.task_suite import TaskSuite
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -43,7 +44,9 @@ def oracle(asked: Question) -> str:
     return str(asked.meta.get("oracle", " ".join(asked.references)))
 
 
-def prompts_digest(suite: Suite, tokenizer: PreTrainedTokenizerFast, lengths: list[int], mode: Mode = "fixed") -> str:
+def prompts_digest(
+    suite: TaskSuite, tokenizer: PreTrainedTokenizerFast, lengths: list[int], mode: Mode = "fixed"
+) -> str:
     """Of the first two prompts of every task at every length, but for tasks that are another suite's."""
     sources = suite.load(tokenizer, {})
     digest = hashlib.sha256()

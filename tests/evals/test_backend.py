@@ -10,13 +10,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from unspool.core.artifacts import read_manifest
-from unspool.evals import questions
-from unspool.evals.backends import base
-from unspool.evals.backends.base import ModelBackend
-from unspool.evals.config import KeyValueEval, NiahEval, PerplexityEval, RulerEval
-from unspool.evals.contexts import Plan
+from unspool.evals import suites
+from unspool.evals.backends import transformers
+from unspool.evals.backends.base import ROW_TOKENS
+from unspool.evals.backends.transformers import ModelBackend
+from unspool.evals.plan import EvalPlan
 from unspool.evals.run import Scoring, score_model
 from unspool.evals.suites import niah
+from unspool.evals.suites.key_value import KeyValueEval
+from unspool.evals.suites.niah import NiahEval
+from unspool.evals.suites.perplexity import PerplexityEval
+from unspool.evals.suites.ruler import RulerEval
 from unspool.models.generation import generate
 
 from .toy import TOY
@@ -73,8 +77,8 @@ def test_two_runs_give_the_same_bytes(scoring, model_dir):
 
 def test_weights_are_not_loaded_for_scores_that_stand(scoring, model_dir, monkeypatch):
     summary = score_model(str(model_dir), scoring, **CPU)
-    monkeypatch.setattr(base, "load_model", None)
-    monkeypatch.setattr(base, "load_tokenizer", None)
+    monkeypatch.setattr(transformers, "load_model", None)
+    monkeypatch.setattr(transformers, "load_tokenizer", None)
 
     assert score_model(str(model_dir), scoring, **CPU) == summary
 
@@ -84,7 +88,7 @@ def test_every_end_token_of_model_and_tokenizer_stops_an_answer(model_dir, token
 
 
 def test_questions_that_share_a_context_or_a_row_get_the_answers_they_get_alone(tmp_path, model_dir, monkeypatch):
-    monkeypatch.setitem(questions.SUITES, "ruler", TOY)
+    monkeypatch.setitem(suites.SUITES, "ruler", TOY)
     config = RulerEval.model_validate({"suite": "ruler", "lengths": [256], "samples": 8, "tasks": ["lone", "shared"]})
     made = ModelBackend(str(model_dir), **CPU)
     torch.manual_seed(0)
@@ -92,20 +96,20 @@ def test_questions_that_share_a_context_or_a_row_get_the_answers_they_get_alone(
         # Large, so that answers depend on more than the last token.
         if weight.dim() == 2:
             torch.nn.init.normal_(weight, std=0.4)
-    together = Plan([config], made.tokenizer, seed=0, root=tmp_path)
-    together.arrange(list(together.listing()))
-    alone = Plan([config], made.tokenizer, seed=0, root=tmp_path)
+    together = EvalPlan([config], made.tokenizer, seed=0, root=tmp_path)
+    together.group_questions(list(together.prompt_lines()), row_tokens=ROW_TOKENS)
+    alone = EvalPlan([config], made.tokenizer, seed=0, root=tmp_path)
 
-    def outputs(plan: Plan) -> dict[str, str]:
-        return {sample["hash"]: sample["output"] for unit in plan.units for sample in plan.score(unit, made)}
+    def outputs(plan: EvalPlan) -> dict[str, str]:
+        return {sample["hash"]: sample["output"] for unit in plan.units for sample in unit.score(made)}
 
     assert (len(together.units), len(alone.units)) == (3, 16)
-    [row] = [unit for unit in together.units if unit.wanted[0].task == "lone"]
-    prompt = together.prompt(row)
+    [row] = [unit for unit in together.units if unit.questions[0].task == "lone"]
+    prompt = row.planned.prepare(row)
     with monkeypatch.context() as small:
         # Memory that takes three of these prompts at a time.
         small.setattr(generate, "CPU_BATCH_TOKENS", 3 * (len(prompt.questions[0].ids) + 16))
-        assert made.answers(prompt) == [made.answers(alone.prompt(unit))[0] for unit in alone.units[:8]]
+        assert made.answers(prompt) == [made.answers(unit.planned.prepare(unit))[0] for unit in alone.units[:8]]
     assert outputs(together) == outputs(alone)
     assert len(set(outputs(alone).values())) > 4, "equal answers would hide a mix-up"
 
@@ -124,13 +128,13 @@ def test_needles_in_rows_give_the_samples_they_give_alone(needles, scoring, mode
     # Numbers of one to four tokens: a row has to leave each of them the room it has alone.
     rooms = iter([5, 8, 6, 7] * 100)
     monkeypatch.setattr(niah, "answer_room", lambda tokenizer, references: next(rooms))
-    alone = Plan([config], made.tokenizer, seed=0, root=scoring.root)
-    wanted = [plain for unit in alone.units for plain in alone.score(unit, made)]
-    together = Plan([config], made.tokenizer, seed=0, root=scoring.root)
+    alone = EvalPlan([config], made.tokenizer, seed=0, root=scoring.root)
+    wanted = [plain for unit in alone.units for plain in unit.score(made)]
+    together = EvalPlan([config], made.tokenizer, seed=0, root=scoring.root)
     rooms = iter([5, 8, 6, 7] * 100)
-    together.put_in_rows(8192)
+    together.pack_contexts(8192)
 
-    assert [sample for unit in together.units for sample in together.score(unit, made)] == wanted
+    assert [sample for unit in together.units for sample in unit.score(made)] == wanted
     assert len({sample["output"] for sample in wanted}) > 4, "equal answers would hide a mix-up"
     assert together.num_contexts == alone.num_contexts == len(alone.units) == 20 // needles
     assert together.prompt_tokens == alone.prompt_tokens
@@ -147,7 +151,7 @@ def test_a_run_asks_for_needles_in_rows_of_its_device(scoring, model_dir, monkey
 
     niah_rows = [len(prompt.questions) for prompt in asked if prompt.suite == "niah"]
     assert sum(niah_rows) > len(niah_rows)
-    monkeypatch.setattr(ModelBackend, "row_tokens", 600)
+    monkeypatch.setattr(transformers, "ROW_TOKENS", 600)
     asked.clear()
     again = replace(scoring, out_dir=scoring.root / "again")
     score_model(str(model_dir), again, **CPU)
@@ -160,7 +164,7 @@ def test_a_run_asks_for_needles_in_rows_of_its_device(scoring, model_dir, monkey
 
 def test_parts_are_fused_where_a_run_is_long_enough_on_a_gpu(model_dir, monkeypatch):
     fused = []
-    monkeypatch.setattr(base, "fuse_for_reading", fused.append)
+    monkeypatch.setattr(transformers, "fuse_for_reading", fused.append)
     made = ModelBackend(str(model_dir), **CPU)
     made.planned_tokens = 1 << 60
     assert made.model is not None and not fused, "a CPU compiles nothing"
@@ -171,7 +175,7 @@ def test_parts_are_fused_where_a_run_is_long_enough_on_a_gpu(model_dir, monkeypa
         def num_parameters(self):
             return 8 * 10**9
 
-    monkeypatch.setattr(base, "load_model", lambda *args, **options: Large())
+    monkeypatch.setattr(transformers, "load_model", lambda *args, **options: Large())
     for tokens, wanted in ((0, 0), (128 << 10, 0), (32 * 128 << 10, 1)):
         made = ModelBackend(str(model_dir), device=torch.device("cuda"), dtype=torch.bfloat16)
         made.planned_tokens = tokens

@@ -10,9 +10,13 @@ from typer.testing import CliRunner
 from unspool.cli.eval import chosen_evals, eval_
 from unspool.cli.eval_options import table_row
 from unspool.core.errors import ConfigError
-from unspool.evals import questions
-from unspool.evals.backends import pick
-from unspool.evals.config import KeyValueEval, NiahEval, PerplexityEval, RulerEval
+from unspool.evals import suites
+from unspool.evals.backends import mock, transformers
+from unspool.evals.suites.key_value import KeyValueEval
+from unspool.evals.suites.niah import NiahEval
+from unspool.evals.suites.perplexity import PerplexityEval
+from unspool.evals.suites.ruler import RulerEval
+from unspool.models import tokenizer as model_tokenizer
 
 from .oracles import Oracle
 from .toy import TOY
@@ -23,8 +27,8 @@ OPTIONS = {"samples": 20, "text": None, "value": None}
 @pytest.fixture
 def command(monkeypatch, tokenizer):
     """Runs `unspool eval`; the model is an oracle."""
-    monkeypatch.setattr(pick, "ModelBackend", lambda ref, *, device, dtype, stretch: Oracle(tokenizer))
-    monkeypatch.setattr(pick, "load_tokenizer", lambda ref: tokenizer)
+    monkeypatch.setattr(transformers, "ModelBackend", lambda ref, *, device, dtype, rope: Oracle(tokenizer))
+    monkeypatch.setattr(model_tokenizer, "load_tokenizer", lambda ref: tokenizer)
     app = typer.Typer()
     app.command("eval")(eval_)
     return lambda *arguments: CliRunner().invoke(app, [*arguments], env={"COLUMNS": "120"})
@@ -37,7 +41,7 @@ def held_out(tmp_path: Path, documents: list[str]) -> str:
 
 
 def test_options_become_the_evals_of_a_recipe():
-    niah, kv, loss = chosen_evals("niah,kv,loss", "8K, 2K", samples=5, text="held.txt", value="words")
+    niah, kv, loss = chosen_evals("niah,key_value,perplexity", "8K, 2K", samples=5, text="held.txt", value="words")
 
     assert isinstance(niah, NiahEval) and niah.lengths == [2048, 8192] and niah.text == "held.txt"
     assert isinstance(kv, KeyValueEval) and kv.lengths == [2048, 8192]
@@ -47,7 +51,7 @@ def test_options_become_the_evals_of_a_recipe():
 
 
 def test_a_value_only_one_suite_knows_leaves_the_others_alone():
-    niah, kv = chosen_evals("niah,kv", "2K", **{**OPTIONS, "value": "uuid"})
+    niah, kv = chosen_evals("niah,key_value", "2K", **{**OPTIONS, "value": "uuid"})
 
     assert (niah.value, kv.value) == ("numbers", "uuid")
 
@@ -61,7 +65,7 @@ def test_a_value_only_one_suite_knows_leaves_the_others_alone():
         ("niah", "0", None, "--lengths '0': a size must be"),
         ("niah", ",", None, "at least one suite and one length"),
         ("niah", "2K", "word", "Did you mean 'words'"),
-        ("niah,loss", "2K", "uuid", "--value uuid is for kv; the suites here are niah,loss"),
+        ("niah,perplexity", "2K", "uuid", "--value uuid is for key_value; the suites here are niah,perplexity"),
     ],
 )
 def test_wrong_options_are_explained(suites, lengths, value, message):
@@ -75,13 +79,13 @@ def test_the_table_shows_every_cell_with_n_and_interval(command, held_out):
     assert shown.exit_code == 0, shown.output
     rows = [line.replace("│", " ").split() for line in shown.stdout.splitlines()]
     assert ["niah", "256", "all", "100%", "57%", "to", "100%", "5"] in rows
-    assert ["kv", "512", "all", "100%", "57%", "to", "100%", "5"] in rows
-    assert any(row[:4] == ["loss", "512", "0–64", "32.000"] for row in rows)
+    assert ["key_value", "512", "all", "100%", "57%", "to", "100%", "5"] in rows
+    assert any(row[:4] == ["perplexity", "512", "0–64", "32.000"] for row in rows)
 
 
 def test_json_is_the_summary_and_nothing_else(command, held_out, tmp_path):
     out = tmp_path / "scores"
-    arguments = ("M", "--suite", "kv", "--lengths", "256", "--value", "words", "--json", "--out", str(out))
+    arguments = ("M", "--suite", "key_value", "--lengths", "256", "--value", "words", "--json", "--out", str(out))
     shown = command(*arguments)
 
     assert json.loads(shown.stdout) == json.loads((out / "summary.json").read_text())
@@ -91,7 +95,7 @@ def test_json_is_the_summary_and_nothing_else(command, held_out, tmp_path):
 def test_a_folder_with_other_files_is_not_replaced(command, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
 
-    shown = command("M", "--suite", "kv", "--lengths", "256", "--value", "words", "--out", str(tmp_path))
+    shown = command("M", "--suite", "key_value", "--lengths", "256", "--value", "words", "--out", str(tmp_path))
 
     assert isinstance(shown.exception, ConfigError)
     assert "holds no scores" in str(shown.exception)
@@ -99,7 +103,7 @@ def test_a_folder_with_other_files_is_not_replaced(command, tmp_path):
 
 
 def test_an_unknown_device_is_refused(command):
-    shown = command("M", "--suite", "kv", "--lengths", "256", "--device", "tpu")
+    shown = command("M", "--suite", "key_value", "--lengths", "256", "--device", "tpu")
 
     assert isinstance(shown.exception, ConfigError)
     assert "use auto, cpu, cuda" in str(shown.exception)
@@ -122,14 +126,14 @@ def test_what_was_not_scored_shows_as_a_dash():
 
 def test_options_of_suites_with_tasks_reach_them():
     options = {"tasks": ["lone"], "mode": "reference", "chat": "off", "paths": {"haystack": "x.txt"}}
-    [niah, ruler] = chosen_evals("niah,ruler", "2K", **OPTIONS, options=options)
+    [niah, ruler] = chosen_evals("niah,ruler", "2K", **OPTIONS, **options)
 
     assert isinstance(ruler, RulerEval) and isinstance(niah, NiahEval)
     assert (ruler.tasks, ruler.mode, ruler.chat, ruler.paths) == (["lone"], "reference", "off", {"haystack": "x.txt"})
 
 
 def test_a_suite_with_tasks_is_run_and_shown(command, monkeypatch):
-    monkeypatch.setitem(questions.SUITES, "ruler", TOY)
+    monkeypatch.setitem(suites.SUITES, "ruler", TOY)
     arguments = ("M", "--suite", "ruler", "--lengths", "256", "--samples", "6")
     shown = command(*arguments, "--backend", "oracle")
 
@@ -142,7 +146,7 @@ def test_a_suite_with_tasks_is_run_and_shown(command, monkeypatch):
 
 
 def test_adversarial_answers_reach_no_terminal(command, monkeypatch):
-    monkeypatch.setitem(questions.SUITES, "ruler", TOY)
+    monkeypatch.setitem(suites.SUITES, "ruler", TOY)
     shown = command(
         "M", "--suite", "ruler", "--lengths", "256", "--samples", "3", "--backend", "adversarial", "--parity"
     )
@@ -152,11 +156,9 @@ def test_adversarial_answers_reach_no_terminal(command, monkeypatch):
     assert "\x1b" not in shown.stdout and "\x00" not in shown.stdout
 
 
-def test_parity_of_equal_backends_passes(command, monkeypatch):
-    monkeypatch.setitem(questions.SUITES, "ruler", TOY)
-    monkeypatch.setattr(
-        pick, "ModelBackend", lambda ref, *, device, dtype, stretch: pick.MOCKS["oracle"](pick.load_tokenizer(ref))
-    )
+def test_parity_of_equal_backends_passes(command, monkeypatch, tokenizer):
+    monkeypatch.setitem(suites.SUITES, "ruler", TOY)
+    monkeypatch.setattr(transformers, "ModelBackend", lambda ref, *, device, dtype, rope: mock.Oracle(tokenizer))
     shown = command("M", "--suite", "ruler", "--lengths", "256", "--backend", "oracle", "--parity", "--json")
 
     assert shown.exit_code == 0, shown.output
@@ -166,9 +168,9 @@ def test_parity_of_equal_backends_passes(command, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--backend", "llama"), "--backend 'llama' is not known; use transformers"),
+        (("--backend", "llama"), r"--backend 'llama' is not known\..* Known: adversarial, empty, openai"),
         (("--backend", "openai"), "needs the server's address"),
-        (("--url", "http://x"), "--url is for --backend openai"),
+        (("--url", "http://x"), "--url works with --backend openai only"),
         (("--suite", "ruler", "--mode", "exact"), "--mode 'exact' is not known; use fixed, reference"),
         (("--suite", "ruler", "--chat", "yes"), "--chat 'yes' is not known; use auto, on, off"),
         (("--suite", "ruler", "--path", "x.txt"), "write NAME=PATH"),
@@ -193,17 +195,17 @@ def test_options_that_do_not_fit_are_explained(command, arguments, message):
 def test_a_shipped_model_is_named_as_in_a_recipe(monkeypatch):
     asked = []
 
-    def no_model(choice, *, device, dtype):
-        asked.append(choice)
+    def no_model(options):
+        asked.append(options)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr(pick, "pick", no_model)
+    monkeypatch.setattr("unspool.cli.eval.build_backend", no_model)
     app = typer.Typer()
     app.command("eval")(eval_)
     run = CliRunner().invoke
 
-    run(app, ["asset:tiny-base", "--suite", "kv", "--lengths", "256"])
-    wrong = run(app, ["asset:tiny-bace", "--suite", "kv", "--lengths", "256"])
+    run(app, ["asset:tiny-base", "--suite", "key_value", "--lengths", "256"])
+    wrong = run(app, ["asset:tiny-bace", "--suite", "key_value", "--lengths", "256"])
 
     assert (Path(asked[0].model) / "config.json").is_file() and len(asked) == 1
     assert "did you mean 'asset:tiny-base'?" in str(wrong.exception)
@@ -211,7 +213,7 @@ def test_a_shipped_model_is_named_as_in_a_recipe(monkeypatch):
 
 def test_means_and_categories_are_shown_below_the_table(command, monkeypatch, tmp_path):
     toy = replace(TOY, categories={"first": ("lone", "shared"), "second": ("judged",)})
-    monkeypatch.setitem(questions.SUITES, "ruler", toy)
+    monkeypatch.setitem(suites.SUITES, "ruler", toy)
     arguments = ("M", "--suite", "ruler", "--lengths", "256,512", "--samples", "6", "--backend", "oracle")
     shown = command(*arguments)
 

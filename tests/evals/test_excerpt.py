@@ -1,6 +1,6 @@
 import numpy as np
 
-from unspool.evals.heldout import END_TOKENS, START_TOKENS, excerpt
+from unspool.evals.prompts import END_TOKENS, START_TOKENS, excerpt
 
 
 class Letters:

@@ -71,7 +71,7 @@ def test_nothing_exceeds_the_limit(limit: int, sizes: list[int], wrong: int):
         assert limit < 5 + 5  # the question alone, and what the estimate is wrong by
     else:
         assert counter.whole(asked) <= limit
-    assert built <= fill.TRIALS + 2 * fill.NEAR + 2
+    assert built <= fill.MAX_TRIALS + 2 * fill.MAX_NEIGHBORS + 2
 
 
 _METER = Meter(byte_tokenizer(), ["some text"])

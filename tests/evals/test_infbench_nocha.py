@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.evals.scoring.ranking import pair_accuracy
-from unspool.evals.suite import Ask, Question, Suite
+from unspool.evals.suite import Ask, Question
 from unspool.evals.suites import infbench, nocha
 from unspool.evals.suites.infbench import score_kv, score_number
+from unspool.evals.task_suite import TaskSuite
 
 SUITES = {"infbench": infbench.SUITE, "nocha": nocha.SUITE}
 
@@ -25,7 +26,7 @@ def english() -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("length", [1024, 8192, 65536])
 @pytest.mark.parametrize("suite", SUITES.values(), ids=list(SUITES))
 def test_prompts_fill_the_length_and_an_oracle_gets_all_of_it(
-    suite: Suite, length: int, english: PreTrainedTokenizerFast
+    suite: TaskSuite, length: int, english: PreTrainedTokenizerFast
 ):
     sources = suite.load(english, {})
     for task in suite.tasks.values():

@@ -8,9 +8,8 @@ from typer.testing import CliRunner
 from unspool.cli.judge import judge as judge_command
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError, DataError
-from unspool.evals import questions
+from unspool.evals import suites
 from unspool.evals.backends.mock import Oracle
-from unspool.evals.config import RulerEval
 from unspool.evals.judge.protocols import calls, parse, score, summary_score
 from unspool.evals.judge.run import (
     Judge,
@@ -26,6 +25,7 @@ from unspool.evals.judge.run import (
 )
 from unspool.evals.run import Scoring
 from unspool.evals.run import score as score_model
+from unspool.evals.suites.ruler import RulerEval
 
 from .test_server import Talk, talk, url  # noqa: F401
 from .toy import TOY
@@ -36,7 +36,7 @@ CASE = {"question": "Who?", "references": ["Ann"], "key_points": ["Ann came.", "
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    monkeypatch.setitem(questions.SUITES, "ruler", TOY)
+    monkeypatch.setitem(suites.SUITES, "ruler", TOY)
 
 
 @pytest.fixture

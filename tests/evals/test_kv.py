@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from unspool.core.errors import ConfigError
 from unspool.data.facts import pair_question
-from unspool.evals.config import KeyValueEval
-from unspool.evals.prompts import Materials, Prompt, PromptQuestion, prompt_hash
-from unspool.evals.suites.key_value import num_contexts, prompt
+from unspool.evals.heldout import Materials
+from unspool.evals.prompts import Prompt, PromptQuestion, prompt_hash
+from unspool.evals.suites.key_value import KeyValueEval, prompt
 
 UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
@@ -108,7 +108,7 @@ def test_context_and_question_tokenise_as_the_joined_text_does(materials, coarse
 
 def test_samples_are_met_exactly_when_questions_do_not_divide_them(materials):
     config = kv(samples=6)
-    prompts = [prompt(config, materials, length=512, seed=0, index=at) for at in range(num_contexts(config))]
+    prompts = [prompt(config, materials, length=512, seed=0, index=at) for at in range(2)]
 
     assert [len(made.questions) for made in prompts] == [4, 2]
 

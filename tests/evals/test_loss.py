@@ -8,10 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from unspool.core.errors import ConfigError, DataError
-from unspool.evals.config import PerplexityEval
-from unspool.evals.prompts import Materials, encode
-from unspool.evals.suites import perplexity
-from unspool.evals.suites.perplexity import window_losses, windows
+from unspool.evals.backends import transformers
+from unspool.evals.backends.transformers import window_losses
+from unspool.evals.heldout import Materials
+from unspool.evals.prompts import encode
+from unspool.evals.suites.perplexity import PerplexityEval, windows
 from unspool.models.loss import bucket_losses
 
 SHAPE = {
@@ -44,7 +45,7 @@ def test_losses_equal_a_plain_computation_with_all_logits(model, monkeypatch):
     wanted = -torch.log_softmax(logits[:-1].double(), dim=-1)[torch.arange(299), tokens[1:]].numpy()
 
     for chunk in (64, 299, 1024):
-        monkeypatch.setattr(perplexity, "HEAD_CHUNK", chunk)
+        monkeypatch.setattr(transformers, "HEAD_CHUNK", chunk)
         found = window_losses(model, ids)
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
     assert abs(bucket_losses(found)[1]["value"] - wanted[63:127].mean()) < 1e-5
@@ -72,7 +73,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_of_tokens_by_vocabulary_exists(model, monkeypatch):
-    monkeypatch.setattr(perplexity, "HEAD_CHUNK", 32)
+    monkeypatch.setattr(transformers, "HEAD_CHUNK", 32)
     ids = np.arange(400, dtype=np.uint32) % 97
 
     with Largest() as largest:

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerFast
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.data.facts import question
-from unspool.evals.config import NiahEval
-from unspool.evals.prompts import Materials, Prompt, encode, prompt_hash
-from unspool.evals.suites.niah import depth_grid, num_contexts, prompt
+from unspool.evals.heldout import Materials
+from unspool.evals.prompts import Prompt, encode, prompt_hash
+from unspool.evals.suites.niah import NiahEval, depth_grid, prompt
 
 FACT = re.compile(r"The special magic (number|word) for (\S+) is (\S+)\.")
 
@@ -171,7 +171,7 @@ def test_bos_comes_first_exactly_where_the_tokenizer_adds_it(materials, coarse_m
 
 def test_samples_are_met_exactly_when_needles_do_not_divide_them(materials):
     config = niah(samples=7, needles=3)
-    prompts = [prompt(config, materials, length=512, seed=0, index=at) for at in range(num_contexts(config))]
+    prompts = [prompt(config, materials, length=512, seed=0, index=at) for at in range(3)]
 
     assert [len(made.questions) for made in prompts] == [3, 3, 1]
 

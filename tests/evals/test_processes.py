@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 
 from unspool.cli.main import build_app
 from unspool.core.errors import ConfigError, UnspoolError
-from unspool.evals.backends.base import ModelBackend
-from unspool.evals.backends.processes import ProcessesBackend
-from unspool.evals.config import KeyValueEval, NiahEval, PerplexityEval
-from unspool.evals.contexts import Plan
+from unspool.evals.backends.transformers import ModelBackend, ProcessesBackend
+from unspool.evals.plan import EvalPlan
 from unspool.evals.run import Scoring, score
+from unspool.evals.suites.key_value import KeyValueEval
+from unspool.evals.suites.niah import NiahEval
+from unspool.evals.suites.perplexity import PerplexityEval
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
 MODEL = Path(__file__).parents[2] / "src/unspool/assets/tiny-base"
@@ -53,7 +54,7 @@ def test_two_processes_give_the_bytes_of_one_and_go_on_after_one_of_them_has_die
         return answers(prompt)
 
     backend.answers = deadly
-    with pytest.raises(UnspoolError, match=r"one of 2 processes .* has ended without a word.*fewer --processes"):
+    with pytest.raises(UnspoolError, match=r"one of 2 processes .* died.*fewer --processes"):
         score(two, backend)
     assert not any(is_running(child.pid) for child in backend._children)
     score(two, ProcessesBackend(str(MODEL), **CPU, width=2))
@@ -63,14 +64,14 @@ def test_two_processes_give_the_bytes_of_one_and_go_on_after_one_of_them_has_die
 
 def test_what_a_process_raises_is_what_the_command_says(tmp_path):
     backend = ProcessesBackend(str(tmp_path / "none"), **CPU, width=2)
-    plan = Plan(
+    plan = EvalPlan(
         [KeyValueEval.model_validate({"suite": "key_value", "lengths": [256], "samples": 4, "value": "words"})],
         ModelBackend(str(MODEL), **CPU).tokenizer,
         seed=0,
         root=tmp_path,
     )
     with pytest.raises(ConfigError, match="none"):
-        backend.answers(plan.prompt(plan.units[0]))
+        backend.answers(plan.evals[0].prepare(plan.units[0]))
     backend.stop()
 
 
@@ -86,7 +87,7 @@ ANSWERS_AND_WAITS = """
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
 import torch
-from unspool.evals.backends.processes import ProcessesBackend
+from unspool.evals.backends.transformers import ProcessesBackend
 
 if __name__ == "__main__":
     backend = ProcessesBackend(sys.argv[1], device=torch.device("cpu"), dtype=torch.float32, width=2)
@@ -126,9 +127,9 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--backend", "oracle"], "--processes is for --backend transformers; the backend here is oracle"),
+        (["--backend", "oracle"], "--processes works with --backend transformers only; the backend here is oracle"),
         (["--suite", "short"], "--suite short runs lm-eval in one process"),
-        (["--lm-eval", "tasks"], "--lm-eval only writes tasks and answers nothing; leave --processes out."),
+        (["--lm-eval", "tasks"], "--processes cannot be combined with --lm-eval, which only writes tasks."),
     ],
 )
 def test_other_engines_take_no_processes(arguments, said):

@@ -8,8 +8,10 @@ import pytest
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError, DataError
 from unspool.evals import run
-from unspool.evals.config import KeyValueEval, NiahEval, PerplexityEval
 from unspool.evals.run import Scoring, score
+from unspool.evals.suites.key_value import KeyValueEval
+from unspool.evals.suites.niah import NiahEval
+from unspool.evals.suites.perplexity import PerplexityEval
 
 from .oracles import Killed, Oracle, Rambler, Silent
 
@@ -48,7 +50,7 @@ def test_an_oracle_scores_100_with_every_cell_filled(scoring, tokenizer):
         ("niah", 512, 0.0, 1.0, 2),
         ("niah", 512, 0.5, 1.0, 2),
         ("niah", 512, 1.0, 1.0, 2),
-        ("kv", 256, None, 1.0, 6),
+        ("key_value", 256, None, 1.0, 6),
     ]
     losses = [cell for cell in summary["cells"] if cell["metric"] == "loss"]
     assert [(cell["from"], cell["to"], cell["value"], cell["n"]) for cell in losses] == [
@@ -71,7 +73,7 @@ def test_samples_say_what_was_asked_and_answered(scoring, tokenizer):
     samples = samples_of(scoring)
     assert len({(sample["suite"], sample["length"], sample["index"]) for sample in samples}) == len(samples) == 21
     assert len({sample["hash"] for sample in samples}) == len(samples)
-    asked = [sample for sample in samples if sample["suite"] != "loss"]
+    asked = [sample for sample in samples if sample["suite"] != "perplexity"]
     names = ["suite", "length", "depth", "index", "hash", "prompt_tokens", "reference", "output", "score"]
     longest = {name: max(s["length"] for s in asked if s["suite"] == name) for name in {s["suite"] for s in asked}}
     prompts = {True: ["prompt"], False: []}

@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 
 from unspool.core.errors import ConfigError, UnspoolError
-from unspool.evals import questions
+from unspool.evals import suites
 from unspool.evals.backends.mock import Oracle
-from unspool.evals.backends.openai import OpenAiBackend, Patience, Server, plain, post
-from unspool.evals.config import PerplexityEval, RulerEval
+from unspool.evals.backends.openai import OpenAiBackend, RetryPolicy, Server, post_json, printable_line
 from unspool.evals.run import Scoring, score
+from unspool.evals.suites.perplexity import PerplexityEval
+from unspool.evals.suites.ruler import RulerEval
 
 from .toy import TOY
 
-QUICK = Patience(seconds=120, attempts=3, pause=0.001)
+QUICK = RetryPolicy(seconds=120, attempts=3, pause=0.001)
 
 
 class Talk:
@@ -72,7 +73,7 @@ def url(talk: Talk) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    monkeypatch.setitem(questions.SUITES, "ruler", TOY)
+    monkeypatch.setitem(suites.SUITES, "ruler", TOY)
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def scoring(tmp_path: Path) -> Scoring:
 
 
 def backend_of(url: str, tokenizer, **options) -> OpenAiBackend:
-    return OpenAiBackend(Server(url=url, model="served", patience=QUICK, **options), tokenizer)
+    return OpenAiBackend(Server(url=url, model="served", retry=QUICK, **options), tokenizer)
 
 
 def test_completions_get_token_ids_and_give_the_scores_of_the_same_answers(url, talk, scoring, tokenizer):
@@ -124,7 +125,7 @@ def test_passing_troubles_are_tried_again(url, talk):
     talk.troubles = [503, 429]
     paused = []
 
-    found = post(f"{url}/completions", {}, key=None, patience=QUICK, sleep=paused.append)
+    found = post_json(f"{url}/completions", {}, key=None, retry=QUICK, sleep=paused.append)
 
     assert found["choices"][0]["text"] == "fine" and len(talk.asked) == 3
     assert 0 < paused[0] <= 0.001 and paused[1] <= 0.002
@@ -134,13 +135,13 @@ def test_what_the_user_can_mend_is_told_at_once(url, talk):
     talk.troubles = [404]
 
     with pytest.raises(ConfigError, match=r"refuses the request \(HTTP 404: no\[2J such thing\)") as error:
-        post(f"{url}/completions", {}, key=None, patience=QUICK)
+        post_json(f"{url}/completions", {}, key=None, retry=QUICK)
     assert len(talk.asked) == 1 and "\x1b" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("trouble", "message"),
-    [([500] * 9, "HTTP 500"), ("no json", "something that is no JSON"), ("[1]", "JSON that is no object")],
+    [([500] * 9, "HTTP 500"), ("no json", "the reply is not JSON"), ("[1]", "JSON but not an object")],
 )
 def test_a_server_that_never_answers_is_one_sentence(url, talk, trouble, message):
     if isinstance(trouble, list):
@@ -149,32 +150,32 @@ def test_a_server_that_never_answers_is_one_sentence(url, talk, trouble, message
         talk.raw = trouble.encode()
 
     with pytest.raises(UnspoolError, match=rf"gave no answer in 3 attempts \(.*{message}"):
-        post(f"{url}/x", {}, key=None, patience=QUICK, sleep=lambda seconds: None)
+        post_json(f"{url}/x", {}, key=None, retry=QUICK, sleep=lambda seconds: None)
     assert len(talk.asked) == 3
 
 
 def test_a_server_that_is_not_there_and_an_address_that_is_none(url):
     with pytest.raises(UnspoolError, match="gave no answer in 1 attempts"):
-        post("http://127.0.0.1:9/v1", {}, key=None, patience=replace(QUICK, attempts=1))
+        post_json("http://127.0.0.1:9/v1", {}, key=None, retry=replace(QUICK, attempts=1))
     with pytest.raises(ConfigError, match="is no address"):
-        post("localhost", {}, key=None, patience=QUICK)
+        post_json("localhost", {}, key=None, retry=QUICK)
 
 
 def test_a_server_of_another_kind_is_recognised(url, talk, tokenizer):
     talk.raw = b'{"result": 1}'
 
     with pytest.raises(UnspoolError, match="answered without `choices`"):
-        Server(url=url, model="m", patience=QUICK).complete([1], 4)
+        Server(url=url, model="m", retry=QUICK).complete([1], 4)
 
 
 def test_what_others_wrote_is_one_printable_line():
-    assert plain("\n\x1b[31mred\x00\nnext") == "[31mred"
+    assert printable_line("\n\x1b[31mred\x00\nnext") == "[31mred"
 
 
 def test_losses_cannot_be_asked_of_a_server(url, scoring, tokenizer):
     config = PerplexityEval.model_validate({"suite": "perplexity", "length": 256, "samples": 1})
 
-    with pytest.raises(ConfigError, match="suite loss needs a model in this process"):
+    with pytest.raises(ConfigError, match="suite perplexity needs token losses"):
         score(replace(scoring, evals=[config]), backend_of(url, tokenizer))
 
 

@@ -10,11 +10,11 @@ import torch
 import yaml
 
 from unspool.core.errors import ConfigError
-from unspool.evals import questions
-from unspool.evals.backends.base import Stretch
-from unspool.evals.config import RulerEval
-from unspool.evals.contexts import Plan
+from unspool.evals import suites
+from unspool.evals.backends.base import RopeOverride
+from unspool.evals.plan import EvalPlan
 from unspool.evals.suites import short
+from unspool.evals.suites.ruler import RulerEval
 from unspool.evals.suites.short import cells, process_results, run_short, write_tasks
 from unspool.rope.methods import Abf
 
@@ -91,8 +91,8 @@ def test_tasks_run_with_our_model(lm_eval, model_dir):  # noqa: F811
 
 
 def test_tasks_run_with_positions_that_are_tried_without_training(lm_eval, model_dir):  # noqa: F811
-    stretch = Stretch(rope=Abf(method="abf", base=5e5), context_length=2048)
-    summary = run_short(str(model_dir), ["hellaswag"], samples=1, include=None, **CPU, stretch=stretch)
+    rope = RopeOverride(rope=Abf(method="abf", base=5e5), context_length=2048)
+    summary = run_short(str(model_dir), ["hellaswag"], samples=1, include=None, **CPU, rope=rope)
 
     assert lm_eval["lm"]["pretrained"].config.rope_parameters["rope_theta"] == 5e5
     assert summary["model"] == f"{model_dir.name}+abf"
@@ -115,11 +115,11 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch):
 
 @pytest.fixture
 def written(tmp_path: Path, tokenizer, monkeypatch) -> tuple[Path, list[str]]:
-    monkeypatch.setitem(questions.SUITES, "ruler", TOY)
+    monkeypatch.setitem(suites.SUITES, "ruler", TOY)
     config = RulerEval.model_validate(
         {"suite": "ruler", "lengths": [256, 1024], "samples": 3, "tasks": ["lone", "judged"]}
     )
-    return tmp_path, write_tasks(Plan([config], tokenizer, seed=0, root=Path()), tmp_path)
+    return tmp_path, write_tasks(EvalPlan([config], tokenizer, seed=0, root=Path()), tmp_path)
 
 
 class Loader(yaml.SafeLoader):

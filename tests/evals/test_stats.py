@@ -1,35 +1,9 @@
 import math
-from statistics import fmean
 
-import numpy as np
 import pytest
 
-from unspool.evals.stats import Difference, accuracy_cells, bootstrap, interval, loss_cells, paired_difference, wilson
-
-
-@pytest.mark.parametrize(
-    ("successes", "n", "low", "high"),
-    [
-        # From the closed form: n = 10 gives 10/13.8416 and 3.8416/13.8416 at the ends.
-        (10, 10, 10 / 13.8416, 1.0),
-        (0, 10, 0.0, 3.8416 / 13.8416),
-        # Known values of the 95% Wilson interval.
-        (17, 20, 0.6396, 0.9476),
-        (1, 20, 0.0089, 0.2361),
-        (50, 100, 0.4038, 0.5962),
-        (81, 263, 0.2553, 0.3662),
-    ],
-)
-def test_wilson_interval_has_its_known_values(successes, n, low, high):
-    assert wilson(successes, n) == pytest.approx((low, high), abs=1e-4)
-
-
-def test_wilson_interval_stays_within_0_and_1_and_around_the_share():
-    for n in (1, 2, 7, 500):
-        for successes in range(n + 1):
-            low, high = wilson(successes, n)
-            assert 0 <= low <= successes / n <= high <= 1
-            assert low < high
+from unspool.core.stats import wilson
+from unspool.evals.summary import accuracy_cells, loss_cells
 
 
 def sample(score: float, *, length: int = 256, depth: float | None = None, suite: str = "niah") -> dict:
@@ -58,7 +32,7 @@ def test_cells_cover_all_depths_together_and_each_alone():
 
 
 def test_what_was_not_scored_is_null_not_zero():
-    (cell,) = accuracy_cells("kv", 256, [], [])
+    (cell,) = accuracy_cells("key_value", 256, [], [])
 
     assert cell["n"] == 0
     assert cell["value"] is cell["low"] is cell["high"] is None
@@ -70,7 +44,7 @@ def window(*values: float, n: int = 64, length: int = 128) -> dict:
 
 
 def test_loss_cells_average_tokens_and_take_their_interval_from_windows():
-    cells = loss_cells(128, [window(3.0, 2.0), window(5.0, 2.0), window(9.0, length=64)])
+    cells = loss_cells("perplexity", 128, [window(3.0, 2.0), window(5.0, 2.0), window(9.0, length=64)])
 
     assert [(cell["from"], cell["to"], cell["value"], cell["n"]) for cell in cells] == [
         (0, 64, 4.0, 128),
@@ -82,55 +56,8 @@ def test_loss_cells_average_tokens_and_take_their_interval_from_windows():
 
 
 def test_one_window_gives_a_mean_without_an_interval():
-    cells = loss_cells(128, [window(3.0, 2.0)])
+    cells = loss_cells("perplexity", 128, [window(3.0, 2.0)])
 
     assert [cell["value"] for cell in cells] == [3.0, 2.0]
     assert all(cell["low"] is None and cell["high"] is None for cell in cells)
     assert not any(math.isnan(cell["value"]) for cell in cells)
-
-
-def test_graded_scores_get_an_interval_that_holds_the_mean_and_narrows_with_n():
-    rng = np.random.default_rng(0)
-    few, many = (rng.choice([0.0, 0.25, 0.5, 1.0], size=n).tolist() for n in (20, 500))
-
-    for scores in (few, many):
-        low, high = interval(scores)
-        assert 0 <= low < fmean(scores) < high <= 1
-    assert interval(many)[1] - interval(many)[0] < 0.5 * (interval(few)[1] - interval(few)[0])
-    assert interval(few) == interval(few), "the same scores have the same interval"
-
-
-def test_right_or_wrong_scores_get_wilsons_interval_and_one_graded_score_tells_nothing():
-    assert interval([1.0] * 5) == wilson(5, 5)
-    assert interval([0.5]) == (0.0, 1.0)
-
-
-def test_a_bootstrap_covers_the_true_mean_about_as_often_as_it_says():
-    rng = np.random.default_rng(1)
-    hits = 0
-    for _ in range(200):
-        low, high = bootstrap(rng.beta(2, 2, size=60).tolist(), draws=500)
-        hits += low <= 0.5 <= high
-
-    assert 175 <= hits <= 199
-
-
-def test_pairs_are_prompts_that_both_answered():
-    before = [{"hash": str(at), "score": 0.0} for at in range(10)]
-    after = [{"hash": str(at), "score": float(at % 2)} for at in range(5, 15)]
-    after[0]["score"] = None
-
-    found = paired_difference(before, after)
-
-    assert (found.n, found.value) == (4, 0.5) and found.low < 0.5 < found.high
-    assert paired_difference(before, []) == Difference(value=None, low=None, high=None, n=0)
-
-
-def test_pairing_is_sharper_than_two_separate_intervals():
-    rng = np.random.default_rng(2)
-    hard = rng.random(200)
-    before = [{"hash": str(at), "score": float(score > 0.5)} for at, score in enumerate(hard)]
-    after = [{"hash": str(at), "score": float(score > 0.45)} for at, score in enumerate(hard)]
-
-    assert paired_difference(before, after).low > 0
-    assert interval([s["score"] for s in before])[1] > interval([s["score"] for s in after])[0]

@@ -93,7 +93,7 @@ def test_work_is_counted_in_tokens(scoring, tokenizer, monkeypatch):
 
 def test_a_backend_that_takes_blocks_gives_the_same_files(scoring, tokenizer):
     class Engine(Oracle):
-        block = 5
+        block_size = 5
         calls = 0
 
         def answers_all(self, prompts):

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from unspool.evals import questions
+from unspool.evals import suites
 from unspool.evals.backends.mock import Empty, Oracle
-from unspool.evals.config import HelmetEval
 from unspool.evals.run import score
 from unspool.evals.suites import helmet
+from unspool.evals.suites.helmet import HelmetEval
 from unspool.evals.summary import suite_summary, task_cells
 
 from .suites import category_means
@@ -47,7 +47,7 @@ def test_what_no_judge_has_scored_is_missing_and_not_zero(scoring, tokenizer):
 def test_graded_scores_get_a_bootstrap_interval(scoring, tokenizer):
     class Half(Oracle):
         def answer(self, prompt, question):
-            return super().answer(prompt, question) if "answer1" in question.words.oracle else "something else"
+            return super().answer(prompt, question) if "answer1" in question.text.oracle else "something else"
 
     cell = cell_of(score(scoring, Half(tokenizer)), "shared", 256)
 
@@ -92,7 +92,7 @@ def test_questions_in_pairs_also_count_as_pairs(scoring, tokenizer, monkeypatch)
     def paired(sources, ask):
         return replace(lone.build(sources, ask), meta={"pair": ask.index // 2})
 
-    monkeypatch.setitem(questions.SUITES, "ruler", replace(TOY, tasks={"lone": replace(lone, build=paired)}))
+    monkeypatch.setitem(suites.SUITES, "ruler", replace(TOY, tasks={"lone": replace(lone, build=paired)}))
 
     class Odd(Oracle):
         def answer(self, prompt, question):
@@ -112,7 +112,7 @@ def test_a_mean_gives_every_task_the_same_weight(scoring, tokenizer):
 
     class LoneOnly(Oracle):
         def answer(self, prompt, question):
-            return super().answer(prompt, question) if "number" in question.words.asked.question else ""
+            return super().answer(prompt, question) if "number" in question.text.question.question else ""
 
     config = entry(tasks=["lone", "labelled"], samples=40)
     summary = score(replace(scoring, evals=[config]), LoneOnly(tokenizer))
@@ -134,11 +134,11 @@ CATEGORIES = {"first": ("lone", "shared"), "second": ("labelled",)}
 
 
 def test_categories_are_means_of_their_tasks_and_the_whole_is_their_mean(scoring, tokenizer, monkeypatch):
-    monkeypatch.setitem(questions.SUITES, "ruler", replace(TOY, categories=CATEGORIES))
+    monkeypatch.setitem(suites.SUITES, "ruler", replace(TOY, categories=CATEGORIES))
 
     class NoLabels(Oracle):
         def answer(self, prompt, question):
-            return "" if "colour" in question.words.asked.question else super().answer(prompt, question)
+            return "" if "colour" in question.text.question.question else super().answer(prompt, question)
 
     [suite] = score(replace(scoring, evals=[entry(lengths=[256])]), NoLabels(tokenizer))["suites"]
     means = {one["name"]: one for one in suite["means"]}
@@ -152,7 +152,7 @@ def test_categories_are_means_of_their_tasks_and_the_whole_is_their_mean(scoring
 
 def test_a_category_without_one_of_its_tasks_is_missing_and_so_is_the_whole(scoring, tokenizer, monkeypatch):
     categories = {**CATEGORIES, "third": ("judged",)}
-    monkeypatch.setitem(questions.SUITES, "ruler", replace(TOY, categories=categories))
+    monkeypatch.setitem(suites.SUITES, "ruler", replace(TOY, categories=categories))
 
     found = score(replace(scoring, evals=[entry(tasks=["lone", "judged"], lengths=[256])]), Oracle(tokenizer))
     [suite] = found["suites"]
@@ -174,7 +174,9 @@ def test_helmets_means_are_those_of_its_own_function():
     ]
     cells = task_cells(config, list(helmet.SUITE.tasks.values()), samples)
 
-    found = {one["name"]: one["value"] for one in suite_summary(config, helmet.SUITE, cells, samples)["means"]}
+    found = {
+        one["name"]: one["value"] for one in suite_summary(config, helmet.SUITE.categories, cells, samples)["means"]
+    }
 
     for name, value in category_means(tasks).items():
         assert found[name] == pytest.approx(value)

@@ -19,7 +19,7 @@ def test_plain_and_compressed_jsonl_give_their_documents_in_order(tmp_path):
 
 
 def test_no_more_is_read_than_could_be_needed(tmp_path, monkeypatch):
-    monkeypatch.setattr(heldout, "FEWEST_CHARS", 10)
+    monkeypatch.setattr(heldout, "MIN_CHARS", 10)
     for name in "abcd":
         (tmp_path / f"{name}.txt").write_text(name * 100)
 

@@ -12,11 +12,13 @@ from transformers import PreTrainedTokenizerFast
 
 from unspool.core.errors import ConfigError
 from unspool.evals.backends.mock import Oracle
-from unspool.evals.config import NochaEval, RulerEval
-from unspool.evals.questions import Questions, Wanted
+from unspool.evals.heldout import PlanInputs
 from unspool.evals.run import Scoring, score
-from unspool.evals.suite import Ask, Suite
+from unspool.evals.suite import Ask, QuestionId
 from unspool.evals.suites import helmet, lveval, nocha, ruler
+from unspool.evals.suites.nocha import NochaEval
+from unspool.evals.suites.ruler import RulerEval
+from unspool.evals.task_suite import TaskSuite
 from unspool.evals.wording import Wording, literal, read_wording, said_before
 
 SUITES = {"ruler": ruler.SUITE, "helmet": helmet.SUITE, "lveval": lveval.SUITE}
@@ -38,7 +40,7 @@ def written(path: Path, suite: str, tasks: dict) -> str:
     return str(path)
 
 
-def marked(suite: Suite) -> dict[str, dict[str, str]]:
+def marked(suite: TaskSuite) -> dict[str, dict[str, str]]:
     """Our own words with a mark before each text that tells where it came from."""
     return {
         task: {name: f"<{name}> " + text.own for name, text in form.items() if name not in ("passage", "answer_prefix")}
@@ -47,7 +49,7 @@ def marked(suite: Suite) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=list(SUITES))
-def test_every_task_has_a_form(suite: Suite):
+def test_every_task_has_a_form(suite: TaskSuite):
     assert suite.wording.keys() == suite.tasks.keys()
     for form in suite.wording.values():
         assert {"template", "answer_prefix"} <= form.keys()
@@ -66,7 +68,7 @@ def test_our_own_words_in_a_file_give_our_own_prompts(tmp_path: Path, english):
 
 @pytest.mark.parametrize("mode", ["fixed", "reference"])
 @pytest.mark.parametrize("suite", SUITES.values(), ids=list(SUITES))
-def test_other_words_reach_every_prompt_and_break_none(suite: Suite, mode, tmp_path: Path, english):
+def test_other_words_reach_every_prompt_and_break_none(suite: TaskSuite, mode, tmp_path: Path, english):
     path = written(tmp_path / "marked.yaml", suite.name, marked(suite))
     sources = suite.load(english, {}, read_wording(path, suite.name, suite.wording))
 
@@ -102,17 +104,17 @@ def test_passages_are_worded_and_numbered_as_told(tmp_path: Path, english):
 def test_a_file_names_its_words_its_tokens_and_nothing_else_changes(tmp_path: Path, english):
     path = written(tmp_path / "w.yaml", "ruler", {"vt": TRACING})
     entry = RulerEval(suite="ruler", lengths=[2048], samples=2, tasks=["vt", "cwe"])
-    plain = Questions(entry, english, seed=0, root=tmp_path)
-    given = Questions(entry.model_copy(update={"wording": path}), english, seed=0, root=tmp_path)
-    vt, cwe = (Wanted(task=task, length=2048, index=1) for task in ("vt", "cwe"))
+    inputs = PlanInputs(tokenizer=english, seed=0, root=tmp_path)
+    plain, given = (ruler.SUITE.plan(one, inputs) for one in (entry, entry.model_copy(update={"wording": path})))
+    vt, cwe = (QuestionId(task=task, length=2048, index=1) for task in ("vt", "cwe"))
 
-    asked = given.asked(vt)
+    asked = given.question(vt)
     assert asked.question.startswith("Now {think}: who holds ") and asked.prefix == " These 5 do:", "fixed trims"
     assert "Rain fell." in asked.context and "The lake is calm" not in asked.context
-    line = given.line(vt)
+    line = given.prompt_line(vt)
     assert line["answer_tokens"] == 40 and 0.99 * 2048 <= line["prompt_tokens"] + 40 <= 2048
     assert given.wording is not None and line["wording"] == given.wording.hash
-    assert given.line(cwe)["hash"] == plain.line(cwe)["hash"] and "wording" not in plain.line(cwe)
+    assert given.prompt_line(cwe)["hash"] == plain.prompt_line(cwe)["hash"] and "wording" not in plain.prompt_line(cwe)
 
 
 def test_reference_keeps_the_space_that_a_prefix_ends_in(tmp_path: Path, english):
@@ -160,11 +162,11 @@ def test_results_with_different_words_are_not_mixed(tmp_path: Path, english):
         ("suite: helmet\ntasks: {vt: {template: x}}", ["it is for suite 'helmet', and this is ruler"]),
         ("suite: ruler\ntask: 1\ntasks: {vt: {noise: x}}", ["'task' is not known beside `suite` and `tasks`"]),
         ("suite: ruler\ntasks: {vtt: {noise: x}}", ["vtt: ruler has no such task .did you mean 'vt'?"]),
-        ("suite: ruler\ntasks: {vt: hello}", ["vt: its texts must stand below it"]),
+        ("suite: ruler\ntasks: {vt: hello}", ["vt: write its texts below it"]),
         ("suite: ruler\ntasks: {vt: {templat: x}}", ["vt, templat: .*did you mean 'template'?", "it has template"]),
         ("suite: ruler\ntasks: {vt: {template: 3}}", ["vt, template: must be text, and is 3"]),
         ("suite: ruler\ntasks: {vt: {template: 'who? {query}'}}", [r"vt, template: \{context\} is missing"]),
-        ("suite: ruler\ntasks: {vt: {template: '{context}{context}{query}'}}", [r"\{context\} must stand there once"]),
+        ("suite: ruler\ntasks: {vt: {template: '{context}{context}{query}'}}", [r"\{context\} must occur once"]),
         ("suite: ruler\ntasks: {vt: {template: '{context} {quary}'}}", ["did you mean 'query'", "{query} is missing"]),
         (
             "suite: ruler\ntasks: {vt: {template: '{context.__class__} {query}'}}",
@@ -204,7 +206,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path):
 def test_a_suite_without_texts_and_a_file_that_is_not_there_are_refused(tmp_path: Path):
     with pytest.raises(ValidationError, match="wording"):
         NochaEval.model_validate({"suite": "nocha", "lengths": [1024], "wording": "w.yaml"})
-    with pytest.raises(ConfigError, match="suite nocha has no texts that a file could replace"):
+    with pytest.raises(ConfigError, match="suite nocha has no replaceable texts"):
         read_wording("w.yaml", "nocha", nocha.SUITE.wording)
     with pytest.raises(ConfigError, match="no such file"):
         read_wording(str(tmp_path / "none.yaml"), "ruler", ruler.SUITE.wording)

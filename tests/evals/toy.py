@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from unspool.core.errors import ConfigError
-from unspool.evals.config import RulerEval
 from unspool.evals.prompts import encode
-from unspool.evals.suite import Ask, Question, Suite, Task
+from unspool.evals.suite import Ask, Question, Task
+from unspool.evals.suites.ruler import RulerEval
+from unspool.evals.task_suite import TaskSuite
 
 LABELS = ["red", "green", "blue"]
 
@@ -68,8 +69,10 @@ def _load(tokenizer: Any, paths: Mapping[str, str]) -> dict[str, Any]:
     return {"tokenizer": tokenizer, "paths": dict(paths)}
 
 
-TOY = Suite(
+TOY = TaskSuite(
     name="ruler",
+    title="RULER",
+    config=RulerEval,
     version=3,
     tasks={
         "lone": Task(name="lone", metric="recall", answer_tokens=8, build=_lone, score=_score, chat=True),

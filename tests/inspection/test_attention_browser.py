@@ -9,7 +9,7 @@ import pytest
 
 from unspool.inspection.attention.input_text import Text
 from unspool.inspection.attention.map_page import write_attention, write_figure
-from unspool.inspection.attention.measure import Attention, Look, ModelRef, Seen
+from unspool.inspection.attention.measure import Attention, AttentionSettings, HeadStats, ModelRef
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
 
@@ -39,7 +39,7 @@ def made_up(names: tuple[str, ...]) -> Attention:
     cells = -(-LENGTH // CELL)
     heads = ((3, 1), (0, 2))
     seen = [
-        Seen(
+        HeadStats(
             far=rng.random((4, 8)).tolist(),
             same=rng.random((4, 8)).tolist(),
             first=rng.random((4, 8)).tolist(),
@@ -58,10 +58,10 @@ def made_up(names: tuple[str, ...]) -> Attention:
     values = {"num_hidden_layers": 4, "num_attention_heads": 8, "max_position_embeddings": 1024}
     return Attention(
         text=text,
-        look=Look(attention="full", beyond=1000, first=4, cell=CELL),
+        settings=AttentionSettings(attention="full", beyond=1000, first=4, cell=CELL),
         block=16,
         models=[ModelRef(name=name, ref=f"models/{name}", values=values) for name in names],
-        seen=seen,
+        stats=seen,
         named=False,
     )
 

@@ -1,4 +1,4 @@
-"""The text that attention is looked at on, and the colours it is drawn in."""
+"""The text that attention is looked at on, and the colors it is drawn in."""
 
 import json
 from itertools import pairwise
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from factory import build_tokenizer
 from unspool.core.errors import ConfigError, DataError
 from unspool.data.tokenize.encoder import build_encoder
-from unspool.inspection.attention.input_text import Cut, Text, read_files, share_length, shuffle_pieces
+from unspool.inspection.attention.input_text import Text, TextSettings, read_files, share_length, shuffle_pieces
 from unspool.inspection.attention.maps import DIFFERENCE, MAP, map_png
 
 
@@ -38,13 +38,13 @@ def test_a_length_is_met_exactly_and_as_equally_as_documents_allow(lens, data):
 
 
 def test_a_length_that_cannot_be_met_is_refused():
-    with pytest.raises(ConfigError, match="has 30 tokens"):
+    with pytest.raises(ConfigError, match="has only 30 tokens"):
         share_length(documents(10, 20), 31)
     with pytest.raises(ConfigError, match="each of 2 documents"):
         share_length(documents(10, 20), 1)
 
 
-def test_pieces_hold_every_token_once_and_neighbours_are_joined():
+def test_pieces_hold_every_token_once_and_neighbors_are_joined():
     docs = documents(40, 30, 50)
     for seed in range(20):
         pieces = shuffle_pieces(docs, 3, seed)
@@ -66,14 +66,14 @@ def test_documents_of_several_files_come_in_turn(encoder, tmp_path):
         lines = [json.dumps({"text": f"{name} {number}"}) + "\n" for number in range(5)]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    text = read_files(files, encoder, Cut())
+    text = read_files(files, encoder, TextSettings())
     assert text.doc_names == ("a.jsonl:1", "b.jsonl:1", "a.jsonl:2", "b.jsonl:2")
     assert np.array_equal(text.tokens, np.concatenate(encoder.encode(["a 0", "b 0", "a 1", "b 1"])))
     assert text.piece_names == ["1", "2", "3", "4"]
-    assert len(read_files(files, encoder, Cut(num_docs=7)).doc_names) == 7
+    assert len(read_files(files, encoder, TextSettings(num_docs=7)).doc_names) == 7
     with pytest.raises(DataError, match="line 2"):
         (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
-        read_files([tmp_path / "bad.jsonl"], encoder, Cut())
+        read_files([tmp_path / "bad.jsonl"], encoder, TextSettings())
 
 
 def test_pieces_are_named_by_their_document_and_letters():
@@ -83,7 +83,7 @@ def test_pieces_are_named_by_their_document_and_letters():
     assert text.piece_names == ["1a", "2", "1b"]
 
 
-def test_colours_follow_the_power_of_ten_and_the_sign():
+def test_colors_follow_the_power_of_ten_and_the_sign():
     assert MAP.places(np.array([0, 1e-5, 1e-3, 1, 2])).tolist() == pytest.approx([0, 0, 0.4, 1, 1])
     found = DIFFERENCE.places(np.array([-1, -1e-2, -1e-5, 0, 1e-5, 1e-2, 1]))
     assert found.tolist() == pytest.approx([0, 0.25, 0.5, 0.5, 0.5, 0.75, 1])

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from unspool.inspection.attention.tiles import Far, Layer, Sight, build_sight, draw, lowest_keys, measure
+from unspool.inspection.attention.tiles import (
+    Layer,
+    LongRange,
+    Visibility,
+    build_visibility,
+    draw,
+    lowest_keys,
+    measure,
+)
 
 LENGTH = 203  # no multiple of any block or tile below
 TILES = [(16, 16), (32, 48), (64, 16), (7, 11), (512, 512)]
@@ -73,12 +81,12 @@ def far_by_hand(whole: torch.Tensor, beyond: int, first: int, docs: torch.Tensor
     return [float((head * far).sum(1)[counted].mean()) for head in whole]
 
 
-def all_maps(layer: Layer, sight: Sight, found: Far, block: int, tile: tuple[int, int]) -> torch.Tensor:
-    return torch.stack([draw(layer.head(at), sight, found.log_sums[at], block, tile=tile) for at in range(4)])
+def all_maps(layer: Layer, visibility: Visibility, found: LongRange, block: int, tile: tuple[int, int]) -> torch.Tensor:
+    return torch.stack([draw(layer.head(at), visibility, found.log_sums[at], block, tile=tile) for at in range(4)])
 
 
-def one_text(*, beyond: int = 40, first: int = 0) -> Sight:
-    return build_sight([LENGTH], [0], masked=False, beyond=beyond, first=first)
+def one_text(*, beyond: int = 40, first: int = 0) -> Visibility:
+    return build_visibility([LENGTH], [0], masked=False, beyond=beyond, first=first)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -159,12 +167,12 @@ def test_a_piece_that_sees_only_itself_gets_nothing_from_others():
     lens, docs = [61, 80, 62], [0, 1, 0]
     ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lens))
     starts = torch.repeat_interleave(torch.tensor([0, 61, 141]), torch.tensor(lens))
-    sight = build_sight(lens, docs, masked=True, beyond=20, first=3)
+    visibility = build_visibility(lens, docs, masked=True, beyond=20, first=3)
     layer = build_layer(num_kv=2)
     whole = probabilities(layer, ids)
     for tile in TILES:
-        found = measure(layer, sight, tile=tile)
-        maps = all_maps(layer, sight, found, 1, tile)
+        found = measure(layer, visibility, tile=tile)
+        maps = all_maps(layer, visibility, found, 1, tile)
         torch.testing.assert_close(maps, whole.float(), rtol=0, atol=CLOSE)
         assert float(maps[:, ids[:, None] != ids].max()) == 0
         assert found.far == pytest.approx(far_by_hand(whole, 20, 3, ids, starts), abs=CLOSE)
@@ -173,12 +181,12 @@ def test_a_piece_that_sees_only_itself_gets_nothing_from_others():
 
 def test_changing_one_masked_document_changes_no_bit_of_another():
     lens = [61, 80, 62]
-    sight = build_sight(lens, [0, 1, 2], masked=True, beyond=20, first=0)
+    visibility = build_visibility(lens, [0, 1, 2], masked=True, beyond=20, first=0)
     layer = build_layer()
     other = Layer(query=layer.query.clone(), key=layer.key.clone(), scale=layer.scale)
     other.query[:, :61] += 1
     other.key[:, :61] -= 1
-    before, after = (all_maps(each, sight, measure(each, sight), 1, (32, 48)) for each in (layer, other))
+    before, after = (all_maps(each, visibility, measure(each, visibility), 1, (32, 48)) for each in (layer, other))
     assert not torch.equal(before[:, :61], after[:, :61])
     assert torch.equal(before[:, 61:], after[:, 61:])
 
@@ -186,7 +194,7 @@ def test_changing_one_masked_document_changes_no_bit_of_another():
 @pytest.mark.parametrize("tile", TILES)
 def test_far_mass_is_parted_into_own_document_others_and_first_tokens(tile):
     lens, docs = [50, 53, 50, 50], [0, 1, 0, 2]
-    sight = build_sight(lens, docs, masked=False, beyond=30, first=5)
+    visibility = build_visibility(lens, docs, masked=False, beyond=30, first=5)
     layer = build_layer()
     whole, ids = probabilities(layer), torch.repeat_interleave(torch.tensor(docs), torch.tensor(lens))
     places = torch.arange(LENGTH)
@@ -196,7 +204,7 @@ def test_far_mass_is_parted_into_own_document_others_and_first_tokens(tile):
     def mean(mask: torch.Tensor) -> list[float]:
         return [float((head * (far & mask)).sum(1)[counted].mean()) for head in whole]
 
-    found = measure(layer, sight, tile=tile)
+    found = measure(layer, visibility, tile=tile)
     assert found.far == pytest.approx(mean(places >= 5), abs=CLOSE)
     assert found.same == pytest.approx(mean((ids[:, None] == ids) & (places >= 5)), abs=CLOSE)
     assert found.first == pytest.approx(mean(places < 5), abs=CLOSE)
@@ -210,9 +218,9 @@ def test_a_window_that_ends_before_anything_is_far_has_no_mean():
 
 
 def test_the_first_key_of_each_query_is_that_of_its_window_or_document():
-    sight = build_sight([3, 4], [0, 1], masked=True, beyond=1, first=0)
-    assert lowest_keys(sight, None).tolist() == [0, 0, 0, 3, 3, 3, 3]
-    assert lowest_keys(sight, 2).tolist() == [0, 0, 1, 3, 3, 4, 5]
+    visibility = build_visibility([3, 4], [0, 1], masked=True, beyond=1, first=0)
+    assert lowest_keys(visibility, None).tolist() == [0, 0, 0, 3, 3, 3, 3]
+    assert lowest_keys(visibility, 2).tolist() == [0, 0, 1, 3, 3, 4, 5]
 
 
 def test_scores_beyond_what_exp_can_hold_are_kept_right():
@@ -224,7 +232,7 @@ def test_scores_beyond_what_exp_can_hold_are_kept_right():
 
 
 def test_the_head_that_looks_far_is_found():
-    """Head 2 asks for what only the first quarter of the text has; the others ask for their neighbours."""
+    """Head 2 asks for what only the first quarter of the text has; the others ask for their neighbors."""
     length, far_head = 240, 2
     key = torch.zeros(1, length, 4)
     key[0, :60, 0] = 1
@@ -233,11 +241,11 @@ def test_the_head_that_looks_far_is_found():
     query[:, :, 1] = 400
     query[far_head] = torch.tensor([20.0, 0, 0, 0])
     layer = Layer(query=query, key=key, scale=1.0)
-    sight = build_sight([length], [0], masked=False, beyond=40, first=0)
-    found = measure(layer, sight, tile=(32, 48))
+    visibility = build_visibility([length], [0], masked=False, beyond=40, first=0)
+    found = measure(layer, visibility, tile=(32, 48))
     assert found.far[far_head] > 0.7
     assert max(value for at, value in enumerate(found.far) if at != far_head) < 1e-3
-    drawn = draw(layer.head(far_head), sight, found.log_sums[far_head], 16)
+    drawn = draw(layer.head(far_head), visibility, found.log_sums[far_head], 16)
     assert float(drawn[-1, :3].min()) > 10 * float(drawn[-1, 5:].max())
 
 
@@ -247,14 +255,14 @@ def test_on_a_gpu_in_half_precision_the_numbers_are_those_of_fp64(case):
     built = build_layer(**CASES[case], length=2500)
     half = {name: getattr(built, name).to("cuda", torch.bfloat16) for name in ("query", "key")}
     sinks = None if built.sinks is None else built.sinks.to("cuda", torch.bfloat16)
-    layer = Layer(**half, rules=built.rules, sinks=sinks)
-    sight = build_sight([1200, 1300], [0, 1], masked=False, beyond=60, first=4).to(torch.device("cuda"))
+    layer = Layer(**half, scale=built.scale, window=built.window, softcap=built.softcap, sinks=sinks)
+    visibility = build_visibility([1200, 1300], [0, 1], masked=False, beyond=60, first=4).to(torch.device("cuda"))
     whole = probabilities(layer)
     places = torch.arange(2500, device="cuda")
     far = (places[:, None] - places > 60) & (places >= 4)
     wanted = (whole * far).sum(-1)[:, far.any(1)].mean(-1)
     for tile in (None, (256, 512)):
-        found = measure(layer, sight, tile=tile)
+        found = measure(layer, visibility, tile=tile)
         assert found.far == pytest.approx(wanted.tolist(), abs=CLOSE)
-        drawn = draw(layer.head(3), sight, found.log_sums[3], 16, tile=tile)
+        drawn = draw(layer.head(3), visibility, found.log_sums[3], 16, tile=tile)
         torch.testing.assert_close(drawn, block_maxima(whole[3].float().cpu(), 16), rtol=0, atol=CLOSE)

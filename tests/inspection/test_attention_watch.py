@@ -11,7 +11,16 @@ from models.memory_factory import Largest
 from unspool.core.errors import ConfigError
 from unspool.inspection.attention import tiles
 from unspool.inspection.attention.input_text import Text
-from unspool.inspection.attention.measure import LEAST_FAR, Look, ModelRef, Seen, cell_of, check_models, look_at, watch
+from unspool.inspection.attention.measure import (
+    LEAST_FAR,
+    AttentionSettings,
+    HeadStats,
+    ModelRef,
+    cell_of,
+    check_models,
+    measure_attention,
+    record_attention,
+)
 from unspool.models.rotary import apply_base, apply_head_bases
 
 LENGTH = 151
@@ -43,8 +52,8 @@ def text_of(doc_lens: tuple[int, ...] = (LENGTH,), seed: int = 0, docs: tuple[in
     return Text(tokens=tokens, piece_lens=doc_lens, chunk_ids=docs, doc_names=names, origin="test")
 
 
-def all_heads(count: int = 8, **changes: Any) -> Look:
-    return Look(**{"attention": "full", "beyond": 40, "first": 0, "cell": BLOCK, "count": count} | changes)
+def all_heads(count: int = 8, **changes: Any) -> AttentionSettings:
+    return AttentionSettings(**{"attention": "full", "beyond": 40, "first": 0, "cell": BLOCK, "count": count} | changes)
 
 
 @torch.no_grad()
@@ -67,7 +76,7 @@ def far(whole: torch.Tensor, beyond: int) -> list[float]:
     return mass[:, beyond + 1 :].mean(-1).tolist()
 
 
-def error(seen: Seen, wanted: list[torch.Tensor]) -> float:
+def error(seen: HeadStats, wanted: list[torch.Tensor]) -> float:
     """The largest difference of any cell or any mean."""
     worst = 0.0
     for layer, whole in enumerate(wanted):
@@ -82,7 +91,7 @@ def error(seen: Seen, wanted: list[torch.Tensor]) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_maps_and_far_mass_are_those_of_eager_attention(family):
     wanted = eager(build(family, attention="eager"), text_of())
-    seen = watch(build(family), text_of(), all_heads())
+    seen = record_attention(build(family), text_of(), all_heads())
     assert len(seen.maps) == 8
     assert error(seen, wanted) < 1e-5
 
@@ -90,9 +99,9 @@ def test_maps_and_far_mass_are_those_of_eager_attention(family):
 @pytest.mark.parametrize("tile", [(16, 16), (64, 32), (7, 500), (1024, 1024)])
 def test_tiles_change_nothing(tile, monkeypatch):
     model, text = build("Gemma2"), text_of()
-    before = watch(model, text, all_heads())
+    before = record_attention(model, text, all_heads())
     monkeypatch.setattr(tiles, "CPU_TILE", tile)
-    after = watch(model, text, all_heads())
+    after = record_attention(model, text, all_heads())
     assert before.maps.keys() == after.maps.keys()
     assert max(float(np.abs(before.maps[head] - after.maps[head]).max()) for head in before.maps) < 1e-6
     assert np.abs(np.array(before.far) - np.array(after.far)).max() < 1e-6
@@ -102,14 +111,17 @@ def test_queries_before_their_rotation_would_be_caught():
     """The comparison sees positions: another RoPE base is another map."""
     model = build("Llama")
     apply_base(model, 100.0)
-    assert error(watch(model, text_of(), all_heads()), eager(build("Llama", attention="eager"), text_of())) > 1e-3
+    assert (
+        error(record_attention(model, text_of(), all_heads()), eager(build("Llama", attention="eager"), text_of()))
+        > 1e-3
+    )
 
 
 def test_watching_leaves_the_model_and_its_output_as_they_were():
     model, inputs = build("Llama"), packed_inputs(random_tokens(LENGTH), (LENGTH,))
     with torch.no_grad():
         before = model.base_model(**inputs, use_cache=False).last_hidden_state
-        watch(model, text_of(), all_heads())
+        record_attention(model, text_of(), all_heads())
         assert torch.equal(model.base_model(**inputs, use_cache=False).last_hidden_state, before)
     assert not any(hasattr(module, "exchange") for module in model.modules())
 
@@ -117,7 +129,7 @@ def test_watching_leaves_the_model_and_its_output_as_they_were():
 def test_each_document_alone_gives_its_part_of_a_masked_map():
     lens = (48, 64, 39)
     model, text = build("Llama"), text_of(lens)
-    masked = watch(model, text, all_heads(attention="intra_document", cell=1, beyond=20))
+    masked = record_attention(model, text, all_heads(attention="intra_document", cell=1, beyond=20))
     stock = build("Llama", attention="eager")
     start = 0
     for size in lens:
@@ -135,11 +147,11 @@ def test_each_document_alone_gives_its_part_of_a_masked_map():
 def test_a_base_per_head_is_drawn_as_a_model_with_that_base():
     harpe, text = build("Llama"), text_of()
     apply_head_bases(harpe, np.array([1e3, 1e6]))
-    found = watch(harpe, text, all_heads())
+    found = record_attention(harpe, text, all_heads())
     for base, heads in ((1e3, (0, 1)), (1e6, (2, 3))):
         plain = build("Llama")
         apply_base(plain, base)
-        wanted = watch(plain, text, all_heads())
+        wanted = record_attention(plain, text, all_heads())
         for head in heads:  # of the first layer, whose input is the same
             np.testing.assert_allclose(found.maps[0, head], wanted.maps[0, head], atol=1e-5)
         assert not np.allclose(found.maps[0, 3 - heads[0]], wanted.maps[0, 3 - heads[0]], atol=1e-3)
@@ -147,8 +159,8 @@ def test_a_base_per_head_is_drawn_as_a_model_with_that_base():
 
 def test_the_heads_drawn_in_one_pass_are_those_that_rank_highest_in_the_end():
     model = build_model("Llama", **PADDED | {"num_hidden_layers": 6})
-    everything = watch(model, text_of(), all_heads(count=24))
-    few = watch(model, text_of(), all_heads(count=5))
+    everything = record_attention(model, text_of(), all_heads(count=24))
+    few = record_attention(model, text_of(), all_heads(count=5))
     assert list(few.maps) == everything.ranked()[:5] == list(everything.maps)[:5]
     assert len({layer for layer, _ in few.maps}) > 1
     values = [everything.far_of(head) for head in everything.ranked()]
@@ -158,14 +170,14 @@ def test_the_heads_drawn_in_one_pass_are_those_that_rank_highest_in_the_end():
 
 def test_heads_are_ranked_by_what_stays_in_their_document_where_asked():
     text = text_of((50, 51, 50), docs=(0, 1, 0))
-    seen = watch(build("Llama"), text, all_heads(count=2, by="same"))
+    seen = record_attention(build("Llama"), text, all_heads(count=2, by="same"))
     flat = {(layer, head): value for layer, row in enumerate(seen.same) for head, value in enumerate(row)}
     assert list(seen.maps) == sorted(flat, key=lambda head: -flat[head])[:2]
 
 
 def test_heads_are_ranked_by_the_share_of_their_document_but_for_those_that_hardly_look_back():
     text = text_of((50, 51, 50), docs=(0, 1, 0))
-    seen = watch(build("Llama"), text, all_heads(count=2, by="share"))
+    seen = record_attention(build("Llama"), text, all_heads(count=2, by="share"))
     flat = {
         (layer, head): same / far
         for layer, (fars, sames) in enumerate(zip(seen.far, seen.same, strict=True))
@@ -181,12 +193,12 @@ def test_heads_are_ranked_by_the_share_of_their_document_but_for_those_that_hard
 
 
 def test_named_heads_and_layers_are_all_that_is_looked_at():
-    seen = watch(build("Llama"), text_of(), all_heads(layers=(1,), heads=((1, 3), (1, 0))))
+    seen = record_attention(build("Llama"), text_of(), all_heads(layers=(1,), heads=((1, 3), (1, 0))))
     assert list(seen.maps) == [(1, 3), (1, 0)]
     assert seen.far[0] is None and seen.far[1] is not None
     assert {layer for layer, _ in seen.ranked()} == {1}
     # A head that is named outside of these layers is looked at all the same.
-    assert list(watch(build("Llama"), text_of(), all_heads(layers=(1,), heads=((0, 2),))).maps) == [(0, 2)]
+    assert list(record_attention(build("Llama"), text_of(), all_heads(layers=(1,), heads=((0, 2),))).maps) == [(0, 2)]
 
 
 def test_no_tensor_of_all_pairs_is_made(monkeypatch):
@@ -194,7 +206,7 @@ def test_no_tensor_of_all_pairs_is_made(monkeypatch):
     lens = (500, 700)
     pairs = sum(lens) ** 2
     with Largest() as ours:
-        watch(build("Llama"), text_of(lens), all_heads(count=1, cell=32))
+        record_attention(build("Llama"), text_of(lens), all_heads(count=1, cell=32))
     with Largest() as theirs:
         eager(build("Llama", attention="eager"), text_of(lens))
     assert ours.elements < pairs // 10
@@ -218,8 +230,8 @@ def test_two_models_show_the_same_heads_and_what_the_second_has_more(tmp_path):
         ref_of(str(seed), save_folder(tmp_path / str(seed), build_model("llama", seed=seed, **PADDED)))
         for seed in (1, 2)
     ]
-    both = look_at(refs, text_of(), all_heads(count=3), BLOCK, device=CPU, dtype=torch.float32)
-    assert both.heads == both.seen[1].ranked()[:3]
+    both = measure_attention(refs, text_of(), all_heads(count=3), BLOCK, device=CPU, dtype=torch.float32)
+    assert both.heads == both.stats[1].ranked()[:3]
     for head in both.heads:
         whole = [
             maxima(eager(build_model("llama", attention="eager", seed=seed, **PADDED), text_of())[head[0]], BLOCK)
@@ -232,7 +244,7 @@ def test_two_models_show_the_same_heads_and_what_the_second_has_more(tmp_path):
     ("changes", "look", "says"),
     [
         ({"num_hidden_layers": 3}, {}, "cannot be compared"),
-        ({"vocab_size": 200}, {}, "does not know"),
+        ({"vocab_size": 200}, {}, "not in the vocabulary"),
         ({}, {"heads": ((2, 0),)}, "has layers 0 to 1"),
         ({}, {"heads": ((0, 4),)}, "heads 0 to 3"),
         ({}, {"layers": (5,)}, "layer 5"),
@@ -255,8 +267,8 @@ def test_on_a_gpu_a_pass_in_half_precision_is_close_to_one_on_the_cpu():
     text = text_of((1200, 1300))
     config = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "initializer_range": 0.05}
     model = build_model("Llama", **PADDED | config | {"max_position_embeddings": 4096})
-    wanted = watch(model, text, all_heads(beyond=1000, first=4, cell=32))
-    found = watch(model.to("cuda", torch.bfloat16), text, all_heads(beyond=1000, first=4, cell=32))
+    wanted = record_attention(model, text, all_heads(beyond=1000, first=4, cell=32))
+    found = record_attention(model.to("cuda", torch.bfloat16), text, all_heads(beyond=1000, first=4, cell=32))
     assert np.abs(np.array(found.far) - np.array(wanted.far)).max() < 0.01
     heads = found.maps.keys() & wanted.maps.keys()
     assert heads

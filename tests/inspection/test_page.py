@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from inspection_factory import save_run
-from unspool.inspection.dataset_summary import Summary, length_chart
 from unspool.inspection.detokenize import find_tokenizer
 from unspool.inspection.input_documents import Corpus
-from unspool.inspection.items import Item, Part, Show, Span
+from unspool.inspection.items import Item, Part, Show, Span, Summary
 from unspool.inspection.packed_rows import Rows
-from unspool.inspection.run_paths import find_place
-from unspool.inspection.viewer_page import COLOURS, fold, render, write_page
+from unspool.inspection.run_paths import find_data
+from unspool.inspection.viewer_page import COLORS, fold, length_chart, render, write_page
 
 SCRIPT = "<script>document.title = 'x'</script>"
 
@@ -25,9 +24,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(run_dir: Path, box: str) -> Rows | Corpus:
-    place = find_place(run_dir / box)
-    reading = find_tokenizer(place, None, lambda name: str(run_dir / name))
-    return Rows(place, reading) if place.kind == "dataset" else Corpus(place, reading)
+    place = find_data(run_dir / box)
+    found_tokenizer = find_tokenizer(place, None, lambda name: str(run_dir / name))
+    return Rows(place, found_tokenizer) if place.kind == "dataset" else Corpus(place, found_tokenizer)
 
 
 def page_with(*spans: Span, title: str = "document 1 of 1", name: str = "row 0") -> str:
@@ -94,30 +93,30 @@ def test_directions_and_controls_are_made_visible():
     assert "\u202e" not in page
 
 
-def test_parts_of_one_document_have_one_colour_and_bands_to_scale(run_dir):
+def test_parts_of_one_document_have_one_color_and_bands_to_scale(run_dir):
     rows = opened(run_dir, "datasets/tangled")
     page = render([(rows.summary(), [rows.item(0, Show())])])
     assert re.findall(r'class="part (c\d)"', page) == ["c0", "c1", "c0"]
     bands = re.findall(r'<rect class="(c\d)" x="([\d.]+)"', page)
-    assert [colour for colour, _ in bands] == ["c0", "c1", "c0"]
+    assert [color for color, _ in bands] == ["c0", "c1", "c0"]
     starts = [float(x) / 1000 * sum(part.length for part in rows.item(0, Show()).parts) for _, x in bands]
     assert np.allclose(starts, [part.start for part in rows.item(0, Show()).parts], atol=0.01)
 
 
-def test_colour_is_not_all_that_tells_documents_apart(run_dir):
+def test_color_is_not_all_that_tells_documents_apart(run_dir):
     rows = opened(run_dir, "datasets/tangled")
     page = render([(rows.summary(), [rows.item(0, Show())])])
     assert re.findall(r'<b class="doc" title="document (\d+)">', page) == ["1", "2", "1"]
     assert re.findall(r'<b style="left:[\d.]+%">(\d*)</b>', page) == ["1", "2", "1"]
 
 
-def test_further_documents_start_over_with_the_colours_and_the_sheet_has_them_all():
-    parts = [Part(title=f"piece {group}", length=3, group=group) for group in range(COLOURS + 1)]
+def test_further_documents_start_over_with_the_colors_and_the_sheet_has_them_all():
+    parts = [Part(title=f"piece {group}", length=3, group=group) for group in range(COLORS + 1)]
     summary = Summary(path=Path("x"), kind="rows", headline="1 row", facts=[])
     page = render([(summary, [Item(index=0, name="row 0", among="", facts=[], parts=parts)])])
     shown = re.findall(r'class="part (c\d+)"', page)
-    assert shown == [*(f"c{group}" for group in range(COLOURS)), "c0"]
-    assert all(page.count(f"--{colour}: #") == 2 and f".{colour} {{" in page for colour in shown)
+    assert shown == [*(f"c{group}" for group in range(COLORS)), "c0"]
+    assert all(page.count(f"--{color}: #") == 2 and f".{color} {{" in page for color in shown)
 
 
 def test_several_sets_share_a_page_and_no_anchor(run_dir, tmp_path):
@@ -158,7 +157,7 @@ def test_short_text_is_not_folded():
 def test_the_chart_gives_both_shares_of_every_bin():
     lengths = {"at_least": [4, 8, 16], "documents": [3, 0, 1], "tokens": [12, 0, 20]}
     chart = length_chart(lengths)
-    heights = [float(height) for height in re.findall(r'class="of-\w+"[^>]* height="([\d.]+)"', chart)]
+    heights = [float(height) for height in re.findall(r'class="bar-\w+"[^>]* height="([\d.]+)"', chart)]
     assert len(heights) == 6
     assert heights[0] == max(heights)
     assert heights[2:4] == [0, 0]

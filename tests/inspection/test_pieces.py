@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from inspection_factory import byte_tokenizer, pieced_row, save_rows, tangled_row
-from unspool.inspection.detokenize import Reading, find_tokenizer
+from unspool.inspection.detokenize import FoundTokenizer, find_tokenizer
 from unspool.inspection.items import Item, Show
 from unspool.inspection.packed_rows import Rows
-from unspool.inspection.run_paths import find_place
+from unspool.inspection.run_paths import find_data
 from unspool.inspection.utk_chunks import documents_of, position_fact
 
 CIP = {"cip": {"pieces": 2}, "packing": "concat"}
 
 
-def shown(folder: Path, reading: Reading | None = None) -> Item:
-    return Rows(find_place(folder), reading or Reading()).item(0, Show())
+def shown(folder: Path, found_tokenizer: FoundTokenizer | None = None) -> Item:
+    return Rows(find_data(folder), found_tokenizer or FoundTokenizer()).item(0, Show())
 
 
 def test_pieces_of_interleaved_rows_are_joined_by_what_the_row_records(tmp_path):
@@ -48,8 +48,8 @@ def test_what_the_row_records_goes_before_what_solutions_say(tmp_path):
     row = tangled_row(byte_tokenizer())
     recorded = pieced_row(row.doc_lens.tolist(), [4, 2, 4], tokens=row.tokens, loss_mask=row.loss_mask)
     folder = save_rows(tmp_path / "rows", [recorded], utk={"preserve_order": False})
-    reading = find_tokenizer(find_place(folder), str(tmp_path / "tokenizer"), str)
-    item = shown(folder, reading)
+    found_tokenizer = find_tokenizer(find_data(folder), str(tmp_path / "tokenizer"), str)
+    item = shown(folder, found_tokenizer)
     assert [part.facts for part in item.parts] == [
         ["part 1 of 2 of document 1", "label Ab12Cd"],
         ["the only piece of document 2 here"],
@@ -67,11 +67,11 @@ def test_skipped_positions_are_told_per_document(tmp_path):
     item = shown(save_rows(tmp_path / "rows", [row], pose={"target": 128}, packing="concat"))
     assert [part.facts for part in item.parts] == [["positions 0–2, then 90–91"], ["positions 0–1, then 40"]]
     assert "positions up to 91" in item.facts
-    facts = dict(Rows(find_place(tmp_path / "rows"), Reading()).summary().facts)
+    facts = dict(Rows(find_data(tmp_path / "rows"), FoundTokenizer()).summary().facts)
     assert facts["packing"] == "concat, positions skipped up to 128"
 
 
 def test_many_stretches_are_counted_and_not_listed():
     assert position_fact(np.arange(0, 6000, 1000)) == (
-        "positions 0, then 1,000, then 2,000, then 3,000, then 2 more stretches"
+        "positions 0, then 1,000, then 2,000, then 3,000, then 2 more ranges"
     )

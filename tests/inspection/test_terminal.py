@@ -6,9 +6,9 @@ from unspool.inspection.items import Item, Part, Span
 from unspool.inspection.terminal import build_console, print_item, styled
 
 
-def printed(item: Item, *, full: bool = False, width: int = 80, colours: bool = False) -> str:
+def printed(item: Item, *, full: bool = False, width: int = 80, colors: bool = False) -> str:
     out = StringIO()
-    console = build_console(file=out, width=width, force_terminal=colours)
+    console = build_console(file=out, width=width, force_terminal=colors)
     print_item(console, item, full=full)
     return out.getvalue()
 
@@ -35,25 +35,25 @@ def test_every_document_has_its_border_line():
     ]
 
 
-def test_without_a_terminal_there_are_no_colours_and_with_one_silence_is_dim(monkeypatch):
+def test_without_a_terminal_there_are_no_colors_and_with_one_silence_is_dim(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     item = item_of(part_of(Span("quiet ", "text", False), Span("loud", "text")))
     assert "\x1b" not in printed(item)
-    assert "\x1b[2mquiet" in printed(item, colours=True)
+    assert "\x1b[2mquiet" in printed(item, colors=True)
 
 
-def test_pieces_of_one_document_have_border_lines_of_one_colour(monkeypatch):
+def test_pieces_of_one_document_have_border_lines_of_one_color(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     parts = [Part(title=f"piece {number}", length=3, group=group) for number, group in enumerate([0, 1, 0, 12])]
-    lines = [line for line in printed(item_of(*parts), colours=True).splitlines() if "piece" in line]
-    colours = [line.partition("──")[0] for line in lines]
-    assert colours[0] == colours[2] == colours[3] != colours[1]
+    lines = [line for line in printed(item_of(*parts), colors=True).splitlines() if "piece" in line]
+    colors = [line.partition("──")[0] for line in lines]
+    assert colors[0] == colors[2] == colors[3] != colors[1]
 
 
 def test_text_cannot_command_the_terminal_nor_be_taken_for_markup():
-    shown = printed(item_of(part_of(Span("\x1b[2J[bold]x[/bold] :smile:\u202e", "text"))), colours=True)
+    shown = printed(item_of(part_of(Span("\x1b[2J[bold]x[/bold] :smile:\u202e", "text"))), colors=True)
     assert "␛[2J[bold]x[/bold] :smile:⟨U+202E⟩" in shown
 
 

@@ -1,11 +1,10 @@
-"""Where a mask leaves tokens out, every view says which are trained on, also without colours."""
+"""Where a mask leaves tokens out, every view says which are trained on, also without colors."""
 
 import io
 
 import pytest
 
-from unspool.inspection.dataset_summary import Summary
-from unspool.inspection.items import Item, Part, Span, item_values
+from unspool.inspection.items import Item, Part, Span, Summary, item_values
 from unspool.inspection.terminal import build_console, print_item
 from unspool.inspection.viewer_page import render
 
@@ -37,19 +36,19 @@ def page(tmp_path, trained: int | None) -> str:
 def test_the_terminal_puts_brackets_around_what_is_trained_on():
     shown = printed(3)
     assert "⟦because<|end|>⟧" in shown and "⟦of it⟧" in shown
-    assert "⟦…⟧ is trained on" in shown
+    assert "⟦…⟧ has loss" in shown
     assert "⟦" not in printed(None)
 
 
 def test_the_page_marks_what_is_trained_on(tmp_path):
     shown = page(tmp_path, 3)
     assert '<mark class="trained">because<span class="control">&lt;|end|&gt;</span></mark>' in shown
-    assert '<mark class="trained">of it</mark>' in shown and "trained on</li>" in shown
+    assert '<mark class="trained">of it</mark>' in shown and "has loss</li>" in shown
     assert "<mark" not in page(tmp_path, None)
 
 
 @pytest.mark.parametrize("trained", [3, None])
 def test_json_counts_it(trained):
-    (part,) = item_values(item(trained), "index")["parts"]
+    (part,) = item_values(item(trained))["parts"]
     assert part["trained"] == trained
     assert [span["loss"] for span in part["spans"]] == [False, True, True, True, True]

@@ -10,11 +10,11 @@ from inspection_factory import TEXTS, byte_tokenizer, save_rows, save_run
 from unspool.core.errors import ConfigError, DataError
 from unspool.data.packing.row import Row
 from unspool.data.tokenize.encoder import build_encoder
-from unspool.inspection.detokenize import Reading, find_tokenizer
+from unspool.inspection.detokenize import FoundTokenizer, find_tokenizer
 from unspool.inspection.input_documents import Corpus, Records
-from unspool.inspection.items import Item, Part, Show, choose
+from unspool.inspection.items import Item, Part, Show, choose_indices
 from unspool.inspection.packed_rows import Rows
-from unspool.inspection.run_paths import find_place
+from unspool.inspection.run_paths import find_data
 
 ALL = Show()
 
@@ -24,14 +24,14 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_run(tmp_path_factory.mktemp("runs") / "small")
 
 
-def read_by(place_path: Path, given: str | None = None) -> Reading:
-    place = find_place(place_path)
+def read_by(place_path: Path, given: str | None = None) -> FoundTokenizer:
+    place = find_data(place_path)
     root = place.run_dir or Path()
     return find_tokenizer(place, given, lambda name: str(root / name))
 
 
 def opened(folder: Path) -> Rows:
-    return Rows(find_place(folder), read_by(folder))
+    return Rows(find_data(folder), read_by(folder))
 
 
 def text_of(part: Part) -> str:
@@ -82,7 +82,7 @@ def test_with_bos_a_missing_beginning_is_a_cut_under_any_packing(tmp_path):
         for part in (doc[:4], doc[4:8], doc[-4:])
     ]
     folder = save_rows(tmp_path / "rows", rows, packing="single_doc")
-    shown = Rows(find_place(folder), read_by(folder, str(tmp_path / "tokenizer")))
+    shown = Rows(find_data(folder), read_by(folder, str(tmp_path / "tokenizer")))
     facts = [shown.item(index, ALL).parts[0].facts for index in range(3)]
     assert facts == [["cut at the end"], ["cut at the start", "cut at the end"], ["cut at the start"]]
 
@@ -131,31 +131,31 @@ def test_rows_are_chosen_by_source(tmp_path):
     assert rows.pick(indices=[], count=9, seed=0, source="wiki") == [1, 2]
     with pytest.raises(ConfigError, match="did you mean 'wiki'"):
         rows.pick(indices=[], count=9, seed=0, source="wikis")
-    with pytest.raises(ConfigError, match="row 0 holds nothing from 'wiki', but books"):
+    with pytest.raises(ConfigError, match="row 0 contains nothing from 'wiki', only books"):
         rows.pick(indices=[0], count=9, seed=0, source="wiki")
 
 
 @pytest.mark.parametrize("index", [-1, 3])
 def test_an_index_out_of_range_is_refused(index, run_dir):
-    corpus = Corpus(find_place(run_dir / "corpus" / "books"), Reading())
+    corpus = Corpus(find_data(run_dir / "corpus" / "books"), FoundTokenizer())
     with pytest.raises(ConfigError, match=f"--index {index}: there are 3 documents, 0 to 2"):
         corpus.pick(indices=[index], count=1, seed=0, source=None)
 
 
 def test_the_first_and_some_others_are_chosen_the_same_for_the_same_seed():
-    chosen = choose(range(1000), 5, 0)
-    assert chosen == choose(range(1000), 5, 0)
-    assert chosen != choose(range(1000), 5, 1)
+    chosen = choose_indices(range(1000), 5, 0)
+    assert chosen == choose_indices(range(1000), 5, 0)
+    assert chosen != choose_indices(range(1000), 5, 1)
     assert (chosen[0], len(set(chosen)), sorted(chosen)) == (0, 5, chosen)
-    assert choose(range(3), 9, 0) == [0, 1, 2]
-    assert choose(range(0), 3, 0) == []
+    assert choose_indices(range(3), 9, 0) == [0, 1, 2]
+    assert choose_indices(range(0), 3, 0) == []
 
 
 # Documents
 
 
 def test_a_document_reads_as_its_text_and_its_end(run_dir):
-    corpus = Corpus(find_place(run_dir / "corpus" / "books"), read_by(run_dir / "corpus" / "books"))
+    corpus = Corpus(find_data(run_dir / "corpus" / "books"), read_by(run_dir / "corpus" / "books"))
     for index, text in enumerate(TEXTS):
         (part,) = corpus.item(index, ALL).parts
         assert text_of(part) == text + "<|end|>"
@@ -163,7 +163,7 @@ def test_a_document_reads_as_its_text_and_its_end(run_dir):
 
 
 def test_the_middle_of_a_long_document_is_left_out_and_counted(run_dir):
-    corpus = Corpus(find_place(run_dir / "corpus" / "books"), read_by(run_dir / "corpus" / "books"))
+    corpus = Corpus(find_data(run_dir / "corpus" / "books"), read_by(run_dir / "corpus" / "books"))
     (part,) = corpus.item(0, Show(head=3, tail=2)).parts
     (hidden,) = [span.text for span in part.spans if span.role == "hidden"]
     assert hidden == f"{part.length - 5:,} tokens hidden"
@@ -171,14 +171,14 @@ def test_the_middle_of_a_long_document_is_left_out_and_counted(run_dir):
 
 
 def test_leaving_out_never_splits_a_character(run_dir):
-    corpus = Corpus(find_place(run_dir / "corpus" / "books"), read_by(run_dir / "corpus" / "books"))
+    corpus = Corpus(find_data(run_dir / "corpus" / "books"), read_by(run_dir / "corpus" / "books"))
     for head in range(1, 9):
         (part,) = corpus.item(1, Show(head=head, tail=2)).parts
         assert "\ufffd" not in text_of(part)
 
 
 def test_tokens_are_shown_one_by_one_with_their_ids(run_dir):
-    corpus = Corpus(find_place(run_dir / "corpus" / "books"), read_by(run_dir / "corpus" / "books"))
+    corpus = Corpus(find_data(run_dir / "corpus" / "books"), read_by(run_dir / "corpus" / "books"))
     (part,) = corpus.item(1, Show(tokens=True)).parts
     assert len(part.spans) == part.length
     assert part.spans[0].text == "\\xe6"
@@ -187,11 +187,11 @@ def test_tokens_are_shown_one_by_one_with_their_ids(run_dir):
 
 def test_without_a_tokenizer_ids_are_shown_and_the_way_out_is_said(run_dir):
     folder = run_dir / "corpus" / "books"
-    place = find_place(folder)
-    reading = find_tokenizer(place, None, lambda name: str(folder / "nowhere"))
-    assert reading.decoder is None
-    assert "--tokenizer" in reading.notes[0]
-    (part,) = Corpus(place, reading).item(0, ALL).parts
+    place = find_data(folder)
+    found_tokenizer = find_tokenizer(place, None, lambda name: str(folder / "nowhere"))
+    assert found_tokenizer.decoder is None
+    assert "--tokenizer" in found_tokenizer.notes[0]
+    (part,) = Corpus(place, found_tokenizer).item(0, ALL).parts
     assert [len(span.ids) for span in part.spans] == [1] * part.length
 
 
@@ -207,15 +207,15 @@ def test_of_several_tokenizers_the_recorded_one_is_taken(tmp_path):
     (run_dir / "model").rename(run_dir / "moved")
     byte_tokenizer(bos=True).save_pretrained(run_dir / "stages" / "a" / "model")
     byte_tokenizer().save_pretrained(run_dir / "stages" / "b" / "model")
-    reading = read_by(run_dir / "datasets" / "short")
-    assert (reading.name, reading.notes) == (str(run_dir / "stages" / "b" / "model"), [])
+    found_tokenizer = read_by(run_dir / "datasets" / "short")
+    assert (found_tokenizer.name, found_tokenizer.notes) == (str(run_dir / "stages" / "b" / "model"), [])
 
 
 # Input files
 
 
-def records_of(path: Path, reading: Reading | None = None, field: str | None = None) -> Records:
-    return Records(find_place(path), reading or Reading(), field=field, seed=0)
+def records_of(path: Path, found_tokenizer: FoundTokenizer | None = None, field: str | None = None) -> Records:
+    return Records(find_data(path), found_tokenizer or FoundTokenizer(), field=field, seed=0)
 
 
 def test_an_input_file_shows_what_a_source_would_take_and_set_aside(tmp_path):
@@ -236,7 +236,7 @@ def test_only_as_many_records_are_read_as_are_shown(tmp_path):
     records = records_of(path, field="body")
     assert records.pick(indices=[], count=2, seed=0, source=None) == [0, 1]
     assert records.summary().headline == "the first 2 records"
-    with pytest.raises(ConfigError, match=r"--index 12: .* ends after 9 records"):
+    with pytest.raises(ConfigError, match=r"--index 12: .* has only 9 records"):
         records.pick(indices=[12], count=1, seed=0, source=None)
 
 
@@ -256,37 +256,37 @@ def test_a_text_file_with_a_tokenizer_is_shown_as_tokens(tmp_path):
 
 def test_a_wrong_name_suggests_the_nearest(run_dir):
     with pytest.raises(ConfigError, match=r"no such file or folder; did you mean .*datasets/tangled"):
-        find_place(run_dir / "datasets" / "tangeld")
+        find_data(run_dir / "datasets" / "tangeld")
 
 
 def test_an_empty_folder_and_one_with_other_things_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="the folder is empty"):
-        find_place(tmp_path)
+        find_data(tmp_path)
     (tmp_path / "notes.md").write_text("x")
-    with pytest.raises(ConfigError, match="holds neither documents nor rows"):
-        find_place(tmp_path)
+    with pytest.raises(ConfigError, match="no documents or rows found"):
+        find_data(tmp_path)
     (tmp_path / "data.arrow").write_text("x")
-    with pytest.raises(ConfigError, match=r"rows-\*.arrow or docs-\*.arrow; this is neither"):
-        find_place(tmp_path / "data.arrow")
+    with pytest.raises(ConfigError, match=r"rows-\*.arrow or docs-\*.arrow"):
+        find_data(tmp_path / "data.arrow")
 
 
 @pytest.mark.parametrize("name", ["rows-00000.arrow", "docs-00000.arrow"])
 @pytest.mark.parametrize("content", [b"", b"ARROW1\0\0", b"not arrow at all" * 10])
 def test_a_broken_file_is_a_data_error(name, content, tmp_path):
     (tmp_path / name).write_bytes(content)
-    place = find_place(tmp_path)
+    place = find_data(tmp_path)
     with pytest.raises(DataError, match=name):
-        Rows(place, Reading()) if place.kind == "dataset" else Corpus(place, Reading())
+        Rows(place, FoundTokenizer()) if place.kind == "dataset" else Corpus(place, FoundTokenizer())
 
 
 def test_arrow_files_of_others_are_a_data_error(run_dir, tmp_path):
     (tmp_path / "rows-00000.arrow").write_bytes((run_dir / "corpus" / "books" / "docs-00000.arrow").read_bytes())
-    with pytest.raises(DataError, match="hold no rows of unspool"):
-        Rows(find_place(tmp_path), Reading())
+    with pytest.raises(DataError, match="are not a dataset of unspool"):
+        Rows(find_data(tmp_path), FoundTokenizer())
     (tmp_path / "rows-00000.arrow").rename(tmp_path / "docs-00000.arrow")
     (tmp_path / "docs-00000.arrow").write_bytes((run_dir / "datasets" / "short" / "rows-00000.arrow").read_bytes())
-    with pytest.raises(DataError, match="hold no documents of unspool"):
-        Corpus(find_place(tmp_path), Reading())
+    with pytest.raises(DataError, match="are not a corpus of unspool"):
+        Corpus(find_data(tmp_path), FoundTokenizer())
 
 
 def test_files_cut_short_never_end_in_a_traceback(run_dir, tmp_path):
@@ -295,7 +295,7 @@ def test_files_cut_short_never_end_in_a_traceback(run_dir, tmp_path):
     for size in range(0, len(data), 97):
         path.write_bytes(data[:size])
         with pytest.raises(DataError):
-            Rows(find_place(path), Reading())
+            Rows(find_data(path), FoundTokenizer())
 
 
 def test_flipped_bits_end_in_a_data_error_or_in_other_tokens(run_dir, tmp_path):
@@ -303,15 +303,15 @@ def test_flipped_bits_end_in_a_data_error_or_in_other_tokens(run_dir, tmp_path):
     refused = 0
     for box, name in (("datasets/tangled", "rows-00000.arrow"), ("corpus/books", "docs-00000.arrow")):
         data = (run_dir / box / name).read_bytes()
-        reading = read_by(run_dir / box)
+        found_tokenizer = read_by(run_dir / box)
         for at in rng.choice(len(data), size=60, replace=False).tolist():
             # A new file each time: the one before may still be mapped.
             folder = tmp_path / f"{name}-{at}"
             folder.mkdir()
             (folder / name).write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
-            place = find_place(folder)
+            place = find_data(folder)
             try:
-                collection = Rows(place, reading) if place.kind == "dataset" else Corpus(place, reading)
+                collection = Rows(place, found_tokenizer) if place.kind == "dataset" else Corpus(place, found_tokenizer)
                 collection.summary()
                 collection.item(0, ALL)
             except DataError:
@@ -325,5 +325,5 @@ def test_rows_whose_documents_do_not_add_up_are_a_data_error(run_dir, tmp_path):
     lens = opened(run_dir / "datasets" / "tangled").row(0).doc_lens
     assert data.count(lens.tobytes()) == 1
     path.write_bytes(data.replace(lens.tobytes(), (lens + 1).tobytes()))
-    with pytest.raises(DataError, match="row 0: its documents do not add up"):
-        Rows(find_place(path), Reading()).summary()
+    with pytest.raises(DataError, match="row 0: document lengths do not add up"):
+        Rows(find_data(path), FoundTokenizer()).summary()

@@ -2,7 +2,8 @@
 
 import pytest
 
-from unspool.inspection.items import one_line, raw_bytes, visible
+from unspool.core.formatting import one_line, visible
+from unspool.inspection.items import raw_bytes
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_a_new_model_is_the_same_for_the_same_seed_and_runs_our_attention():
 
 def test_an_unknown_size_is_refused():
     with pytest.raises(ValueError, match="size must be one of 4M"):
-        NewModel.model_validate({"size": "4T", "tokenizer": "unused", "context": 64})
+        NewModel.model_validate({"size": "4T", "tokenizer": "unused", "context_length": 64})
 
 
 # Added tokens

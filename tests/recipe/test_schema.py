@@ -1,17 +1,21 @@
 """A recipe refuses what does not fit together also when it is built in Python."""
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
+from unspool.data.packing import config as packing_config
+from unspool.data.packing.config import DatasetConfig
+from unspool.data.strategies.base import StrategyConfig
 from unspool.recipe.json_schema import child, form_of, recipe_schema
 from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_recipes
 from unspool.recipe.schema import Recipe, dump_recipe
 from unspool.recipe.yaml_lines import CoreLoader, read_yaml
+from unspool.rope import methods
 
 from .conftest import VALID
 
@@ -84,3 +88,36 @@ def test_the_json_schema_for_editors_knows_every_key_of_the_bundled_recipes(name
 
 def test_the_json_schema_is_plain_json():
     assert json.loads(json.dumps(recipe_schema()))["$schema"].startswith("https://json-schema.org/")
+
+
+def test_what_is_registered_after_a_recipe_was_loaded_is_known_to_the_checker(valid, problems, monkeypatch):
+    load_recipe(valid)
+    monkeypatch.setattr(packing_config, "STRATEGIES", dict(packing_config.STRATEGIES))
+    monkeypatch.setattr(DatasetConfig, "__pydantic_fields__", dict(DatasetConfig.__pydantic_fields__))
+
+    class Reversed(StrategyConfig):
+        name = "reversed"
+        title = "reversed"
+        every: int = Field(2, ge=1)
+
+    class Squared(methods.RopeMethod):
+        method: Literal["squared"]
+        power: float = Field(2.0, gt=0)
+
+    try:
+        packing_config.register_strategy(Reversed)
+        methods.register_rope_method(Squared)
+        changes = ["datasets.long.reversed.every=3", "stages.0.rope={method: squared, power: 3}"]
+        recipe = load_recipe(valid, changes).recipe
+        assert recipe.datasets["long"].reversed == Reversed(every=3)
+        assert recipe.stages[0].rope == Squared(method="squared", power=3)
+        assert problems(sets=["datasets.long.reversed={evry: 3}", "stages.0.rope={method: squared, power: 0}"]) == [
+            "--set datasets.long.reversed={evry: 3}: datasets.long.reversed.evry: unknown key; did you mean 'every'? "
+            "Allowed here: every.",
+            "--set stages.0.rope={method: squared, power: 0}: stages.0.rope.power = 0: must be a number above 0.",
+        ]
+    finally:
+        methods.ROPE_METHODS.pop("squared", None)
+        monkeypatch.undo()
+        DatasetConfig.model_rebuild(force=True)
+    assert "reversed" not in recipe_schema()["properties"]["datasets"]["additionalProperties"]["properties"]

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from unspool.core.tables import Table
 from unspool.reporting.data_section import audit
-from unspool.reporting.figures import Table
 from unspool.reporting.gather import gather
 from unspool.reporting.rope_section import position_tables, ropes
 from unspool.reporting.run_results import RunResults
@@ -37,9 +37,9 @@ def test_records_and_tokens_add_up(fake_run: Path):
     found = tables_of(gather(fake_run))
 
     assert column(found["Documents"], "adds up") == {"books": "yes", "recall": "yes"}
-    assert set(column(found["Rows"], "adds up").values()) == {"yes"}
+    assert set(column(found["Datasets"], "adds up").values()) == {"yes"}
     assert column(found["Documents"], "not read")["books"] == "not JSON 2"
-    assert column(found["Rows"], "− dropped")["short"] == "short 31, tail 1,200"
+    assert column(found["Datasets"], "− dropped")["short"] == "short 31, tail 1,200"
     assert audit(gather(fake_run)).warnings == []
 
 
@@ -48,10 +48,10 @@ def test_a_lost_token_and_a_lost_record_are_pointed_out(fake_run: Path):
     change(fake_run, "corpus/books", records=213)
     results = gather(fake_run)
 
-    assert column(tables_of(results)["Rows"], "adds up")["short"] == "off by +1"
+    assert column(tables_of(results)["Datasets"], "adds up")["short"] == "off by +1"
     assert audit(results).warnings == [
         "corpus books: the counts do not add up, by -2.",
-        "rows short: the counts do not add up, by +1.",
+        "dataset short: the counts do not add up, by +1.",
     ]
 
 
@@ -61,7 +61,7 @@ def test_what_an_older_run_did_not_count_is_a_dash(fake_run: Path):
     results = gather(fake_run)
 
     assert column(tables_of(results)["Documents"], "adds up") == {"books": "–", "recall": "yes"}
-    assert column(tables_of(results)["Rows"], "− dropped")["short"] == "–"
+    assert column(tables_of(results)["Datasets"], "− dropped")["short"] == "–"
     assert [figure.title for figure in audit(results).lengths] == ["corpus recall"]
 
 
@@ -70,7 +70,7 @@ def test_the_mix_that_came_is_counted_in_tokens(fake_run: Path):
     change(fake_run, "datasets/short", rows=640)
     mix = tables_of(gather(fake_run))["Mix"]
 
-    assert (column(mix, "asked")["abf · books-2k"], column(mix, "came")["abf · books-2k"]) == ("60%", "75%")
+    assert (column(mix, "requested")["abf · books-2k"], column(mix, "realized")["abf · books-2k"]) == ("60%", "75%")
     assert column(mix, "rows trained on")["utk · short"] == f"{2 * NUM_STEPS}"
     assert column(mix, "epochs")["utk · books-utk"] == f"{3 * NUM_STEPS / 480:.3g}"
 
@@ -80,7 +80,7 @@ def test_without_a_ledger_nothing_is_said_to_have_come(fake_run: Path):
     found = audit(gather(fake_run))
 
     mix = next(table for table in found.tables if table.caption == "Mix")
-    assert (column(mix, "asked")["abf · short"], column(mix, "came")["abf · short"]) == ("40%", "–")
+    assert (column(mix, "requested")["abf · short"], column(mix, "realized")["abf · short"]) == ("40%", "–")
     assert [figure.title for figure in found.mixes] == ["Mix of utk"]
 
 
@@ -144,7 +144,7 @@ def test_bases_per_head_are_told_by_the_worst(fake_run: Path):
     theta = 1e4 ** (-np.arange(0, 32, 2) / 32)
     worst = np.flatnonzero(np.cos(np.arange(2048)[:, None] * theta).sum(axis=1) < 0)
     assert harpe.reach == int(worst[0])
-    assert position_tables(ropes(results, styles_of(results)), results)[1].note == "Of the head that turns slowest."
+    assert position_tables(ropes(results, styles_of(results)), results)[1].note == "Of the slowest head."
 
 
 @pytest.mark.parametrize("values", [{"rope_parameters": {"rope_type": "nonsense"}}, {"max_position_embeddings": None}])

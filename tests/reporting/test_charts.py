@@ -2,7 +2,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from unspool.reporting.charts import (
+from unspool.core.charts import (
     Frame,
     HeatCell,
     Heatmap,

@@ -56,9 +56,8 @@ def test_a_missing_length_makes_no_average():
     lines = [line("a", cell("key_value", 64, 0.8), cell("key_value", 128, 0.4)), line("b", cell("key_value", 128, 0.6))]
 
     assert texts(length_table(lines, "key_value"))[1] == ["b", "–", "60%", "–", "–"]
-    assert texts(length_table([line("c", cell("key_value", 64, 0.0), cell("key_value", 128, None))], "key_value"))[0][
-        -2:
-    ] == ["–", "–"]
+    zero = line("c", cell("key_value", 64, 0.0), cell("key_value", 128, None))
+    assert texts(length_table([zero], "key_value"))[0][-2:] == ["–", "–"]
 
 
 def test_a_model_without_the_suite_has_no_line():

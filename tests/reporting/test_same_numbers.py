@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from unspool.core.tables import escape_markdown
 from unspool.reporting.gather import gather
-from unspool.reporting.number_format import show_interval, show_value
+from unspool.reporting.measures import format_interval, format_value
 from unspool.reporting.page import render
 from unspool.reporting.run_results import Cell
-from unspool.reporting.text_formats import as_plain, fenced, plain, quoted, render_markdown
+from unspool.reporting.text_formats import fenced, quoted, render_markdown, report_values
 
 from .fake_run import LENGTHS, MODELS, write_fake_run
 
@@ -61,7 +62,7 @@ def test_every_table_of_the_page_is_in_the_markdown_with_the_same_numbers(fake_r
 def test_numbers_of_summary_json_are_on_the_page_and_in_the_json(fake_run: Path, name: str):
     raw = json.loads((fake_run / "scores" / name / "summary.json").read_text())["cells"]
     results = gather(fake_run)
-    found = {one["model"]: one["cells"] for one in as_plain([results])["runs"][0]["models"]}
+    found = {one["model"]: one["cells"] for one in report_values([results])["runs"][0]["models"]}
 
     assert found[name] == raw
     tables = {(table[0][0], table[0][-1]): table for table in html_tables(render([results])) if table[0][0] == "length"}
@@ -70,11 +71,11 @@ def test_numbers_of_summary_json_are_on_the_page_and_in_the_json(fake_run: Path,
     for length, text in zip(LENGTHS, shown, strict=True):
         cell = next(c for c in raw if (c["suite"], c["length"], c["depth"]) == ("key_value", length, None))
         spelled = Cell(**{key: cell[key] for key in ("suite", "metric", "length", "value", "n", "low", "high")})
-        assert text == f"{show_value(spelled)} {show_interval(spelled)}"
+        assert text == f"{format_value(spelled)} {format_interval(spelled)}"
 
 
 def test_json_has_every_step_and_the_recipe_and_is_strict(fake_run: Path):
-    (run,) = as_plain([gather(fake_run)])["runs"]
+    (run,) = report_values([gather(fake_run)])["runs"]
 
     json.dumps(run, allow_nan=False)
     assert [len(stage["steps"]) for stage in run["stages"]] == [60, 60]
@@ -86,7 +87,7 @@ def test_json_has_every_step_and_the_recipe_and_is_strict(fake_run: Path):
 def test_every_key_of_the_json_is_documented(fake_run: Path):
     text = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+)`", text))
-    found = as_plain([gather(fake_run), gather(fake_run)])
+    found = report_values([gather(fake_run), gather(fake_run)])
     (run, _) = found["runs"]
     parts = [found, run, found["together"], run["models"][0], run["models"][0]["samples"][0], run["data"]]
     parts += [run[key][0] for key in ("measures", "comparisons", "stages", "positions", "artifacts")]
@@ -101,7 +102,7 @@ def test_json_of_what_json_cannot_hold_is_still_json(fake_run: Path):
     manifest = fake_run / "corpus" / "books" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"files": 1', '"files": NaN'))
 
-    text = json.dumps(as_plain([gather(fake_run)]), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(report_values([gather(fake_run)]), ensure_ascii=False, allow_nan=False)
     assert text.encode("utf-8")
 
 
@@ -117,7 +118,7 @@ def test_json_of_what_json_cannot_hold_is_still_json(fake_run: Path):
     ],
 )
 def test_markdown_text_cannot_become_markup(text: str, shown: str):
-    assert plain(text) == shown
+    assert escape_markdown(text) == shown
 
 
 def test_code_cannot_leave_its_fence():

@@ -8,7 +8,7 @@ import pytest
 
 from unspool.reporting.gather import gather
 from unspool.reporting.page import lines_together, page_view, render
-from unspool.reporting.text_formats import as_plain, render_markdown
+from unspool.reporting.text_formats import render_markdown, report_values
 
 from .fake_run import fake_scores, fake_steps, write_fake_run, write_scores
 
@@ -38,7 +38,7 @@ def test_a_run_with_other_lengths_has_dashes_and_no_average(fake_run: Path, othe
 
 
 def test_models_of_several_runs_are_compared_on_the_prompts_they_share(fake_run: Path, other: Path):
-    found = as_plain([gather(fake_run), gather(other)])["together"]["comparisons"]
+    found = report_values([gather(fake_run), gather(other)])["together"]["comparisons"]
 
     pairs = {(one["first"], one["second"]) for one in found}
     assert ("tiny (tiny) · abf", "tiny (other) · utk") in pairs
@@ -60,7 +60,7 @@ def test_runs_without_any_scores_say_so(fake_run: Path, other: Path):
         shutil.rmtree(run / "scores")
 
     assert "No run has scores yet." in render([gather(fake_run), gather(other)])
-    assert as_plain([gather(fake_run), gather(other)])["together"]["measures"] == []
+    assert report_values([gather(fake_run), gather(other)])["together"]["measures"] == []
 
 
 def test_a_killed_stage_says_how_far_it_came(fake_run: Path):
@@ -73,7 +73,7 @@ def test_a_killed_stage_says_how_far_it_came(fake_run: Path):
     results = gather(fake_run)
 
     assert "not finished: 115K of 983K tokens" in render([results])
-    stage = as_plain([results])["runs"][0]["stages"][1]
+    stage = report_values([results])["runs"][0]["stages"][1]
     assert (stage["finished"], stage["tokens"], stage["rows_trained_on"]) == (False, 7 * 16384, {"short": 1})
 
 
@@ -85,7 +85,7 @@ def test_steps_that_went_wrong_are_told_with_their_reason(fake_run: Path):
 
     page = render([gather(fake_run)])
     assert (
-        "abf: 1 of 60 steps went wrong, 1 were skipped; the first is step 5 (the loss is &lt;not&gt; finite)." in page
+        "abf: 1 of 60 steps were faulty, 1 were skipped; the first is step 5 (the loss is &lt;not&gt; finite)." in page
     )
 
 
@@ -106,7 +106,7 @@ def test_an_old_run_without_newer_fields_is_shown(fake_run: Path):
 
     assert "Training loss" in page and "Gradient norm" not in page and "Learning rate" not in page
     assert "Prompt</summary>" not in page
-    assert {one["measure"] for one in as_plain([results])["runs"][0]["comparisons"]} == {
+    assert {one["measure"] for one in report_values([results])["runs"][0]["comparisons"]} == {
         "Needle recall at 2K",
         "Needle recall over all lengths",
         "Key-value recall at 2K",

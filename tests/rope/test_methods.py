@@ -220,5 +220,5 @@ def test_two_methods_cannot_have_one_name():
     class Yarn(RopeMethod):
         method: Literal["yarn"]
 
-    with pytest.raises(ValueError, match="'yarn' is already registered"):
+    with pytest.raises(ConfigError, match="'yarn' is already registered"):
         register_rope_method(Yarn)

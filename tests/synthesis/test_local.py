@@ -7,7 +7,7 @@ from threading import Barrier
 import pytest
 import torch
 
-from unspool.evals.backends.base import ModelBackend
+from unspool.evals.backends.transformers import ModelBackend
 from unspool.recipe.paths import resolve_path
 from unspool.synthesis.generators import LocalBackend
 from unspool.synthesis.requests import Reply, Request

@@ -57,7 +57,8 @@ def test_clean_texts_are_not_taken_for_evaluations():
 
 
 def test_what_the_suites_of_a_recipe_ask_is_known():
-    from unspool.evals.config import KeyValueEval, NiahEval
+    from unspool.evals.suites.key_value import KeyValueEval
+    from unspool.evals.suites.niah import NiahEval
 
     tokenizer = load_tokenizer(resolve_path("asset:tiny-base", Path()))
     evals = [

@@ -14,10 +14,11 @@ from unspool.synthesis.quality import echoes, pair_reason, repeats, summary_reas
 from unspool.synthesis.requests import Request
 from unspool.synthesis.templates import (
     DEFAULT_REQUESTS,
+    PAIR_PROMPT,
     Pair,
     Templates,
+    fill,
     load_templates,
-    pair_prompt,
     parse_answer,
     parse_question,
 )
@@ -66,7 +67,7 @@ def test_what_the_file_leaves_out_is_asked_in_our_words(tmp_path):
     assert not DEFAULT_REQUESTS.in_two_steps
     assert asks.join(["a", "b"], 100, is_whole=True) == Request(prompt="a\n\nb Join.", max_tokens=100)
     assert asks.summaries(["some"], 100) == DEFAULT_REQUESTS.summaries(["some"], 100)
-    assert DEFAULT_REQUESTS.pair("some", 100) == Request(prompt=pair_prompt("some"), max_tokens=100)
+    assert DEFAULT_REQUESTS.pair("some", 100) == Request(prompt=fill(PAIR_PROMPT, part="some"), max_tokens=100)
 
 
 def test_text_is_not_read_as_a_template_and_replies_begin_in_all_ways(tmp_path):

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from unspool.cli.main import build_app
 from unspool.core.errors import ConfigError, UnspoolError
-from unspool.evals.backends.openai import Patience, attempt
+from unspool.evals.backends.openai import RetryPolicy, post_once
 from unspool.synthesis import generators
 from unspool.synthesis.config import ServerGenerator
 from unspool.synthesis.generators import MockBackend, ServerBackend, build_client
@@ -78,12 +78,12 @@ class Trouble:
             case _:
                 send_text(handler, f"Answer to {len(prompt)}, {KEY}")
 
-    def attempt(self, url: str, body: dict[str, Any], *, key: str | None, seconds: float) -> dict[str, Any]:
+    def post_once(self, url: str, body: dict[str, Any], *, key: str | None, seconds: float) -> dict[str, Any]:
         """Loses patience soon where the server is silent, and nowhere else, however slow the machine is."""
         prompt = body["messages"][0]["content"]
         number = self.seen.get(prompt, 0) + 1
         try:
-            return attempt(url, body, key=key, seconds=0.2 if number == self.silent else seconds)
+            return post_once(url, body, key=key, seconds=0.2 if number == self.silent else seconds)
         finally:
             wait_for(lambda: self.seen.get(prompt, 0) == number)
 
@@ -91,7 +91,7 @@ class Trouble:
 def test_every_trouble_is_tried_again_and_counted(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     trouble = Trouble()
-    monkeypatch.setattr(generators, "attempt", trouble.attempt)
+    monkeypatch.setattr(generators, "post_once", trouble.post_once)
     with server(trouble) as url, GeneratorReplies(tmp_path / "replies.jsonl") as replies:
         client = build_client(generator(url), replies, open_backend=lambda ref: pytest.fail("no model is needed"))
         requests = [Request(prompt="x" * count, max_tokens=5) for count in (1, 2, 3)]
@@ -108,7 +108,7 @@ def test_every_trouble_is_tried_again_and_counted(tmp_path, monkeypatch):
         trouble.over.set()
     assert trouble.keys == {f"Bearer {KEY}"}
     with GeneratorReplies(tmp_path / "replies.jsonl") as again:
-        assert dict(again.errors) == expected, "troubles are counted over all runs"
+        assert dict(again.errors) == expected, "errors are counted over all runs"
         assert len(again) == 3
     assert KEY not in (tmp_path / "replies.jsonl").read_text()
 
@@ -167,7 +167,7 @@ def test_what_only_the_user_can_mend_is_told_at_once(status, tmp_path, monkeypat
 def test_a_server_that_is_down_ends_the_run_and_keeps_what_it_said(tmp_path):
     down = generator("http://127.0.0.1:9/v1", attempts=2)
     with GeneratorReplies(tmp_path / "replies.jsonl") as replies:
-        client = GeneratorClient(ServerBackend(down), replies, width=1, patience=Patience(attempts=2, pause=0.0001))
+        client = GeneratorClient(ServerBackend(down), replies, width=1, retry=RetryPolicy(attempts=2, pause=0.0001))
         failures = 0
         with pytest.raises(UnspoolError, match="20 requests in a row") as told:
             for number in range(30):

@@ -273,14 +273,14 @@ def test_checkpoints_that_come_back_rounded(monkeypatch, case, results):
 
 
 def test_heads_that_are_put_back_in_another_order(monkeypatch, case, results):
-    in_parts = unspool.models.memory.checkpointing.apply_attention_parts
+    in_chunks = unspool.models.memory.checkpointing.apply_head_chunks
 
     def mixed(layers, *, heads_at_once):
-        in_parts(layers, heads_at_once=heads_at_once)
+        in_chunks(layers, heads_at_once=heads_at_once)
         for layer in layers:
             layer.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: inputs[0].roll(16, dims=-1))
 
-    monkeypatch.setattr(unspool.models.memory.checkpointing, "apply_attention_parts", mixed)
+    monkeypatch.setattr(unspool.models.memory.checkpointing, "apply_head_chunks", mixed)
     assert caught(results("heads-at-once", case("llama")))
 
 

@@ -78,7 +78,7 @@ def test_labels_shifted_after_the_split(failed, monkeypatch):
         return replace(part, labels=labels, num_valid=(int((labels != IGNORE).sum()),))
 
     monkeypatch.setattr(unspool.training.loader, "split_batch", late)
-    assert "ulysses 2, single documents loss" in failed(ulysses=2, step="whole")
+    assert "ulysses 2, single documents loss" in failed(ulysses=2, step="single")
 
 
 def test_documents_cut_at_rank_borders(failed, monkeypatch):

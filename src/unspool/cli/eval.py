@@ -1,9 +1,9 @@
-"""`unspool eval`: how well one model uses its context, as a table or as JSON."""
+"""`unspool eval`: score one model by context length."""
 
 import json
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
@@ -11,122 +11,96 @@ from unspool.cli.eval_options import print_table
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import parse_size
-from unspool.evals.config import (
-    Eval,
-    HelmetEval,
-    InfbenchEval,
-    KeyValueEval,
-    LvEval,
-    NiahEval,
-    NochaEval,
-    PerplexityEval,
-    RulerEval,
-    TaskEval,
-    WordedEval,
-)
+from unspool.evals.backends.base import BACKENDS, Backend, BackendOptions, RopeOverride, build_backend
+from unspool.evals.config import EvalConfig
+from unspool.evals.suites import SUITES
 from unspool.recipe.paths import resolve_path
 
 if TYPE_CHECKING:
     import torch
 
-    from unspool.evals.backends.base import Backend, Stretch
-
-# Which suites know which kind of value.
-VALUES = {"numbers": {"niah"}, "uuid": {"key_value"}, "words": {"niah", "key_value"}}
 DEVICES = ("auto", "cpu", "cuda")
-TASK_SUITES: dict[str, type[TaskEval]] = {
-    "ruler": RulerEval,
-    "helmet": HelmetEval,
-    "lveval": LvEval,
-    "infbench": InfbenchEval,
-    "nocha": NochaEval,
-}
-SUITES: dict[str, Any] = {"niah": NiahEval, "key_value": KeyValueEval, "perplexity": PerplexityEval, **TASK_SUITES}
-WORDED = tuple(name for name, entry in TASK_SUITES.items() if issubclass(entry, WordedEval))
+TASK_SUITES = tuple(name for name, suite in SUITES.items() if suite.tasks)
 SHORT = "short"
-BACKENDS = ("transformers", "vllm", "openai", "oracle", "empty", "adversarial")
 ENDPOINTS = ("completions", "chat", "text")
 FAILED = 1
 SAMPLES = 20
 
 
 def eval_(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A model folder, a .gguf file, a Hub id or asset:NAME.")
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, .gguf file, Hub id or asset:NAME.")],
     suite: Annotated[
-        str, typer.Option(help=f"What to measure, comma-separated: {', '.join(SUITES)}; or {SHORT}.")
-    ] = "niah,kv,loss",
+        str, typer.Option(help=f"Suites to run, comma-separated: {', '.join(SUITES)}; or {SHORT}.")
+    ] = "niah,key_value,perplexity",
     lengths: Annotated[str, typer.Option(help="Context lengths in tokens, comma-separated.")] = "2K,8K",
     samples: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Questions per suite (or task) and length, windows for loss: 20 by default; short: all."
+            min=1, help="Questions per suite (or task) and length, windows for perplexity [default: 20; short: all]."
         ),
     ] = None,
-    tasks: Annotated[str | None, typer.Option(help="Tasks of the suite, comma-separated; all by default.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of the suite, comma-separated [default: all].")] = None,
     mode: Annotated[
-        str, typer.Option(help="fixed, or reference: as the suite's own code does, defects included.")
+        str, typer.Option(help="fixed, or reference: follow the suite's own code, defects included.")
     ] = "fixed",
-    chat: Annotated[str, typer.Option(help="auto, on or off: whether to ask through the chat template.")] = "auto",
+    chat: Annotated[str, typer.Option(help="Use the chat template: auto, on or off.")] = "auto",
     path: Annotated[
-        list[str] | None, typer.Option(help="NAME=PATH of data that a suite reads; may be given several times.")
+        list[str] | None, typer.Option(help="NAME=PATH of data that a suite reads; repeat for several.")
     ] = None,
     wording: Annotated[
-        str | None, typer.Option(help="YAML or JSON file with the words of the suite's tasks, such as a paper's own.")
+        str | None, typer.Option(help="YAML or JSON file with other instructions for the suite's tasks.")
     ] = None,
     answer_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Room for every answer, within the length; each task's own by default.")
+        int | None, typer.Option(min=1, help="Tokens per answer, counted in the length [default: each task's own].")
     ] = None,
     text: Annotated[
         str | None,
-        typer.Option(help="Held-out text files or a pattern (JSONL or plain); a shipped book by default."),
+        typer.Option(help="Held-out text: files or a pattern, JSONL or plain [default: a bundled book]."),
     ] = None,
     value: Annotated[
-        str | None, typer.Option(help="What is to be recalled: words, numbers (niah) or uuid (kv).")
+        str | None, typer.Option(help="Kind of value to recall: words, numbers (niah) or uuid (key_value).")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Keep samples.jsonl and summary.json here; a killed run then goes on.")
+        Path | None, typer.Option(help="Folder for samples.jsonl and summary.json; a killed run resumes from it.")
     ] = None,
     rope: Annotated[
         str | None,
-        typer.Option(help="Other positions, without training: yarn, ntk, …, or '{method: abf, base: 8e6}'."),
+        typer.Option(help="Apply another RoPE method without training: yarn, ntk, …, or '{method: abf, base: 8e6}'."),
     ] = None,
     context: Annotated[
-        str | None, typer.Option(help="Tokens that --rope is to reach; the longest of --lengths by default.")
+        str | None, typer.Option(help="Context length for --rope [default: the longest of --lengths].")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Other seeds give other prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the prompts.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     processes: Annotated[
-        int, typer.Option(min=1, help="Answer in so many processes, each on a GPU of its own if there are enough.")
+        int, typer.Option(min=1, help="Number of processes that answer, one GPU each if there are enough.")
     ] = 1,
     backend: Annotated[
-        str, typer.Option(help="transformers, vllm or openai (a server); oracle, empty and adversarial pretend.")
+        str, typer.Option(help=f"What answers: {', '.join(BACKENDS)}; openai is any server, the last three are mocks.")
     ] = "transformers",
-    url: Annotated[str | None, typer.Option(help="Of the server, such as http://localhost:8000/v1.")] = None,
-    model_name: Annotated[str | None, typer.Option(help="What the server calls the model; MODEL by default.")] = None,
+    url: Annotated[str | None, typer.Option(help="Address of the server, such as http://localhost:8000/v1.")] = None,
+    model_name: Annotated[str | None, typer.Option(help="Name of the model on the server [default: MODEL].")] = None,
     endpoint: Annotated[
-        str, typer.Option(help="completions (token ids), text (completions with words) or chat.")
+        str, typer.Option(help="completions (sends token ids), text (completions with text) or chat.")
     ] = "completions",
-    requests: Annotated[int, typer.Option(min=1, help="Requests to the server at a time.")] = 8,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one answer of the server.")] = 600,
+    requests: Annotated[int, typer.Option(min=1, help="Concurrent requests to the server.")] = 8,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for one answer of the server.")] = 600,
     parity: Annotated[
-        bool,
-        typer.Option("--parity", help="Compare the answers of --backend with those of transformers, on 20 prompts."),
+        bool, typer.Option("--parity", help="Compare 20 answers of --backend with those of transformers, and exit.")
     ] = False,
     lm_eval: Annotated[
-        Path | None, typer.Option(help="Run nothing, but write the suites' tasks into this folder as tasks of lm-eval.")
+        Path | None, typer.Option(help="Write the suites as lm-eval tasks into this folder, and exit.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Score a model by context length.
 
-    niah hides a fact in a book and asks for it; kv asks for values of a
-    long JSON object; loss shows whether text is still predicted better
-    further on in the context. ruler, helmet, lveval, infbench and nocha
-    are the suites of the papers, and say up to which length the model
-    holds; short runs lm-eval's tasks. Scores come with n and a 95%
-    interval: 20 questions tell 50% from 90%, but not from 60%.
+    niah hides a fact in a book and asks for it. key_value asks for values
+    of a long JSON object. perplexity measures the loss by position on
+    held-out text. ruler, helmet, lveval, infbench and nocha are published
+    suites and report the effective length. short runs lm-eval's tasks.
+    Scores have n and a 95% interval. With 20 questions you can tell 50%
+    from 90%, but not 50% from 60%.
 
         unspool eval MODEL --suite niah --lengths 256,1K,2K --value words
 
@@ -141,123 +115,121 @@ def eval_(
         unspool eval MODEL --suite short --tasks hellaswag,arc_challenge
     """
     model = resolve_path(model, Path())
-    stretch = _stretch(rope, context, None if suite.strip() == SHORT else lengths)
+    override = _rope_override(rope, context, None if suite.strip() == SHORT else lengths)
+    paths = _paths(path or [])
     if suite.strip() == SHORT:
         if processes > 1:
             raise ConfigError(f"--suite {SHORT} runs lm-eval in one process; leave --processes out.")
-        _short(
-            model,
-            tasks,
-            stretch=stretch,
-            samples=samples,
-            include=_paths(path or []).get("tasks"),
-            device=device,
-            out=out,
-            as_json=as_json,
-        )
+        include = paths.get("tasks")
+        summary = _score_short(model, tasks, override, samples=samples, include=include, device=device, out=out)
+        _print(summary, as_json)
         return
-    options = {
-        "tasks": [name.strip() for name in (tasks or "").split(",") if name.strip()],
-        "mode": mode,
-        "chat": chat,
-        "paths": _paths(path or []),
-        "wording": wording,
-        "answer_tokens": answer_tokens,
-    }
-    evals = chosen_evals(suite, lengths, samples=samples or SAMPLES, text=text, value=value, options=options)
-    if backend not in BACKENDS:
-        raise ConfigError(f"--backend {backend!r} is not known; use {', '.join(BACKENDS)}.")
-    # Here and not above: torch and transformers take seconds to import, which `--help` should not.
-    from unspool.evals.backends.pick import Choice, pick
-
-    choice = Choice(
+    evals = chosen_evals(
+        suite,
+        lengths,
+        samples=samples or SAMPLES,
+        text=text,
+        value=value,
+        tasks=_names(tasks),
+        mode=mode,
+        chat=chat,
+        paths=paths,
+        wording=wording,
+        answer_tokens=answer_tokens,
+    )
+    lookup(BACKENDS, backend, kind="--backend")
+    lookup({name: name for name in ENDPOINTS}, endpoint, kind="--endpoint")
+    if lm_eval is not None:
+        if override is not None:
+            raise ConfigError("--rope cannot be combined with --lm-eval, which writes tasks for any model.")
+        if processes > 1:
+            raise ConfigError("--processes cannot be combined with --lm-eval, which only writes tasks.")
+        _write_tasks(model, evals, seed, lm_eval)
+        return
+    target, dtype = device_and_dtype(device)
+    options = BackendOptions(
         kind=backend,
         model=model,
         url=url,
         model_name=model_name,
-        endpoint=lookup({name: name for name in ENDPOINTS}, endpoint, kind="--endpoint"),
+        endpoint=endpoint,
         requests=requests,
         timeout=timeout,
-        stretch=stretch,
+        rope=override,
         processes=processes,
+        device=target,
+        dtype=dtype,
     )
-    if lm_eval is not None:
-        if stretch is not None:
-            raise ConfigError("--lm-eval writes tasks for any model, so --rope has no part in it; leave it out.")
-        if processes > 1:
-            raise ConfigError("--lm-eval only writes tasks and answers nothing; leave --processes out.")
-        _write_tasks(model, evals, seed, lm_eval)
-        return
-    target, dtype = device_and_dtype(device)
-    chosen = pick(choice, device=target, dtype=dtype)
+    chosen = build_backend(options)
     if parity:
-        _parity(
-            chosen,
-            pick(Choice(kind="transformers", model=model, stretch=stretch), device=target, dtype=dtype),
-            evals,
-            seed,
-            as_json,
-        )
+        ours = BackendOptions(model=model, rope=override, device=target, dtype=dtype)
+        _compare(chosen, build_backend(ours), evals, seed, as_json)
         return
-    name = Path(model).name or model
-    name = name if stretch is None else stretch.name_of(name)
+    from unspool.evals.run import Scoring, score
+
     if out is not None:
         _check_out(out)
-        summary = _score(choice.identity, chosen, name, evals, out, seed=seed)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            summary = _score(choice.identity, chosen, name, evals, Path(folder) / "scores", seed=seed)
-    if as_json:
-        typer.echo(json.dumps(summary, indent=1))
-    else:
-        print_table(summary)
+    name = Path(model).name or model
+    with tempfile.TemporaryDirectory() as folder:
+        scoring = Scoring(
+            model=name if override is None else override.name_of(name),
+            model_hash=options.identity,
+            evals=evals,
+            seed=seed,
+            out_dir=out or Path(folder) / "scores",
+            root=Path.cwd(),
+        )
+        _print(score(scoring, chosen), as_json)
 
 
-def chosen_evals(
-    suites: str,
-    lengths: str,
-    *,
-    samples: int,
-    text: str | None,
-    value: str | None,
-    options: dict[str, Any] | None = None,
-) -> list[Eval]:
-    """The evals of a recipe that the options stand for; `options` are of suites that consist of tasks."""
-    names = list(dict.fromkeys(name.strip() for name in suites.split(",") if name.strip()))
-    sizes = _lengths(lengths)
+def chosen_evals(suites: str, lengths: str, **options: Any) -> list[EvalConfig]:
+    """Build the entries of `evals` that the options stand for: every suite gets those that its config class has."""
+    names, sizes = list(dict.fromkeys(_names(suites))), _lengths(lengths)
     if not names or not sizes:
         raise ConfigError("eval needs at least one suite and one length, such as --suite niah --lengths 2K,8K.")
-    for name in names:
-        lookup(SUITES, name, kind="--suite")
-    takers = lookup(VALUES, value, kind="--value") if value else set()
-    if value and not takers & set(names):
-        raise ConfigError(f"--value {value} is for {' and '.join(sorted(takers))}; the suites here are {suites}.")
-    if (options or {}).get("tasks") and len(TASK_SUITES.keys() & set(names)) != 1:
+    chosen = {name: lookup(SUITES, name, kind="--suite") for name in names}
+    with_tasks = [name for name, suite in chosen.items() if suite.tasks]
+    if options.get("tasks") and len(with_tasks) != 1:
         raise ConfigError(f"--tasks needs exactly one suite that has tasks: {', '.join(TASK_SUITES)} or {SHORT}.")
-    if (options or {}).get("wording") and [name for name in names if name in TASK_SUITES] not in [[n] for n in WORDED]:
-        raise ConfigError(f"--wording is for one suite at a time, of these: {', '.join(WORDED)}.")
-    return [_eval(name, sizes, samples, text, value if name in takers else None, options or {}) for name in names]
+    worded = [name for name, suite in SUITES.items() if "wording" in suite.config.model_fields]
+    if options.get("wording") and with_tasks not in [[name] for name in worded]:
+        raise ConfigError(f"--wording is for one suite at a time, of these: {', '.join(worded)}.")
+    value = options.pop("value", None)
+    takers = lookup(_suites_by_value(), value, kind="--value") if value else []
+    if value and not set(takers) & set(names):
+        raise ConfigError(f"--value {value} is for {' and '.join(sorted(takers))}; the suites here are {suites}.")
+    return [_entry(name, sizes, options | ({"value": value} if name in takers else {})) for name in names]
 
 
-def _eval(
-    name: str, lengths: list[int], samples: int, text: str | None, value: str | None, options: dict[str, Any]
-) -> Eval:
-    given: dict[str, Any] = {"suite": name, "samples": samples}
-    if name in TASK_SUITES:
-        for key, allowed in (("mode", ("fixed", "reference")), ("chat", ("auto", "on", "off"))):
-            if options.get(key, allowed[0]) not in allowed:
-                raise ConfigError(f"--{key} {options[key]!r} is not known; use {', '.join(allowed)}.")
-        said = {key: option for key, option in options.items() if key != "wording" or option is not None}
-        chosen: Any = TASK_SUITES[name].model_validate({**given, **said, "lengths": lengths})
-        return chosen  # type: ignore[no-any-return]
-    if value:
-        given["value"] = value
-    if name == "key_value":
-        return KeyValueEval(**given, lengths=lengths)
-    if name == "niah":
-        return NiahEval(**given, lengths=lengths, text=text)
-    # Its ranges of positions cover the shorter lengths.
-    return PerplexityEval(**given, length=lengths[-1], text=text)
+def _suites_by_value() -> dict[str, list[str]]:
+    """Which suites know which kind of --value."""
+    found: dict[str, list[str]] = {}
+    for name, suite in SUITES.items():
+        for value in _choices(suite.config, "value"):
+            found.setdefault(value, []).append(name)
+    return found
+
+
+def _choices(config: type[EvalConfig], key: str) -> tuple[str, ...]:
+    """The values that a key of a config class may have; none where it is missing or free."""
+    found = config.model_fields.get(key)
+    return get_args(found.annotation) if found is not None and get_origin(found.annotation) is Literal else ()
+
+
+def _entry(name: str, lengths: list[int], options: dict[str, Any]) -> EvalConfig:
+    config = SUITES[name].config
+    for key, value in options.items():
+        allowed = _choices(config, key)
+        if allowed and value not in allowed:
+            raise ConfigError(f"--{key} {value!r} is not known; use {', '.join(allowed)}.")
+    # A suite with one length measures at all positions up to it.
+    known = {"lengths": lengths, "length": lengths[-1], **options}
+    given = {key: value for key, value in known.items() if key in config.model_fields and value is not None}
+    return config.model_validate({"suite": name, **given})
+
+
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def _lengths(text: str) -> list[int]:
@@ -271,21 +243,20 @@ def _length(text: str, option: str) -> int:
         raise ConfigError(f"{option} {text.strip()!r}: {error}.") from error
 
 
-def _stretch(rope: str | None, context: str | None, lengths: str | None) -> "Stretch | None":
+def _rope_override(rope: str | None, context: str | None, lengths: str | None) -> RopeOverride | None:
     if rope is None:
         if context is not None:
-            raise ConfigError("--context says what --rope is to reach; give --rope too, such as yarn.")
+            raise ConfigError("--context is the length that --rope shall reach; give --rope too, such as yarn.")
         return None
     from unspool.cli.eval_options import read_rope
-    from unspool.evals.backends.base import Stretch
 
     if context is not None:
         reach = _length(context, "--context")
     elif lengths is not None:
         reach = max(_lengths(lengths), default=0)
     else:
-        raise ConfigError(f"--suite {SHORT} has no lengths, so --rope needs the tokens to reach: --context 32K.")
-    return Stretch(rope=read_rope(rope), context_length=reach)
+        raise ConfigError(f"--suite {SHORT} has no lengths, so --rope needs a context length: --context 32K.")
+    return RopeOverride(rope=read_rope(rope), context_length=reach)
 
 
 def _paths(given: list[str]) -> dict[str, str]:
@@ -299,73 +270,68 @@ def _paths(given: list[str]) -> dict[str, str]:
 
 
 def _check_out(out_dir: Path) -> None:
-    """Scores replace their folder whole, so it must not hold anything else."""
+    """Refuse a folder with other files, because scores replace the whole folder."""
     from unspool.core.artifacts import read_manifest
 
     if not out_dir.exists():
         return
     holds_scores = (read_manifest(out_dir) or {}).get("kind") == "scores"
     if not out_dir.is_dir() or (any(out_dir.iterdir()) and not holds_scores):
-        raise ConfigError(f"--out {out_dir} exists and holds no scores; give a new folder, so that nothing is lost.")
+        raise ConfigError(
+            f"--out {out_dir} exists and holds no scores; give a new folder, since this one would be replaced."
+        )
 
 
-def _score(
-    identity: str, backend: "Backend", name: str, evals: list[Eval], out_dir: Path, *, seed: int
-) -> dict[str, Any]:
-    from unspool.evals.run import Scoring, score
+def _compare(first: Backend, second: Backend, evals: list[EvalConfig], seed: int, as_json: bool) -> None:
+    from unspool.evals.backends.openai import printable_line
+    from unspool.evals.plan import EvalPlan
+    from unspool.evals.run import compare_backends
 
-    return score(
-        Scoring(model=name, model_hash=identity, evals=evals, seed=seed, out_dir=out_dir, root=Path.cwd()), backend
-    )
-
-
-def _parity(first: "Backend", second: "Backend", evals: list[Eval], seed: int, as_json: bool) -> None:
-    from unspool.evals.backends.openai import plain
-    from unspool.evals.backends.pick import compare
-    from unspool.evals.contexts import Plan, runnable
-
-    found = compare(Plan(runnable(evals), first.tokenizer, seed=seed, root=Path.cwd()), first, second)
+    found = compare_backends(EvalPlan(evals, first.tokenizer, seed=seed, root=Path.cwd()), first, second)
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=1))
+        typer.echo(json.dumps(found, indent=1))
     else:
-        typer.echo(f"{found.equal} of {found.n} answers are equal.")
-        for one in found.differences[:1]:
-            typer.echo(f"First difference: {one.name}, question {one.index}, character {one.at}:")
-            typer.echo(f"  {plain(one.first)!r}\n  {plain(one.second)!r}")
-    if found.differences:
+        typer.echo(f"{found['equal']} of {found['n']} answers are equal.")
+        for one in found["differences"][:1]:
+            typer.echo(f"First difference: {one['name']}, question {one['index']}, character {one['at']}:")
+            typer.echo(f"  {printable_line(one['first'])!r}\n  {printable_line(one['second'])!r}")
+    if found["differences"]:
         raise typer.Exit(FAILED)
 
 
-def _write_tasks(model: str, evals: list[Eval], seed: int, out_dir: Path) -> None:
-    from unspool.evals.contexts import Plan, runnable
+def _write_tasks(model: str, evals: list[EvalConfig], seed: int, out_dir: Path) -> None:
+    from unspool.evals.plan import EvalPlan
     from unspool.evals.suites.short import write_tasks
     from unspool.models.tokenizer import load_tokenizer
 
-    if not all(isinstance(config, TaskEval) for config in evals):
+    if not all(SUITES[config.suite].tasks for config in evals):
         raise ConfigError(f"--lm-eval is for suites that have tasks: {', '.join(TASK_SUITES)}.")
-    names = write_tasks(Plan(runnable(evals), load_tokenizer(model), seed=seed, root=Path.cwd()), out_dir)
+    names = write_tasks(EvalPlan(evals, load_tokenizer(model), seed=seed, root=Path.cwd()), out_dir)
     typer.echo(f"lm-eval run --include_path {out_dir} --tasks {','.join(names)}")
 
 
-def _short(
+def _score_short(
     model: str,
     tasks: str | None,
+    rope: RopeOverride | None,
     *,
-    stretch: "Stretch | None",
     samples: int | None,
     include: str | None,
     device: str,
     out: Path | None,
-    as_json: bool,
-) -> None:
+) -> dict[str, Any]:
     from unspool.evals.suites.short import TASKS, run_short
 
-    names = [name.strip() for name in tasks.split(",") if name.strip()] if tasks else list(TASKS)
     target, dtype = device_and_dtype(device)
-    summary = run_short(model, names, samples=samples, include=include, device=target, dtype=dtype, stretch=stretch)
+    names = _names(tasks) or list(TASKS)
+    summary = run_short(model, names, samples=samples, include=include, device=target, dtype=dtype, rope=rope)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return summary
+
+
+def _print(summary: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(summary, indent=1))
     else:

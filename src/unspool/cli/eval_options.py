@@ -1,4 +1,4 @@
-"""`--rope` of `unspool eval`: a method of a recipe's stages, tried without training."""
+"""Parsing of `unspool eval --rope`, and the table that eval and judge print."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,12 +15,12 @@ from unspool.rope.methods import AnyRopeMethod
 from unspool.rope.tables import RopeMethod
 
 OPTION = "--rope"
-# Where a recipe has it, so that mistakes are told in the recipe's words.
+# The same key of a recipe, whose error messages are used.
 PLACE = ("stages", 0, "rope")
 
 
 def read_rope(text: str) -> RopeMethod:
-    """`yarn`, or `{method: abf, base: 8e6}`."""
+    """Parse `yarn` or `{method: abf, base: 8e6}`."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -33,27 +33,25 @@ def read_rope(text: str) -> RopeMethod:
     try:
         found: RopeMethod = TypeAdapter[Any](AnyRopeMethod).validate_python(value)
     except ValidationError as error:
-        raise ConfigError(_told(value)) from error
+        raise ConfigError(_explain(value)) from error
     return found
 
 
-def _told(value: dict[str, Any]) -> str:
+def _explain(value: dict[str, Any]) -> str:
     data = {"stages": [{"rope": value}]}
     try:
         Recipe.model_validate(data)
     except ValidationError as error:
-        # All else that a recipe has is missing here.
+        # The other problems are the missing keys of a recipe.
         for problem in validation_problems(error, data):
             if problem.place[:3] == PLACE:
                 own = replace(problem, place=problem.place[3:], where=OPTION)
                 return sentence(own, Marks(OPTION), value)
-    raise AssertionError("a RoPE method was refused without a sentence")
-
-
-# The cells of a summary as a table in the terminal, and below it what suites come to as a whole.
+    raise AssertionError("a RoPE method was refused without a message")
 
 
 def print_table(summary: dict[str, Any]) -> None:
+    """Print the cells of a summary, and below them the means of its suites."""
     from rich.console import Console
     from rich.table import Table
 
@@ -61,7 +59,7 @@ def print_table(summary: dict[str, Any]) -> None:
     for column in ("value", "95% interval", "n"):
         table.add_column(column, justify="right")
     for cell in summary["cells"]:
-        # Depths of many tasks would bury the tasks; they stand in summary.json and in the report.
+        # Depths of tasks are only in summary.json and in the report, since they would bury the tasks.
         if not cell.get("task") or cell["depth"] is None:
             table.add_row(*table_row(cell))
     console = Console()
@@ -76,7 +74,7 @@ def print_table(summary: dict[str, Any]) -> None:
 
 
 def _print_means(console: Any, suite: dict[str, Any]) -> None:
-    """A suite's mean by length; of one that has categories, these as well."""
+    """Print a suite's means and categories by length."""
     from rich.table import Table
 
     lengths = list(dict.fromkeys(mean["length"] for mean in suite.get("means", [])))
@@ -103,7 +101,7 @@ def _mean_text(mean: dict[str, Any]) -> str:
 
 
 def table_row(cell: dict[str, Any]) -> tuple[str, ...]:
-    """One cell of a summary for reading: shares in percent, losses in nats."""
+    """Format one cell of a summary: shares in percent, losses in nats."""
 
     def shown(number: float | None) -> str:
         if number is None:

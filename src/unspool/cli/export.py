@@ -66,7 +66,7 @@ def _print(exported: "Exported") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from unspool.reporting.number_format import show_bytes
+    from unspool.core.formatting import format_bytes
 
     table = Table("pass", "computed in")
     for column in ("tokens", "last position", "error", "tolerance"):
@@ -78,4 +78,4 @@ def _print(exported: "Exported") -> None:
     typer.echo("Plain transformers computes the same logits (error: share of the largest logit).")
     if exported.own_code:
         typer.echo("A base per head needs the code beside the weights: load with trust_remote_code=True.")
-    typer.echo(f"Exported: {exported.folder} ({exported.dtype}, {show_bytes(exported.num_bytes)})")
+    typer.echo(f"Exported: {exported.folder} ({exported.dtype}, {format_bytes(exported.num_bytes)})")

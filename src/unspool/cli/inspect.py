@@ -1,4 +1,4 @@
-"""`unspool inspect`: see inside corpora, rows and input files."""
+"""`unspool inspect`: look inside corpora, datasets and input files."""
 
 import copy
 import json
@@ -9,33 +9,42 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from unspool.cli.inspect_views import Name, Paths, Tokenizer, attention, check_page, distances, find_reading, find_rows
+from unspool.cli.inspect_views import (
+    Name,
+    Paths,
+    Tokenizer,
+    attention,
+    check_page,
+    distances,
+    find_rows,
+    load_tokenizer_of,
+)
 from unspool.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from unspool.inspection.input_documents import Collection
-    from unspool.inspection.run_paths import Place
+    from unspool.inspection.run_paths import DataPath
 
-# How many rows or documents are shown when --count is not given: of one set, and of each of several.
+# Defaults of --count: for one dataset in the terminal and on a page, and for each of several in the terminal.
 IN_TERMINAL, ON_PAGE = 3, 12
 OF_EACH = 1
-# What is looked at if none of the commands is named.
+# The command that takes a path.
 DEFAULT = "at"
 
-Index = Annotated[list[int] | None, typer.Option(help="Show this one, counted from 0; may be given several times.")]
+Index = Annotated[list[int] | None, typer.Option(help="Index of a row or document to show, from 0. Repeatable.")]
 Count = Annotated[
-    int | None, typer.Option(min=1, help="How many: the first, others by chance; 3 if not given, 12 on a page.")
+    int | None, typer.Option(min=1, help="Number to show: the first and random others. Default: 3, or 12 on a page.")
 ]
-Seed = Annotated[int, typer.Option(help="Other seeds show others.")]
-Source = Annotated[str | None, typer.Option(help="Only rows that hold something from this source.")]
+Seed = Annotated[int, typer.Option(help="Random seed for choosing which rows to show.")]
+Source = Annotated[str | None, typer.Option(help="Show only rows that contain this source.")]
 Tokens = Annotated[bool, typer.Option("--tokens", help="Show token borders and ids instead of text.")]
-Full = Annotated[bool, typer.Option("--full", help="Leave nothing out of long documents.")]
+Full = Annotated[bool, typer.Option("--full", help="Show long documents in full.")]
 Html = Annotated[Path | None, typer.Option(help="Write one self-contained page to this file.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON, texts in full.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON, with full texts.")]
 
 
-class Look(TyperGroup):
-    """`unspool inspect PATH` beside `unspool inspect COMMAND …`: what is no command is a path."""
+class InspectGroup(TyperGroup):
+    """Accept both `unspool inspect PATH` and `unspool inspect COMMAND …`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
@@ -43,27 +52,27 @@ class Look(TyperGroup):
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        # With the options that a path takes, which a reader of `look --help` wants to see.
+        # `inspect --help` also lists the options that a path takes.
         whole = copy.copy(self)
         whole.help, whole.params = self.commands[DEFAULT].help, self.commands[DEFAULT].params
         TyperGroup.format_help(whole, ctx, formatter)
 
 
 def build_group() -> typer.Typer:
-    group = typer.Typer(cls=Look, no_args_is_help=True, subcommand_metavar="")
-    group.callback()(look)
-    group.command(DEFAULT, hidden=True)(look_at)
-    group.command("rows")(look_rows)
+    group = typer.Typer(cls=InspectGroup, no_args_is_help=True, subcommand_metavar="")
+    group.callback()(inspect)
+    group.command(DEFAULT, hidden=True)(inspect_path)
+    group.command("rows")(inspect_rows)
     group.command("distances")(distances)
     group.command("attention")(attention)
     return group
 
 
-def look() -> None:
-    """See inside documents and rows, how far apart rows put what belongs together, and where models look."""
+def inspect() -> None:
+    """Inspect documents, packed rows, token distances and attention maps."""
 
 
-def look_at(
+def inspect_path(
     path: Annotated[
         Path,
         typer.Argument(metavar="PATH", help="A run, a folder of its corpus/ or datasets/, or an input file."),
@@ -75,23 +84,21 @@ def look_at(
     tokens: Tokens = False,
     full: Full = False,
     tokenizer: Tokenizer = None,
-    text: Annotated[
-        str | None, typer.Option(help="The field or column that holds the text of a JSONL or Parquet file.")
-    ] = None,
+    text: Annotated[str | None, typer.Option(help="Field or column with the text of a JSONL or Parquet file.")] = None,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
-    """See inside documents and rows.
+    """Inspect documents and packed rows.
 
     Shows where documents begin, end and are cut, which tokens have no
-    loss (dimmed), and the marks of tangled rows. A run's folder lists
-    what there is to look at.
+    loss (dimmed), and the special tokens of UTK. For a run's folder,
+    lists its corpora and datasets.
 
         unspool inspect runs/tiny
 
-        unspool inspect runs/tiny/rows/utk-2k --index 7 --full
+        unspool inspect runs/tiny/datasets/utk-2k --index 7 --full
 
-        unspool inspect runs/tiny/rows/utk-2k --html rows.html
+        unspool inspect runs/tiny/datasets/utk-2k --html rows.html
 
         unspool inspect books.jsonl.zst --tokenizer my-model --tokens
 
@@ -101,12 +108,12 @@ def look_at(
 
         unspool inspect attention my-model --text book.txt --html maps.html
 
-    A folder that is called as one of the commands is reached as ./rows.
+    Write ./rows for a folder that has the name of a command.
     """
-    from unspool.inspection.run_paths import find_place
+    from unspool.inspection.run_paths import find_data
 
     _keep_printing()
-    place = find_place(path)
+    place = find_data(path)
     if place.kind == "run":
         _list(place, source, html=html, as_json=as_json)
         return
@@ -122,7 +129,7 @@ def look_at(
         _print(chosen, tokens=tokens, full=full)
 
 
-def look_rows(
+def inspect_rows(
     paths: Paths = None,
     name: Name = None,
     index: Index = None,
@@ -135,17 +142,17 @@ def look_rows(
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
-    """See rows, their pieces coloured by document.
+    """Show packed rows with pieces colored by document.
 
-    For each piece: which part of which document it is, its label and
-    solution, its knots, its positions if rows skip some, and (dimmed) the
-    tokens without loss. Of a run all rows sets, or those that --name picks.
+    For each piece: its part and document, its label and solution (UTK),
+    its position ids if rows skip some (PoSE), and (dimmed) the tokens
+    without loss. Shows all datasets of a run, or those named by --name.
 
         unspool inspect rows runs/tiny
 
         unspool inspect rows runs/tiny --name utk-2k --index 7
 
-        unspool inspect rows runs/tiny/rows/utk-2k runs/other/rows/cip --html rows.html
+        unspool inspect rows runs/tiny/datasets/utk-2k runs/other/datasets/cip --html rows.html
     """
     from unspool.inspection.packed_rows import Rows
 
@@ -156,7 +163,7 @@ def look_rows(
     wanted = count or ((IN_TERMINAL if html is None else ON_PAGE) if len(places) == 1 else few)
     chosen: list[tuple[Collection, list[int]]] = []
     for place in places:
-        rows = Rows(place, find_reading(place, tokenizer))
+        rows = Rows(place, load_tokenizer_of(place, tokenizer))
         chosen.append((rows, rows.pick(indices=index or [], count=wanted, seed=seed, source=source)))
     _write(chosen, html, tokens=tokens, full=full, quiet=as_json)
     if as_json:
@@ -166,7 +173,7 @@ def look_rows(
 
 
 def _keep_printing() -> None:
-    # A terminal that cannot show a character must not end the command.
+    # A terminal that cannot show a character must not stop the command.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
 
@@ -183,23 +190,23 @@ def _write(
         typer.echo(f"page: {html.absolute()}")
 
 
-def _opened(place: "Place", *, tokenizer: str | None, field: str | None, seed: int) -> "Collection":
+def _opened(place: "DataPath", *, tokenizer: str | None, field: str | None, seed: int) -> "Collection":
     if place.kind == "records":
-        from unspool.inspection.detokenize import Reading
+        from unspool.inspection.detokenize import FoundTokenizer
         from unspool.inspection.input_documents import Records
 
-        reading = find_reading(place, tokenizer) if tokenizer else Reading()
-        return Records(place, reading, field=field, seed=seed)
+        found_tokenizer = load_tokenizer_of(place, tokenizer) if tokenizer else FoundTokenizer()
+        return Records(place, found_tokenizer, field=field, seed=seed)
     if field is not None:
-        raise ConfigError("--text is for JSONL and Parquet files; what is in a run's folder is tokenised already.")
-    reading = find_reading(place, tokenizer)
+        raise ConfigError("--text is for JSONL and Parquet files; data in a run's folder is already tokenized.")
+    found_tokenizer = load_tokenizer_of(place, tokenizer)
     if place.kind == "dataset":
         from unspool.inspection.packed_rows import Rows
 
-        return Rows(place, reading)
+        return Rows(place, found_tokenizer)
     from unspool.inspection.input_documents import Corpus
 
-    return Corpus(place, reading)
+    return Corpus(place, found_tokenizer)
 
 
 def _print(chosen: "list[tuple[Collection, list[int]]]", *, tokens: bool, full: bool) -> None:
@@ -223,12 +230,12 @@ def _values(chosen: "list[tuple[Collection, list[int]]]", *, tokens: bool) -> li
 
     return [
         summary_values(collection.summary())
-        | {"items": [item_values(collection.item(index, Show(tokens=tokens)), "index") for index in indices]}
+        | {"items": [item_values(collection.item(index, Show(tokens=tokens))) for index in indices]}
         for collection, indices in chosen
     ]
 
 
-def _list(place: "Place", source: str | None, *, html: Path | None, as_json: bool) -> None:
+def _list(place: "DataPath", source: str | None, *, html: Path | None, as_json: bool) -> None:
     from unspool.inspection.items import listing_values
     from unspool.inspection.run_paths import list_run, sources_of
     from unspool.inspection.terminal import build_console, print_listing
@@ -236,9 +243,9 @@ def _list(place: "Place", source: str | None, *, html: Path | None, as_json: boo
     entries = list_run(place.path, source)
     if not entries:
         there = ", ".join(sources_of(place.path))
-        raise ConfigError(f"--source {source!r}: nothing in {place.path} was made from it; there are {there}.")
+        raise ConfigError(f"--source {source!r}: nothing in {place.path} contains it; sources are {there}.")
     if html is not None:
-        raise ConfigError(f"--html shows one folder; give one of those in {place.path}, such as {entries[-1].name}.")
+        raise ConfigError(f"--html needs one folder; give one of those in {place.path}, such as {entries[-1].name}.")
     if as_json:
         typer.echo(json.dumps(listing_values(entries), indent=1, ensure_ascii=False))
     else:

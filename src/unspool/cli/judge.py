@@ -77,7 +77,7 @@ def _check(path: Path, chosen: "Judge", as_json: bool) -> None:
 
 
 def _judge(url: str | None, model_name: str | None, model: str | None, requests: int, timeout: float) -> "Judge":
-    from unspool.evals.backends.openai import Patience, Server
+    from unspool.evals.backends.openai import RetryPolicy, Server
     from unspool.evals.judge.protocols import REPLY_TOKENS
     from unspool.evals.judge.run import Judge
 
@@ -86,10 +86,10 @@ def _judge(url: str | None, model_name: str | None, model: str | None, requests:
     if url is not None:
         if model_name is None:
             raise ConfigError("--url needs --model-name, the name of the judge on the server.")
-        server = Server(url=url, model=model_name, patience=Patience(seconds=timeout), width=requests)
+        server = Server(url=url, model=model_name, retry=RetryPolicy(seconds=timeout), width=requests)
         return Judge(name=model_name, ask=lambda prompt: server.chat(prompt, REPLY_TOKENS), width=requests)
     from unspool.cli.eval import device_and_dtype
-    from unspool.evals.backends.base import ModelBackend
+    from unspool.evals.backends.transformers import ModelBackend
     from unspool.evals.judge.run import local_judge
 
     assert model is not None

@@ -1,6 +1,7 @@
 """`unspool launch`: a recipe on several devices or machines, by torchrun, Slurm or Ray."""
 
 import json
+import logging
 import os
 import shlex
 import signal
@@ -18,6 +19,8 @@ from unspool.core.errors import ConfigError, UnspoolError
 
 if TYPE_CHECKING:
     from unspool.recipe.launch import Ask
+
+logger = logging.getLogger(__name__)
 
 VIA = ("torchrun", "slurm", "ray")
 VERBS = ("run", "train")
@@ -110,7 +113,6 @@ def _plan(ask: "Ask", via: str) -> dict[str, Any]:
 
 
 def _start(ask: "Ask", via: str, job: dict[str, Any], *, quiet: bool) -> Any:
-    from unspool.core.progress import say
     from unspool.recipe.launch import ray_words, torchrun_words
 
     if via == "slurm":
@@ -119,7 +121,7 @@ def _start(ask: "Ask", via: str, job: dict[str, Any], *, quiet: bool) -> Any:
         raise ConfigError("--via ray needs Ray, which is not installed here; pip install 'unspool[cluster]'.")
     if not quiet:
         for line in job["layouts"]:
-            say(line)
+            logger.info(line)
     words = torchrun_words(ask) if via == "torchrun" else ray_words(ask)
     code = _run(words, os.environ | ask.env)
     if code:
@@ -159,7 +161,6 @@ def _submit(path: Path, script: str) -> str:
 
 
 def _print(job: dict[str, Any], *, as_json: bool, dry_run: bool) -> None:
-    from unspool.core.progress import say
 
     if as_json:
         typer.echo(json.dumps(job, indent=1))
@@ -169,11 +170,11 @@ def _print(job: dict[str, Any], *, as_json: bool, dry_run: bool) -> None:
             typer.echo(job["result"])
         return
     for line in job["layouts"]:
-        say(line)
+        logger.info(line)
     if "script" in job:
         typer.echo(job["script"], nl=False)
         return
     if not dry_run:
-        say(f"run one of these lines on each of the {len(job['lines'])} machines, in this folder:")
+        logger.info(f"run one of these lines on each of the {len(job['lines'])} machines, in this folder:")
     for line in job["lines"]:
         typer.echo(line)

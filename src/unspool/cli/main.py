@@ -5,6 +5,7 @@ verb's file imports torch, transformers or the recipe schema at its top: a verb 
 needs when it is called. This is the only package where imports may stand inside functions.
 """
 
+import logging
 import sys
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from typer.core import TyperGroup
 from unspool import __version__
 from unspool.cli import eval, export, inspect, judge, launch, plan, recipes, report, rope, run, study, synth, verify
 from unspool.core.errors import UnspoolError
+from unspool.core.logging import set_up_logging
 
 USER_ERROR = 2
 INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
@@ -44,8 +46,11 @@ def unspool(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also print debug messages.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
 ) -> None:
     """Extend the context window of open language models: one recipe from raw text to a longer, scored checkpoint."""
+    set_up_logging(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
 
 
 def build_app() -> typer.Typer:

@@ -1,6 +1,7 @@
 """`unspool plan`: tokens, memory, time and settings of a recipe before it runs."""
 
 import json
+import logging
 import re
 import shlex
 import shutil
@@ -12,9 +13,11 @@ import typer
 from unspool.cli.recipes import Override
 from unspool.cli.run import RecipeArgument
 from unspool.core.errors import ConfigError
-from unspool.core.progress import progress_bar, say
+from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count, format_size
 from unspool.planning.cost import GPUS
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,7 +92,7 @@ def _machine(gpu: str | None, count: int, host_mem: str | None, *, here: bool) -
             f"--measure uses the local {own.name}, so --gpu {gpu} cannot be combined with it; remove one of them."
         )
     if gpu is None and own is None:
-        say(f"no local GPU and no --gpu: planning for {REFERENCE.title}")
+        logger.info(f"no local GPU and no --gpu: planning for {REFERENCE.title}")
     return Machine(gpu=find_gpu(gpu) if gpu else own or REFERENCE, count=count, host=_bytes(host_mem))
 
 
@@ -125,7 +128,7 @@ def _saved(loaded: "LoadedRecipe", machine: "Machine", model: str | None) -> "Ca
     found = load_calibration(loaded.recipe.out)
     if found is None or not found.matches(machine.gpu.name, planned_model(loaded, model).shape):
         return None
-    say(f"using measured rates from {loaded.recipe.out / FILE}")
+    logger.info(f"using measured rates from {loaded.recipe.out / FILE}")
     return found
 
 
@@ -138,11 +141,11 @@ def _measured(loaded: "LoadedRecipe", machine: "Machine", model: str | None) -> 
     first = plan_recipe(loaded, machine, model=model)
     longest = max(first.stages, key=lambda planned: planned.stage.context_length)
     stage = longest.chosen.stage if longest.chosen else longest.stage
-    say(f"measuring a few layers of stage {stage.name} on {machine.gpu.title}: six steps of a few seconds each")
+    logger.info(f"measuring a few layers of stage {stage.name} on {machine.gpu.title}: six steps of a few seconds each")
     docs = first.data.documents[stage.name]
     found = measure(first.model.shape, stage, docs, machine.gpu, torch.device("cuda"))
     path = save_calibration(found, loaded.recipe.out)
-    say(f"wrote measured rates to {path}; later plans use them")
+    logger.info(f"wrote measured rates to {path}; later plans use them")
     return found
 
 

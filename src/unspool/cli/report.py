@@ -33,11 +33,11 @@ def report(
 
         unspool report runs/tiny --json | jq '.runs[0].measures'
     """
-    from unspool.core.html import write_html
+    from unspool.core.html import write_text
     from unspool.reporting.comparisons import headline
     from unspool.reporting.gather import gather
     from unspool.reporting.page import check_file, render
-    from unspool.reporting.text_formats import as_plain, write_markdown
+    from unspool.reporting.text_formats import report_values, write_markdown
 
     page = out
     if page is None and not as_json:
@@ -47,11 +47,11 @@ def report(
             check_file(file, name)
     results = [gather(run) for run in runs]
     if page is not None:
-        write_html(page, render(results))
+        write_text(page, render(results))
     if markdown is not None:
         write_markdown(results, markdown)
     if as_json:
-        typer.echo(json.dumps(as_plain(results), indent=1, ensure_ascii=False))
+        typer.echo(json.dumps(report_values(results), indent=1, ensure_ascii=False))
         return
     for one in results:
         for line in headline(one):

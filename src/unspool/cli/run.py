@@ -162,7 +162,7 @@ def records_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None 
         records = f"{entry['records']:,}" if "records" in entry else MISSING
         numbers = [records, f"{entry['documents']:,}", format_count(entry["tokens"])]
         numbers += [_trained(entry) for _ in trained]
-        table.add_row(name, *numbers, *reasons, entry.get("tokenised_with", MISSING))
+        table.add_row(name, *numbers, *reasons, entry.get("tokenized_with", MISSING))
     return table
 
 

@@ -1,1 +1,6 @@
-"""What every other package may use: errors, sizes, configs, artifacts, progress. Imports nothing of ours."""
+"""What every other package builds on: artifacts, configs, errors, logging, progress, random numbers, sizes."""
+
+import logging
+
+# A library prints nothing unless the program that uses it configures logging.
+logging.getLogger("unspool").addHandler(logging.NullHandler())

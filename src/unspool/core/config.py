@@ -1,17 +1,24 @@
-"""The parent of every config class. Each lives beside what it configures; a recipe is made of them.
+"""The base class of every config, and the registries that configs are looked up in.
 
-Frozen, unknown keys refused, checked on construction. What a class cannot be on its own
-(`base: -1`) it refuses with a ValueError, which the recipe checker turns into a sentence
-with the line, the value and what is allowed.
+A config is frozen, refuses unknown keys and checks itself on construction. It raises ValueError for a value that is
+wrong by itself; the recipe checker adds the line, the value and what is allowed.
 """
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import reduce
 from operator import or_
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
@@ -22,18 +29,23 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
 
 
-# Registries are plain dicts; this finds an entry or says which name was probably meant.
-
-
 Entry = TypeVar("Entry")
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
+    """Return the allowed name that `name` is probably a misspelling of."""
     found = get_close_matches(name, list(allowed), n=1, cutoff=0.6)
     return found[0] if found else None
 
 
+def did_you_mean(name: Any, allowed: Iterable[str], *, prefix: str = "") -> str:
+    """Return the end of a sentence about an unknown name: `; did you mean 'abf'?`, or a full stop."""
+    guess = nearest(name, allowed) if isinstance(name, str) else None
+    return f"; did you mean {prefix + guess!r}?" if guess else "."
+
+
 def lookup(registry: Mapping[str, Entry], name: str, *, kind: str) -> Entry:
+    """Return an entry of a registry, which is a plain dict; ConfigError with the nearest name if it has none."""
     if name in registry:
         return registry[name]
     guess = nearest(name, registry)
@@ -41,34 +53,68 @@ def lookup(registry: Mapping[str, Entry], name: str, *, kind: str) -> Entry:
     raise ConfigError(f"{kind} {name!r} is not known. {hint}Known: {', '.join(sorted(registry))}.")
 
 
-class FromRegistry:
+# Registries that classes were added to after import, by the name of their kind.
+_extended: dict[str, Mapping[str, type]] = {}
+
+
+def registry_version() -> tuple[tuple[type, ...], ...]:
+    """Return a value that changes whenever a class is registered, for caches that depend on what is registered."""
+    return tuple(tuple(registry.values()) for registry in _extended.values())
+
+
+def register(registry: dict[str, Any], name: str, cls: type, *, kind: str) -> None:
+    """Add a class to a registry; ConfigError if another class already has the name."""
+    if registry.setdefault(name, cls) is not cls:
+        raise ConfigError(f"{kind} {name!r} is already registered ({registry[name].__name__}); use another name.")
+    _extended[kind] = registry
+
+
+def tag_value(cls: type[BaseModel], tag: str) -> str:
+    """Return the one value that a config's field `tag`, such as `kind`, can have."""
+    values = get_args(cls.model_fields[tag].annotation)
+    if len(values) != 1:
+        raise ConfigError(f"{cls.__name__}.{tag} must be a Literal with one name, such as Literal['csv'].")
+    return str(values[0])
+
+
+class Current:
+    """Pydantic annotation: validate with a config class as it is then, fields that were added later included."""
+
+    def __init__(self, cls: type[BaseModel]) -> None:
+        self._cls = cls
+
+    def adapter(self) -> TypeAdapter[Any]:
+        return TypeAdapter(self._cls)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(lambda value: self.adapter().validate_python(value))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return handler(self.adapter().core_schema)
+
+
+class FromRegistry(Current):
     """Pydantic annotation of a config whose class is looked up in a registry by the value of its key `tag`.
 
     Errors and the JSON schema are those of a discriminated union of the registered classes. The registry is read at
     validation, so classes that are registered later are found too. Without the key, the class is that of `default`.
     """
 
-    def __init__(self, registry: Mapping[str, type[Config]], tag: str, *, default: str | None = None) -> None:
+    def __init__(self, registry: Mapping[str, type[BaseModel]], tag: str, *, default: str | None = None) -> None:
         self._registry, self._tag, self._default = registry, tag, default
-        self._classes: tuple[type[Config], ...] = ()
+        self._classes: tuple[type[BaseModel], ...] = ()
         self._union: TypeAdapter[Any]
 
-    def _adapter(self) -> TypeAdapter[Any]:
+    def adapter(self) -> TypeAdapter[Any]:
         classes = tuple(self._registry.values())
         if classes != self._classes:
             self._classes = classes
             union: Any = reduce(or_, classes)
             # A single class is no union, which a discriminator needs.
-            self._union = TypeAdapter(Annotated[union, Field(discriminator=self._tag)] if len(classes) > 1 else union)
+            union = Annotated[union, Field(discriminator=self._tag)] if len(classes) > 1 else union
+            self._union = TypeAdapter(Annotated[union, BeforeValidator(self._add_default)])
         return self._union
 
-    def _validate(self, value: Any) -> Any:
-        if self._default is not None and isinstance(value, dict) and self._tag not in value:
-            value = {self._tag: self._default, **value}
-        return self._adapter().validate_python(value)
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._validate)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return handler(self._adapter().core_schema)
+    def _add_default(self, value: Any) -> Any:
+        is_missing = self._default is not None and isinstance(value, dict) and self._tag not in value
+        return {self._tag: self._default, **value} if is_missing else value

@@ -1,13 +1,13 @@
-"""The errors a user can meet. Anything else that escapes is a bug of ours."""
+"""Errors that a user can cause. Any other exception that escapes is a bug in Unspool."""
 
 
 class UnspoolError(Exception):
-    """Printed by the CLI as one sentence, without a traceback, with exit code 2."""
+    """The CLI prints the message without a traceback and exits with code 2."""
 
 
 class ConfigError(UnspoolError):
-    """The user can fix it in the recipe or on the command line."""
+    """A mistake in the recipe or on the command line."""
 
 
 class DataError(UnspoolError):
-    """An input file is not what it should be; the message names file and record."""
+    """An input file that cannot be used; the message names file and record."""

@@ -1,16 +1,18 @@
-"""Self-contained HTML pages: templates that escape all they are given, and writing the result whole."""
+"""Self-contained HTML pages: escaping templates, SVG elements, and atomic writing."""
 
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from unspool.core.artifacts import write_atomic
+from unspool.core.formatting import printable
 
 
-def templates_in(*folders: Path) -> Environment:
-    """Templates of a package; a name that is not given is an error and not an empty place."""
+def load_templates(*folders: Path) -> Environment:
+    """Templates of some folders and of this one; a missing variable is an error, not an empty string."""
     return Environment(
-        loader=FileSystemLoader(folders),
+        loader=FileSystemLoader([*folders, Path(__file__).parent]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -18,7 +20,37 @@ def templates_in(*folders: Path) -> Environment:
     )
 
 
-def write_html(out_file: Path, page: str) -> None:
+def write_text(out_file: Path, content: str) -> None:
+    """Write a page or another text atomically; lone surrogates from JSON or file names become question marks."""
     out_file.parent.mkdir(parents=True, exist_ok=True)
-    # JSON and names of files may carry lone surrogates, which no file can hold.
-    write_atomic(out_file, page.encode("utf-8", "replace").decode("utf-8"))
+    write_atomic(out_file, content.encode("utf-8", "replace").decode("utf-8"))
+
+
+def element(name: str, *children: object, **attributes: object) -> Markup:
+    """One SVG or HTML element; children and attribute values are escaped unless they are markup already.
+
+    Attributes that are None are left out, `class_` is written as `class`, and floats get one digit after the point.
+    """
+    given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
+    written = "".join(f' {key}="{_escape(value)}"' for key, value in given.items())
+    return Markup(f"<{name}{written}>{''.join(map(_escape, children))}</{name}>")
+
+
+def _escape(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.1f}".removesuffix(".0")
+    return escape(printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value)
+
+
+def svg(width: float, height: float, label: str, *children: Markup, **attributes: object) -> Markup:
+    """A drawing that scales with its page; screen readers speak `label`."""
+    shared = {"class_": "chart", "viewBox": f"0 0 {width:g} {height:g}", "role": "img", "aria_label": label}
+    return element("svg", *children, **(shared | attributes))
+
+
+def svg_text(x: float, y: float, shown: object, anchor: str = "middle", class_: str | None = "tick") -> Markup:
+    return element("text", shown, class_=class_, x=x, y=y, text_anchor=anchor)
+
+
+def svg_line(x1: float, y1: float, x2: float, y2: float, class_: str = "grid") -> Markup:
+    return element("line", class_=class_, x1=x1, x2=x2, y1=y1, y2=y2)

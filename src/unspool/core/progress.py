@@ -1,5 +1,9 @@
-"""What a person sees while waiting: a bar with ETA on a terminal, plain lines elsewhere."""
+"""Progress of long work: a bar with ETA on a terminal, log lines elsewhere.
 
+Both are shown at log level INFO and below.
+"""
+
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,32 +21,28 @@ from rich.progress import (
 )
 from rich.table import Column
 
+logger = logging.getLogger(__name__)
 # Progress goes to stderr, so that `--json` on stdout stays clean.
 console = Console(stderr=True, highlight=False)
-# Where nobody has a terminal a long job says a line at every such part of it, but not more often than this many
-# seconds, and at the latest after so many: enough to see in a log that it lives, and when it stopped.
+# Without a terminal, a long job logs a line after every tenth of its work. MIN_SECONDS lie between two lines and at
+# most MAX_SECONDS, so that a log shows that the job is alive, or when it stopped.
 LINES = 10
-SOONEST, LATEST = 30.0, 300.0
-# Columns below which the bar itself gives way to what is written beside it.
+MIN_SECONDS, MAX_SECONDS = 30.0, 300.0
+# Below this many columns only the text is shown, without the bar.
 NARROW = 110
 
 
 class Advance(Protocol):
-    """Called with how many more are done, and a short note such as the current loss."""
+    """Called with the number of newly finished items, and a short note such as the current loss."""
 
     def __call__(self, amount: int, note: str = "", /) -> None: ...
 
 
-def say(text: str) -> None:
-    """One line about what happens, for people; never needed to understand the result."""
-    console.print(text, markup=False, soft_wrap=True)
-
-
 @contextmanager
 def progress_bar(label: str, total: int | None) -> Iterator[Advance]:
-    """A bar that vanishes when done; silent when stderr is not a terminal."""
-    if not console.is_terminal:
-        yield _ignore
+    """Show a bar that disappears when done; silent when stderr is not a terminal."""
+    if not console.is_terminal or not logger.isEnabledFor(logging.INFO):
+        yield lambda amount, note="": None
         return
     columns = (
         TextColumn("{task.description}"),
@@ -59,12 +59,12 @@ def progress_bar(label: str, total: int | None) -> Iterator[Advance]:
 
 @contextmanager
 def long_bar(label: str, total: int, *, clock: Callable[[], float] = time.monotonic) -> Iterator[Advance]:
-    """A bar for hours, whose notes say all there is to say; where there is no terminal, a line now and then."""
-    if not console.is_terminal:
-        yield _Lines(label, total, clock)
+    """Show a bar for work that takes hours; without a terminal, log a line now and then."""
+    if not console.is_terminal or not logger.isEnabledFor(logging.INFO):
+        yield _LogLines(label, total, clock)
         return
     bar = (BarColumn(bar_width=None),) if console.width >= NARROW else ()
-    # Too long a note is cut at its end; the count stays whole.
+    # A note that is too long is cut at its end; the count never is.
     count = MofNCompleteColumn(table_column=Column(min_width=2 * len(str(total)) + 1, no_wrap=True))
     columns = (TextColumn("{task.description}"), *bar, count, TextColumn("{task.fields[note]}"))
     with _live_bar(columns, label, total, expand=True) as advance:
@@ -84,27 +84,23 @@ def _live_bar(
         yield advance
 
 
-class _Lines:
-    """Says the note that comes first, the last one, and some between."""
+class _LogLines:
+    """Log the first note, the last one, and some in between."""
 
     def __init__(self, label: str, total: int, clock: Callable[[], float]) -> None:
         self._label, self._total, self._clock = label, total, clock
         self._done = 0
-        self._said: tuple[int, float] | None = None  # how many were done, and when
+        self._last_line: tuple[int, float] | None = None  # items done, and the time
 
     def __call__(self, amount: int, note: str = "", /) -> None:
         self._done += amount
         if note and self._is_time():
-            self._said = (self._done, self._clock())
-            say(f"{self._label}: {self._done}/{self._total}  {note}")
+            self._last_line = (self._done, self._clock())
+            logger.info(f"{self._label}: {self._done}/{self._total}  {note}")
 
     def _is_time(self) -> bool:
-        if self._said is None or self._done == self._total:
+        if self._last_line is None or self._done == self._total:
             return True
-        done, when = self._said
+        done, when = self._last_line
         passed = self._clock() - when
-        return passed >= LATEST or (passed >= SOONEST and (self._done - done) * LINES >= self._total)
-
-
-def _ignore(amount: int, note: str = "", /) -> None:
-    """Nobody is watching."""
+        return passed >= MAX_SECONDS or (passed >= MIN_SECONDS and (self._done - done) * LINES >= self._total)

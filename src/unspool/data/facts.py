@@ -1,9 +1,6 @@
-"""How facts and questions are worded, the same in generated training documents and in evaluation prompts.
+"""The wording of facts and questions, the same in generated training documents and in evaluation prompts.
 
-In: keys, values and words. Out: text.
-Promise: a question ends exactly where its answer begins: after a space for facts, directly
-after the opening quote for pairs.
-Elsewhere: training documents (recall.py), evaluation prompts (eval/tasks).
+A question ends exactly where its answer begins: after a space for facts, directly after the opening quote for pairs.
 """
 
 import json
@@ -15,17 +12,17 @@ import numpy as np
 
 from unspool.core.errors import DataError
 
-# With fewer words than this, guessing one of them would look like recall.
+# With fewer words, guessing one of them would look like recall.
 FEWEST_WORDS = 64
 
 
 def fact(key: str, value: str, kind: str) -> str:
-    """One sentence to be hidden in prose; `kind` is "number" or "word"."""
+    """A sentence to hide in prose; `kind` is "number" or "word"."""
     return f"The special magic {kind} for {key} is {value}."
 
 
 def question(key: str, kind: str) -> str:
-    """Asks for a fact; the answer follows after a space."""
+    """A question for a fact; the answer follows after a space."""
     return f"What is the special magic {kind} for {key}? The special magic {kind} for {key} is"
 
 
@@ -37,8 +34,7 @@ def pairs_text(pairs: Sequence[tuple[str, str]]) -> str:
 def pair_question(key: str) -> str:
     """An entry to complete; the answer follows directly, then a closing quote.
 
-    It is written as in the object: a base model continues a pattern it has seen, and need not
-    understand an instruction.
+    It is written as in the object: a base model continues a pattern it has seen, without any instruction.
     """
     return f'\n"{key}": "'
 
@@ -54,10 +50,9 @@ def word_list() -> list[str]:
 
 
 def single_token_words(tokenizer: Callable[..., Any], words: list[str]) -> list[str]:
-    """Those words that are one token both with and without a space before them.
+    """Select the words that are one token both with and without a space before them; all if these are too few.
 
-    A small model can recall one token long before it can spell out several. A tokenizer that
-    leaves too few such words gets them all.
+    A small model can recall one token long before it can spell out several.
     """
     spaced = tokenizer([f" {word}" for word in words], add_special_tokens=False)["input_ids"]
     bare = tokenizer(words, add_special_tokens=False)["input_ids"]
@@ -66,7 +61,7 @@ def single_token_words(tokenizer: Callable[..., Any], words: list[str]) -> list[
 
 
 def distinct_keys(words: list[str], count: int, rng: np.random.Generator) -> list[str]:
-    """`count` different keys: words in random order, then words joined by hyphens when words run out."""
+    """Draw `count` different keys: words in random order, then words joined by hyphens when words run out."""
     assert words
     keys: list[str] = []
     joined = 1

@@ -1,8 +1,11 @@
-"""What one entry of a recipe's `evals` may say, a class per suite."""
+"""Base classes of the entries of a recipe's `evals`. Every suite has its own class, beside its code."""
 
-from typing import Annotated, Literal
+from functools import cache
+from typing import Annotated, Any, Literal, Union
 
-from pydantic import Field
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
 
 from unspool.core.config import Config
 from unspool.core.sizes import Size
@@ -10,43 +13,15 @@ from unspool.core.sizes import Size
 Lengths = Annotated[list[Size], Field(min_length=1)]
 
 
-class NiahEval(Config):
-    """Needle in a haystack: facts hidden in prose at every depth, asked for at the end."""
-
-    suite: Literal["niah"]
-    lengths: Lengths
-    samples: int = Field(20, ge=1, description="questions per length, spread evenly over depths")
-    depths: int = Field(5, ge=1, description="how many depths between the start and the end")
-    needles: int = Field(1, ge=1, description="facts per haystack, each asked for")
-    value: Literal["numbers", "words"] = "numbers"
-    text: str | None = Field(
-        None, description="JSONL or text files for the haystack; the shipped held-out book if none"
-    )
-
-
-class KeyValueEval(Config):
-    """JSON key-value recall: one object as long as the context, several keys asked for."""
-
-    suite: Literal["key_value"]
-    lengths: Lengths
-    samples: int = Field(20, ge=1, description="questions per length")
-    questions: int = Field(4, ge=1, description="questions per object")
-    value: Literal["uuid", "words"] = "uuid"
-
-
-class PerplexityEval(Config):
-    """Loss by position on held-out text."""
-
-    suite: Literal["perplexity"]
-    length: Size
-    samples: int = Field(8, ge=1, description="windows")
-    text: str | None = Field(None, description="JSONL or text files; the shipped held-out book if none")
-
-
-class TaskEval(Config):
-    """What the suites that consist of tasks have in common."""
+class EvalConfig(Config):
+    """One entry of `evals`; `suite` decides which class it has."""
 
     suite: str
+
+
+class TaskEval(EvalConfig):
+    """Settings that all suites with tasks share."""
+
     lengths: Lengths
     samples: int = Field(100, ge=1, description="questions per task and length, spread evenly over depths and labels")
     tasks: list[str] = Field([], description="names of tasks; all of the suite when not given")
@@ -65,44 +40,33 @@ class TaskEval(Config):
 
 
 class WordedEval(TaskEval):
-    """Suites whose instructions a user may give in other words."""
+    """Settings of suites whose instructions a user may replace."""
 
     wording: str | None = Field(
         None, description="YAML or JSON file with the words of tasks, such as a paper's own; our own words if none"
     )
 
 
-class RulerEval(WordedEval):
-    """RULER: needles, variable tracing, word counting and questions at any length."""
-
-    suite: Literal["ruler"]
-
-
-class HelmetEval(WordedEval):
-    """HELMET: recall, RAG, re-ranking, citations, long questions, summaries, many-shot labels."""
-
-    suite: Literal["helmet"]
+@cache
+def _union(classes: tuple[type[EvalConfig], ...]) -> TypeAdapter[Any]:
+    entry: Any = Annotated[Union[classes], Field(discriminator="suite")]  # noqa: UP007
+    return TypeAdapter(entry)
 
 
-class LvEval(WordedEval):
-    """LV-Eval: questions on long articles, scored by keywords and F1."""
+def eval_adapter() -> TypeAdapter[Any]:
+    """Validates an entry by the config class of the suite that it names, also of suites registered later."""
+    # Late, because suites import their base classes from here.
+    from unspool.evals.suites import SUITES
 
-    suite: Literal["lveval"]
-
-
-class InfbenchEval(TaskEval):
-    """∞Bench's key tasks: passkeys, numbers and values far into the context."""
-
-    suite: Literal["infbench"]
+    return _union(tuple(suite.config for suite in SUITES.values()))
 
 
-class NochaEval(TaskEval):
-    """NoCha: pairs of a true and a false claim about a whole book, of the user's own."""
+class _BySuite:
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(lambda value: eval_adapter().validate_python(value))
 
-    suite: Literal["nocha"]
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return handler(eval_adapter().core_schema)
 
 
-Eval = Annotated[
-    NiahEval | KeyValueEval | PerplexityEval | RulerEval | HelmetEval | LvEval | InfbenchEval | NochaEval,
-    Field(discriminator="suite"),
-]
+Eval = Annotated[EvalConfig, _BySuite()]

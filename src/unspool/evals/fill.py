@@ -1,10 +1,7 @@
 """Fill a prompt up to its length, and never beyond.
 
-In: a function that builds a question for a budget of tokens, the tokenizer. Out: the longest question that fits.
-Promise: context, question, prefix, overhead and room for the answer never exceed the length; a length that cannot
-hold the task is refused in one sentence; the number of trials is bounded at any length.
-Price: a few countings of the whole prompt; the tokenizer's fast route makes them milliseconds.
-Elsewhere: what is in a question (the suites), its ids (prompt.py).
+Context, question, prefix, overhead and room for the answer never exceed the length. The number of trials is bounded at
+any length, and a length that cannot hold the task raises a ConfigError.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,15 +13,17 @@ from unspool.data.tokenize.encoder import Encoder, build_encoder, choose_route
 from unspool.evals.prompts import encode
 from unspool.evals.suite import Ask, Question
 
-# Each trial removes the error that the one before has shown; two are enough nearly always.
-TRIALS = 12
-IDLE = 3
-NEAR = 10
-_PIECES = 1 << 18
+# Each trial corrects the error of the one before; two are nearly always enough.
+MAX_TRIALS = 12
+# Trials without a change after which the task has no more text.
+MAX_IDLE = 3
+# Neighboring budgets that are tried when whole pieces leave more than 1% unused.
+MAX_NEIGHBORS = 10
+_CACHED_PIECES = 1 << 18
 
 
 class Meter:
-    """How many tokens a text has, by the fastest way that gives the tokenizer's own number."""
+    """Counts the tokens of texts, by the fastest encoder that agrees with the tokenizer."""
 
     def __init__(self, tokenizer: Any, sample: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -32,10 +31,10 @@ class Meter:
         try:
             self._encoder = choose_route(build_encoder(tokenizer), [text for text in sample if text])
         except (ConfigError, AttributeError):
-            # No EOS token, or a tokenizer written in Python: it counts its own tokens, slowly.
+            # No EOS token, or a tokenizer written in Python, which counts slowly.
             self._encoder = None
-        self.piece = lru_cache(_PIECES)(self.count)  # of texts that come again, such as passages
-        # What an empty line between two texts takes.
+        self.piece = lru_cache(_CACHED_PIECES)(self.count)  # for texts that repeat, such as passages
+        # Tokens of an empty line between two texts.
         self.gap = max(1, self.count("one\n\none") - 2 * self.count("one"))
 
     def count(self, text: str) -> int:
@@ -44,15 +43,12 @@ class Meter:
         return len(self._encoder.encode_plain([text])[0])
 
     def whole(self, asked: Question) -> int:
-        """The prompt's tokens, read at once or with the context apart, whichever is more."""
+        """Count a prompt's tokens, encoded as one text or with the context apart, whichever is more."""
         rest = asked.question + asked.prefix
         return max(self.count(asked.context + rest), self.count(asked.context) + self.count(rest))
 
     def clip(self, text: str, budget: int, *, keep: int = 0) -> str:
-        """The longest beginning in whole words that has no more tokens than the budget, or nothing.
-
-        The first `keep` words are a head that says nothing alone: without anything after it nothing is left.
-        """
+        """Cut a text to as many whole words as the budget allows; nothing if only the first `keep` words are left."""
         words = text.split(" ")
         low, high = 0, len(words)
         while low < high:
@@ -62,7 +58,7 @@ class Meter:
         return " ".join(words[:low]) if low > keep else ""
 
     def take(self, pieces: Iterable[str], budget: int, *, between: int = 0, keep: int = 0) -> list[str]:
-        """As many pieces as the budget holds, the last one cut; `between` tokens are counted for each join."""
+        """Take pieces up to the budget, the last one cut; `between` tokens are counted for each join."""
         taken: list[str] = []
         for piece in pieces:
             size = self.piece(piece) + between
@@ -73,7 +69,7 @@ class Meter:
         return taken
 
     def _with_rest(self, taken: list[str], piece: str, budget: int, keep: int) -> list[str]:
-        """With what fits of the next piece; where that is too little for its head, the last one taken is halved."""
+        """Add what fits of the next piece; where that is less than its head, halve the last piece taken."""
         rest = self.clip(piece, budget, keep=keep)
         if rest:
             return [*taken, rest]
@@ -86,7 +82,7 @@ class Meter:
 
 
 class Remembered:
-    """Texts that are made when they are first come to, and gone through as often as wanted."""
+    """Texts that are generated on first use and can be iterated again."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._rest = iter(texts)
@@ -100,33 +96,36 @@ class Remembered:
 
 
 def room(ask: Ask, answer_tokens: int) -> int:
-    """Tokens for context, question and prefix."""
+    """Tokens left for context, question and prefix."""
     return ask.length - ask.overhead - answer_tokens
 
 
 def fill(build: Callable[[int], Question], meter: Meter, limit: int, *, what: str, length: int) -> Question:
-    """The longest question that `build` makes of any budget within the limit."""
+    """Build the longest question whose prompt stays within `limit` tokens.
+
+    `build` makes a question from a budget of tokens, which its prompt may miss by a little.
+    """
     close = max(3, length // 300)
     best: tuple[int, Question] | None = None
-    # The greatest budget known to fit, the least known not to; more budget hardly ever makes a shorter prompt.
+    # The greatest budget known to fit and the least known not to; more budget hardly ever gives a shorter prompt.
     budget, fits, exceeds = max(0, limit), -1, 2 * max(0, limit) + 2
     last, idle = -1, 0
-    for _ in range(TRIALS):
+    for _ in range(MAX_TRIALS):
         asked = build(budget)
         total = meter.whole(asked)
         if total <= limit and (best is None or total > best[0]):
             best = total, asked
         fits, exceeds = (budget, exceeds) if total <= limit else (fits, budget)
         idle = idle + 1 if total == last else 0
-        # Good enough, or nothing between the two budgets, or the task has no more text.
-        if 0 <= limit - total <= close or exceeds - fits <= 1 or (idle == IDLE and total <= limit):
+        # Close enough, or no budget between the two, or the task has no more text.
+        if 0 <= limit - total <= close or exceeds - fits <= 1 or (idle == MAX_IDLE and total <= limit):
             break
         budget, last = budget + limit - total, total
         if not fits < budget < exceeds:
             budget = (fits + exceeds) // 2
-    # Whole pieces may leave room between two budgets that a neighbour of theirs does not leave.
-    if best is not None and last >= 0 and limit - best[0] > length // 100 and idle < IDLE:
-        for budget in [near for step in range(1, NEAR) for near in (fits + step, fits - step)]:
+    # Whole pieces may leave tokens unused that a neighboring budget would use.
+    if best is not None and last >= 0 and limit - best[0] > length // 100 and idle < MAX_IDLE:
+        for budget in [near for step in range(1, MAX_NEIGHBORS) for near in (fits + step, fits - step)]:
             asked = build(budget)
             total = meter.whole(asked)
             if best[0] < total <= limit:
@@ -144,7 +143,7 @@ def fill(build: Callable[[int], Question], meter: Meter, limit: int, *, what: st
 
 
 def spread(index: int, start: float) -> float:
-    """A depth from 0 to 1: any run of consecutive indices covers the range evenly (van der Corput's sequence)."""
+    """A depth from 0 to 1; consecutive indices cover the range evenly (van der Corput sequence)."""
     place, step = 0.0, 0.5
     while index:
         index, bit = divmod(index, 2)

@@ -1,38 +1,38 @@
-"""Held-out text: what haystacks are made of and loss is measured on.
+"""Held-out text for haystacks and token losses: the user's files, or the shipped book."""
 
-In: files as a recipe names them, or none for the shipped book. Out: documents, in file order.
-Price: only as much is read as the evaluations could use, counted in characters.
-Elsewhere: file formats (data/readers).
-"""
-
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from unspool.core.artifacts import file_digest
-from unspool.data.sources.config import JsonlSource, TextSource
-from unspool.data.sources.readers import read_strictly, source_units
+from unspool.data.facts import single_token_words, word_list
+from unspool.data.sources.base import FileSource, read_strictly
+from unspool.data.sources.jsonl import text_or_jsonl
 
 SHIPPED = "assets/demo/heldout.jsonl.zst"
-# Longer than tokens are on average in any language we know of, so that enough text is read.
+# More than the average token of any language we know of, so that enough text is read.
 CHARS_PER_TOKEN = 8
-# Below this, reading less saves no time worth having.
-FEWEST_CHARS = 4_000_000
+# Reading less than this saves no time.
+MIN_CHARS = 4_000_000
 
 
-def heldout_source(text: str | None) -> JsonlSource | TextSource:
-    path = str(files("unspool") / SHIPPED) if text is None else text
-    if ".jsonl" in Path(path).name:
-        return JsonlSource.model_validate({"kind": "jsonl", "path": path})
-    return TextSource.model_validate({"kind": "text", "path": path})
+class Heldout(NamedTuple):
+    """A request for held-out text."""
+
+    text: str | None  # files as a recipe names them; None: the shipped book
+    tokens: int
+
+
+def heldout_source(text: str | None) -> FileSource:
+    return text_or_jsonl(str(files("unspool") / SHIPPED) if text is None else text)
 
 
 def heldout_files(text: str | None, root: Path) -> list[Path]:
-    """The files; ConfigError if there are none."""
-    return source_units(heldout_source(text), root)
+    """List the files; ConfigError if there are none."""
+    return heldout_source(text).units(root)
 
 
 def heldout_digest(text: str | None, root: Path) -> dict[str, str]:
@@ -40,9 +40,9 @@ def heldout_digest(text: str | None, root: Path) -> dict[str, str]:
 
 
 def heldout_documents(text: str | None, root: Path, *, tokens: int) -> list[str]:
-    """Documents with text for at least `tokens` tokens, or all there are."""
+    """Read documents, in file order, with text for at least `tokens` tokens, or all there are."""
     documents: list[str] = []
-    missing = max(FEWEST_CHARS, tokens * CHARS_PER_TOKEN)
+    missing = max(MIN_CHARS, tokens * CHARS_PER_TOKEN)
     for document in read_strictly(heldout_source(text), heldout_files(text, root)):
         if missing <= 0:
             break
@@ -51,19 +51,34 @@ def heldout_documents(text: str | None, root: Path, *, tokens: int) -> list[str]
     return documents
 
 
-# Both ends of a prompt as text, for people who read samples.
+@dataclass(frozen=True, kw_only=True)
+class Materials:
+    """What generated prompts are made of."""
+
+    tokenizer: Any
+    words: list[str] = field(repr=False)
+    documents: list[str] = field(repr=False)
 
 
-# The question stands at the end.
-START_TOKENS, END_TOKENS = 100, 150
+@dataclass(frozen=True, kw_only=True)
+class PlanInputs:
+    """What all entries of a plan share."""
 
+    tokenizer: Any
+    seed: int
+    root: Path
+    """Folder that relative paths start from."""
+    heldout_tokens: Mapping[str | None, int] = field(default_factory=dict)
+    """By text: the most tokens that any entry needs. The entries share documents, which decide their prompts."""
 
-def excerpt(tokenizer: Any, length: int, lengths: Sequence[int], *parts: np.ndarray) -> dict[str, Any]:
-    """Nothing for a prompt that is not of the longest of `lengths`."""
-    if length < max(lengths):
-        return {}
-    ids = np.concatenate(parts).tolist()
-    if len(ids) <= START_TOKENS + END_TOKENS:
-        return {"prompt": {"start": tokenizer.decode(ids), "end": "", "cut_tokens": 0}}
-    start, end = tokenizer.decode(ids[:START_TOKENS]), tokenizer.decode(ids[-END_TOKENS:])
-    return {"prompt": {"start": start, "end": end, "cut_tokens": len(ids) - START_TOKENS - END_TOKENS}}
+    @cached_property
+    def words(self) -> list[str]:
+        return single_token_words(self.tokenizer, word_list())
+
+    @cached_property
+    def _documents(self) -> dict[str | None, list[str]]:
+        return {text: heldout_documents(text, self.root, tokens=most) for text, most in self.heldout_tokens.items()}
+
+    def materials(self, heldout: Heldout | None) -> Materials:
+        documents = [] if heldout is None else self._documents[heldout.text]
+        return Materials(tokenizer=self.tokenizer, words=self.words, documents=documents)

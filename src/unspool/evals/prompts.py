@@ -1,15 +1,14 @@
-"""A prompt: one context with the questions asked on it, as token ids.
+"""Prompts as token ids: one context with the questions asked on it.
 
-Promise: context, question and room for the answer together never exceed the prompt's length;
-ids are those the tokenizer gives for the joined text, so a prompt reads as the same text would in training.
-Elsewhere: what prompts say (tasks/), how answers are judged (score.py).
+Context, question and room for the answer never exceed the prompt's length. Ids are those that the tokenizer gives for
+the joined text, so a prompt reads as the same text would in training.
 """
 
 import hashlib
 import pickle
 import tempfile
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -18,30 +17,31 @@ import numpy as np
 import zstandard
 
 from unspool.core.errors import ConfigError
+from unspool.evals.backends.base import ROW_TOKENS
 from unspool.evals.suite import Question, Task
 
 Match = Literal["start", "contains"]
-# After the reference itself: a closing quote or full stop, and a token or two of slack for
-# tokenizers that write the answer in more pieces after the question than alone.
+# After the reference itself: a closing quote or full stop, and a token or two for tokenizers that split the answer
+# into more tokens after the question than alone.
 EXTRA_ANSWER_TOKENS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Words:
+class PromptText:
     """A prompt as text, and whether it goes through a chat template."""
 
-    asked: Question
+    question: Question
     chat: bool
 
     @property
-    def text(self) -> str:
-        return self.asked.context + self.asked.question
+    def prompt(self) -> str:
+        return self.question.context + self.question.question
 
     @property
     def oracle(self) -> str:
-        """An answer that scores full marks."""
-        told = self.asked.meta.get("oracle")
-        return " ".join(self.asked.references) if told is None else str(told)
+        """An answer with a full score."""
+        given = self.question.meta.get("oracle")
+        return " ".join(self.question.references) if given is None else str(given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,9 @@ class PromptQuestion:
     ids: np.ndarray
     reference: str
     depth: float | None
-    """Where the answer stands in the context, on the suite's grid; None where depth is not measured."""
-    words: Words | None = None
-    """The whole prompt as text, for backends that want to be asked in words; None where only ids are known."""
+    """Position of the answer in the context, on the suite's grid; None where depth is not measured."""
+    text: PromptText | None = None
+    """The whole prompt as text, for backends that send text; None where only ids are known."""
     answer_tokens: int | None = None
     """Fewer than the prompt's, where this question was built with room for no more."""
 
@@ -73,66 +73,100 @@ class Prompt:
         return len(self.context_ids) + max(len(asked.ids) for asked in self.questions) + self.answer_tokens
 
 
-def joined(prompts: Sequence[Prompt]) -> Prompt:
-    """Prompts of one suite and length, with one question each, as one that has no context."""
+def merge_prompts(prompts: Sequence[Prompt]) -> Prompt:
+    """Merge prompts of one suite and length, with one question each, into one without a context."""
     first = prompts[0]
     return replace(
         first,
         context_ids=first.context_ids[:0],
         questions=[
-            replace(asked, ids=np.concatenate([prompt.context_ids, asked.ids]), answer_tokens=prompt.answer_tokens)
+            replace(
+                question, ids=np.concatenate([prompt.context_ids, question.ids]), answer_tokens=prompt.answer_tokens
+            )
             for prompt in prompts
-            for asked in prompt.questions
+            for question in prompt.questions
         ],
         answer_tokens=max(prompt.answer_tokens for prompt in prompts),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Materials:
-    """What prompts are made of."""
+# Questions on one context that are decoded side by side.
+MAX_SHARED = 16
+# Prompts without a common context in one row, where rows are longer than the default.
+MAX_UNRELATED = 64
+# A prompt longer than this share of a row stays alone.
+_ROW_SHARE = 4
 
-    tokenizer: Any
-    words: list[str] = field(repr=False)
-    documents: list[str] = field(repr=False)
-    """Held-out texts; empty where no suite asks for any."""
+
+def group_prompts(contexts: Sequence[str], tokens: Sequence[int], row_tokens: int = ROW_TOKENS) -> list[list[int]]:
+    """Group the indices of questions: equal contexts together, short prompts in rows, the others alone."""
+    by_context: dict[str, list[int]] = {}
+    for place, context in enumerate(contexts):
+        by_context.setdefault(context, []).append(place)
+    found: list[list[int]] = []
+    row: list[int] = []
+    most = MAX_SHARED if row_tokens <= ROW_TOKENS else MAX_UNRELATED
+    for places in by_context.values():
+        if len(places) > 1:
+            found += [places[at : at + MAX_SHARED] for at in range(0, len(places), MAX_SHARED)]
+        elif tokens[places[0]] > row_tokens // _ROW_SHARE:
+            found.append(places)
+        else:
+            if len(row) >= most or sum(tokens[at] for at in [*row, *places]) > row_tokens:
+                found.append(row)
+                row = []
+            row = [*row, *places]
+    found += [row] if row else []
+    return sorted(found)
+
+
+# Of a prompt that people read in a sample; the question is at the end.
+START_TOKENS, END_TOKENS = 100, 150
+
+
+def excerpt(tokenizer: Any, length: int, lengths: Sequence[int], *parts: np.ndarray) -> dict[str, Any]:
+    """Decode both ends of a prompt; nothing unless `length` is the longest of `lengths`."""
+    if length < max(lengths):
+        return {}
+    ids = np.concatenate(parts).tolist()
+    if len(ids) <= START_TOKENS + END_TOKENS:
+        return {"prompt": {"start": tokenizer.decode(ids), "end": "", "cut_tokens": 0}}
+    start, end = tokenizer.decode(ids[:START_TOKENS]), tokenizer.decode(ids[-END_TOKENS:])
+    return {"prompt": {"start": start, "end": end, "cut_tokens": len(ids) - START_TOKENS - END_TOKENS}}
 
 
 def prompt_hash(*parts: np.ndarray) -> str:
-    """Names a prompt by its token ids, so that two scores can be known to answer the same question."""
+    """Hash a prompt's token ids, so that scores of two models can be paired by question."""
     ids = np.concatenate(parts).astype("<u4")
     return hashlib.sha256(ids.tobytes()).hexdigest()
 
 
 def encode(tokenizer: Any, text: str) -> np.ndarray:
-    """The text's own token ids."""
+    """Tokenize a text without special tokens."""
     return np.array(_tokenized(tokenizer, text)["input_ids"], dtype=np.uint32)
 
 
 def token_starts(tokenizer: Any, text: str) -> np.ndarray:
-    """The character that each token of a text starts at."""
+    """Index of the character that each token of a text starts at."""
     offsets = _tokenized(tokenizer, text, return_offsets_mapping=True)["offset_mapping"]
     return np.array([start for start, _ in offsets], dtype=np.int64)
 
 
 def _tokenized(tokenizer: Any, text: str, **options: bool) -> Any:
-    # Text is only text: one that spells a control token gets the tokens of its characters. And
-    # `verbose` would warn about texts longer than the model's context, which is what we are here for.
+    # A text that spells a special token gets the tokens of its characters. `verbose` would warn about texts longer
+    # than the model's context, which are the point here.
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False, **options)
 
 
 def encode_after_newline(tokenizer: Any, text: str) -> np.ndarray:
-    """Token ids of `text` as it stands on a new line.
-
-    Some tokenizers put a space before whatever they are given; on a line of its own there is none.
-    """
+    """Tokenize `text` as it reads after a newline, where some tokenizers would otherwise put a space before it."""
     newline, joined = encode(tokenizer, "\n"), encode(tokenizer, "\n" + text)
     keeps_newline = np.array_equal(joined[: len(newline)], newline)
     return joined[len(newline) :] if keeps_newline else encode(tokenizer, text)
 
 
 def opening_ids(tokenizer: Any) -> np.ndarray:
-    """What the tokenizer puts before every text, most often nothing or one token."""
+    """Special tokens that the tokenizer puts before every text, most often none or one."""
     plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
     dressed: list[int] = tokenizer("a")["input_ids"]
     begun = next(at for at in range(len(dressed) + 1) if dressed[at : at + len(plain)] == plain)
@@ -140,28 +174,25 @@ def opening_ids(tokenizer: Any) -> np.ndarray:
 
 
 def answer_room(tokenizer: Any, references: list[str]) -> int:
-    """Tokens to generate: the longest reference and a little more."""
+    """Tokens to generate: the longest reference and `EXTRA_ANSWER_TOKENS`."""
     return max(len(encode(tokenizer, f" {reference}")) for reference in references) + EXTRA_ANSWER_TOKENS
 
 
 def slack(length: int) -> int:
-    """How many tokens short of its length a prompt may stay."""
+    """How many tokens shorter than its length a prompt may be."""
     return max(2, length // 100)
 
 
-# From a question as text to the token ids a model reads.
-
-
 Chat = Literal["auto", "on", "off"]
-# Stands for the user's words while a template is looked at; no template and no tokenizer has a meaning for it.
-_WORDS = "UNSPOOLWORDS"
-# Tokens at the borders of a template may be joined otherwise around other words.
+# Stands for the user's text while a template is split; no template and no tokenizer has a meaning for it.
+_PLACEHOLDER = "UNSPOOLWORDS"
+# Tokens at the borders of a template may be merged differently around another text.
 _BORDERS = 2
 
 
 @dataclass(frozen=True)
-class Asker:
-    """Asks in the way of one tokenizer."""
+class PromptEncoder:
+    """Turns questions into token ids, through the tokenizer's chat template or without it."""
 
     tokenizer: Any
 
@@ -175,11 +206,11 @@ class Asker:
         return chat == "on" or (chat == "auto" and task.chat and self.has_template)
 
     def overhead(self, *, chat: bool) -> int:
-        """Tokens around the text."""
+        """Count the tokens around the text."""
         if not chat:
             return len(self._opening)
         head, tail, _ = self._template
-        return len(self._with_marks(head)) + len(self._with_marks(tail)) + _BORDERS
+        return len(self._with_special(head)) + len(self._with_special(tail)) + _BORDERS
 
     def ids(self, asked: Question, *, chat: bool) -> np.ndarray:
         if not chat:
@@ -189,65 +220,65 @@ class Asker:
         head, tail, trims = self._template
         words = asked.context + asked.question
         words = words.strip() if trims else words
-        if any(mark in words + asked.prefix for mark in self._marks):
-            parts = [self._with_marks(head), encode(self.tokenizer, words), self._with_marks(tail)]
+        if any(token in words + asked.prefix for token in self._special_tokens):
+            parts = [self._with_special(head), encode(self.tokenizer, words), self._with_special(tail)]
             return np.concatenate([*parts, encode(self.tokenizer, asked.prefix)])
-        return self._with_marks(head + words + tail + asked.prefix)
+        return self._with_special(head + words + tail + asked.prefix)
 
     @cached_property
     def _opening(self) -> np.ndarray:
         return opening_ids(self.tokenizer)
 
     @cached_property
-    def _marks(self) -> list[str]:
+    def _special_tokens(self) -> list[str]:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         return sorted({*self.tokenizer.all_special_tokens, *(token.content for token in added.values())})
 
     @cached_property
     def _template(self) -> tuple[str, str, bool]:
-        """What stands before and after the user's words, and whether these lose the space around them."""
-        plain = self._render(_WORDS)
-        if plain.count(_WORDS) != 1:
-            raise ConfigError("this model's chat template does not write the user's words once; use chat: off.")
-        head, tail = plain.split(_WORDS)
-        return head, tail, f" {_WORDS} " not in self._render(f" {_WORDS} ")
+        """Text before and after the user's message, and whether the template strips the message."""
+        plain = self._render(_PLACEHOLDER)
+        if plain.count(_PLACEHOLDER) != 1:
+            raise ConfigError(
+                "this model's chat template does not contain the user's message exactly once; use chat: off."
+            )
+        head, tail = plain.split(_PLACEHOLDER)
+        return head, tail, f" {_PLACEHOLDER} " not in self._render(f" {_PLACEHOLDER} ")
 
     def _render(self, words: str) -> str:
         turns = [{"role": "user", "content": words}]
         text: str = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         return text
 
-    def _with_marks(self, text: str) -> np.ndarray:
+    def _with_special(self, text: str) -> np.ndarray:
         found = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return np.array(found, dtype=np.uint32)
 
 
-# Prompts that were made for their hashes, kept on disk until they are asked.
-
-
+EncodedQuestion = tuple[Question, np.ndarray]
 # More than a suite of 6,500 prompts of 64K tokens takes.
-MOST_BYTES = 2 << 30
+MAX_BYTES = 2 << 30
 # Text and ids come in long repeats where it matters; higher levels cost more than they save.
 _LEVEL = 1
 
-Made = tuple[Question, np.ndarray]
 
+class PromptCache:
+    """Keeps prompts that were built for their hashes on disk until they are asked."""
 
-class Spool:
-    def __init__(self, folder: Path, *, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
         # Beside the results and not in /tmp, which is memory on some machines.
         self._file: Any = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._end = 0
         self._places: dict[Hashable, tuple[int, int]] = {}
-        self._packer, self._unpacker = zstandard.ZstdCompressor(level=_LEVEL), zstandard.ZstdDecompressor()
+        self._compressor, self._decompressor = zstandard.ZstdCompressor(level=_LEVEL), zstandard.ZstdDecompressor()
 
-    def put(self, key: Hashable, made: Made) -> None:
+    def put(self, key: Hashable, encoded: EncodedQuestion) -> None:
+        """Store a prompt; do nothing where there is no space, since prompts can be built again."""
         if self._file is None:
             return
-        asked, ids = made
-        packed = self._packer.compress(pickle.dumps((asked, ids), protocol=pickle.HIGHEST_PROTOCOL))
-        if self._end + len(packed) > self._most_bytes:
+        packed = self._compressor.compress(pickle.dumps(encoded, protocol=pickle.HIGHEST_PROTOCOL))
+        if self._end + len(packed) > self._max_bytes:
             return
         try:
             self._file.seek(self._end)
@@ -259,15 +290,15 @@ class Spool:
         self._places[key] = self._end, len(packed)
         self._end += len(packed)
 
-    def take(self, key: Hashable) -> Made | None:
-        """What was put there, once: prompts are asked once."""
+    def take(self, key: Hashable) -> EncodedQuestion | None:
+        """Return and forget a prompt, since every prompt is asked once."""
         if key not in self._places:
             return None
         start, size = self._places.pop(key)
         self._file.seek(start)
         # Written by this process into a file that no other can open.
-        made: Made = pickle.loads(self._unpacker.decompress(self._file.read(size)))
-        return made
+        encoded: EncodedQuestion = pickle.loads(self._decompressor.decompress(self._file.read(size)))
+        return encoded
 
     def close(self) -> None:
         if self._file is not None:

@@ -1,36 +1,36 @@
-"""Score one model: prompts to answers to `samples.jsonl` and `summary.json`.
+"""Score one model: write samples.jsonl, summary.json and, for suites of tasks, prompts.jsonl.
 
-In: a model, the evals of a recipe, a seed. Out: the artifact `scores/<model>`; where suites consist of tasks also
-`prompts.jsonl`, which names every prompt by its hash before the first is asked.
-Promise: scores whose inputs have not changed are not made again; a run killed at any moment goes on
-from the last whole context and ends with the same bytes as one never killed.
-Elsewhere: prompts (tasks/), order (plan.py), right or wrong (score.py), intervals (stats.py).
+Scores whose inputs have not changed are not made again. A killed run resumes from the last complete unit and ends with
+the same bytes as one that was never killed.
 """
 
 import json
+import logging
 import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from unspool.core.artifacts import digest, file_digest, folder_digest, seal, stale_reason, write_atomic
+from unspool.core.artifacts import digest, seal, stale_reason, write_atomic
 from unspool.core.errors import ConfigError
-from unspool.core.progress import progress_bar, say
+from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count
 from unspool.data.facts import word_list
-from unspool.evals.backends.base import Backend, BlockBackend, ModelBackend
-from unspool.evals.backends.processes import ProcessesBackend
-from unspool.evals.config import Eval, KeyValueEval, PerplexityEval, TaskEval
-from unspool.evals.contexts import Plan, Runnable, Sample, Unit, runnable, summarize
+from unspool.evals.backends.base import Backend
+from unspool.evals.config import EvalConfig
 from unspool.evals.heldout import heldout_digest
-from unspool.evals.prompts import Prompt, Spool
-from unspool.evals.questions import ROW_TOKENS, Line, suite_of, wording_of
-from unspool.evals.summary import suite_summary
+from unspool.evals.plan import EvalPlan
+from unspool.evals.prompts import PromptCache
+from unspool.evals.suite import PromptLine, Sample, Unit
+from unspool.evals.suites import suite_of
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
 
 # Raised when prompts or scoring change, so that older scores are made again.
 SUITE_VERSION = 1
@@ -45,108 +45,105 @@ class Scoring:
     """What is scored, and where the scores go."""
 
     model: str
-    """Its name in reports: "base" or a stage's name."""
+    """Name in reports: "base" or a stage's name."""
     model_hash: str
-    evals: Sequence[Eval]
+    evals: Sequence[EvalConfig]
     seed: int
     out_dir: Path
     root: Path
-    """What relative paths of `text` start from."""
+    """Folder that relative paths start from."""
 
 
-def score_model(model_ref: str, scoring: Scoring, *, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """The summary; weights are loaded only if something is left to score."""
+def score_model(model_ref: str, scoring: Scoring, *, device: "torch.device", dtype: "torch.dtype") -> dict[str, Any]:
+    """Score with transformers; weights are loaded only if something is left to score."""
+    from unspool.evals.backends.transformers import ModelBackend
+
     return score(scoring, ModelBackend(model_ref, device=device, dtype=dtype))
 
 
 def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
-    evals = runnable(scoring.evals)
-    if isinstance(backend, BlockBackend) and any(isinstance(config, PerplexityEval) for config in evals):
-        raise ConfigError("suite loss needs a model of ours, not another engine; leave it out or drop --backend.")
-    identity = _identity(scoring, evals)
+    """Return the summary; the backend is only asked for what is not scored yet."""
+    _check_backend(scoring.evals, backend)
+    identity = _identity(scoring)
     reason = stale_reason(scoring.out_dir, **identity)
     if reason is None:
-        say(f"scores of {scoring.model}: up to date")
-        return _summary(scoring.out_dir)
-    plan = Plan(evals, backend.tokenizer, seed=scoring.seed, root=scoring.root)
-    if isinstance(backend, ModelBackend | ProcessesBackend):
-        backend.planned_tokens = plan.prompt_tokens
-    num_samples = sum(unit.num_samples for unit in plan.units)
-    say(
+        logger.info(f"scores of {scoring.model}: up to date")
+        loaded: dict[str, Any] = json.loads((scoring.out_dir / SUMMARY).read_text(encoding="utf-8"))
+        return loaded
+    plan = EvalPlan(scoring.evals, backend.tokenizer, seed=scoring.seed, root=scoring.root)
+    backend.planned_tokens = plan.prompt_tokens
+    num_samples = plan.num_samples
+    logger.info(
         f"scores of {scoring.model} ({reason}): {plan.num_contexts} contexts, {num_samples} samples, "
         f"{format_count(plan.prompt_tokens)} prompt tokens"
     )
     work_dir = _work_dir(scoring.out_dir, digest(identity))
-    spool = Spool(work_dir)
-    if plan.questions:
-        plan.keep(spool)
-        _list_prompts(plan, work_dir / PROMPTS)
-        plan.arrange(_lines(work_dir / PROMPTS), row_tokens=getattr(backend, "row_tokens", ROW_TOKENS))
-    if isinstance(backend, ModelBackend | ProcessesBackend):
-        plan.put_in_rows(backend.row_tokens)
+    cache = PromptCache(work_dir)
+    if plan.num_listed:
+        _list_prompts(plan, work_dir / PROMPTS, cache)
+        plan.group_questions(_read_lines(work_dir / PROMPTS), row_tokens=backend.row_tokens)
+    if backend.packs_contexts:
+        plan.pack_contexts(backend.row_tokens)
     _score_units(plan, backend, work_dir / SAMPLES, label=f"score {scoring.model}")
-    spool.close()
-    summary = summary_of(scoring.model, evals, _lines(work_dir / SAMPLES))
+    cache.close()
+    summary = summarize(scoring.model, scoring.evals, _read_lines(work_dir / SAMPLES))
     write_atomic(work_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
     (work_dir / PLAN).unlink()
     seal(work_dir, scoring.out_dir, **identity, counts={"contexts": plan.num_contexts, "samples": num_samples})
     return summary
 
 
-def summary_of(model: str, evals: Sequence[Runnable], samples: Sequence[Sample]) -> dict[str, Any]:
-    """What summary.json says."""
-    cells = summarize(evals, samples)
-    suites = [
-        suite_summary(config, suite_of(config), cells, samples) for config in evals if isinstance(config, TaskEval)
-    ]
+def summarize(model: str, evals: Sequence[EvalConfig], samples: Sequence[Sample]) -> dict[str, Any]:
+    """Build the content of summary.json."""
+    cells = [cell for config in evals for cell in suite_of(config).cells(config, samples)]
+    found = [suite_of(config).summary(config, cells, samples) for config in evals]
+    suites = [summary for summary in found if summary is not None]
     return {"model": model, "cells": cells, **({"suites": suites} if suites else {})}
 
 
-def _identity(scoring: Scoring, evals: list[Runnable]) -> dict[str, Any]:
-    """What the scores depend on, as an artifact wants it."""
-    texts = {config.text for config in evals if not isinstance(config, KeyValueEval | TaskEval)}
-    suites = [config for config in evals if isinstance(config, TaskEval)]
-    paths = {name: path for config in suites for name, path in config.paths.items()}
-    words = {config.suite: wording_of(config, scoring.root) for config in suites}
-    worded = {suite: wording.hash for suite, wording in words.items() if wording is not None}
+def _check_backend(evals: Sequence[EvalConfig], backend: Backend) -> None:
+    for suite in map(suite_of, evals):
+        if suite.needs_losses and not backend.has_losses:
+            raise ConfigError(
+                f"suite {suite.name} needs token losses, which this backend cannot compute; leave the suite out or "
+                "use --backend transformers."
+            )
+
+
+def _identity(scoring: Scoring) -> dict[str, Any]:
+    """Everything that the scores depend on, as the artifact records it."""
+    texts = {found.text for config in scoring.evals if (found := suite_of(config).heldout(config)) is not None}
+    files: dict[str, dict[str, Any]] = {}
+    for config in scoring.evals:
+        for kind, digests in suite_of(config).inputs(config, scoring.root).items():
+            if digests:
+                files.setdefault(kind, {}).update(digests)
+    versions = {config.suite: version for config in scoring.evals if (version := suite_of(config).version) is not None}
     return {
         "kind": "scores",
         "inputs": {
             "model": scoring.model_hash,
             "words": digest(word_list()),
             "text": {text or "shipped": heldout_digest(text, scoring.root) for text in texts},
-            **({"paths": {name: _path_digest(scoring.root / path) for name, path in paths.items()}} if paths else {}),
-            **({"wording": worded} if worded else {}),
+            **files,
         },
         "settings": {
-            "evals": [_settings(config) for config in evals],
+            "evals": [_settings(config) for config in scoring.evals],
             "seed": scoring.seed,
             "suite_version": SUITE_VERSION,
-            **({"suites": {config.suite: suite_of(config).version for config in suites}} if suites else {}),
+            **({"suites": versions} if versions else {}),
         },
     }
 
 
-def _settings(config: Runnable) -> dict[str, Any]:
-    """What an entry says; a wording that it does not ask for goes unsaid, so that older scores stay what they are."""
-    said = config.model_dump(mode="json")
-    return {name: value for name, value in said.items() if name != "wording" or value is not None}
-
-
-def _path_digest(path: Path) -> str:
-    """Of what a suite reads; of the name alone where it is none of this machine's paths."""
-    if path.is_dir():
-        return folder_digest(path)
-    return file_digest(path) if path.is_file() else digest(str(path))
-
-
-def _summary(out_dir: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((out_dir / SUMMARY).read_text(encoding="utf-8"))
-    return loaded
+def _settings(config: EvalConfig) -> dict[str, Any]:
+    """Settings of an entry, without an unset `wording`, so that scores older than this key stay up to date."""
+    settings = config.model_dump(mode="json")
+    return {name: value for name, value in settings.items() if name != "wording" or value is not None}
 
 
 def _work_dir(out_dir: Path, identity: str) -> Path:
-    """The folder of work in progress; emptied if what it began is no longer what is wanted."""
+    """The folder of work in progress, emptied if it belongs to other inputs."""
     work_dir = out_dir.with_name(out_dir.name + ".work")
     plan_path = work_dir / PLAN
     if not plan_path.is_file() or plan_path.read_text(encoding="utf-8") != identity:
@@ -156,98 +153,92 @@ def _work_dir(out_dir: Path, identity: str) -> Path:
     return work_dir
 
 
-def _list_prompts(plan: Plan, path: Path) -> None:
-    """Write prompts.jsonl, going on from its last whole line."""
-    whole = [line for line in _bytes(path).splitlines(keepends=True) if line.endswith(b"\n")]
+def _list_prompts(plan: EvalPlan, path: Path, cache: PromptCache) -> None:
+    """Write prompts.jsonl, resuming after its last complete line."""
+    complete = [line for line in _read_bytes(path).splitlines(keepends=True) if line.endswith(b"\n")]
     with path.open("ab") as file:
-        file.truncate(sum(map(len, whole)))
+        file.truncate(sum(map(len, complete)))
         with progress_bar("make prompts", plan.num_listed) as advance:
-            advance(len(whole), "")
-            for line in plan.listing(skip=len(whole)):
+            advance(len(complete), "")
+            for line in plan.prompt_lines(skip=len(complete), cache=cache):
                 file.write(json.dumps(line).encode() + b"\n")
                 advance(1, f"{line['suite']} {line['task']}")
 
 
-def _lines(path: Path) -> list[Line]:
-    # Not splitlines(): outputs may hold separators that it takes for the ends of lines.
+def _read_lines(path: Path) -> list[PromptLine]:
+    # Not splitlines(): outputs may contain separators that it takes for ends of lines.
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
-def _bytes(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
 
-def _score_units(plan: Plan, backend: Backend, path: Path, *, label: str) -> None:
-    done = _recover(path, plan.units)
-    contexts = sum(unit.num_contexts for unit in plan.units[:done])
+def _score_units(plan: EvalPlan, backend: Backend, path: Path, *, label: str) -> None:
+    units, total = plan.units, plan.num_contexts
+    done = _recover(path, units)
+    contexts = sum(unit.num_contexts for unit in units[:done])
     if done:
-        say(f"{label}: {contexts} of {plan.num_contexts} contexts were scored before")
-    if done < len(plan.units):
+        logger.info(f"{label}: {contexts} of {total} contexts were scored before")
+    if done < len(units):
         plan.check()
     # Counted in tokens, since a long context takes as much time as many short ones.
     with progress_bar(label, plan.prompt_tokens) as advance, path.open("a", encoding="utf-8") as file:
-        advance(sum(unit.tokens for unit in plan.units[:done]), "")
-        for unit, samples in _in_order(plan, backend, plan.units[done:]):
+        advance(sum(unit.tokens for unit in units[:done]), "")
+        for unit, samples in _score_in_order(backend, units[done:]):
             file.write("".join(json.dumps(sample) + "\n" for sample in samples))
             file.flush()
             contexts += unit.num_contexts
-            advance(unit.tokens, f"tokens, {contexts}/{plan.num_contexts} contexts, {unit.name}")
+            advance(unit.tokens, f"tokens, {contexts}/{total} contexts, {unit.name}")
 
 
-def _in_order(plan: Plan, backend: Backend, units: Sequence[Unit]) -> Iterator[tuple[Unit, list[Sample]]]:
-    """Every unit with its samples; a backend that answers many at a time (a server) is kept busy."""
-    if isinstance(backend, BlockBackend):
-        yield from _in_blocks(plan, backend, units)
-        return
-    width = getattr(backend, "width", 1)
-    if width <= 1:
-        yield from ((unit, plan.score(unit, backend)) for unit in units)
-        return
-    waiting: deque[tuple[Unit, Prompt | None, Future[Any]]] = deque()
+def _score_in_order(backend: Backend, units: Sequence[Unit]) -> Iterator[tuple[Unit, list[Sample]]]:
+    """Yield every unit with its samples; a backend that answers several prompts at a time is kept busy."""
+    if backend.block_size > 1:
+        for start in range(0, len(units), backend.block_size):
+            block = units[start : start + backend.block_size]
+            prompts = [unit.planned.prepare(unit) for unit in block]
+            for unit, prompt, answers in zip(block, prompts, backend.answers_all(prompts), strict=True):
+                yield unit, unit.planned.samples(unit, prompt, answers)
+    elif backend.width > 1:
+        yield from _score_in_threads(backend, units)
+    else:
+        yield from ((unit, unit.score(backend)) for unit in units)
+
+
+def _score_in_threads(backend: Backend, units: Sequence[Unit]) -> Iterator[tuple[Unit, list[Sample]]]:
+    waiting: deque[tuple[Unit, Any, Future[Any]]] = deque()
 
     def first() -> tuple[Unit, list[Sample]]:
-        unit, prompt, found = waiting.popleft()
-        if prompt is None:
-            return unit, [plan.window_sample(unit, found.result())]
-        return unit, plan.samples(unit, prompt, found.result())
+        unit, prepared, future = waiting.popleft()
+        return unit, unit.planned.samples(unit, prepared, future.result())
 
-    # Only asking is done in threads: tokenizers must not be used by several at a time.
-    with ThreadPoolExecutor(width) as pool:
+    # Threads only ask: tokenizers must not be used by several at a time.
+    with ThreadPoolExecutor(backend.width) as pool:
         try:
             for unit in units:
-                if isinstance(unit.config, PerplexityEval):
-                    waiting.append((unit, None, pool.submit(backend.window_losses, plan.window(unit))))
-                else:
-                    prompt = plan.prompt(unit)
-                    waiting.append((unit, prompt, pool.submit(backend.answers, prompt)))
-                if len(waiting) >= 2 * width:
+                prepared = unit.planned.prepare(unit)
+                waiting.append((unit, prepared, pool.submit(unit.planned.ask, prepared, backend)))
+                if len(waiting) >= 2 * backend.width:
                     yield first()
             while waiting:
                 yield first()
         finally:
-            for _, _, found in waiting:
-                found.cancel()
-            # Else leaving would wait for what is being answered.
-            getattr(backend, "stop", lambda: None)()
-
-
-def _in_blocks(plan: Plan, backend: BlockBackend, units: Sequence[Unit]) -> Iterator[tuple[Unit, list[Sample]]]:
-    for start in range(0, len(units), backend.block):
-        some = units[start : start + backend.block]
-        prompts = [plan.prompt(unit) for unit in some]
-        for unit, prompt, outputs in zip(some, prompts, backend.answers_all(prompts), strict=True):
-            yield unit, plan.samples(unit, prompt, outputs)
+            for _, _, future in waiting:
+                future.cancel()
+            # Otherwise the pool would wait for answers in progress.
+            backend.stop()
 
 
 def _recover(path: Path, units: Sequence[Unit]) -> int:
-    """How many units are whole on disk; whatever follows them is cut off."""
-    lines = _bytes(path).splitlines(keepends=True)
+    """Count the units that are complete on disk, and cut off what follows them."""
+    lines = _read_bytes(path).splitlines(keepends=True)
     done = kept = size = 0
     for unit in units:
-        wanted = lines[kept : kept + unit.num_samples]
-        if len(wanted) < unit.num_samples or not all(_belongs(line, unit, at) for at, line in enumerate(wanted)):
+        found = lines[kept : kept + unit.num_samples]
+        if len(found) < unit.num_samples or not all(_belongs(line, unit, at) for at, line in enumerate(found)):
             break
-        done, kept, size = done + 1, kept + len(wanted), size + sum(map(len, wanted))
+        done, kept, size = done + 1, kept + len(found), size + sum(map(len, found))
     if path.exists():
         with path.open("r+b") as file:
             file.truncate(size)
@@ -255,13 +246,46 @@ def _recover(path: Path, units: Sequence[Unit]) -> int:
 
 
 def _belongs(line: bytes, unit: Unit, at: int) -> bool:
-    """Whether a line is the sample that the unit gives at this place."""
+    """Whether a line is the unit's sample number `at`."""
     if not line.endswith(b"\n"):
         return False
     try:
         sample: Sample = json.loads(line)
         if unit.hashes:
             return bool(sample["hash"] == unit.hashes[at])
-        return (sample["suite"], sample["length"]) == (unit.config.suite, unit.length)
+        return (sample["suite"], sample["length"]) == (unit.planned.suite.name, unit.length)
     except (ValueError, KeyError, TypeError):
         return False
+
+
+PARITY_PROMPTS = 20
+_SHOWN_AROUND = 24
+
+
+def compare_backends(plan: EvalPlan, first: Backend, second: Backend, *, count: int = PARITY_PROMPTS) -> dict[str, Any]:
+    """Compare two backends' answers to the same `count` questions, spread over the plan.
+
+    A difference has the name of its unit, the question's index, the first character that differs (`at`), and both
+    answers around it.
+    """
+    units = [unit for unit in plan.units if not unit.planned.suite.needs_losses]
+    pairs: list[tuple[Unit, int, str, str]] = []
+    for unit in units[:: max(1, len(units) // count)]:
+        if len(pairs) < count:
+            prompt = unit.planned.prepare(unit)
+            answers = zip(first.answers(prompt), second.answers(prompt), strict=True)
+            pairs += [(unit, unit.index + at, one, other) for at, (one, other) in enumerate(answers)]
+    pairs = pairs[:count]
+    differences = [
+        {"name": unit.name, "index": index, **_difference(one, other)}
+        for unit, index, one, other in pairs
+        if one != other
+    ]
+    return {"n": len(pairs), "equal": len(pairs) - len(differences), "differences": differences}
+
+
+def _difference(one: str, other: str) -> dict[str, Any]:
+    shorter = min(len(one), len(other))
+    at = next((place for place in range(shorter) if one[place] != other[place]), shorter)
+    part = slice(max(0, at - _SHOWN_AROUND), at + _SHOWN_AROUND)
+    return {"at": at, "first": one[part], "second": other[part]}

@@ -1,33 +1,72 @@
-"""The cells of suites that consist of tasks: per task and depth, and the means over tasks and categories.
+"""From samples to the cells of a summary, each with `n` and a 95% interval.
 
-In: samples as written to samples.jsonl. Out: cells, and what is said of each suite, as written to summary.json.
-Promise: every task counts as much as every other, whatever its n; a mean has the n of all its tasks, an interval that
-adds up theirs, and says over how many tasks of the suite it goes. What was not scored is null with n 0 and counted
-(`not_judged`, `unparsable`), never zero: a category that lacks a task is null, and so is the whole of categories.
+What was not scored is null with n 0, never zero. In suites of tasks every task counts the same, whatever its n. A mean
+has the n of all its tasks and an interval that adds up theirs, and records how many tasks of the suite it covers. A
+category without one of its tasks is null, and so is the mean over categories.
 """
 
 import math
-from collections.abc import Sequence
-from statistics import fmean
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
 from typing import Any
 
+from unspool.core.stats import Z, score_interval, wilson
 from unspool.evals.config import TaskEval
 from unspool.evals.scoring.effective_length import adaptation_rate, effective_length
 from unspool.evals.scoring.ranking import pair_accuracy
-from unspool.evals.stats import interval
-from unspool.evals.suite import Suite, Task
+from unspool.evals.suite import Cell, Sample, Task
 
-Cell = dict[str, Any]
-Sample = dict[str, Any]
 # Depths are continuous; a heatmap has rows.
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MEAN, OVERALL = "mean", "overall"
 
 
+def accuracy_cell(suite: str, length: int, depth: float | None, scores: Sequence[float]) -> Cell:
+    value = fmean(scores) if scores else None
+    low, high = wilson(sum(scores), len(scores)) if scores else (None, None)
+    cell = {"suite": suite, "metric": "accuracy", "length": length, "depth": depth}
+    return {**cell, "value": value, "n": len(scores), "low": low, "high": high}
+
+
+def accuracy_cells(suite: str, length: int, depths: Sequence[float], samples: Sequence[Sample]) -> list[Cell]:
+    """One cell for all depths together (depth null), then one per depth of the grid."""
+    chosen = [sample for sample in samples if sample["suite"] == suite and sample["length"] == length]
+    cells = [accuracy_cell(suite, length, None, [sample["score"] for sample in chosen])]
+    for depth in depths:
+        scores = [sample["score"] for sample in chosen if sample["depth"] == depth]
+        cells.append(accuracy_cell(suite, length, depth, scores))
+    return cells
+
+
+def loss_cells(suite: str, length: int, samples: Sequence[Sample]) -> list[Cell]:
+    """One cell per range of positions: the mean over tokens, with an interval from the spread over windows."""
+    windows = [sample["losses"] for sample in samples if sample["suite"] == suite and sample["length"] == length]
+    return [_loss_cell(suite, length, buckets) for buckets in zip(*windows, strict=True)]
+
+
+def _loss_cell(suite: str, length: int, buckets: Sequence[dict[str, Any]]) -> Cell:
+    n = sum(bucket["n"] for bucket in buckets)
+    value = sum(bucket["value"] * bucket["n"] for bucket in buckets) / n
+    means = [bucket["value"] for bucket in buckets]
+    # One window gives no spread.
+    half = Z * stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+    return {
+        "suite": suite,
+        "metric": "loss",
+        "length": length,
+        "from": buckets[0]["from"],
+        "to": buckets[0]["to"],
+        "value": value,
+        "n": n,
+        "low": None if half is None else value - half,
+        "high": None if half is None else value + half,
+    }
+
+
 def task_cells(
     config: TaskEval, tasks: Sequence[Task], samples: Sequence[Sample], *, of_tasks: int | None = None
 ) -> list[Cell]:
-    """For each length: the mean over tasks, then each task with its depths. `of_tasks`: all that the suite has."""
+    """For each length: the mean over tasks, then each task with its depths. `of_tasks` counts all of the suite."""
     cells: list[Cell] = []
     for length in sorted(config.lengths):
         here = [sample for sample in samples if (sample["suite"], sample["length"]) == (config.suite, length)]
@@ -39,12 +78,14 @@ def task_cells(
     return cells
 
 
-def suite_summary(config: TaskEval, suite: Suite, cells: Sequence[Cell], samples: Sequence[Sample]) -> dict[str, Any]:
-    """A suite's means by length; how far they hold, and how much of the shortest length's is kept at the longest."""
-    means = [mean for length in sorted(config.lengths) for mean in _means(config, suite, length, cells)]
-    # The number that the suite's papers print, where all of it is known.
+def suite_summary(
+    config: TaskEval, categories: Mapping[str, tuple[str, ...]], cells: Sequence[Cell], samples: Sequence[Sample]
+) -> dict[str, Any]:
+    """Means by length, the effective length, and the share of the shortest length's score kept at the longest."""
+    means = [mean for length in sorted(config.lengths) for mean in _means(config, categories, length, cells)]
+    # The number that the suite's paper reports, where all of it is known.
     head = OVERALL if all(mean["value"] is not None for mean in means if mean["name"] == OVERALL) else MEAN
-    head = head if suite.categories else MEAN
+    head = head if categories else MEAN
     by_length = {
         length: [mean["value"] for mean in means if (mean["name"], mean["length"]) == (head, length)]
         for length in config.lengths
@@ -71,29 +112,31 @@ def _by_task(samples: Sequence[Sample], length: int) -> dict[str, list[float | N
     return found
 
 
-def _means(config: TaskEval, suite: Suite, length: int, cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """The plain mean over tasks; then, of a suite that has them, its categories and the mean of all categories."""
+def _means(
+    config: TaskEval, categories: Mapping[str, tuple[str, ...]], length: int, cells: Sequence[Cell]
+) -> list[dict[str, Any]]:
+    """The plain mean over tasks, then the suite's categories and the mean over them."""
     here = [cell for cell in cells if (cell["suite"], cell["length"], cell["depth"]) == (config.suite, length, None)]
     by_task = {cell["task"]: cell for cell in here}
     plain = by_task[None]
     whole = {"length": length, "name": MEAN, "tasks": plain["tasks"], "of_tasks": plain["of_tasks"]}
     found = [{**whole, **{key: plain[key] for key in ("value", "n", "low", "high")}}]
-    categories = []
-    for name, tasks in suite.categories.items():
+    means = []
+    for name, tasks in categories.items():
         known = [by_task[task] for task in tasks if task in by_task and by_task[task]["value"] is not None]
         value = combined(known) if len(known) == len(tasks) else combined([])
-        categories.append({"length": length, "name": name, "tasks": len(known), "of_tasks": len(tasks), **value})
-    if not categories:
+        means.append({"length": length, "name": name, "tasks": len(known), "of_tasks": len(tasks), **value})
+    if not means:
         return found
-    known = [category for category in categories if category["value"] is not None]
-    value = combined(known) if len(known) == len(categories) else combined([])
-    counts = {key: sum(category[key] for category in categories) for key in ("tasks", "of_tasks")}
-    parts = {"categories": len(known), "of_categories": len(categories)}
-    return [*found, *categories, {"length": length, "name": OVERALL, **counts, **parts, **value}]
+    known = [mean for mean in means if mean["value"] is not None]
+    value = combined(known) if len(known) == len(means) else combined([])
+    counts = {key: sum(mean[key] for mean in means) for key in ("tasks", "of_tasks")}
+    parts = {"categories": len(known), "of_categories": len(means)}
+    return [*found, *means, {"length": length, "name": OVERALL, **counts, **parts, **value}]
 
 
 def combined(parts: Sequence[Cell]) -> Cell:
-    """The plain mean of independent means, with the n of all; nothing where there are none."""
+    """Plain mean of independent means, with the n of all; null where there are none."""
     if not parts:
         return {"value": None, "n": 0, "low": None, "high": None}
     value = fmean(part["value"] for part in parts)
@@ -113,7 +156,7 @@ def combined(parts: Sequence[Cell]) -> Cell:
 def _task(config: TaskEval, task: Task, length: int, samples: Sequence[Sample]) -> list[Cell]:
     def cell(depth: float | None, chosen: Sequence[Sample]) -> Cell:
         known = [sample["score"] for sample in chosen if sample["score"] is not None]
-        low, high = interval(known) if known else (None, None)
+        low, high = score_interval(known) if known else (None, None)
         return {
             **_head(config, length),
             "task": task.name,
@@ -136,7 +179,7 @@ def _task(config: TaskEval, task: Task, length: int, samples: Sequence[Sample]) 
 
 
 def _pairs(config: TaskEval, task: Task, length: int, pairs: Sequence[tuple[str, float | None]]) -> Cell:
-    """Of questions that come in pairs: how many pairs are right as a whole; guessing gets one in four."""
+    """Share of pairs with both questions right; guessing gets one in four."""
     found = pair_accuracy(pairs)
     return {
         **_head(config, length),

@@ -1,10 +1,8 @@
-"""The words around questions: our own, or others that a user gives in a file.
+"""Instructions of tasks: our own, or a user's from a YAML or JSON file.
 
-In: the forms of a suite (which texts each task has, in our words, and what has to stand in them), a YAML or JSON file.
-Out: `Wording`, which fills texts with what is asked.
-Promise: a file is checked whole before any work, and every mistake is told with the task and text that it is in; a
-hash of what the file says goes into everything that is written, so that results with different words are never mixed.
-Texts are filled as Python's `format` does it with plain names, so that a brace of its own is doubled.
+A file is checked completely before any work, and every mistake is reported with its task and text. A hash of its
+content goes into all results, so that results with different instructions are never mixed. Texts are filled as by
+Python's `format` with plain names, so literal braces are doubled.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,17 +20,17 @@ from unspool.core.errors import ConfigError
 
 TEMPLATE, PREFIX, TOKENS = "template", "answer_prefix", "answer_tokens"
 CONTEXT = "context"
-_HASH = 16  # letters
+_HASH_LENGTH = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """One text of a task."""
+    """One text of a task, and the placeholders that it needs or may have."""
 
-    own: str  # in our words
-    needs: tuple[str, ...] = ()  # placeholders without which the question could not be answered or scored
+    own: str
+    needs: tuple[str, ...] = ()  # without these the question could not be answered or scored
     may: tuple[str, ...] = ()
-    first: str | None = None  # the placeholder that no other may come before
+    first: str | None = None  # no other placeholder may come before this one
 
 
 Form = Mapping[str, Text]
@@ -44,50 +42,48 @@ class Wording:
     forms: Forms
     given: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by task and text
     answer_tokens: Mapping[str, int] = field(default_factory=dict)  # by task
-    source: str | None = None  # the file; None: our own words
+    source: str | None = None  # the file; None: our own texts
 
     @cached_property
     def hash(self) -> str | None:
-        """Of what the file says, not of how it is written; None of our own words."""
-        if self.source is None:
-            return None
-        return digest([self.given, self.answer_tokens])[:_HASH]
+        """Hash of the file's content, not of its formatting; None for our own texts."""
+        return None if self.source is None else digest([self.given, self.answer_tokens])[:_HASH_LENGTH]
 
     def text(self, task: str, name: str) -> str:
-        """As written, braces and all."""
+        """The unfilled text."""
         return self.given.get(task, {}).get(name, self.forms[task][name].own)
 
     def fill(self, task: str, name: str, **values: str) -> str:
         return self.text(task, name).format(**values)
 
     def around(self, task: str, name: str = TEMPLATE, **values: str) -> tuple[str, str]:
-        """What stands before and after {context}, filled."""
+        """The filled texts before and after {context}."""
         before, after = _cut(self.text(task, name), CONTEXT)
         return before.format(**values), after.format(**values)
 
     def after_context(self, task: str) -> str:
-        """What a template says between {context} and the next placeholder."""
+        """The template's text between {context} and the next placeholder."""
         rest = _cut(self.text(task, TEMPLATE), CONTEXT)[1]
         return next(iter(Formatter().parse(rest)))[0] if rest else ""
 
     def of(self, forms: Forms) -> "Wording":
-        """What is said of tasks that another suite has as well."""
+        """The part for tasks that another suite has as well."""
         given = {task: texts for task, texts in self.given.items() if task in forms}
         return Wording(forms=forms, given=given, source=self.source)
 
 
 def literal(text: str) -> str:
-    """A text of our own as one that says just that when it is filled."""
+    """Escape braces, so that filling the text gives it back."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
 def said_before(text: str, placeholder: str) -> str:
-    """What a text says before its first placeholder, which is this one."""
+    """The text before its first placeholder, which must be this one."""
     return _cut(text, placeholder)[0].format()
 
 
 def _cut(text: str, placeholder: str) -> tuple[str, str]:
-    """A text before and after the first place of a placeholder, both still to be filled."""
+    """Split a text at a placeholder's first occurrence; both parts are still to be filled."""
     parts = list(Formatter().parse(text))
     at = next(number for number, part in enumerate(parts) if part[1] == placeholder)
     head = "".join(_written(*part[:2]) for part in parts[:at]) + literal(parts[at][0])
@@ -99,9 +95,9 @@ def _written(said: str, name: str | None) -> str:
 
 
 def read_wording(path: str, suite: str, forms: Forms) -> Wording:
-    """A file's wording for a suite; ConfigError names everything that is wrong with it."""
+    """Read a wording file for a suite; ConfigError lists all of its mistakes."""
     if not forms:
-        raise ConfigError(f"wording: suite {suite} has no texts that a file could replace; leave `wording` out.")
+        raise ConfigError(f"wording: suite {suite} has no replaceable texts; leave `wording` out.")
     loaded = _loaded(Path(path))
     problems = [*_problems(loaded, suite, forms)]
     if problems:
@@ -118,7 +114,9 @@ def read_wording(path: str, suite: str, forms: Forms) -> Wording:
 
 def _loaded(path: Path) -> Any:
     if not path.is_file():
-        raise ConfigError(f"wording {path}: no such file; give a YAML or JSON file with the words of a suite's tasks.")
+        raise ConfigError(
+            f"wording {path}: no such file; give a YAML or JSON file with instructions for a suite's tasks."
+        )
     try:
         # JSON is YAML as well.
         return yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -134,13 +132,13 @@ def _problems(loaded: Any, suite: str, forms: Forms) -> Iterator[str]:
     for name in loaded.keys() - {"suite", "tasks"}:
         yield f"{name!r} is not known beside `suite` and `tasks`."
     if loaded.get("suite") != suite:
-        yield f"it is for suite {loaded.get('suite')!r}, and this is {suite}; `suite: {suite}` must stand in it."
+        yield f"it is for suite {loaded.get('suite')!r}, and this is {suite}; write `suite: {suite}`."
         return
     for task, texts in loaded["tasks"].items():
         if task not in forms:
             yield f"{task}: {suite} has no such task{_hint(str(task), forms)}."
         elif not isinstance(texts, dict) or not texts:
-            yield f"{task}: its texts must stand below it, such as {TEMPLATE} and {PREFIX}."
+            yield f"{task}: write its texts below it, such as {TEMPLATE} and {PREFIX}."
         else:
             for name, text in texts.items():
                 yield from (f"{task}, {name}: {problem}" for problem in _text_problems(name, text, forms[task]))
@@ -175,7 +173,7 @@ def _text_problems(name: Any, text: Any, form: Form) -> Iterator[str]:
         if place not in found:
             yield f"{{{place}}} is missing."
         elif place == CONTEXT and found.count(place) > 1:
-            yield f"{{{place}}} must stand there once."
+            yield f"{{{place}}} must occur once."
     first = form[name].first
     if first in found and found[0] != first:
         yield f"{{{first}}} must be its first placeholder."

@@ -1,14 +1,14 @@
-"""Tokens back to text, exactly: every byte of every token, also where a character was cut in two.
+"""Tokens back to text, exactly: every byte of every token, also where a character was split.
 
-In: token ids. Out: texts of runs of tokens.
-Promise: the texts of all runs together are the text of all tokens; a character whose tokens lie in two runs is
-whole in the first; bytes that make no character show as U+FFFD. Control tokens are spelled out, ids that the
-tokenizer does not know are shown as numbers: a tokenizer's own `decode` leaves both out or cleans up spaces.
-Covers byte-level tokenizers (GPT-2, Llama 3, Qwen) and those with byte fallback (Llama 2, Mistral, Gemma).
+The texts of consecutive runs of tokens join to the text of all tokens. A character whose tokens lie in two runs is
+whole in the first; invalid bytes show as U+FFFD. Control tokens are spelled out and unknown ids shown as numbers,
+where a tokenizer's own `decode` drops them or cleans up spaces. Covers byte-level tokenizers (GPT-2, Llama 3, Qwen)
+and those with byte fallback (Llama 2, Mistral, Gemma).
 """
 
 import copy
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,23 +21,24 @@ import yaml
 
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError, UnspoolError
-from unspool.core.progress import say
 from unspool.data.strategies.utk.special_tokens import ALL_KNOTS, add_knots
 from unspool.data.tokenize.encoder import Encoder, build_encoder
-from unspool.inspection.run_paths import Place
+from unspool.inspection.run_paths import DataPath
 from unspool.models.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LONGEST_CHARACTER = 4  # bytes in UTF-8
 
 
 class Decoder:
-    """What looking needs of a `transformers` fast tokenizer."""
+    """Exact decoding with a `transformers` fast tokenizer."""
 
     def __init__(self, tokenizer: Any, *, bos: int | None, eos: int | None) -> None:
         self._backend = tokenizer.backend_tokenizer
         self.special = {id_: str(token) for id_, token in tokenizer.added_tokens_decoder.items()}
-        self.bos = bos  # None where documents begin with their first word
+        self.bos = bos  # None if documents begin without BOS
         self.eos = eos
         self._bytes: dict[int, bytes] = {}
 
@@ -54,7 +55,7 @@ class Decoder:
         return b"".join(map(self.bytes_of, tokens.tolist())).decode("utf-8", "replace")
 
     def texts(self, runs: Sequence[np.ndarray]) -> list[str]:
-        """The text of each of some consecutive runs of tokens."""
+        """The text of each of consecutive runs of tokens."""
         spelled = [b"".join(map(self.bytes_of, run.tolist())) for run in runs]
         for index in range(len(spelled)):
             missing = _missing_bytes(spelled[index])
@@ -68,7 +69,7 @@ class Decoder:
         return [part.decode("utf-8", "replace") for part in spelled]
 
     def next_border(self, tokens: np.ndarray, at: int) -> int:
-        """The first position from `at` on that does not lie within a character."""
+        """The first position from `at` on that is not inside a character."""
         for border in range(at, min(at + _LONGEST_CHARACTER, len(tokens))):
             if not _continuation(self.bytes_of(int(tokens[border])), 1):
                 return border
@@ -81,7 +82,7 @@ class Decoder:
         if name is None:
             return f"⟨id {token}⟩".encode()
         if self._byte_level:
-            # What is not in the alphabet was added to the vocabulary as it is.
+            # Characters outside the alphabet belong to tokens added to the vocabulary as they are.
             return b"".join(bytes([_BYTES[char]]) if char in _BYTES else char.encode() for char in name)
         if found := _FALLBACK.fullmatch(name):
             return bytes([int(found[1], 16)])
@@ -96,7 +97,7 @@ class Decoder:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in byte-level vocabularies: itself if it prints, else one above 255."""
+    """The character for each byte in byte-level vocabularies: itself if printable, else one above 255."""
     printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printing]
     return {chr(byte): byte for byte in printing} | {chr(256 + at): byte for at, byte in enumerate(others)}
@@ -106,7 +107,7 @@ _BYTES = _byte_alphabet()
 
 
 def _continuation(data: bytes, most: int) -> int:
-    """How many bytes at the front, up to `most`, go on with a character begun before."""
+    """Number of bytes at the front, up to `most`, that continue a character."""
     count = 0
     while count < min(most, len(data)) and 0x80 <= data[count] < 0xC0:
         count += 1
@@ -114,7 +115,7 @@ def _continuation(data: bytes, most: int) -> int:
 
 
 def _missing_bytes(data: bytes) -> int:
-    """How many bytes the last character still needs."""
+    """Number of bytes the last character still needs."""
     for back in range(1, min(_LONGEST_CHARACTER, len(data) + 1)):
         byte = data[-back]
         if byte >= 0xC2:
@@ -125,32 +126,26 @@ def _missing_bytes(data: bytes) -> int:
     return 0
 
 
-# How tokens are read: with which tokenizer, and what is to be said about it.
-
-
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """Tokens are shown as text where `decoder` is there, else as numbers."""
+class FoundTokenizer:
+    """A tokenizer with notes for the reader; without a `decoder`, tokens are shown as numbers."""
 
     decoder: Decoder | None = None
-    encoder: Encoder | None = None  # for text that was never tokenised
+    encoder: Encoder | None = None  # for text without tokens
     name: str | None = None
     notes: list[str] = field(default_factory=list)
-
-
-# The tokenizer that a corpus or rows were made with, found through the run's folder.
 
 
 Resolve = Callable[[str], str]
 
 
-def find_tokenizer(place: Place, given: str | None, resolve: Resolve) -> Reading:
-    """`given` if there is one (ConfigError if it cannot be loaded), else what the run's folder leads to."""
+def find_tokenizer(place: DataPath, given: str | None, resolve: Resolve) -> FoundTokenizer:
+    """Load `given` (ConfigError if that fails), or else find the tokenizer through the run's folder."""
     wanted = _recorded_hash(place)
     if given is not None:
         tokenizer = load_tokenizer(resolve(given))
         encoder = _encoder(tokenizer)
-        return _reading(tokenizer, encoder, given, place, matches=_matches(encoder, wanted))
+        return _found(tokenizer, encoder, given, place, matches=_matches(encoder, wanted))
     fallback: tuple[Any, Encoder | None, str] | None = None
     for name, ref in _candidates(place, resolve):
         try:
@@ -159,29 +154,30 @@ def find_tokenizer(place: Place, given: str | None, resolve: Resolve) -> Reading
             continue
         encoder = _encoder(tokenizer)
         if _matches(encoder, wanted):
-            return _reading(tokenizer, encoder, name, place, matches=True)
+            return _found(tokenizer, encoder, name, place, matches=True)
         fallback = fallback or (tokenizer, encoder, name)
     if fallback is not None:
-        return _reading(*fallback, place, matches=False)
-    return Reading(notes=["No tokenizer was found, so tokens are shown as ids; name one with --tokenizer FOLDER|ID."])
+        return _found(*fallback, place, matches=False)
+    note = "No tokenizer was found, so tokens are shown as ids; name one with --tokenizer FOLDER|ID."
+    return FoundTokenizer(notes=[note])
 
 
-def _reading(tokenizer: Any, encoder: Encoder | None, name: str, place: Place, *, matches: bool) -> Reading:
+def _found(tokenizer: Any, encoder: Encoder | None, name: str, place: DataPath, *, matches: bool) -> FoundTokenizer:
     tokenizer = copy.deepcopy(tokenizer)
     notes = [] if matches else [f"Tokenizer {name} is not the one recorded in the manifest; the text may be wrong."]
     recorded = place.counts.get("added_tokens") or {}
     knots = add_knots(tokenizer, [knot for knot in ALL_KNOTS if knot in recorded])
     if isinstance(recorded, dict) and any(recorded.get(knot) != number for knot, number in knots.items()):
-        notes.append(f"Tokenizer {name} has other knots than these rows, so marks and labels may look like text.")
+        notes.append(f"Tokenizer {name} has other special tokens than this dataset, so they may be shown as text.")
     bos = encoder.bos[0] if encoder and encoder.bos else None
     eos = encoder.eos if encoder else None
-    return Reading(decoder=Decoder(tokenizer, bos=bos, eos=eos), encoder=encoder, name=name, notes=notes)
+    return FoundTokenizer(decoder=Decoder(tokenizer, bos=bos, eos=eos), encoder=encoder, name=name, notes=notes)
 
 
 def _encoder(tokenizer: Any) -> Encoder | None:
     try:
         return build_encoder(tokenizer)
-    except ConfigError:  # no EOS: fine for reading
+    except ConfigError:  # no EOS: not needed for reading
         return None
 
 
@@ -189,8 +185,8 @@ def _matches(encoder: Encoder | None, wanted: str | None) -> bool:
     return wanted is None or (encoder is not None and encoder.digest == wanted)
 
 
-def _recorded_hash(place: Place) -> str | None:
-    """The hash of the tokenizer; rows that add no tokens do not keep it, but their corpora do."""
+def _recorded_hash(place: DataPath) -> str | None:
+    """The tokenizer's hash; datasets without added tokens do not record it, but their corpora do."""
     manifests = [place.manifest]
     if place.run_dir is not None:
         manifests += [read_manifest(folder) or {} for folder in sorted(place.run_dir.glob("corpus/*"))]
@@ -202,8 +198,8 @@ def _recorded_hash(place: Place) -> str | None:
     return None
 
 
-def _candidates(place: Place, resolve: Resolve) -> Iterator[tuple[str, str]]:
-    """What to call a tokenizer and where to load it from. Folders first: a Hub id may have to be downloaded."""
+def _candidates(place: DataPath, resolve: Resolve) -> Iterator[tuple[str, str]]:
+    """Names of tokenizers and where to load them from. Folders first: a Hub id may need a download."""
     if place.run_dir is None:
         return
     model = _model_of(place.run_dir / "recipe.yaml")
@@ -218,7 +214,7 @@ def _candidates(place: Place, resolve: Resolve) -> Iterator[tuple[str, str]]:
     for folder in sorted(place.run_dir.glob("stages/*/model")):
         yield str(folder), str(folder)
     if model and ref and not Path(ref).exists():
-        say(f"tokenizer {model}: not a folder here, so it is looked for on the Hub")
+        logger.info(f"tokenizer {model}: not a local folder; searching the Hub")
         yield model, ref
 
 

@@ -1,37 +1,45 @@
-"""A corpus, opened for looking: its documents as tokens give them back."""
+"""Documents of a tokenized corpus, and records of an input file as a recipe's source would read them."""
 
 from collections import Counter
 from itertools import islice
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
-from pydantic import TypeAdapter
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.data.corpus.store import CorpusReader
-from unspool.data.sources.base import Bad, Document, Filtered
+from unspool.data.sources.base import Bad, Document, Filtered, read_items
 from unspool.data.sources.base import Item as Record
-from unspool.data.sources.config import FileSource
-from unspool.data.sources.readers import read_units
-from unspool.inspection.dataset_summary import Summary, manifest_facts
-from unspool.inspection.detokenize import Reading
-from unspool.inspection.items import Item, Part, Show, Span, check_index, choose, control_roles, spans_of, text_spans
-from unspool.inspection.run_paths import Place, check_files
+from unspool.data.sources.registry import source_for_file
+from unspool.inspection.detokenize import FoundTokenizer
+from unspool.inspection.items import (
+    Item,
+    Part,
+    Show,
+    Span,
+    Summary,
+    check_index,
+    choose_indices,
+    control_roles,
+    manifest_facts,
+    spans_of,
+    text_spans,
+)
+from unspool.inspection.run_paths import DataPath, check_files
 
 
 class Corpus:
-    """A `Collection` of tokenised documents."""
+    """A `Collection` of tokenized documents."""
 
-    def __init__(self, place: Place, reading: Reading) -> None:
+    def __init__(self, place: DataPath, found_tokenizer: FoundTokenizer) -> None:
         self._place = place
-        self._reading = reading
+        self._tokenizer = found_tokenizer
         check_files(place.files)
         try:
             self._docs = CorpusReader(place.files)
         except (KeyError, AttributeError, ValueError, OSError, pa.ArrowException) as error:
-            raise DataError(f"{place.path}: its Arrow files hold no documents of unspool; build them again.") from error
+            raise DataError(f"{place.path}: its Arrow files are not a corpus of unspool; build it again.") from error
 
     def __len__(self) -> int:
         return len(self._docs)
@@ -42,34 +50,33 @@ class Corpus:
             ("documents", f"{len(self):,}"),
             ("tokens", f"{self._docs.num_tokens:,}"),
             ("source", _describe(source) if isinstance(source, dict) else ""),
-            ("tokenizer", self._reading.name or "not found"),
+            ("tokenizer", self._tokenizer.name or "not found"),
         ]
         known = {name for name, _ in facts}
         counts = {name: value for name, value in self._place.counts.items() if name not in known}
-        notes = [] if self._place.manifest else ["There is no manifest.json: unfinished work, or files from elsewhere."]
         return Summary(
             path=self._place.path,
             kind="documents",
             headline=f"{len(self):,} {'document' if len(self) == 1 else 'documents'}, {self._docs.num_tokens:,} tokens",
             facts=[(name, value) for name, value in [*facts, *manifest_facts(counts)] if value],
             lengths=self._docs.lens,
-            notes=[*self._reading.notes, *notes],
+            notes=[*self._tokenizer.notes, *self._place.notes],
         )
 
     def pick(self, *, indices: list[int], count: int, seed: int, source: str | None) -> list[int]:
         if source is not None:
-            raise ConfigError("--source is for rows, which can mix several; a corpus holds one source.")
+            raise ConfigError("--source is for datasets, which can mix sources; a corpus has one source.")
         for index in indices:
             check_index(index, len(self), "document")
-        return indices or choose(range(len(self)), count, seed)
+        return indices or choose_indices(range(len(self)), count, seed)
 
     def item(self, index: int, show: Show) -> Item:
         tokens = self._docs[index]
-        decoder = self._reading.decoder
+        decoder = self._tokenizer.decoder
         mask = self._docs.loss_mask(index)
-        # Without a mask nobody has decided yet what will be asked for; that is the rows' business.
+        # Without a mask, packing decides later which tokens have loss.
         asked = np.ones(len(tokens), dtype=np.bool_) if mask is None else mask
-        # Conversations end as their template ends them.
+        # Conversations end with their template, not with EOS.
         eos = None if decoder is None or mask is not None else decoder.eos
         unended = eos is not None and len(tokens) and int(tokens[-1]) != eos
         name = self._docs.id(index)
@@ -98,25 +105,14 @@ def _describe(source: dict[str, object]) -> str:
     return " ".join(str(source[key]) for key in ("kind", "path", "prose") if source.get(key))
 
 
-# A plain input file, read as a source of a recipe would read it, so that its documents are seen before any work.
-
-
-# Which kind of source reads a file, by its name; everything else is text.
-KINDS = {
-    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
-    "parquet": (".parquet",),
-    "repos": (".tar.gz", ".tgz", ".tar", ".zip", ".whl"),
-}
-
-
 class Records:
     """A `Collection` of the records of one file."""
 
-    def __init__(self, place: Place, reading: Reading, *, field: str | None, seed: int) -> None:
+    def __init__(self, place: DataPath, found_tokenizer: FoundTokenizer, *, field: str | None, seed: int) -> None:
         self._path, self._files = place.path, place.files
-        self._reading = reading
+        self._tokenizer = found_tokenizer
         self._seed = seed
-        self._source = _source(self._files[0], field)
+        self._source = source_for_file(self._files[0], field)
         self._read: list[Record] = []
         self._ended = False
 
@@ -132,20 +128,22 @@ class Records:
             facts=[
                 ("file", f"{sum(file.stat().st_size for file in self._files):,} bytes"),
                 ("read as", f"kind: {self._source.kind}"),
-                ("tokenizer", self._reading.name or "none; --tokenizer shows tokens"),
+                ("tokenizer", self._tokenizer.name or "none; --tokenizer shows tokens"),
             ],
-            notes=self._reading.notes,
+            notes=self._tokenizer.notes,
         )
 
     def pick(self, *, indices: list[int], count: int, seed: int, source: str | None) -> list[int]:
         if source is not None:
-            raise ConfigError("--source is for rows, which can mix several; this is one input file.")
+            raise ConfigError("--source is for datasets, which can mix sources; this is one input file.")
         if min(indices, default=0) < 0:
-            raise ConfigError(f"--index {min(indices)}: records are counted from 0.")
+            raise ConfigError(f"--index {min(indices)}: records are numbered from 0.")
         self._load(max(indices, default=count - 1) + 1)
         for index in indices:
             if index >= len(self._read):
-                raise ConfigError(f"--index {index}: {self._path} ends after {len(self._read):,} records, from 0.")
+                raise ConfigError(
+                    f"--index {index}: {self._path} has only {len(self._read):,} records, numbered from 0."
+                )
         return indices or list(range(min(count, len(self._read))))
 
     def item(self, index: int, show: Show) -> Item:
@@ -163,7 +161,7 @@ class Records:
         return self._document(index, name, record, show)
 
     def _conversation(self, index: int, name: str, record: Document, show: Show) -> Item:
-        """Turn by turn, as it is written; how it reads through a chat template shows in a corpus."""
+        """Show a conversation turn by turn, without the chat template, which a corpus applies."""
         parts = [
             Part(
                 title=turn.role,
@@ -183,9 +181,9 @@ class Records:
         facts += (
             [f"left out: {', '.join(f'{count} {reason}' for reason, count in left_out.items())}"] if left_out else []
         )
-        tokens, decoder = record.tokens, self._reading.decoder
-        if tokens is None and self._reading.encoder is not None:
-            (tokens,) = self._reading.encoder.encode([record.text])
+        tokens, decoder = record.tokens, self._tokenizer.decoder
+        if tokens is None and self._tokenizer.encoder is not None:
+            (tokens,) = self._tokenizer.encoder.encode([record.text])
         if tokens is None:
             spans = text_spans(record.text, show)
             part = Part(title=record.id, length=len(record.text), unit="characters", spans=spans, group=index)
@@ -196,50 +194,23 @@ class Records:
         return Item(index=index, name=name, among="", facts=[*facts, f"{len(tokens):,} tokens"], parts=[part])
 
     def _load(self, count: int) -> None:
-        self._read = list(islice(read_units(self._source, self._files, self._seed), count))
+        self._read = list(islice(read_items(self._source, self._files, self._seed), count))
         self._ended = len(self._read) < count
         if not self._read:
-            raise ConfigError(f"{self._path}: holds no record; a source of kind {self._source.kind} would be empty.")
-
-
-def kind_of(path: Path) -> str:
-    return next((kind for kind, endings in KINDS.items() if path.name.lower().endswith(endings)), "text")
-
-
-def _source(path: Path, field: str | None) -> FileSource:
-    settings: dict[str, Any] = {"kind": kind_of(path), "path": str(path)}
-    if field is None and settings["kind"] == "jsonl" and _holds_conversations(path):
-        settings["kind"] = "chat"
-    if field is not None:
-        if settings["kind"] not in ("jsonl", "parquet"):
-            raise ConfigError(f"--text {field}: {path.name} is read as kind: {settings['kind']}, which has no fields.")
-        settings["text"] = field
-    source: FileSource = TypeAdapter(FileSource).validate_python(settings)
-    return source
-
-
-def _holds_conversations(path: Path) -> bool:
-    """By its first record: one that a source of kind chat would read, and a source of text would not."""
-    return isinstance(_first(path, "chat"), Document) and not isinstance(_first(path, "jsonl"), Document)
-
-
-def _first(path: Path, kind: str) -> Record | None:
-    source: FileSource = TypeAdapter(FileSource).validate_python({"kind": kind, "path": str(path)})
-    return next(iter(read_units(source, [path])), None)
+            raise ConfigError(f"{self._path}: no records found; a source of kind {self._source.kind} would be empty.")
 
 
 def _part(span: Span) -> Part:
     return Part(title="", length=0, spans=[span], group=-1)
 
 
-# What terminal, page and JSON need of anything that holds items: rows, a corpus, an input file.
-
-
 class Collection(Protocol):
+    """A dataset, a corpus or an input file, for terminal, page and JSON."""
+
     def summary(self) -> Summary: ...
 
     def pick(self, *, indices: list[int], count: int, seed: int, source: str | None) -> list[int]:
-        """Which items to show: those asked for, else some; ConfigError if there are none such."""
+        """Choose items to show: the given indices, or some; ConfigError if there are none."""
         ...
 
     def item(self, index: int, show: Show) -> Item: ...

@@ -1,71 +1,90 @@
-"""What is shown of a row or a document, ready for terminal, page and JSON.
+"""The parts of a row, a document or a record that terminal, page and JSON show, and summaries of whole datasets.
 
-In: tokens with what is known about them. Out: `Item`s made of `Part`s (a document, or a piece of a tangled
-row) made of `Span`s (text that looks alike).
-Promise: nothing is claimed that the tokens do not show; what is left out for space is counted.
-Elsewhere: spelling tokens (decode.py), tangled rows (knots.py), drawing (terminal.py, page.py).
+An `Item` consists of `Part`s (a document, or a piece of one), which consist of `Span`s (text of one style). Tokens left
+out for space are counted.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from unspool.core.errors import ConfigError
+from unspool.core.formatting import NEWLINE, format_manifest_count, one_line
 from unspool.core.rng import rng_for
-from unspool.inspection.dataset_summary import Summary
+from unspool.data.lengths import Histogram, histogram
 from unspool.inspection.detokenize import Decoder
 from unspool.inspection.run_paths import Entry
 
-# Text as something a terminal or a page can show: nothing invisible, nothing that moves other text about.
-
-
-NEWLINE = "↵"
 SPACE = "␣"
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
-_TAB = "⇥   "
-# C1 controls, line separators, zero-width spaces, marks that turn the direction of writing, and tags, which spell
-# text that nobody sees. Joiners stay: words of Persian, Hindi and many emoji need them.
-_UNSEEN = re.compile(
-    "[\u0080-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
-)
 
 
-def visible(text: str) -> str:
-    """Line breaks stay; tabs and other control characters get a sign, what cannot be seen its number."""
-    text = text.replace("\t", _TAB)
-    text = _CONTROL.sub(lambda found: "\u2421" if found[0] == "\x7f" else chr(0x2400 + ord(found[0])), text)
-    return _UNSEEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A corpus, a dataset or an input file as a whole."""
+
+    path: Path
+    kind: str  # "rows", "documents", "records"
+    headline: str  # "464 rows of 2K tokens"
+    facts: list[tuple[str, str]]
+    part: str = "document"  # unit that `lengths` measures
+    lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    sample: str = ""  # the rows that lengths were measured on, unless all
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def bins(self) -> Histogram:
+        return histogram(self.lengths[self.lengths > 0])
+
+    @property
+    def length_line(self) -> str:
+        if not len(self.lengths):
+            return ""
+        median, most = np.quantile(self.lengths, [0.5, 0.9], method="lower").tolist()
+        line = (
+            f"{self.part}s: {len(self.lengths):,}, median {median:,.0f} tokens, 9 of 10 have at most {most:,.0f}, "
+            f"longest {self.lengths.max():,}"
+        )
+        return f"{line} ({self.sample})" if self.sample else line
 
 
-def one_line(text: str) -> str:
-    return visible(text).replace("\n", NEWLINE)
+def manifest_facts(counts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The counts of a manifest, whatever they are: `tokens_in` reads "tokens in", reasons are on one line."""
+    # Tables, such as lengths by source, do not fit a line.
+    simple = {
+        name: value
+        for name, value in counts.items()
+        if isinstance(value, bool | int | float | str)
+        or (isinstance(value, dict) and value and all(isinstance(number, int) for number in value.values()))
+    }
+    facts = [(name.replace("_", " "), format_manifest_count(value)) for name, value in simple.items()]
+    return [(name, shown) for name, shown in facts if shown]
 
 
 def raw_bytes(data: bytes) -> str:
-    r"""Bytes that are no text of their own: `\xe2\x80`."""
+    r"""Bytes that are not a whole character, as `\xe2\x80`."""
     return "".join(f"\\x{byte:02x}" for byte in data)
 
 
 Role = Literal["text", "control", "knot", "label", "hidden", "bad"]
-# In the order of the codes that arrays of roles hold.
+# Arrays of roles hold indices into this tuple.
 ROLES: tuple[Role, ...] = ("text", "control", "knot", "label")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    text: str  # as it is; `visible` makes it safe to show
+    text: str  # unescaped; `visible` makes it safe to show
     role: Role
-    loss: bool = True  # whether its tokens are asked for in training
-    ids: tuple[int, ...] = ()  # one id: the span is a token shown with its border
+    loss: bool = True  # whether training has loss on its tokens
+    ids: tuple[int, ...] = ()  # one id if the span is a single token shown with its border
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A document of a row, or what there is of it."""
+    """A document of a row, or a piece of one."""
 
     title: str  # "document 3 of 7"
     length: int
@@ -74,7 +93,7 @@ class Part:
     spans: list[Span] = field(default_factory=list)
     group: int = 0  # parts of one document share it
     start: int = 0  # in the row
-    trained: int | None = None  # tokens that carry loss, where a mask leaves out others; it is then shown which
+    trained: int | None = None  # number of tokens with loss, if a mask excludes others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +102,7 @@ class Item:
 
     index: int
     name: str  # "row 12"
-    among: str  # "of 0–463"; empty where nobody knows how many there are
+    among: str  # "of 0–463"; empty if the number is unknown
     facts: list[str]
     parts: list[Part]
 
@@ -94,21 +113,21 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
-    """How much of a part is shown, and how."""
+    """How much of a part is shown, and in which form."""
 
     tokens: bool = False  # borders and ids instead of running text
     head: int | None = None  # tokens shown at the start of a long part; None: all of it
     tail: int = 0
 
     def is_long(self, length: int) -> bool:
-        # Leaving out a few tokens would cost a reader more than it saves.
+        # Leaving out a few tokens would not save space.
         return self.head is not None and length > 1.4 * (self.head + self.tail)
 
 
 def spans_of(
     tokens: np.ndarray, roles: np.ndarray, loss: np.ndarray, decoder: Decoder | None, show: Show
 ) -> list[Span]:
-    """A part's tokens as spans, those in the middle of a long one left out."""
+    """Split a part's tokens into spans; the middle of a long part is left out."""
     count = len(tokens)
     head, tail = count, count
     if show.is_long(count):
@@ -116,21 +135,21 @@ def spans_of(
         head, tail = show.head, count - show.tail
         if decoder is not None:
             head, tail = decoder.next_border(tokens, head), decoder.next_border(tokens, tail)
-    spans = _stretch(tokens[:head], roles[:head], loss[:head], decoder, show)
+    spans = _split_spans(tokens[:head], roles[:head], loss[:head], decoder, show)
     if tail > head:
         spans.append(Span(f"{tail - head:,} tokens hidden", "hidden"))
-        spans += _stretch(tokens[tail:], roles[tail:], loss[tail:], decoder, show)
+        spans += _split_spans(tokens[tail:], roles[tail:], loss[tail:], decoder, show)
     return spans
 
 
 def trained_runs(spans: Sequence[Span]) -> Iterator[tuple[bool, list[Span]]]:
-    """Spans in runs that carry loss or do not; what is hidden stands alone, and whether it does is not known."""
+    """Group spans into runs with and without loss; hidden spans are runs of their own without loss."""
     for (is_hidden, loss), run in groupby(spans, lambda span: (span.role == "hidden", span.loss)):
         yield loss and not is_hidden, list(run)
 
 
 def text_spans(text: str, show: Show, *, chars_per_token: int = 4) -> list[Span]:
-    """The same for text that was never tokenised."""
+    """Split text without tokens into spans."""
     if show.head is None or not show.is_long(len(text) // chars_per_token):
         return [Span(text, "text")]
     head, tail = show.head * chars_per_token, len(text) - show.tail * chars_per_token
@@ -142,13 +161,13 @@ def text_spans(text: str, show: Show, *, chars_per_token: int = 4) -> list[Span]
 
 
 def control_roles(tokens: np.ndarray, decoder: Decoder | None) -> np.ndarray:
-    """Codes of `ROLES`: control tokens and ids beyond the vocabulary apart from text."""
+    """Indices into `ROLES` that separate control tokens from text."""
     if decoder is None:
         return np.zeros(len(tokens), dtype=np.uint8)
     return np.isin(tokens, list(decoder.special)).astype(np.uint8)
 
 
-def _stretch(
+def _split_spans(
     tokens: np.ndarray, roles: np.ndarray, loss: np.ndarray, decoder: Decoder | None, show: Show
 ) -> list[Span]:
     if not len(tokens):
@@ -168,7 +187,7 @@ def _stretch(
 
 
 def _token_text(token: int, decoder: Decoder | None) -> str:
-    """One token on one line; its bytes where it is only part of a character."""
+    """One token on one line, or its bytes if it is only part of a character."""
     if decoder is None:
         return ""
     data = decoder.bytes_of(token)
@@ -179,15 +198,12 @@ def _token_text(token: int, decoder: Decoder | None) -> str:
 
 
 def shown_line(parts: Sequence[str]) -> str:
-    """Facts on one line, whatever was in them."""
+    """Join facts on one line."""
     return " · ".join(one_line(part) for part in parts if part)
 
 
-# Which rows or documents are shown.
-
-
-def choose(candidates: Sequence[int], count: int, seed: int) -> list[int]:
-    """The first candidate and `count - 1` others drawn by the seed, in order."""
+def choose_indices(candidates: Sequence[int], count: int, seed: int) -> list[int]:
+    """The first candidate and `count - 1` random others, in order."""
     if not candidates:
         return []
     others = min(count, len(candidates)) - 1
@@ -204,9 +220,6 @@ def check_index(index: int, total: int, name: str) -> int:
     raise ConfigError(f"--index {index}: {there if total else f'there is no {name}'}.")
 
 
-# What `--json` prints: the same as the other views, as plain values, with texts as they are.
-
-
 def summary_values(summary: Summary) -> dict[str, Any]:
     return {
         "path": str(summary.path),
@@ -220,8 +233,8 @@ def summary_values(summary: Summary) -> dict[str, Any]:
     }
 
 
-def item_values(item: Item, name: str) -> dict[str, Any]:
-    return {name: item.index, "facts": [fact for fact in item.facts if fact], "parts": [*map(_part, item.parts)]}
+def item_values(item: Item) -> dict[str, Any]:
+    return {"index": item.index, "facts": [fact for fact in item.facts if fact], "parts": [*map(_part, item.parts)]}
 
 
 def listing_values(entries: Sequence[Entry]) -> list[dict[str, Any]]:

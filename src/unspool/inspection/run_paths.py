@@ -1,8 +1,6 @@
-"""What a path holds that can be looked at: a run, a corpus, rows, or a plain input file.
+"""What a path holds that can be inspected: a run, a corpus, a dataset, or an input file.
 
-Promise: only names and manifests are read, so this answers at once; what cannot be shown is refused with
-one sentence that says what can be.
-Elsewhere: opening the files (rows.py, corpus.py, records.py).
+Only names and manifests are read, so this is fast. Other paths are refused with a list of accepted ones.
 """
 
 import shlex
@@ -16,22 +14,23 @@ import pyarrow as pa
 from unspool.core.artifacts import read_manifest
 from unspool.core.config import nearest
 from unspool.core.errors import ConfigError, DataError
-from unspool.inspection.dataset_summary import show_length, strategies
+from unspool.core.sizes import format_size
+from unspool.data.packing.describe import summarize_packing
 
 Kind = Literal["run", "dataset", "corpus", "records"]
-# How the Arrow files of each kind of folder begin.
+# Prefixes of the Arrow files of each kind of folder.
 PREFIXES: dict[str, Kind] = {"rows-": "dataset", "docs-": "corpus"}
-# What `unspool synth` writes.
-TALKS = "conversations-*.jsonl.zst"
-WHAT_CAN_BE_SEEN = (
+# Files that `unspool synth` writes.
+CONVERSATIONS = "conversations-*.jsonl.zst"
+ACCEPTED_PATHS = (
     "a run's folder, a folder of its corpus/, datasets/ or synth/, a rows-*.arrow or docs-*.arrow file, "
     "or an input file such as books.jsonl"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Box:
-    """A finished corpus or rows folder, as its manifest describes it."""
+class PublishedFolder:
+    """A published corpus or dataset with its manifest."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -46,7 +45,7 @@ class Box:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the recipe says of these rows or of this corpus' source."""
+        """The recipe's settings of this dataset or of this corpus' source."""
         return _dict(_dict(self.manifest.get("settings")).get("dataset" if self.kind == "dataset" else "source"))
 
     @property
@@ -56,12 +55,14 @@ class Box:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class DataPath:
+    """A path that can be inspected, with the files to open."""
+
     path: Path
     kind: Kind
-    files: list[Path]  # what to open, in order
-    manifest: dict[str, Any]  # empty where there is none
-    run_dir: Path | None  # the folder of the run that made it
+    files: list[Path]  # in order
+    manifest: dict[str, Any]  # empty if there is none
+    run_dir: Path | None  # folder of the run that made it
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -71,9 +72,13 @@ class Place:
     def settings(self) -> dict[str, Any]:
         return _dict(self.manifest.get("settings"))
 
+    @property
+    def notes(self) -> list[str]:
+        return [] if self.manifest else ["No manifest.json: the folder is unfinished or comes from elsewhere."]
 
-def find_place(path: Path) -> Place:
-    """What `path` is; ConfigError if there is nothing in it to look at."""
+
+def find_data(path: Path) -> DataPath:
+    """Find what `path` is; ConfigError if it cannot be inspected."""
     try:
         if path.is_dir():
             return _folder(path)
@@ -83,50 +88,51 @@ def find_place(path: Path) -> Place:
         raise ConfigError(f"{path}: cannot be opened ({error.strerror}).") from error
     beside = path.parent if path.parent.is_dir() else None
     guess = nearest(path.name, [other.name for other in beside.iterdir()]) if beside else None
-    hint = f"did you mean {path.with_name(guess)}?" if guess else f"give {WHAT_CAN_BE_SEEN}."
+    hint = f"did you mean {path.with_name(guess)}?" if guess else f"give {ACCEPTED_PATHS}."
     raise ConfigError(f"{path}: no such file or folder; {hint}")
 
 
-def boxes(folder: Path) -> list[Box]:
-    """The finished corpora and rows in a run's folder, or directly in `folder`."""
+def published_folders(folder: Path) -> list[PublishedFolder]:
+    """The published corpora and datasets in a run's folder, or directly in `folder`."""
     found = []
     for pattern in ("corpus/*", "datasets/*", "*"):
         for inner in sorted(folder.glob(pattern)):
-            # Work in progress and what is being replaced are never results.
+            # Unfinished folders and those being replaced are not results.
             if inner.suffix in (".partial", ".work", ".old") or not inner.is_dir():
                 continue
             manifest = read_manifest(inner) or {}
             if manifest.get("kind") in ("corpus", "dataset"):
-                found.append(Box(folder=inner, manifest=manifest))
+                found.append(PublishedFolder(folder=inner, manifest=manifest))
     return found
 
 
-def _folder(path: Path) -> Place:
+def _folder(path: Path) -> DataPath:
+    manifest = read_manifest(path) or {}
     for prefix, kind in PREFIXES.items():
         files = sorted(path.glob(f"{prefix}*.arrow"))
         if files:
-            return Place(path=path, kind=kind, files=files, manifest=read_manifest(path) or {}, run_dir=_run_of(path))
-    talks = sorted(path.glob(TALKS))
-    if talks:
-        return Place(path=path, kind="records", files=talks, manifest=read_manifest(path) or {}, run_dir=_run_of(path))
-    if boxes(path):
-        return Place(path=path, kind="run", files=[], manifest={}, run_dir=path)
+            return DataPath(path=path, kind=kind, files=files, manifest=manifest, run_dir=_run_of(path))
+    conversations = sorted(path.glob(CONVERSATIONS))
+    if conversations:
+        return DataPath(path=path, kind="records", files=conversations, manifest=manifest, run_dir=_run_of(path))
+    if published_folders(path):
+        return DataPath(path=path, kind="run", files=[], manifest={}, run_dir=path)
     if not any(path.iterdir()):
-        raise ConfigError(f"{path}: the folder is empty; give {WHAT_CAN_BE_SEEN}.")
-    if (read_manifest(path) or {}).get("kind") in PREFIXES.values():
-        raise ConfigError(f"{path}: its manifest is there, but none of its Arrow files; run the recipe again.")
-    raise ConfigError(f"{path}: holds neither documents nor rows; give {WHAT_CAN_BE_SEEN}.")
+        raise ConfigError(f"{path}: the folder is empty; give {ACCEPTED_PATHS}.")
+    if manifest.get("kind") in PREFIXES.values():
+        raise ConfigError(f"{path}: it has a manifest but no Arrow files; run the recipe again.")
+    raise ConfigError(f"{path}: no documents or rows found; give {ACCEPTED_PATHS}.")
 
 
-def _file(path: Path) -> Place:
+def _file(path: Path) -> DataPath:
     if path.suffix != ".arrow":
-        return Place(path=path, kind="records", files=[path], manifest={}, run_dir=None)
+        return DataPath(path=path, kind="records", files=[path], manifest={}, run_dir=None)
     for prefix, kind in PREFIXES.items():
         if path.name.startswith(prefix):
             folder = path.absolute().parent
             manifest = read_manifest(folder) or {}
-            return Place(path=path, kind=kind, files=[path], manifest=manifest, run_dir=_run_of(folder))
-    raise ConfigError(f"{path}: Arrow files are known by their names, rows-*.arrow or docs-*.arrow; this is neither.")
+            return DataPath(path=path, kind=kind, files=[path], manifest=manifest, run_dir=_run_of(folder))
+    raise ConfigError(f"{path}: Arrow files must be named rows-*.arrow or docs-*.arrow.")
 
 
 def _run_of(folder: Path) -> Path | None:
@@ -138,11 +144,8 @@ def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-# Whether Arrow files can be read without harm.
-
-
 def check_files(paths: Sequence[Path]) -> None:
-    """DataError for a file that is cut short or whose lists point outside of it."""
+    """Raise DataError for a truncated file or one whose offsets point outside of it."""
     for path in paths:
         try:
             with pa.memory_map(str(path)) as mapped, pa.ipc.open_file(mapped) as file:
@@ -155,14 +158,11 @@ def check_files(paths: Sequence[Path]) -> None:
             ) from error
 
 
-# What a run's folder holds, and the command that looks further into each part.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     kind: str  # "corpus" or "dataset"
     name: str
-    count: int | None  # documents or rows; None if the manifest does not say
+    count: int | None  # documents or rows; None if not in the manifest
     tokens: int | None
     about: str
     command: str
@@ -173,34 +173,34 @@ class Entry:
 
 
 def list_run(folder: Path, source: str | None) -> list[Entry]:
-    """The corpora and rows of a run; with `source`, those that hold something of it."""
-    return [_entry(box) for box in boxes(folder) if source is None or source in box.sources]
+    """The corpora and datasets of a run; with `source`, only those that contain it."""
+    return [_entry(one) for one in published_folders(folder) if source is None or source in one.sources]
 
 
 def sources_of(folder: Path) -> list[str]:
-    return sorted({name for box in boxes(folder) for name in box.sources})
+    return sorted({name for published in published_folders(folder) for name in published.sources})
 
 
-def _entry(box: Box) -> Entry:
-    count = box.counts.get("rows" if box.kind == "dataset" else "documents")
-    tokens = box.counts.get("tokens")
+def _entry(published: PublishedFolder) -> Entry:
+    count = published.counts.get("rows" if published.kind == "dataset" else "documents")
+    tokens = published.counts.get("tokens")
     return Entry(
-        kind=box.kind,
-        name=box.folder.name,
+        kind=published.kind,
+        name=published.folder.name,
         count=count if isinstance(count, int) else None,
         tokens=tokens if isinstance(tokens, int) else None,
-        about=_about(box),
-        command=f"unspool inspect {shlex.quote(str(box.folder))}",
+        about=_about(published),
+        command=f"unspool inspect {shlex.quote(str(published.folder))}",
     )
 
 
-def _about(box: Box) -> str:
-    if box.kind == "corpus":
-        return f"kind: {box.settings['kind']}" if box.settings.get("kind") else ""
-    length = box.settings.get("seq_len")
+def _about(published: PublishedFolder) -> str:
+    if published.kind == "corpus":
+        return f"kind: {published.settings['kind']}" if published.settings.get("kind") else ""
+    length = published.settings.get("seq_len")
     parts = [
-        show_length(length) if isinstance(length, int) else "",
-        *strategies(box.settings),
-        f"from {', '.join(box.sources)}" if box.sources else "",
+        f"{format_size(length)} tokens" if isinstance(length, int) else "",
+        *summarize_packing(published.settings),
+        f"from {', '.join(published.sources)}" if published.sources else "",
     ]
     return ", ".join(part for part in parts if part)

@@ -1,7 +1,7 @@
 """The terminal view: a summary, then rows and documents with their borders.
 
-Promise: text from files cannot send control sequences or turn the direction of writing (visible.py); without a
-terminal there are no colours, and every border and number is there all the same.
+Text from files cannot send control sequences or change the direction of writing. Without a terminal there are no
+colors, but every border and number is still printed.
 """
 
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from unspool.inspection.dataset_summary import Summary
-from unspool.inspection.items import Item, Part, Show, Span, one_line, shown_line, trained_runs, visible
+from unspool.core.formatting import MISSING, one_line, visible
+from unspool.inspection.items import Item, Part, Show, Span, Summary, shown_line, trained_runs
 from unspool.inspection.run_paths import Entry
 
 # Tokens shown of a long document, at its start and at its end.
 SHORT = Show(head=160, tail=60)
-# Around what is trained on, where a mask leaves out the rest; dim and bright alone would be lost without colours.
+# Brackets around tokens with loss if a mask excludes others; dim text alone would be lost without colors.
 OPEN, CLOSE = "⟦", "⟧"
 # Documents shown of a row that holds many, at its start and at its end.
 _FIRST, _LAST = 8, 2
 
-# Of documents, by their number; further ones start over. The page has colours of its own.
-_COLOURS = (
+# Colors of documents by number; further documents repeat them. The page has its own colors.
+_COLORS = (
     "blue", "dark_orange3", "green4", "deep_pink4", "medium_purple3", "dark_goldenrod",
     "dark_cyan", "red3", "chartreuse4", "cornflower_blue", "rosy_brown", "magenta3",
 )  # fmt: skip
@@ -31,7 +31,7 @@ _STYLES = {"text": "", "control": "yellow", "knot": "bold magenta", "label": "cy
 
 
 def build_console(**options: Any) -> Console:
-    """A console that takes text for text; `options` are rich's own."""
+    """A console without markup, emoji and highlighting; `options` are rich's."""
     return Console(highlight=False, markup=False, emoji=False, **options)
 
 
@@ -39,7 +39,7 @@ def print_summary(console: Console, summary: Summary) -> None:
     facts = dict(summary.facts)
     console.print(Text(one_line(str(summary.path)), style="bold"), soft_wrap=True)
     console.print(summary.headline)
-    # The page shows all facts; here only what helps to read what follows.
+    # The page shows all facts; the terminal only those needed to read what follows.
     for name in ("file", "read as", "source", "sources", "packing", "quarantined", "filtered", "dropped", "tokenizer"):
         if name in facts:
             console.print(f"{name}: {one_line(facts[name])}", soft_wrap=True)
@@ -53,7 +53,7 @@ def print_item(console: Console, item: Item, *, full: bool) -> None:
     console.print()
     console.print(Text(f"━━ {item.title} · {shown_line(item.facts)}", style="bold"), soft_wrap=True)
     if any(part.trained is not None for part in item.parts):
-        console.print(f"{OPEN}…{CLOSE} is trained on, the rest is only read")
+        console.print(f"{OPEN}…{CLOSE} has loss, the rest has none")
     hidden = range(0) if full or len(item.parts) <= _FIRST + _LAST + 1 else range(_FIRST, len(item.parts) - _LAST)
     for number, part in enumerate(item.parts):
         if number in hidden:
@@ -71,14 +71,14 @@ def print_part(console: Console, part: Part, *, alone: bool) -> None:
     console.print()
     if not alone or part.facts:
         title = shown_line([part.title, f"{part.length:,} {part.unit}", *part.facts])
-        colour = _COLOURS[part.group % len(_COLOURS)] if part.group >= 0 else "bright_black"
-        console.print(Text(f"── {title} ──", style=colour), soft_wrap=True)
+        color = _COLORS[part.group % len(_COLORS)] if part.group >= 0 else "bright_black"
+        console.print(Text(f"── {title} ──", style=color), soft_wrap=True)
     if part.spans:
         console.print(styled(part.spans, mark_trained=part.trained is not None))
 
 
 def styled(spans: Sequence[Span], *, mark_trained: bool = False) -> Text:
-    """Spans as one text, safe to print, that wraps at words or, where tokens are shown, between tokens."""
+    """Spans as one printable text that wraps at words or, if tokens are shown, between tokens."""
     text = Text(tab_size=4)
     for is_trained, run in trained_runs(spans):
         text.append(OPEN if is_trained and mark_trained else "", "bold green")
@@ -113,12 +113,12 @@ def print_listing(console: Console, title: str, entries: Sequence[Entry]) -> Non
         left = "  ".join(set_cell_size(text, width) for text, width in zip((kind, name), widths, strict=False))
         right = "  ".join(text.rjust(width) for text, width in zip((held, tokens), widths[2:], strict=True))
         console.print(f"{left}  {right}  {about}".rstrip(), soft_wrap=True)
-    console.print("\nLook further with")
+    console.print("\nInspect one with")
     for entry in entries:
         console.print(f"  {one_line(entry.command)}", soft_wrap=True)
 
 
 def _cells(entry: Entry) -> tuple[str, str, str, str, str]:
-    held = "–" if entry.count is None else f"{entry.count:,} {entry.unit}"
-    tokens = "–" if entry.tokens is None else f"{entry.tokens:,} tokens"
+    held = MISSING if entry.count is None else f"{entry.count:,} {entry.unit}"
+    tokens = MISSING if entry.tokens is None else f"{entry.tokens:,} tokens"
     return entry.kind, one_line(entry.name), held, tokens, one_line(entry.about)

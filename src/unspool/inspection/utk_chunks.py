@@ -1,9 +1,7 @@
-"""Read a tangled row back: which pieces belong together, and what its marks say (see data/tangle.py).
+"""Read a UTK row back: which pieces belong together, and the labels and solutions in its special tokens.
 
-In: a row's tokens and piece lengths, a decoder that knows the knots. Out: roles of tokens, and per piece the
-label, which part of which document it is, and the labels its solution lists.
-Promise: pieces are joined only where a solution in the row names their labels; otherwise only the part's number
-is told, which its knots give.
+Pieces are joined only if a solution in the row lists their labels. Otherwise only the part number is known, from the
+special tokens around the piece.
 """
 
 from collections import Counter
@@ -23,23 +21,23 @@ _KNOT, _LABEL = ROLES.index("knot"), ROLES.index("label")
 class Piece:
     label: str | None = None
     part: int | None = None  # from 1; None for a document that was not split
-    parts: int | None = None  # of how many, where a solution tells
+    parts: int | None = None  # number of parts, if a solution lists them
     solution: list[str] = field(default_factory=list)
-    group: int = 0  # the document, numbered as they first appear
+    group: int = 0  # document, numbered in order of appearance
 
 
-def has_knots(decoder: Decoder | None) -> bool:
+def knows_special_tokens(decoder: Decoder | None) -> bool:
     return decoder is not None and -1 not in _ids(decoder)
 
 
 def _ids(decoder: Decoder) -> list[int]:
-    """In the order of `ALL_KNOTS`; -1 for one of `KNOTS` that the tokenizer lacks, which may well lack the others."""
+    """Token ids in the order of `ALL_KNOTS`; -1 for a missing one of `KNOTS`; other missing ones are left out."""
     found = {name: decoder.id_of(name) for name in ALL_KNOTS}
     return [-1 if id_ is None else id_ for name, id_ in found.items() if id_ is not None or name in KNOTS]
 
 
-def mark_roles(tokens: np.ndarray, roles: np.ndarray, decoder: Decoder) -> np.ndarray:
-    """`roles` with knots, and the labels between them, told from other control tokens."""
+def mark_utk_roles(tokens: np.ndarray, roles: np.ndarray, decoder: Decoder) -> np.ndarray:
+    """`roles` with UTK's special tokens and the labels between them marked."""
     opening, closing, solution, _, ending, *_ = _ids(decoder)
     roles = roles.copy()
     roles[np.isin(tokens, _ids(decoder))] = _KNOT
@@ -93,21 +91,18 @@ def _read(tokens: np.ndarray, decoder: Decoder) -> Piece:
     return Piece(label=label, part=part, solution=listed)
 
 
-# What the pieces of a row are: which part of which document, under which label, at which positions.
-
-
-# Stretches of positions that are told apart before the rest is only counted.
-_MOST_STRETCHES = 4
+# Ranges of positions that are listed before the rest is only counted.
+_MAX_STRETCHES = 4
 
 
 def documents_of(chunk_ids: np.ndarray) -> list[int]:
-    """The documents of pieces, numbered from 0 as they first appear."""
+    """Documents of pieces, numbered from 0 in order of appearance."""
     numbers: dict[int, int] = {}
     return [numbers.setdefault(doc, len(numbers)) for doc in chunk_ids.tolist()]
 
 
 def known_facts(docs: Sequence[int], marks: Sequence[Piece] | None, *, ordered: bool) -> list[list[str]]:
-    """Facts of each piece where its document is certain; `ordered` says that pieces keep their order in the row."""
+    """Facts of each piece if documents are recorded; `ordered`: pieces keep their order within the row."""
     counts = Counter(docs)
     seen: Counter[int] = Counter()
     facts = []
@@ -120,7 +115,7 @@ def known_facts(docs: Sequence[int], marks: Sequence[Piece] | None, *, ordered: 
 
 
 def read_facts(marks: Sequence[Piece]) -> list[list[str]]:
-    """Facts of each piece where only marks tell of its document."""
+    """Facts of each piece if only special tokens identify its document."""
     facts = []
     for mark in marks:
         place = f"part {mark.part}" if mark.part else "not split"
@@ -138,14 +133,14 @@ def mark_facts(mark: Piece) -> list[str]:
 
 
 def position_fact(positions: np.ndarray) -> str:
-    """Where a piece stands if positions are skipped: "positions 0–812, then 91,204–92,440"."""
+    """The position ids of a piece with skips: "positions 0–812, then 91,204–92,440"."""
     begins = np.flatnonzero(np.diff(positions, prepend=positions[0] - 2) != 1)
     ends = np.append(begins[1:], len(positions)) - 1
     pairs = zip(positions[begins].tolist(), positions[ends].tolist(), strict=True)
     stretches = [f"{first:,}–{last:,}" if last > first else f"{first:,}" for first, last in pairs]
-    more = len(stretches) - _MOST_STRETCHES
-    shown = ", then ".join(stretches[:_MOST_STRETCHES])
-    return f"positions {shown}" + (f", then {more:,} more stretches" if more > 0 else "")
+    more = len(stretches) - _MAX_STRETCHES
+    shown = ", then ".join(stretches[:_MAX_STRETCHES])
+    return f"positions {shown}" + (f", then {more:,} more ranges" if more > 0 else "")
 
 
 def _place(doc: int, part: int | None, nth: int, count: int) -> str:

@@ -1,30 +1,32 @@
-"""One HTML file that needs nothing else: a summary, then rows and documents as coloured bands.
+"""One self-contained HTML file: a summary, then rows and documents as colored bands.
 
-Promise: no network, no scripts (a content policy in the page forbids both), every text from a file escaped and
-made visible, the file replaced in one step. Parts of one document have one colour and one number, so that
-colour is never all that tells them apart.
+No network and no scripts (a content security policy forbids both); every text from a file is escaped and made visible.
+Parts of one document share a color and a number, so that color is never the only distinction.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from unspool import __version__
-from unspool.core.html import templates_in, write_html
-from unspool.inspection.dataset_summary import Summary, length_chart
+from unspool.core.charts import Pair, bar_key, pair_bars
+from unspool.core.formatting import one_line, visible
+from unspool.core.html import element, load_templates, svg, write_text
+from unspool.core.sizes import format_size
+from unspool.data.lengths import Histogram
 from unspool.inspection.input_documents import Collection
-from unspool.inspection.items import Item, Part, Show, Span, one_line, trained_runs, visible
+from unspool.inspection.items import Item, Part, Show, Span, Summary, trained_runs
 
-# Tokens of a long document on the page; a whole book would make it too slow to open.
+# Tokens of a long document on the page; a whole book would open too slowly.
 LONG = Show(head=3000, tail=1000)
-COLOURS = 12  # as many as page.css defines; further documents start over
-# What is seen of a document before it is unfolded.
+COLORS = 12  # as many as viewer_page.css defines; further documents repeat them
+# Part of a document shown before it is unfolded.
 _FOLD_CHARS, _FOLD_LINES = 900, 10
 _FOLD_TOKENS = 80
 _MAP_WIDTH = 1000
-# Narrower bands have no room for a number.
+# Narrower bands have no space for a number.
 _NUMBERED = 0.035
 
 
@@ -35,7 +37,7 @@ class PartView:
     title: str
     length: str
     facts: list[str]
-    colour: str
+    color: str
     shown: Markup
     folded: Markup
     more: str  # "4,012 more characters"
@@ -49,13 +51,13 @@ class ItemView:
     facts: list[str]
     parts: list[PartView]
     bands: Markup
-    before: str | None  # anchors of its neighbours
+    before: str | None  # anchors of its neighbors
     after: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SectionView:
-    """One corpus or rows set and what is shown of it."""
+    """One corpus or dataset and its shown items."""
 
     anchor: str
     title: str
@@ -72,14 +74,14 @@ class SectionView:
 def write_page(
     collections: Sequence[tuple[Collection, list[int]]], out_file: Path, *, tokens: bool, full: bool
 ) -> None:
-    """Collections, each with the items that are shown of it."""
+    """Write collections, each with the indices of the items to show."""
     show = Show(tokens=tokens) if full else replace(LONG, tokens=tokens)
     shown = [(each.summary(), [each.item(index, show) for index in chosen]) for each, chosen in collections]
-    write_html(out_file, render(shown))
+    write_text(out_file, render(shown))
 
 
 def render(sections: Sequence[tuple[Summary, list[Item]]]) -> str:
-    environment = templates_in(Path(__file__).parent)
+    environment = load_templates(Path(__file__).parent)
     spans = [span for _, items in sections for item in items for part in item.parts for span in part.spans]
     roles = {span.role for span in spans}
     views = [_section(summary, items, number) for number, (summary, items) in enumerate(sections)]
@@ -90,6 +92,7 @@ def render(sections: Sequence[tuple[Summary, list[Item]]]) -> str:
         has_control="control" in roles,
         has_trained=any(part.trained is not None for _, items in sections for item in items for part in item.parts),
         has_silence=any(not span.loss for span in spans),
+        bar_key=bar_key,
         version=__version__,
     )
 
@@ -136,7 +139,7 @@ def _part(part: Part, anchor: str) -> PartView:
         title=one_line(part.title),
         length=f"{part.length:,} {part.unit}" if part.length else "",
         facts=[one_line(fact) for fact in part.facts],
-        colour=_colour(part),
+        color=_color(part),
         shown=_markup(shown, marked),
         folded=_markup(folded, marked),
         more=f"{len(folded):,} more tokens" if borders else f"{rest:,} more characters",
@@ -144,7 +147,7 @@ def _part(part: Part, anchor: str) -> PartView:
 
 
 def fold(spans: list[Span]) -> tuple[list[Span], list[Span]]:
-    """What is seen at once, and the rest; a little rest is not worth folding."""
+    """Split spans into the visible part and the folded rest; a short rest is not folded."""
     chars, lines = _FOLD_CHARS, _FOLD_LINES
     for number, span in enumerate(spans):
         if span.ids:
@@ -155,7 +158,7 @@ def fold(spans: list[Span]) -> tuple[list[Span], list[Span]]:
         if cut is not None:
             shown = [*spans[:number], replace(span, text=span.text[:cut])]
             rest = [replace(span, text=span.text[cut:]), *spans[number + 1 :]]
-            # Marks at the end, such as an EOS, do not make a document long.
+            # A few tokens at the end, such as EOS, do not make a document long.
             return (spans, []) if sum(len(one.text) for one in rest) < _FOLD_CHARS // 4 else (shown, rest)
         chars -= len(span.text)
         lines -= span.text.count("\n")
@@ -163,7 +166,7 @@ def fold(spans: list[Span]) -> tuple[list[Span], list[Span]]:
 
 
 def _fold_point(text: str, chars: int, lines: int) -> int | None:
-    """Where `text` goes beyond so many characters or lines: after a line, else after a word, if one is near."""
+    """Where `text` exceeds this many characters or lines: after a line, or after a word if one is near."""
     at = -1
     for _ in range(max(1, lines)):
         at = text.find("\n", at + 1)
@@ -179,63 +182,72 @@ def _fold_point(text: str, chars: int, lines: int) -> int | None:
 
 
 def _markup(spans: list[Span], mark_trained: bool) -> Markup:
-    """`mark_trained` puts what is trained on in marks of its own, which say so without colours too."""
+    """Spans as HTML; `mark_trained` puts tokens with loss into <mark>, so that color is not the only sign."""
     runs = []
     for is_trained, run in trained_runs(spans):
         text = Markup("").join(_span(span) for span in run)
-        runs.append(Markup('<mark class="trained">{}</mark>').format(text) if is_trained and mark_trained else text)
+        runs.append(element("mark", text, class_="trained") if is_trained and mark_trained else text)
     return Markup("").join(runs)
 
 
 def _span(span: Span) -> Markup:
     if span.role == "hidden":
-        return Markup('<span class="hidden">… {} …</span>').format(span.text)
+        return element("span", f"… {span.text} …", class_="hidden")
     classes: list[str] = [span.role] if span.role != "text" else []
     classes += [] if span.loss else ["silent"]
     if span.ids:
-        classes.append("token")
-        text = Markup("{}<small>{}</small>").format(one_line(span.text), span.ids[0])
-    else:
-        text = Markup("{}").format(visible(span.text))
-    return Markup('<span class="{}">{}</span>').format(" ".join(classes), text) if classes else text
+        return element("span", one_line(span.text), element("small", span.ids[0]), class_=" ".join([*classes, "token"]))
+    text = escape(visible(span.text))
+    return element("span", text, class_=" ".join(classes)) if classes else text
 
 
 def _bands(parts: list[Part], anchor: str) -> Markup:
-    """The row drawn to scale, one band per part, with the number of its document; each leads to its text."""
+    """The row drawn to scale: one band per part with its document's number and a link to its text."""
     length = sum(part.length for part in parts)
     if len(parts) < 2 or not length:
         return Markup("")
     drawn = []
     for place, part in enumerate(parts):
-        about = ", ".join([part.title, f"{part.length:,} {part.unit}", *part.facts])
-        drawn.append(
-            Markup(
-                '<a href="#{}-{}"><rect class="{}" x="{:.2f}" width="{:.2f}" height="22"><title>{}</title></rect></a>'
-            ).format(
-                anchor,
-                place,
-                _colour(part),
-                _MAP_WIDTH * part.start / length,
-                # A little gap, but no band so thin that it cannot be seen.
-                max(_MAP_WIDTH * part.length / length - 1.5, 1.0),
-                one_line(about),
-            )
-        )
-    # Beside the drawing, because it is stretched and they must not be.
+        tooltip = one_line(", ".join([part.title, f"{part.length:,} {part.unit}", *part.facts]))
+        # A small gap between bands, but none so thin that it is invisible.
+        width = max(_MAP_WIDTH * part.length / length - 1.5, 1.0)
+        box = {"x": f"{_MAP_WIDTH * part.start / length:.2f}", "width": f"{width:.2f}", "height": 22}
+        band = element("rect", element("title", tooltip), class_=_color(part), **box)
+        drawn.append(element("a", band, href=f"#{anchor}-{place}"))
+    label = "The row to scale, one band for each part"
+    drawing = svg(_MAP_WIDTH, 22, label, *drawn, class_=None, preserveAspectRatio="none")
+    # Outside the drawing, which is stretched.
     numbers = [
-        Markup('<b style="left:{:.2f}%">{}</b>').format(100 * (part.start + part.length / 2) / length, _number(part))
+        element("b", _number(part), style=f"left:{100 * (part.start + part.length / 2) / length:.2f}%")
         for part in parts
         if part.length / length >= _NUMBERED
     ]
-    return Markup(
-        '<div class="bands"><svg viewBox="0 0 {} 22" preserveAspectRatio="none" role="img" aria-label="{}">{}</svg>'
-        "{}</div>"
-    ).format(_MAP_WIDTH, "The row to scale, one band for each part", Markup("").join(drawn), Markup("").join(numbers))
+    return element("div", drawing, *numbers, class_="bands")
+
+
+def length_chart(lengths: Histogram) -> Markup:
+    """Bars per doubling of the length: the share of documents and the share of tokens."""
+    documents, tokens = sum(lengths["documents"]), sum(lengths["tokens"])
+    if not documents or not tokens:
+        return Markup("")
+    bins = zip(*(lengths[key] for key in ("at_least", "documents", "tokens")), strict=True)
+    pairs = [
+        Pair(
+            label=format_size(edge),
+            first=num_docs / documents,
+            second=num_tokens / tokens,
+            tooltip=f"{format_size(edge)} to {format_size(2 * edge)} tokens: {num_docs:,} documents, "
+            f"{num_tokens:,} tokens",
+        )
+        for edge, num_docs, num_tokens in bins
+    ]
+    label = f"Lengths of {documents:,} documents, {pairs[0].label} tokens and more"
+    return pair_bars(pairs, label=label, x_title="tokens, at least", size=(420.0, 190.0))
 
 
 def _number(part: Part) -> str:
     return str(part.group + 1) if part.group >= 0 else ""
 
 
-def _colour(part: Part) -> str:
-    return "padding" if part.group < 0 else f"c{part.group % COLOURS}"
+def _color(part: Part) -> str:
+    return "padding" if part.group < 0 else f"c{part.group % COLORS}"

@@ -4,11 +4,9 @@ The model's shape comes from the first of: the config in a folder, a file or the
 run that makes the model; the published shapes of SHAPES; the Hub.
 
 Tokens and lengths in the run folder are counted. What is not built yet is estimated: tokens from file sizes or limits,
-lengths from the packing. Unknown numbers are reported as unknown. An estimate assumes four characters per token,
-compression to a third, and packed documents of ASSUMED tokens.
+lengths from the packing, with ASSUMED tokens per packed document. Unknown numbers are reported as unknown.
 """
 
-import glob
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from unspool.data.mixture import Mix, epoch_warnings
 from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.row import attended_lens
 from unspool.data.packing.store import RowSet, open_rows
-from unspool.data.sources.config import RecallSource, Source, SyntheticSource
+from unspool.data.sources.base import Source
 from unspool.models.config import SIZES, NewModel, config_values
 from unspool.planning.cost import Shape
 from unspool.planning.step_time import Documents, documents
@@ -184,9 +182,6 @@ def shape_of(values: dict[str, Any], model: str) -> Shape:
 
 # Tokens of a packed document that is not counted yet, such as a web page.
 ASSUMED = 1024
-CHARACTERS = 4.0  # per token
-# Characters per byte of files with text.
-EXPANSION = {".zst": 3.0, ".gz": 3.0, ".bz2": 3.5, ".xz": 3.5, ".zip": 3.0, ".tgz": 3.0, ".parquet": 2.0, ".whl": 3.0}
 # Rows to read, evenly spaced, if there are more.
 MAX_ROWS = 4096
 COUNTED, ESTIMATED, UNKNOWN = "counted", "estimated", "unknown"
@@ -360,8 +355,9 @@ def _source_len(loaded: LoadedRecipe, name: str, row_len: int) -> tuple[float, s
             for tokens, number in zip(lengths["tokens"], lengths["documents"], strict=True)
         )
         return squares / sum(lengths["tokens"]), f"{COUNTED} in the corpus"
-    if isinstance(source, RecallSource | SyntheticSource):
-        return float(min(sum(source.length) / 2, row_len)), "as they are generated"
+    expected = source.with_paths(loaded.path).estimate().document_len
+    if expected is not None:
+        return min(expected, float(row_len)), "as they are generated"
     return float(min(ASSUMED, row_len)), f"assumed: documents of {format_size(ASSUMED)}"
 
 
@@ -369,39 +365,9 @@ def source_amount(loaded: LoadedRecipe, name: str, source: Source) -> Amount:
     counts: dict[str, Any] = (read_manifest(loaded.recipe.out / "corpus" / name) or {}).get("counts", {})
     if counts.get("tokens"):
         return Amount(tokens=int(counts["tokens"]), how=COUNTED, why="the corpus is tokenized")
-    if isinstance(source, RecallSource | SyntheticSource):
-        return Amount(tokens=source.tokens, how=ESTIMATED, why="as many as are generated")
-    files = list(_files(loaded.path(source.path)))
-    if not files:
-        why = f"{source.path} is not here"
-        return Amount(
-            tokens=source.limit,
-            how=ESTIMATED if source.limit else UNKNOWN,
-            why=f"its limit; {why}" if source.limit else why,
-        )
-    size = sum(path.stat().st_size for path in files)
-    per_token = 4.0 if source.kind == "mds" else CHARACTERS
-    characters = sum(path.stat().st_size * _characters_per_byte(path, source.kind) for path in files)
-    tokens = int(characters / per_token)
-    what = f"{len(files)} file{'s' * (len(files) > 1)} of {format_count(size)}B"
-    if source.limit and source.limit < tokens:
-        return Amount(tokens=source.limit, how=ESTIMATED, why=f"its limit, of {what}")
-    return Amount(tokens=tokens, how=ESTIMATED, why=f"from {what}")
-
-
-def _characters_per_byte(path: Path, kind: str) -> float:
-    return 1.0 if kind == "mds" else EXPANSION.get(path.suffix, 1.0)
-
-
-def _files(path: str) -> Iterator[Path]:
-    """Files of a path, which is a file, a folder or a pattern."""
-    # Path.glob takes no absolute patterns.
-    found = glob.iglob(path, recursive=True) if glob.has_magic(path) else iter([path])  # noqa: PTH207
-    for one in map(Path, found):
-        if one.is_file():
-            yield one
-        elif one.is_dir():
-            yield from (inner for inner in sorted(one.rglob("*")) if inner.is_file())
+    expected = source.with_paths(loaded.path).estimate()
+    how = UNKNOWN if expected.tokens is None else ESTIMATED
+    return Amount(tokens=expected.tokens, how=how, why=expected.why)
 
 
 def _ratio(used: float, available: int | None) -> float | None:

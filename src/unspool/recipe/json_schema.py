@@ -6,13 +6,13 @@ it allows.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from unspool.core.config import nearest
+from unspool.core.config import nearest, registry_version
 from unspool.core.errors import ConfigError
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import Marks, Place, Problem
@@ -22,8 +22,13 @@ Shape = dict[str, Any]
 SIZE_TYPES = {"integer", "number", "string"}
 
 
-@cache
 def recipe_schema() -> Shape:
+    """Return the JSON schema of recipes, with every kind, method and strategy that is registered now."""
+    return _build_schema(registry_version())
+
+
+@lru_cache(maxsize=1)
+def _build_schema(version: object) -> Shape:
     schema = Recipe.model_json_schema(by_alias=True)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 

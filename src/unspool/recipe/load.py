@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from unspool.core.config import nearest
 from unspool.core.errors import ConfigError
-from unspool.evals.config import Eval
+from unspool.evals.config import EvalConfig
 from unspool.recipe.json_schema import (
     Shape,
     child,
@@ -162,14 +162,14 @@ class LoadedRecipe:
 
     def generated(self, sources: Iterable[str]) -> list[str]:
         """The sets of `synth` that some sources read, in the recipe's order."""
-        paths = {getattr(self.recipe.sources[name], "path", None) for name in sources}
+        paths = {path for name in sources for path in self.recipe.sources[name].paths.values()}
         return [name for name in self.recipe.synth if SYNTH_PREFIX + name in paths]
 
-    def evals(self) -> list[Eval]:
+    def evals(self) -> list[EvalConfig]:
         """The recipe's evaluations, with their files found."""
         return [self._found(entry) for entry in self.recipe.evals]
 
-    def _found(self, entry: Eval) -> Eval:
+    def _found(self, entry: EvalConfig) -> EvalConfig:
         changed: dict[str, Any] = {key: self.path(value) for key in EVAL_PATHS if (value := getattr(entry, key, None))}
         paths: dict[str, str] = getattr(entry, "paths", {})
         if paths:
@@ -249,30 +249,21 @@ def check_inputs(loaded: LoadedRecipe) -> None:
 
 def _source_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
     for name, source in loaded.recipe.sources.items():
-        key = "prose" if source.kind in ("recall", "synthetic") else "path"
-        value = getattr(source, key)
-        if value is None:  # prose that is not asked for
-            continue
-        if value.startswith(SYNTH_PREFIX):
-            yield from _synth_problems(loaded, name, value.removeprefix(SYNTH_PREFIX))
-            continue
-        # What could be a Hub id is left to the reader, which asks the Hub.
-        if source.kind != "hf" or not HUB_ID.fullmatch(value):
-            yield from _missing(loaded, ("sources", name, key), value)
-        template = getattr(source, "template", None)
-        if template is not None:
-            yield from _missing(loaded, ("sources", name, "template"), template)
+        for key, value in source.paths.items():
+            if value.startswith(SYNTH_PREFIX):
+                yield from _synth_problems(loaded, ("sources", name, key), value.removeprefix(SYNTH_PREFIX))
+            elif not source.may_be_remote(value):
+                yield from _missing(loaded, ("sources", name, key), value)
 
 
-def _synth_problems(loaded: LoadedRecipe, source: str, wanted: str) -> Iterator[Problem]:
+def _synth_problems(loaded: LoadedRecipe, place: Place, wanted: str) -> Iterator[Problem]:
     """A source that reads what the recipe itself generates, which need not be there yet."""
-    place: Place = ("sources", source, "path")
     sets = loaded.recipe.synth
     if wanted not in sets:
         known = f"sets here: {', '.join(sets)}." if sets else "the recipe has no `synth`."
         guess = _did_you_mean(nearest(wanted, sets))
         yield Problem(place=place, text=f"{wanted!r} is no set of `synth`{guess} {known}")
-    if loaded.recipe.sources[source].kind != "chat":
+    if not loaded.recipe.sources[str(place[1])].is_chat:
         yield Problem(place=place, text="conversations that `synth` makes are read by sources of kind: chat only.")
 
 

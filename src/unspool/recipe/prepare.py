@@ -7,7 +7,6 @@ from unspool.data.corpus.build import build_corpus
 from unspool.data.corpus.executors import check_engine
 from unspool.data.packing.build import build_rows
 from unspool.data.packing.config import DatasetConfig
-from unspool.data.sources.config import RecallSource, Source, SyntheticSource
 from unspool.recipe.context import RunContext
 from unspool.recipe.load import LoadedRecipe, check_inputs
 
@@ -45,7 +44,7 @@ def build_source(context: RunContext, name: str) -> dict[str, Any]:
     return context.build(
         f"corpus/{name}",
         lambda folder: build_corpus(
-            resolve_source(context.loaded, context.recipe.sources[name]),
+            context.recipe.sources[name].with_paths(context.loaded.path),
             folder,
             tokenizer=context.tokenizer,
             root=Path(),
@@ -101,10 +100,3 @@ def _embedder(context: RunContext, config: DatasetConfig) -> Any:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return Embedder(context.loaded.path(model), tokenizer=context.tokenizer, device=device)
-
-
-def resolve_source(loaded: LoadedRecipe, source: Source) -> Source:
-    """Return the source with its paths resolved."""
-    key = "prose" if isinstance(source, RecallSource | SyntheticSource) else "path"
-    keys = [name for name in (key, "template") if getattr(source, name, None) is not None]
-    return source.model_copy(update={name: loaded.path(getattr(source, name)) for name in keys})

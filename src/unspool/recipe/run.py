@@ -4,6 +4,7 @@ A step skips what is up to date and says why it redoes the rest, so a run is saf
 ranks all of them train; rank 0 does every other step while the others wait.
 """
 
+import logging
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,8 @@ import transformers
 
 from unspool import __version__
 from unspool.core.errors import ConfigError
-from unspool.core.progress import console, say
-from unspool.evals.contexts import Plan, runnable
+from unspool.core.logging import silence
+from unspool.evals.plan import EvalPlan
 from unspool.evals.run import Scoring, score_model
 from unspool.models.config import NewModel, original_context
 from unspool.models.load import model_digest
@@ -32,6 +33,8 @@ from unspool.training.parallel.mesh import single_rank
 from unspool.training.parallel.ranks import Ranks
 from unspool.training.stage import StageInputs, run_stage, stage_reason
 
+logger = logging.getLogger(__name__)
+
 BASE = "base"
 REPORT = "report.html"
 
@@ -48,7 +51,7 @@ def open_run(loaded: LoadedRecipe, ranks: Ranks | None = None, *, share: Share =
     """Check everything that can be checked without work, then create the run folder."""
     context = RunContext(loaded=loaded, ranks=ranks or single_rank(pick_device(loaded.recipe.device)), share=share)
     if not context.is_leader:
-        console.quiet = True  # rank 0 speaks for all
+        silence()  # rank 0 logs for all
     check_data_inputs(context)
     _check_layouts(context)
     facts = {
@@ -63,7 +66,8 @@ def open_run(loaded: LoadedRecipe, ranks: Ranks | None = None, *, share: Share =
 def run(context: RunContext) -> Outcome:
     """Run every step of the recipe."""
     count = len(context.recipe.stages)
-    say(f"{context.recipe.name}: {count} stage{'s' * (count != 1)} on {device_of(context).type}, into {context.out}")
+    stages = f"{count} stage{'s' * (count != 1)}"
+    logger.info(f"{context.recipe.name}: {stages} on {device_of(context).type}, into {context.out}")
     context.on_leader(lambda: check_evals(context))
     tokenize(context)
     pack(context)
@@ -128,8 +132,7 @@ def report(context: RunContext) -> Outcome:
 
 def check_evals(context: RunContext) -> None:
     """Find a suite that cannot work (too short a text or length) now, not after hours of training."""
-    evals = runnable(context.loaded.evals())
-    Plan(evals, context.tokenizer, seed=context.recipe.seed, root=Path()).check()
+    EvalPlan(context.loaded.evals(), context.tokenizer, seed=context.recipe.seed, root=Path()).check()
 
 
 def _check_layouts(context: RunContext) -> None:

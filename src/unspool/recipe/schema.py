@@ -17,7 +17,7 @@ from unspool.core.config import Config, nearest
 from unspool.core.sizes import format_size, parse_size
 from unspool.data.corpus.config import EngineConfig
 from unspool.data.packing.config import STRATEGIES, AnyDataset
-from unspool.data.sources.config import Source
+from unspool.data.sources.registry import SOURCES, AnySource
 from unspool.evals.config import Eval
 from unspool.models.config import NewModel
 from unspool.recipe.yaml_lines import CoreDumper, Place, Problem
@@ -45,7 +45,7 @@ class Recipe(Config):
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     engine: EngineConfig = EngineConfig.model_validate({})
-    sources: dict[str, Source] = Field(description="name: where documents come from")
+    sources: dict[str, AnySource] = Field(description="name: where documents come from")
     datasets: dict[str, AnyDataset] = Field(description="name: how documents become training rows")
     stages: list[StageConfig] = Field(description="training stages, in order")
     evals: list[Eval] = Field([], description="suites to score before and after")
@@ -117,7 +117,7 @@ def _synth_problems(sets: Mapping[str, Any], sources: Mapping[str, Any]) -> Iter
             place = ("synth", name, "from")
             if source not in sources:
                 yield Problem(place=place, text=_unknown("source", str(source), list(sources)))
-            elif _entries(sources[source]).get("kind") == "chat":
+            elif (kind := SOURCES.get(_text(_entries(sources[source]).get("kind")))) and kind.is_chat:
                 text = f"source {source!r} holds conversations; name a source of documents to write about."
                 yield Problem(place=place, text=text)
 

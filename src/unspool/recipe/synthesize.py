@@ -4,6 +4,7 @@ Everything that can be checked is checked before any request is sent. A set whos
 is not generated again.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,14 @@ import torch
 
 from unspool.core.artifacts import digest, file_digest, read_manifest, stale_reason, write_atomic
 from unspool.core.config import lookup
-from unspool.core.progress import say
 from unspool.data.sources.files import find_files
 from unspool.data.tokenize.chat_template import load_template
 from unspool.data.tokenize.encoder import build_encoder
-from unspool.evals.backends.base import Backend, ModelBackend
-from unspool.evals.config import Eval
+from unspool.evals.backends.base import Backend
+from unspool.evals.backends.transformers import ModelBackend
+from unspool.evals.config import EvalConfig
 from unspool.evals.heldout import heldout_digest
+from unspool.evals.suites import suite_of
 from unspool.models.load import model_digest
 from unspool.recipe.context import RunContext
 from unspool.recipe.load import LoadedRecipe
@@ -34,6 +36,8 @@ from unspool.synthesis.requests import GeneratorReplies
 from unspool.synthesis.run import KIND, generate
 from unspool.synthesis.scheduler import Estimate, estimate
 from unspool.synthesis.templates import load_templates
+
+logger = logging.getLogger(__name__)
 
 # Settings that a result does not depend on: speed, retries, prices and where the server is.
 _NOT_HASHED = {"concurrency", "requests_per_minute", "tokens_per_minute", "timeout", "attempts", "pause", "seconds"}
@@ -55,9 +59,7 @@ class Synthesis:
         self.context = RunContext(loaded=self.loaded)
         check_data_inputs(self.context)
         self.tokenizer = self.context.tokenizer
-        self.out.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.out / "recipe.yaml", dump_recipe(loaded.recipe))
-        self.context.note()
+        self._whole_recipe = loaded.recipe
         self.templates = {
             name: load_templates(None if config.templates is None else Path(loaded.path(config.templates)))
             for name, config in self.sets.items()
@@ -67,6 +69,10 @@ class Synthesis:
             self._files(config)
 
     def corpora(self) -> dict[str, dict[str, Any]]:
+        """Start the run folder and tokenize the documents of all sets; returns the counts by source."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.out / "recipe.yaml", dump_recipe(self._whole_recipe))
+        self.context.note()
         return {name: build_source(self.context, name) for name in self.recipe.sources}
 
     def estimates(self) -> dict[str, Estimate]:
@@ -95,9 +101,9 @@ class Synthesis:
         settings = {"synth": _settings(config), "seed": self._seed(config)}
         reason = stale_reason(self.folder(name), kind=KIND, inputs=input_hashes, settings=settings)
         if reason is None:
-            say(f"synth {name}: up to date")
+            logger.info(f"synth {name}: up to date")
             return self._result(name, made=False)
-        say(f"synth {name}: {estimate(config, documents, replies)} ({reason})")
+        logger.info(f"synth {name}: {estimate(config, documents, replies)} ({reason})")
         inputs = SynthInputs(
             config=config,
             documents=documents,
@@ -139,7 +145,7 @@ class Synthesis:
             index.add(eval_texts(self.loaded.evals(), self.tokenizer, seed=self.recipe.seed, root=Path()))
         index.add(file_texts([self.loaded.path(path) for path in config.decontaminate.files]))
         if index.num_texts:
-            say(f"decontamination: {len(index):,} n-grams of {index.num_texts:,} evaluation texts")
+            logger.info(f"decontamination: {len(index):,} n-grams of {index.num_texts:,} evaluation texts")
         return index
 
     def _files(self, config: SynthConfig) -> list[Path]:
@@ -152,7 +158,9 @@ class Synthesis:
         template = None if given is None else load_template(Path(self.loaded.path(given)))
         counter = TokenCounter(self.tokenizer, template, name=name)
         if counter.encoder is None:
-            say(f"synth {name}: the tokenizer has no chat template, so only tokens of the messages are counted")
+            logger.warning(
+                f"synth {name}: the tokenizer has no chat template, so only tokens of the messages are counted"
+            )
         return counter
 
     def _open_backend(self, ref: str) -> tuple[Backend, str]:
@@ -177,5 +185,6 @@ def _settings(config: SynthConfig) -> dict[str, Any]:
     return plain
 
 
-def _heldout(entry: Eval) -> dict[str, str] | None:
-    return heldout_digest(entry.text, Path()) if hasattr(entry, "text") else None
+def _heldout(entry: EvalConfig) -> dict[str, str] | None:
+    heldout = suite_of(entry).heldout(entry)
+    return None if heldout is None else heldout_digest(heldout.text, Path())

@@ -1,39 +1,34 @@
-"""Tables of paired differences: which model is better on the same prompts, and whether that can be told.
-
-In: models of one run or of several. Out: a table of pairs × measures, and what pairing decided.
-"""
+"""Paired comparisons of models on the same prompts, and the headline of a run."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean, stdev
 
+import numpy as np
+
+from unspool.core.formatting import MISSING, join_words
 from unspool.core.sizes import format_count, format_size
-from unspool.evals.stats import Z, bootstrap
-from unspool.reporting.figures import Entry, Line, Table
-from unspool.reporting.measures import Measure, key_measures, winner
-from unspool.reporting.number_format import (
-    MISSING,
-    inside_sentence,
-    listing,
-    show_full,
-    show_gain,
-    show_gain_range,
-    show_n,
-    suite_title,
+from unspool.core.stats import agresti_min_interval, bootstrap, t_quantile
+from unspool.core.tables import Entry, Table
+from unspool.reporting.figures import Line
+from unspool.reporting.measures import (
+    Measure,
+    format_difference,
+    format_difference_range,
+    format_n,
+    format_with_interval,
+    key_measures,
+    lowercase_start,
+    winner,
 )
-from unspool.reporting.run_results import BASE, LOSS, Cell, ModelScores, RunResults
-
-# Two models compared answer with answer, where both answered the same prompts.
-
-
-# Quantiles of Student's t, two-sided 95%, for 1 to 4 degrees of freedom, where the expansion below is too coarse.
-_T_SMALL = (12.706, 4.303, 3.182, 2.776)
+from unspool.reporting.run_results import BASE, LOSS, Cell, ModelScores, RunResults, task_suite
+from unspool.reporting.suite_titles import suite_title
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Second minus first; None where no prompt was answered by both."""
+    """Second minus first; None if no prompt was answered by both."""
 
     value: float | None
     low: float | None = None
@@ -42,7 +37,7 @@ class Difference:
 
     @property
     def decided(self) -> bool:
-        """Whether the interval leaves out zero."""
+        """Whether the interval excludes zero."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
@@ -50,19 +45,19 @@ NONE = Difference(value=None)
 
 
 def difference(measure: Measure, first: ModelScores, second: ModelScores) -> Difference:
-    """Of one measure; of a suite that consists of tasks, the mean over the tasks that both have."""
+    """Difference of one measure; for a suite of tasks, the mean over the tasks that both models have."""
     if measure.spans:
         return _loss_difference(measure, first, second)
     parts = [
-        answer_difference(_gains(first, second, suite, length))
-        for suite in _parts(measure.suite, first, second)
+        answer_difference(_score_pairs(first, second, suite, length))
+        for suite in _tasks(measure.suite, first, second)
         for length in measure.lengths
     ]
     return mean_difference([part for part in parts if part.n])
 
 
 def ahead_of_all(measure: Measure, models: Mapping[str, ModelScores]) -> tuple[str | None, bool]:
-    """(the model that beats each other one, or None; whether that was found answer by answer)."""
+    """Return (the model that beats each other one, or None; whether answers were compared in pairs)."""
     pairs = {
         (one, other): difference(measure, models[other], models[one])
         for one in models
@@ -79,45 +74,33 @@ def ahead_of_all(measure: Measure, models: Mapping[str, ModelScores]) -> tuple[s
     return None, True
 
 
-def _parts(suite: str, first: ModelScores, second: ModelScores) -> list[str]:
-    """The suite itself, or its tasks where it has any."""
+def _tasks(suite: str, first: ModelScores, second: ModelScores) -> list[str]:
+    """The tasks of a suite that both models answered, or the suite itself if it has none."""
     named = {name for name, _ in first.answers} & {name for name, _ in second.answers}
-    tasks = sorted(name for name in named if name.startswith(f"{suite}: "))
+    tasks = sorted(name for name in named if name.startswith(task_suite(suite, "")))
     return tasks or ([suite] if suite in named else [])
 
 
-def _gains(first: ModelScores, second: ModelScores, suite: str, length: int) -> list[tuple[float, float]]:
+def _score_pairs(first: ModelScores, second: ModelScores, suite: str, length: int) -> list[tuple[float, float]]:
     before, after = first.answers.get((suite, length), {}), second.answers.get((suite, length), {})
     return [(before[key], after[key]) for key in sorted(before.keys() & after.keys())]
 
 
 def answer_difference(pairs: Sequence[tuple[float, float]]) -> Difference:
-    """From (first, second) scores of the same prompts, each between 0 and 1."""
+    """Difference from (first, second) scores of the same prompts, each in [0, 1]."""
     n = len(pairs)
     if not n:
         return NONE
     gains = [after - before for before, after in pairs]
     if all(score in (0.0, 1.0) for pair in pairs for score in pair):
-        low, high = _right_or_wrong(sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains), n)
+        low, high = agresti_min_interval(np.array(gains))
     else:
         low, high = bootstrap(gains) if n > 1 else (-1.0, 1.0)
     return Difference(value=fmean(gains), low=low, high=high, n=n)
 
 
-def _right_or_wrong(gained: int, lost: int, n: int) -> tuple[float, float]:
-    """Agresti and Min's interval: Wald's after half an answer is added to each of the four outcomes.
-
-    A bootstrap of all-equal differences would claim to know them exactly, however few they are.
-    """
-    up, down, total = gained + 0.5, lost + 0.5, n + 2
-    middle = (up - down) / total
-    half = Z * math.sqrt(up + down - (up - down) ** 2 / total) / total
-    value = (gained - lost) / n
-    return max(-1.0, min(value, middle - half)), min(1.0, max(value, middle + half))
-
-
 def mean_difference(parts: Sequence[Difference]) -> Difference:
-    """The mean over tasks or lengths: prompts of different ones are independent, so squares of half intervals add."""
+    """Mean over tasks or lengths. Their prompts are independent, so squares of half intervals add."""
     known = [
         (part.value, part.low, part.high, part.n)
         for part in parts
@@ -132,7 +115,7 @@ def mean_difference(parts: Sequence[Difference]) -> Difference:
 
 
 def _loss_difference(measure: Measure, first: ModelScores, second: ModelScores) -> Difference:
-    """The mean over windows; its interval from how much windows differ in their difference."""
+    """Mean over windows, with a t interval from the spread of the windows' differences."""
     gains = []
     for length in measure.lengths:
         before, after = first.windows.get(length, {}), second.windows.get(length, {})
@@ -150,28 +133,14 @@ def _loss_difference(measure: Measure, first: ModelScores, second: ModelScores) 
 
 
 def _within(window: dict[tuple[int, int], tuple[float, int]], spans: Sequence[tuple[int, int]]) -> float | None:
-    """The mean loss of one window over some spans of positions, by tokens; None where one of them is missing."""
+    """Mean loss of one window over some spans of positions, weighted by tokens; None if a span is missing."""
     if not all(span in window for span in spans):
         return None
     found = [window[span] for span in spans]
     return sum(value * n for value, n in found) / sum(n for _, n in found)
 
 
-def t_quantile(freedom: int) -> float:
-    """Of Student's t, two-sided 95%: windows are few, and the normal's 1.96 would be too sure of them."""
-    if freedom <= len(_T_SMALL):
-        return _T_SMALL[freedom - 1]
-    z = NormalDist().inv_cdf(0.975)
-    # Cornish and Fisher's expansion; from 5 degrees on it is right to two decimals.
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, start=1))
-
-
-# Pairs grow with the square of the models; those left out are counted.
+# Pairs grow with the square of the number of models; the note counts those left out.
 MAX_PAIRS = 24
 
 
@@ -181,7 +150,7 @@ class Comparison:
     second: str
     measure: Measure
     found: Difference
-    apart: bool  # whether the intervals of the two models alone would have told as well
+    apart: bool  # whether the two models' own intervals separate them too
 
     @property
     def better(self) -> str | None:
@@ -191,7 +160,7 @@ class Comparison:
 
 
 def compare(lines: Sequence[Line], measures: Sequence[Measure]) -> list[Comparison]:
-    """Every pair of lines and every measure that some of the prompts of both belong to, base models first."""
+    """Compare every pair of models on every measure for which they share prompts; base models come first."""
     found = []
     ordered = sorted(lines, key=lambda line: line.scores.name != BASE)
     for position, first in enumerate(ordered):
@@ -213,7 +182,7 @@ def compare(lines: Sequence[Line], measures: Sequence[Measure]) -> list[Comparis
 
 
 def _with_averages(measures: Sequence[Measure]) -> list[Measure]:
-    """Beside the longest length, all lengths together: more prompts decide more."""
+    """Add the mean over all lengths to each suite: more prompts decide more."""
     shown: list[Measure] = []
     for measure in measures:
         shown.append(measure)
@@ -223,7 +192,7 @@ def _with_averages(measures: Sequence[Measure]) -> list[Measure]:
 
 
 def comparison_table(found: Sequence[Comparison]) -> Table | None:
-    """Pairs × measures; bold where the interval leaves out zero."""
+    """Pairs × measures; bold where the interval excludes zero."""
     if not found:
         return None
     titles = list(dict.fromkeys(one.measure.title for one in found))
@@ -250,35 +219,35 @@ def _entry(one: Comparison | None) -> Entry:
     tooltip = f"{one.first} → {one.second}, {one.measure.title}: {counted}, " + (
         f"{one.better} is better" if one.better else "too close to call"
     )
-    note = f"{show_gain_range(one.found.low, one.found.high, is_loss=is_loss)} · n {one.found.n:,}".strip(" ·")
+    note = f"{format_difference_range(one.found.low, one.found.high, is_loss=is_loss)} · n {one.found.n:,}".strip(" ·")
     return Entry(
-        text=show_gain(one.found.value, is_loss=is_loss), note=note, tooltip=tooltip, strong=one.better is not None
+        text=format_difference(one.found.value, is_loss=is_loss),
+        note=note,
+        tooltip=tooltip,
+        strong=one.better is not None,
     )
 
 
 def _note(found: Sequence[Comparison], num_pairs: int) -> str:
-    told = [one for one in found if one.better]
+    decided = [one for one in found if one.better]
     # A mean over lengths has no interval of its own to compare with.
-    gained = sum(not one.apart for one in told if one.measure.cells)
+    gained = sum(not one.apart for one in decided if one.measure.cells)
     note = (
         "Second minus first on the prompts that both answered: recall in points, loss in nats (negative is better), "
-        f"with 95% intervals of the difference. Bold where they leave out 0: {len(told)} of {len(found)}"
+        f"with 95% intervals of the difference. Bold where the interval excludes 0: {len(decided)} of {len(found)}"
     )
     if gained:
-        note += f"; {gained} of these the models' own intervals could not tell apart"
-    note += ". Of twenty such intervals about one leaves out 0 by chance."
+        note += f"; the models' own intervals could not separate {gained} of these"
+    note += ". About one in twenty such intervals excludes 0 by chance."
     return note + (f" {num_pairs - MAX_PAIRS} further pairs are in the JSON." if num_pairs > MAX_PAIRS else "")
 
 
-# The three lines that matter, in plain text: recall, loss, and which arm is ahead.
-
-
-# Arms stop on whole batches, so that equal budgets may differ by less than this share.
+# Arms stop on whole batches, so equal budgets may differ by less than this share.
 EQUAL_TOKENS = 0.01
 
 
 def headline(results: RunResults) -> list[str]:
-    """Recall beyond the old context, loss there and inside it, and the arms against each other."""
+    """Up to three sentences: recall, loss beyond and inside the original context, and which arm is ahead."""
     title = f"{results.name}{_extension(results)}"
     if not results.models:
         return [f"{title}. No scores yet: run the recipe's evals to see before and after."]
@@ -301,16 +270,18 @@ def _extension(results: RunResults) -> str:
 
 
 def _sentence(parts: list[str]) -> str:
-    return "; ".join([parts[0], *(inside_sentence(part) for part in parts[1:])]) + "."
+    return "; ".join([parts[0], *(lowercase_start(part) for part in parts[1:])]) + "."
 
 
 def _before_after(measure: Measure, results: RunResults) -> str:
     """`Needle recall at 2K: 0% (0–9) → abf 84% (71–93), utk 91% (80–97), n = 40`."""
     before = measure.cells.get(BASE)
-    after = [f"{model.name} {show_full(measure.cells.get(model.name))}" for model in results.arms]
+    after = [f"{model.name} {format_with_interval(measure.cells.get(model.name))}" for model in results.arms]
     shown = [before, *(measure.cells.get(model.name) for model in results.arms)]
-    counts = list(dict.fromkeys(show_n(cell) for cell in shown if cell is not None and cell.value is not None))
-    start = show_full(before) if results.before and after else f"base {show_full(before)}" if results.before else ""
+    counts = list(dict.fromkeys(format_n(cell) for cell in shown if cell is not None and cell.value is not None))
+    start = ""
+    if results.before:
+        start = format_with_interval(before) if after else f"base {format_with_interval(before)}"
     change = " → ".join(filter(None, [start, ", ".join(after)]))
     return f"{measure.title}: {change}" + (f", {' / '.join(counts)}" if counts else "")
 
@@ -326,17 +297,17 @@ def _arms(measures: list[Measure], results: RunResults) -> list[str]:
         if not all(_has_interval(measure.cells.get(name)) for name in names):
             continue
         best, by_answers = ahead_of_all(measure, models)
-        won.setdefault(best, []).append(inside_sentence(measure.title))
+        won.setdefault(best, []).append(lowercase_start(measure.title))
         paired.append(by_answers)
-    verdicts = [f"{name} wins on {listing(titles)}" for name, titles in won.items() if name is not None]
+    verdicts = [f"{name} wins on {join_words(titles)}" for name, titles in won.items() if name is not None]
     if None in won:
-        # Of three, one may well be far behind.
+        # Of three, one may be far behind.
         close = "too close to call" if len(names) == 2 else "no arm is ahead of all others"
-        verdicts.append(f"{close} on {listing(won[None])}" + ("" if all(paired) else " (intervals overlap)"))
+        verdicts.append(f"{close} on {join_words(won[None])}" + ("" if all(paired) else " (intervals overlap)"))
     if not verdicts:
         return []
     how = ", answer by answer" if all(paired) else ""
-    return [f"{listing(names)} {_budget(names, results)}{how}: {'; '.join(verdicts)}."]
+    return [f"{join_words(names)} {_budget(names, results)}{how}: {'; '.join(verdicts)}."]
 
 
 def _has_interval(cell: Cell | None) -> bool:
@@ -353,7 +324,7 @@ def _budget(names: list[str], results: RunResults) -> str:
 
 
 def missing_parts(results: RunResults) -> list[str]:
-    """What a reader could expect and this run does not have (yet), one sentence each."""
+    """Parts of a report that this run does not have (yet), one sentence each."""
     notes = []
     if results.recipe_text is None:
         notes.append("No recipe.yaml: stages are listed by name.")
@@ -363,7 +334,7 @@ def missing_parts(results: RunResults) -> list[str]:
         notes.append("The base model was not scored, so there is no “before”.")
     unscored = [stage.name for stage in results.stages if stage.name not in {m.name for m in results.models}]
     if results.models and unscored:
-        notes.append(f"Not scored: {listing(unscored)}.")
+        notes.append(f"Not scored: {join_words(unscored)}.")
     for suite in [*results.recall_suites, LOSS]:
         sets = {m.name: m.question_sets[suite] for m in results.models if suite in m.question_sets}
         if len(set(sets.values())) > 1:

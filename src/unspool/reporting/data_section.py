@@ -1,21 +1,20 @@
-"""What became of the data: how long documents are, what was dropped and why, what the mix came to.
+"""The data section: lengths of documents, counts of dropped data by reason, requested and realized mix.
 
-In: manifests, ledgers and the lists of what was not read. Out: tables and charts.
-Promise: every sum is checked against the counts it should give, and the page says whether it adds up. What an older
-run did not count is a dash.
+Every sum is checked against the counts it should give, and the page shows whether it adds up. Counts that an older
+run did not record are dashes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from unspool.core.charts import Figure, Pair, pair_bars
+from unspool.core.formatting import MISSING, excerpt, format_manifest_count, format_percent
 from unspool.core.sizes import format_count, format_size
-from unspool.reporting.bars import Pair, pair_bars
-from unspool.reporting.figures import Entry, Figure, Table, entries
-from unspool.reporting.number_format import MISSING, show_percent, visible
+from unspool.core.tables import Table, entries
 from unspool.reporting.run_results import Artifact, Problem, RunResults, Stage
 
-# Counts with a column of their own; further ones follow them, and tables inside counts have their own places.
+# Counts with a column of their own; other counts follow them, except details that other parts of the page show.
 _CORPUS = ("records", "documents", "tokens", "quarantined", "filtered", "left_out")
 _ROWS = ("rows", "documents", "tokens_in", "tokens_added", "dropped", "tokens")
 _DETAILS = {"sources", "lengths", "added_tokens", "strategy", "upsample"}
@@ -24,9 +23,11 @@ _TITLES = {
     "filtered": "filtered out",
     "left_out": "parts left out",
     "tokens_in": "tokens in",
+    "tokens_added": "+ added",
+    "dropped": "− dropped",
 }
-_TITLES |= {"tokens_added": "+ added", "dropped": "− dropped"}
 MAX_PANELS = 12
+Gap = Callable[[Mapping[str, Any]], int | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +42,11 @@ class Audit:
 def audit(results: RunResults) -> Audit:
     groups = {name: _group(results.artifacts, name) for name in ("corpus", "datasets")}
     corpus = _count_table(groups["corpus"], "Documents", _CORPUS, _corpus_gap)
-    rows = _count_table(groups["datasets"], "Rows", _ROWS, _rows_gap)
+    rows = _count_table(groups["datasets"], "Datasets", _ROWS, _rows_gap)
     mixes = [stage for stage in results.stages if stage.mix]
     tables = [table for table in (corpus, rows, _mix_table(mixes, groups["datasets"])) if table is not None]
     gaps = [(f"corpus {name}", _corpus_gap(one.counts)) for name, one in groups["corpus"].items()]
-    gaps += [(f"rows {name}", _rows_gap(one.counts)) for name, one in groups["datasets"].items()]
+    gaps += [(f"dataset {name}", _rows_gap(one.counts)) for name, one in groups["datasets"].items()]
     return Audit(
         tables=tables,
         lengths=_length_figures(groups),
@@ -56,12 +57,9 @@ def audit(results: RunResults) -> Audit:
 
 
 def _group(artifacts: Sequence[Artifact], group: str) -> dict[str, Artifact]:
-    """By the names of their folders."""
+    """The artifacts of one folder of the run, by name."""
     prefix = f"{group}/"
     return {one.path.removeprefix(prefix): one for one in artifacts if one.path.startswith(prefix)}
-
-
-# Sums
 
 
 def _total(value: Any) -> int | None:
@@ -71,7 +69,7 @@ def _total(value: Any) -> int | None:
 
 
 def _gap(plus: Sequence[Any], minus: Sequence[Any]) -> int | None:
-    """What is left over; None where a count is missing."""
+    """Sum of one side minus sum of the other; None if a count is missing."""
     totals = [[_total(value) for value in side] for side in (plus, minus)]
     if any(total is None for side in totals for total in side):
         return None
@@ -79,18 +77,18 @@ def _gap(plus: Sequence[Any], minus: Sequence[Any]) -> int | None:
 
 
 def _corpus_gap(counts: Mapping[str, Any]) -> int | None:
-    """Every record is a document, could not be read, or was filtered out."""
+    """Records that are not a document, an unreadable record or a filtered one; 0 if the counts are right."""
     parts = [counts.get(name) for name in ("documents", "quarantined", "filtered")]
     return _gap([counts.get("records")], parts)
 
 
 def _rows_gap(counts: Mapping[str, Any]) -> int | None:
-    """Every token that went in or was added is in a row or was dropped for a reason."""
+    """Tokens that are neither in a row nor dropped for a reason; 0 if the counts are right."""
     return _gap([counts.get("tokens_in"), counts.get("tokens_added")], [counts.get("tokens"), counts.get("dropped")])
 
 
-def _count_table(group: dict[str, Artifact], caption: str, first: Sequence[str], gap: Any) -> Table | None:
-    """The counts of each folder as its manifest has them, and whether they add up."""
+def _count_table(group: dict[str, Artifact], caption: str, first: Sequence[str], gap: Gap) -> Table | None:
+    """The counts in each folder's manifest, and whether they add up."""
     if not group:
         return None
     found = {name for one in group.values() for name in one.counts} - _DETAILS
@@ -100,29 +98,11 @@ def _count_table(group: dict[str, Artifact], caption: str, first: Sequence[str],
     for name, one in group.items():
         left = gap(one.counts)
         check = MISSING if left is None else "yes" if left == 0 else f"off by {left:+,}"
-        shown = [[_show_count(one.counts.get(count), count) for count in names] for names in (known, more)]
+        shown = [[format_manifest_count(one.counts.get(count), count) for count in names] for names in (known, more)]
         lines.append(entries(name, *shown[0], check, *shown[1]))
     titles = [[_TITLES.get(name, name.replace("_", " ")) for name in names] for names in (known, more)]
     columns = ["name", *titles[0], "adds up", *titles[1]]
     return Table(caption=caption, columns=columns, rows=lines)
-
-
-def _show_count(value: Any, name: str = "") -> str:
-    """A count as people read it; `{"tail": 12, "short": 3}` becomes `tail 12, short 3`, a list its length."""
-    if value is None:
-        return MISSING
-    if isinstance(value, dict):
-        return ", ".join(f"{visible(str(name))} {_show_count(part)}" for name, part in value.items()) or "none"
-    if isinstance(value, list):
-        return f"{len(value)}"
-    if name.endswith("_rate") and isinstance(value, int | float):
-        return show_percent(value)
-    if isinstance(value, float):
-        return f"{value:,.4g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else visible(str(value))
-
-
-# Lengths
 
 
 def _length_figures(groups: dict[str, dict[str, Artifact]]) -> list[Figure]:
@@ -137,7 +117,7 @@ def _length_figures(groups: dict[str, dict[str, Artifact]]) -> list[Figure]:
 
 
 def length_bins(lengths: Any) -> list[tuple[int, int, int]]:
-    """(at least, documents, tokens) of each bin; empty where there is no histogram that can be read."""
+    """(at least, documents, tokens) of each bin; empty without a readable histogram."""
     if not isinstance(lengths, Mapping):
         return []
     parts = [lengths.get(key) for key in ("at_least", "documents", "tokens")]
@@ -162,11 +142,8 @@ def _length_figure(title: str, kind: str, bins: list[tuple[int, int, int]]) -> F
     return Figure(title=title, note=note, drawing=pair_bars(pairs, label=label, x_title="tokens, at least"))
 
 
-# Mix
-
-
-def realised(stage: Stage, rows: Mapping[str, Artifact]) -> dict[str, float]:
-    """Share of the tokens trained on by rows set; empty where the ledger or the length of a row is not known."""
+def realized_mix(stage: Stage, rows: Mapping[str, Artifact]) -> dict[str, float]:
+    """Share of trained tokens by dataset; empty if the ledger or a row length is missing."""
     tokens = {}
     for name, count in stage.drawn.items():
         length = _row_length(rows.get(name))
@@ -186,51 +163,44 @@ def _row_length(one: Artifact | None) -> float | None:
 def _mix_table(stages: Sequence[Stage], rows: Mapping[str, Artifact]) -> Table | None:
     lines = []
     for stage in stages:
-        came = realised(stage, rows)
+        realized = realized_mix(stage, rows)
         for name in dict.fromkeys([*stage.mix, *stage.drawn]):
             drawn, held = stage.drawn.get(name, 0), rows.get(name)
             there = held.counts.get("rows") if held else None
             epochs = f"{drawn / there:.3g}" if there and stage.drawn else MISSING
-            share = came.get(name, 0.0) if came else None
-            lines.append(
-                [
-                    Entry(text=f"{stage.name} · {name}"),
-                    *entries(show_percent(stage.mix.get(name)), show_percent(share)),
-                    *entries(f"{drawn:,}" if stage.drawn else MISSING, epochs),
-                ]
-            )
+            share = realized.get(name, 0.0) if realized else None
+            shares = format_percent(stage.mix.get(name)), format_percent(share)
+            lines.append(entries(f"{stage.name} · {name}", *shares, f"{drawn:,}" if stage.drawn else MISSING, epochs))
     if not lines:
         return None
-    columns = ["stage · rows", "asked", "came", "rows trained on", "epochs"]
+    columns = ["stage · dataset", "requested", "realized", "rows trained on", "epochs"]
     return Table(caption="Mix", columns=columns, rows=lines, note="Shares of tokens.")
 
 
 def _mix_figure(stage: Stage, rows: Mapping[str, Artifact]) -> Figure | None:
-    came = realised(stage, rows)
-    if not came:
+    realized = realized_mix(stage, rows)
+    if not realized:
         return None
     pairs = [
         Pair(
             label=name,
             first=stage.mix.get(name, 0.0),
-            second=came.get(name, 0.0),
-            tooltip=f"{name}: asked {show_percent(stage.mix.get(name))}, came {show_percent(came.get(name, 0.0))}",
+            second=realized.get(name, 0.0),
+            tooltip=f"{name}: requested {format_percent(stage.mix.get(name))}, "
+            f"realized {format_percent(realized.get(name, 0.0))}",
         )
-        for name in dict.fromkeys([*stage.mix, *came])
+        for name in dict.fromkeys([*stage.mix, *realized])
     ]
-    label = f"Mix of {stage.name}: share of tokens asked for and trained on, by rows set; also in the table “Mix”."
-    return Figure(title=f"Mix of {stage.name}", note="", drawing=pair_bars(pairs, label=label, x_title="rows set"))
-
-
-# Problems
+    label = f"Mix of {stage.name}: requested and realized share of tokens by dataset; also in the table “Mix”."
+    return Figure(title=f"Mix of {stage.name}", note="", drawing=pair_bars(pairs, label=label, x_title="dataset"))
 
 
 def _problem_table(problems: Sequence[Problem]) -> Table | None:
     if not problems:
         return None
     rows = [
-        entries(one.corpus, one.kind, visible(one.place, 120), visible(one.reason, 80), visible(one.detail, 160))
+        entries(one.corpus, one.kind, excerpt(one.place, 120), excerpt(one.reason, 80), excerpt(one.detail, 160))
         for one in problems
     ]
-    columns = ["corpus", "what", "where", "reason", "detail"]
-    return Table(caption="First records and parts that are not in the data", columns=columns, rows=rows, numeric=False)
+    columns = ["corpus", "problem", "where", "reason", "detail"]
+    return Table(caption="First records and parts that were not used", columns=columns, rows=rows, numeric=False)

@@ -1,38 +1,24 @@
-"""Which numbers go into which chart."""
+"""Charts and tables of scores: recall by length and depth, loss by position; and tables of a run's provenance."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from markupsafe import Markup
-
+from unspool.core.charts import Figure, Frame, HeatCell, Heatmap, Point, Series, heatmap, line_chart
+from unspool.core.formatting import MISSING, clip, format_bytes, format_duration, format_percent, join_words
 from unspool.core.sizes import format_size
-from unspool.reporting.charts import Frame, HeatCell, Heatmap, Point, Series, heatmap, line_chart
-from unspool.reporting.number_format import (
-    MISSING,
-    listing,
-    show_bytes,
-    show_duration,
-    show_full,
-    show_interval,
-    show_n,
-    show_percent,
-    show_span,
-    show_value,
-    suite_title,
-)
+from unspool.core.tables import Entry, Table, entries
+from unspool.reporting.measures import format_interval, format_n, format_positions, format_value, format_with_interval
 from unspool.reporting.run_results import Artifact, Cell, ModelScores, RunResults
+from unspool.reporting.suite_titles import RIGHT_OR_WRONG_SUITES, suite_title
 
 MAX_TICKS = 8
-# More points than a chart has pixels only make the page heavy.
-MAX_CURVE_POINTS = 300
-MAX_DOTS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One model in a chart; runs side by side bring models of one name, told apart by the label."""
+    """One model in charts and tables; the label distinguishes models of several runs."""
 
     label: str
     style: int
@@ -40,25 +26,18 @@ class Line:
     context: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    title: str
-    note: str
-    drawing: Markup
-
-
 def describe(label: str, cell: Cell) -> str:
-    """A tooltip: everything known about one number."""
+    """Write the tooltip of one number."""
     if cell.start is not None and cell.stop is not None:
-        place = f"positions {show_span(cell.start, cell.stop)}"
+        place = f"positions {format_positions(cell.start, cell.stop)}"
     else:
-        place = format_size(cell.length) + (f", depth {show_percent(cell.depth)}" if cell.depth is not None else "")
-    known = f"{show_full(cell)}, {show_n(cell)}" if cell.value is not None else f"{MISSING} (nothing was scored)"
+        place = format_size(cell.length) + (f", depth {format_percent(cell.depth)}" if cell.depth is not None else "")
+    known = f"{format_with_interval(cell)}, {format_n(cell)}" if cell.value is not None else f"{MISSING} (not scored)"
     return f"{label}, {place}: {known}"
 
 
 def recall_figure(lines: Sequence[Line], suite: str, original_context: int | None) -> Figure:
-    """Recall by length, all depths together, with intervals."""
+    """Draw recall by length over all depths, with intervals."""
     lengths = sorted({cell.length for line in lines for cell in line.scores.cells if cell.suite == suite})
     series = []
     for line in lines:
@@ -73,18 +52,18 @@ def recall_figure(lines: Sequence[Line], suite: str, original_context: int | Non
         show_y=lambda value: f"{100 * value:.0f}%",
         log_x=True,
         y_range=(0.0, 1.0),
-        mark=_old_context(original_context),
+        mark=context_mark(original_context),
     )
     return Figure(title=title, note=f"{score_kind(suite)}, 95% intervals", drawing=line_chart(series, frame))
 
 
 def score_kind(suite: str) -> str:
-    """What a score is the mean of: these two suites know right and wrong only."""
-    return "share of right answers" if suite in ("niah", "key_value") else "mean score"
+    """What a score is the mean of."""
+    return "share of right answers" if suite in RIGHT_OR_WRONG_SUITES else "mean score"
 
 
 def loss_figure(lines: Sequence[Line], original_context: int | None) -> Figure:
-    """Loss by position, one point per bucket of positions."""
+    """Draw loss by position, one point per bucket of positions."""
     series, edges = [], set[int]()
     for line in lines:
         cells = line.scores.losses()
@@ -97,9 +76,9 @@ def loss_figure(lines: Sequence[Line], original_context: int | None) -> Figure:
         x_ticks=_thin([(float(edge), format_size(edge)) for edge in sorted(edges)]),
         show_y=lambda value: f"{value:g}",
         log_x=True,
-        mark=_old_context(original_context),
+        mark=context_mark(original_context),
     )
-    windows = listing(
+    windows = join_words(
         [format_size(length) for length in sorted({c.length for line in lines for c in line.scores.losses()})]
     )
     note = f"nats per token on held-out text, windows of {windows}, 95% intervals; lower is better"
@@ -116,18 +95,19 @@ def _middle(cell: Cell) -> float:
     return math.sqrt(max(start, stop / 2) * stop)
 
 
-def _old_context(original_context: int | None) -> tuple[float, str] | None:
+def context_mark(original_context: int | None) -> tuple[float, str] | None:
+    """A vertical line at the original context length."""
     return (float(original_context), f"old context {format_size(original_context)}") if original_context else None
 
 
 def _thin(ticks: list[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Every second or third label, counted from the last, which is the one that matters."""
+    """Keep every second or third label, counted from the last, which matters most."""
     stride = math.ceil(len(ticks) / MAX_TICKS) or 1
     return ticks[::-1][::stride][::-1]
 
 
 def heat_figure(results: RunResults, model: ModelScores, suite: str) -> Figure:
-    """Recall by length and depth, with all depths together in the last row."""
+    """Draw recall by length and depth; the last row pools all depths."""
     lengths = results.lengths(suite)
     depths: list[float | None] = [*results.depths(suite), None]
     cells = [[_heat_cell(model, suite, length, depth) for length in lengths] for depth in depths]
@@ -136,7 +116,7 @@ def heat_figure(results: RunResults, model: ModelScores, suite: str) -> Figure:
     panel = Heatmap(
         label=f"{suite_title(suite)} of {model.name} by length and depth; the same numbers are in “All numbers”.",
         columns=[format_size(length) for length in lengths],
-        rows=["all" if depth is None else show_percent(depth) for depth in depths],
+        rows=["all" if depth is None else format_percent(depth) for depth in depths],
         cells=cells,
         x_title="prompt length (tokens)",
         y_title="depth",
@@ -150,57 +130,29 @@ def _heat_cell(model: ModelScores, suite: str, length: int, depth: float | None)
     cell = model.recall(suite, length, depth)
     if cell is None or cell.value is None:
         return HeatCell(value=None, text=MISSING, tooltip=f"{model.name}, {format_size(length)}: not scored")
-    return HeatCell(value=cell.value, text=show_percent(cell.value)[:-1], tooltip=describe(model.name, cell))
-
-
-# The tables of the page: plain rows of text, the accessible twin of every chart.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A table cell: the text, a smaller note after it, and a tooltip."""
-
-    text: str
-    note: str = ""
-    tooltip: str = ""
-    strong: bool = False
-    rank: float | None = None  # what a column is compared by
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Entry]]  # the first entry of a row names it
-    numeric: bool = True
-    note: str = ""  # how to read it
-    stacked: bool = False  # notes of cells below their texts, where there is much of both
-
-
-def entries(*texts: str) -> list[Entry]:
-    return [Entry(text=text) for text in texts]
+    return HeatCell(value=cell.value, text=format_percent(cell.value)[:-1], tooltip=describe(model.name, cell))
 
 
 def number_entry(label: str, cell: Cell | None, *, tooltip: bool = True) -> Entry:
     if cell is None:
         return Entry(text=MISSING)
     return Entry(
-        text=show_value(cell),
-        note=show_interval(cell),
+        text=format_value(cell),
+        note=format_interval(cell),
         tooltip=describe(label, cell) if tooltip else "",
         rank=_rank(cell),
     )
 
 
 def _rank(cell: Cell) -> float | None:
-    """What is spelled the same ranks the same."""
+    """Values that print the same rank the same."""
     return None if cell.value is None else round(cell.value, 2)
 
 
 def _number_row(
     place: str, lines: Sequence[Line], cells: Sequence[Cell | None], *, tooltips: bool = True
 ) -> list[Entry]:
-    """The models' numbers at one place, with their n in the last column: once where they agree."""
+    """One row of numbers with their n in the last column, written once if all models have the same n."""
     numbers = [number_entry(line.label, cell, tooltip=tooltips) for line, cell in zip(lines, cells, strict=True)]
     counts = [MISSING if cell is None else f"{cell.n:,}" for cell in cells]
     together = counts[0] if len(set(counts)) == 1 else " / ".join(counts)
@@ -212,7 +164,7 @@ def loss_table(lines: Sequence[Line]) -> Table:
     rows = []
     for span in spans:
         of_span = [next((c for c in line.scores.losses() if (c.start, c.stop) == span), None) for line in lines]
-        rows.append(_number_row(show_span(*span), lines, of_span))
+        rows.append(_number_row(format_positions(*span), lines, of_span))
     return Table(caption="Loss by position", columns=["positions", *(line.label for line in lines), "n"], rows=rows)
 
 
@@ -223,8 +175,8 @@ def recall_table(lines: Sequence[Line], suite: str, depths: Sequence[float | Non
     for length in sorted({cell.length for cell in cells}):
         for depth in depths:
             found = [line.scores.recall(suite, length, depth) for line in lines]
-            place = format_size(length) + ("" if depth is None else f" · {show_percent(depth)}")
-            # There are many of these, and a tooltip would only say again what stands there.
+            place = format_size(length) + ("" if depth is None else f" · {format_percent(depth)}")
+            # There are many of these, and a tooltip would only repeat them.
             rows.append(_number_row(place, lines, found, tooltips=not by_depth))
     caption = f"{suite_title(suite)} by length" + (" and depth" if by_depth else "")
     first = "length · depth" if by_depth else "length"
@@ -237,7 +189,7 @@ def artifact_table(artifacts: Sequence[Artifact]) -> Table:
         inputs = ", ".join(f"{name} {_short(value)}" for name, value in artifact.inputs.items())
         rows.append(
             [
-                *entries(artifact.path, artifact.version, f"{artifact.num_files:,}", show_bytes(artifact.num_bytes)),
+                *entries(artifact.path, artifact.version, f"{artifact.num_files:,}", format_bytes(artifact.num_bytes)),
                 Entry(text=_short(artifact.content_hash), tooltip=artifact.content_hash),
                 Entry(text=inputs or MISSING, tooltip=str(artifact.inputs) if inputs else ""),
             ]
@@ -249,7 +201,7 @@ def artifact_table(artifacts: Sequence[Artifact]) -> Table:
 def _short(value: Any) -> str:
     text = str(value)
     is_hash = len(text) >= 40 and all(letter in "0123456789abcdef" for letter in text)
-    return text[:12] if is_hash else text if len(text) <= 40 else text[:39] + "…"
+    return text[:12] if is_hash else clip(text, 40)
 
 
 def facts_table(results: RunResults) -> Table:
@@ -261,6 +213,6 @@ def facts_table(results: RunResults) -> Table:
 def timing_table(results: RunResults) -> Table | None:
     if not results.seconds:
         return None
-    rows = [entries(name, show_duration(seconds)) for name, seconds in results.seconds.items()]
-    rows.append(entries("together", show_duration(sum(results.seconds.values()))))
+    rows = [entries(name, format_duration(seconds)) for name, seconds in results.seconds.items()]
+    rows.append(entries("together", format_duration(sum(results.seconds.values()))))
     return Table(caption="Time", columns=["part", "time"], rows=rows)

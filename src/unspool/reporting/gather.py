@@ -1,8 +1,7 @@
 """Read the result files of a run folder.
 
-In: the folder a recipe names as `out`. Out: `RunResults`.
-Promise: only published folders count (those with a manifest), except that a stage in progress shows
-its training curve. What is missing stays missing; what is damaged is named in a DataError.
+Only published folders count (those with a manifest), except that a stage in progress shows its training curve.
+Missing files stay missing; damaged ones raise a DataError that names them.
 """
 
 from collections.abc import Iterator
@@ -29,11 +28,9 @@ from unspool.reporting.result_files import (
 )
 from unspool.reporting.run_results import Artifact, Problem, RunResults, Stage, Step, Validation
 
-# Read what training left behind: steps, validation, which rows were drawn, the positions of the model.
-
 
 def gather_stages(stages_dir: Path, recipe: dict[str, Any]) -> tuple[Stage, ...]:
-    """Stages in the recipe's order; without a recipe, the published ones by name."""
+    """Stages in the recipe's order; without a recipe, published stages by name."""
     described = recipe.get("stages")
     entries: list[Any] = described if isinstance(described, list) else []
     entries = [entry for entry in entries if isinstance(entry, dict) and "name" in entry]
@@ -50,7 +47,7 @@ def _stage(entry: dict[str, Any], stages_dir: Path, previous: str | None) -> Sta
     finished = (stages_dir / name / MANIFEST).is_file()
     folder = stages_dir / name if finished else stages_dir / f"{name}.work"
     config_file = folder / "model" / "config.json"
-    mix, position = entry.get("mix"), entry.get("rope")
+    mix, rope = entry.get("mix"), entry.get("rope")
     return Stage(
         name=name,
         parent={"previous": previous, "base": None}.get(start, start),
@@ -61,13 +58,13 @@ def _stage(entry: dict[str, Any], stages_dir: Path, previous: str | None) -> Sta
         validation=_validation(folder / "validation.jsonl", finished=finished),
         mix=_shares(mix) if isinstance(mix, dict) else {},
         drawn=_drawn(folder / "ledger.jsonl", finished=finished),
-        rope=position if isinstance(position, dict) else {},
+        rope=rope if isinstance(rope, dict) else {},
         config=json_object(config_file) if config_file.is_file() else None,
     )
 
 
 def _shares(mix: dict[Any, Any]) -> dict[str, float]:
-    """Shares as the recipe gives them; they may be weights that do not add up to 1."""
+    """The recipe's shares, normalized; they may be weights that do not add up to 1."""
     known = {str(name): float(share) for name, share in mix.items() if isinstance(share, int | float)}
     total = sum(known.values())
     return {name: share / total for name, share in known.items()} if total > 0 else {}
@@ -76,7 +73,7 @@ def _shares(mix: dict[Any, Any]) -> dict[str, float]:
 def _steps(path: Path, *, finished: bool) -> tuple[Step, ...]:
     if not path.is_file():
         return ()
-    # A resumed stage may repeat the steps after its last checkpoint: the later line is the one that counts.
+    # A resumed stage may repeat the steps after its last checkpoint: the later line counts.
     by_step = {step.step: step for step in (_step(raw, path, line) for line, raw in json_lines(path, finished))}
     return tuple(by_step[at] for at in sorted(by_step))
 
@@ -123,7 +120,7 @@ def _validation_line(raw: dict[str, Any], path: Path, line: int) -> Validation:
 
 
 def _drawn(path: Path, *, finished: bool) -> dict[str, int]:
-    """How many rows of each set were trained on."""
+    """Number of rows of each dataset that were trained on."""
     if not path.is_file():
         return {}
     by_step: dict[int, dict[str, int]] = {}
@@ -145,7 +142,7 @@ _ASSET = "asset:"
 
 
 def gather(run_dir: Path) -> RunResults:
-    """Everything the result files of one run say."""
+    """Read all result files of one run."""
     if not any((run_dir / mark).exists() for mark in _MARKS):
         problem = "does not exist" if not run_dir.exists() else f"is not a run: it holds none of {', '.join(_MARKS)}"
         raise ConfigError(f"{run_dir} {problem}. Give the folder that the recipe names as `out`, such as runs/tiny.")
@@ -183,7 +180,7 @@ def _recipe(path: Path, text: str | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Facts:
-    """What run.json says; a run that has not written it yet has none."""
+    """Contents of run.json; empty if it has not been written yet."""
 
     base_model: str | None = None
     original_context: int | None = None
@@ -227,7 +224,7 @@ def _artifacts(run_dir: Path) -> Iterator[Artifact]:
 
 
 def _problems(corpus_dir: Path) -> Iterator[Problem]:
-    """The first records that were not read and parts that were left out, of each corpus."""
+    """The first unreadable records and left-out parts of each corpus."""
     for folder in published(corpus_dir):
         bad, left = folder / "quarantine.jsonl", folder / "left_out.jsonl"
         for raw in _first(bad):
@@ -244,7 +241,7 @@ def _first(path: Path) -> list[dict[str, Any]]:
 
 
 def _base_config(base_model: str | None) -> dict[str, Any] | None:
-    """config.json of a model that lies on this machine or ships with the package; nothing is fetched for a report."""
+    """config.json of a local model or one that ships with the package; a report downloads nothing."""
     if not base_model:
         return None
     assets = Path(unspool.__file__).parent / "assets"
@@ -253,5 +250,5 @@ def _base_config(base_model: str | None) -> dict[str, Any] | None:
     try:
         found = folder / "config.json"
         return json_object(found) if found.is_file() else None
-    except (OSError, DataError):  # a name that no path can be, or a folder that was damaged since
+    except (OSError, DataError):  # a name that is not a valid path, or a damaged folder
         return None

@@ -1,8 +1,7 @@
-"""Read what models scored: cells, the answers behind them, and a few questions to show.
+"""Read the scores of models: cells, answers, and a few questions to show.
 
-In: `scores/<model>/` (published folders only) and `short/<model>/summary.json`. Out: `ModelScores`, base first.
-Promise: questions to show are chosen without looking at scores. Every score is kept by the hash of its prompt, so
-that two models can be compared answer with answer.
+Questions to show are chosen without looking at scores. Every score is kept by the hash of its prompt, so that two
+models can be compared in pairs.
 """
 
 from pathlib import Path
@@ -30,9 +29,10 @@ SUMMARY = "summary.json"
 
 
 def gather_models(run_dir: Path, stage_names: list[str]) -> tuple[ModelScores, ...]:
+    """Read `scores/<model>/` (published folders only) and `short/<model>/summary.json`; the base model comes first."""
     order = {name: position for position, name in enumerate([BASE, *stage_names])}
     scored = {folder.name: folder for folder in published(run_dir / "scores")}
-    # lm-eval's numbers come without a manifest: `unspool eval --suite short --out RUN/short/NAME`.
+    # lm-eval's numbers have no manifest: `unspool eval --suite short --out RUN/short/NAME`.
     short = {path.parent.name: path for path in sorted((run_dir / SHORT).glob(f"*/{SUMMARY}"))}
     names = sorted(scored.keys() | short.keys(), key=lambda name: (order.get(name, len(order)), name))
     return tuple(_model(name, scored.get(name), short.get(name)) for name in names)
@@ -46,7 +46,7 @@ def _model(name: str, folder: Path | None, short_file: Path | None) -> ModelScor
     samples_file = folder / "samples.jsonl" if folder else None
     if samples_file and samples_file.is_file():
         lines = list(json_lines(samples_file))
-    # A suite may log lines of its own kind (loss has no questions): only answers can be shown.
+    # A suite may log lines of its own format (loss has no questions): only answers can be shown.
     samples = [_sample(raw, samples_file, at) for at, raw in lines if "reference" in raw and "output" in raw]
     suites = sorted({sample.suite for sample in samples})
     return ModelScores(
@@ -57,7 +57,7 @@ def _model(name: str, folder: Path | None, short_file: Path | None) -> ModelScor
         answers=_answers(samples),
         windows=_windows(lines, samples_file),
         short=tuple(cell for cell in [*cells, *short] if task_of(cell.suite)[0] == SHORT),
-        holds_until=_reaches(summary),
+        holds_until=_effective_lengths(summary),
     )
 
 
@@ -87,18 +87,15 @@ def _cell(raw: Any, path: Path, position: int) -> Cell:
 
 
 def _suite(raw: dict[str, Any]) -> str:
-    """A task of a suite is shown as one of its own."""
+    """Tasks are shown like suites."""
     return task_suite(str(raw["suite"]), str(raw["task"])) if raw.get("task") else str(raw["suite"])
 
 
-def _reaches(summary: dict[str, Any]) -> dict[str, int | None]:
-    """How far the mean of each suite that consists of tasks holds, as summary.json says."""
+def _effective_lengths(summary: dict[str, Any]) -> dict[str, int | None]:
+    """The effective length of each suite of tasks, from summary.json."""
     suites = summary.get("suites")
     known = [entry for entry in suites if isinstance(entry, dict)] if isinstance(suites, list) else []
     return {str(entry.get("suite")): whole(entry.get("effective_length")) for entry in known}
-
-
-# Samples
 
 
 def _sample(raw: dict[str, Any], path: Path | None, line: int) -> Sample:
@@ -120,7 +117,7 @@ def _sample(raw: dict[str, Any], path: Path | None, line: int) -> Sample:
 
 
 def _prompt(raw: Any) -> Prompt | None:
-    """A prompt as text, or its two ends with how many tokens lie between them."""
+    """A prompt as text, or its two ends with the number of tokens between them."""
     if isinstance(raw, str):
         return Prompt(start=raw)
     if not isinstance(raw, dict):
@@ -139,7 +136,7 @@ def _answers(samples: list[Sample]) -> dict[tuple[str, int], Answers]:
 
 
 def _windows(lines: list[tuple[int, dict[str, Any]]], path: Path | None) -> dict[int, Windows]:
-    """Losses of each window by position."""
+    """Losses of each window by positions."""
     found: dict[int, Windows] = {}
     for line, raw in lines:
         if raw.get("suite") != LOSS or "losses" not in raw:
@@ -157,7 +154,7 @@ def _windows(lines: list[tuple[int, dict[str, Any]]], path: Path | None) -> dict
 
 
 def _chosen(samples: list[Sample], suite: str) -> list[Sample]:
-    """The first question of each depth at the longest length: chosen without looking at the scores."""
+    """The first question of each depth at the longest length, chosen without looking at scores."""
     of_suite = [sample for sample in samples if sample.suite == suite]
     longest = max(sample.length for sample in of_suite)
     at_longest = sorted((s for s in of_suite if s.length == longest), key=lambda s: s.index)

@@ -1,7 +1,7 @@
-"""The few numbers a run is judged by, each before and after.
+"""The few numbers a run is judged by, each before and after, and how scores are written.
 
-Recall at the longest length of each suite, the loss at the farthest positions, and the loss inside
-the original context. The tiles, the headline and the comparison of arms all read these.
+Recall at the longest length of each suite, the loss at the farthest positions, and the loss inside the original
+context. The tiles, the headline and the comparison of arms all use these.
 """
 
 import math
@@ -9,14 +9,68 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from unspool.core.formatting import MISSING, format_percent, format_signed
 from unspool.core.sizes import format_size
-from unspool.reporting.number_format import show_span, suite_title
 from unspool.reporting.run_results import LOSS, Cell, ModelScores, RunResults, main_suites
+from unspool.reporting.suite_titles import suite_title
+
+
+def format_value(cell: Cell | None) -> str:
+    if cell is None or cell.value is None:
+        return MISSING
+    return f"{cell.value:.2f}" if cell.is_loss else format_percent(cell.value)
+
+
+def format_interval(cell: Cell | None) -> str:
+    """`±0.09` for a loss, `71–93` (percent) for a recall, nothing without an interval."""
+    if cell is None or cell.value is None or cell.low is None or cell.high is None:
+        return ""
+    if cell.is_loss:
+        return f"±{(cell.high - cell.low) / 2:.2f}"
+    return f"{100 * cell.low:.0f}–{100 * cell.high:.0f}"
+
+
+def format_with_interval(cell: Cell | None) -> str:
+    """`84% (71–93)` or `3.70 ±0.09`."""
+    interval = format_interval(cell)
+    if cell is None or not interval:
+        return format_value(cell)
+    return f"{format_value(cell)} {interval}" if cell.is_loss else f"{format_value(cell)} ({interval})"
+
+
+def format_n(cell: Cell) -> str:
+    return f"n = {cell.n:,} tokens" if cell.is_loss else f"n = {cell.n:,}"
+
+
+def format_difference(value: float | None, *, is_loss: bool) -> str:
+    """`+12`, in points of percent; `−0.050`, in nats."""
+    if value is None:
+        return MISSING
+    if value == 0:
+        return "0"
+    # Whole points, except where rounding would claim that there is no difference.
+    return format_signed(value, 3) if is_loss else format_signed(100 * value, 1 if abs(value) < 0.005 else 0)
+
+
+def format_difference_range(low: float | None, high: float | None, *, is_loss: bool) -> str:
+    if low is None or high is None:
+        return ""
+    return f"{format_difference(low, is_loss=is_loss)} to {format_difference(high, is_loss=is_loss)}"
+
+
+def format_positions(start: int, stop: int) -> str:
+    return f"{format_size(start)}–{format_size(stop)}"
+
+
+def lowercase_start(title: str) -> str:
+    """A title inside a sentence: `needle recall at 2K`, but `RULER at 64K`."""
+    is_name = len(title) > 1 and title[1].isupper()
+    return title if is_name else title[:1].lower() + title[1:]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """One number of every model; a model it was not measured for has None."""
+    """One number of every model; None where it was not measured."""
 
     subject: str  # "Needle recall"
     place: str  # "at 2K"
@@ -37,7 +91,7 @@ def key_measures(results: RunResults) -> list[Measure]:
 
 
 def measures_for(models: Mapping[str, ModelScores], original_context: int | None) -> list[Measure]:
-    """Of any models, by what they are to be called; models of several runs may have lengths that others lack."""
+    """Measures of models by their labels; models of several runs may lack some lengths."""
     return [*_recalls(models), *_losses(models, original_context)]
 
 
@@ -68,7 +122,7 @@ def _losses(models: Mapping[str, ModelScores], old: int | None) -> list[Measure]
     measures = []
     if old is None or last[0] >= old:
         farthest = {name: _at(cells, last) for name, cells in buckets.items()}
-        measures.append(_loss(f"at {show_span(*last)}", farthest, (last,)))
+        measures.append(_loss(f"at {format_positions(*last)}", farthest, (last,)))
     inside = tuple(span for span in spans if old is not None and span[1] <= old)
     if old is not None and inside:
         pooled = {name: pool([c for c in cells if (c.stop or 0) <= old]) for name, cells in buckets.items()}
@@ -84,9 +138,9 @@ def _loss(place: str, cells: dict[str, Cell | None], spans: tuple[tuple[int, int
 
 
 def average(cells: Sequence[Cell | None]) -> Cell | None:
-    """The plain mean over lengths, tasks or categories; None where one of them is missing.
+    """Return the plain mean over lengths, tasks or categories, or None if one of them is missing.
 
-    Their prompts are different ones, so the squares of their half intervals add up.
+    Their prompts are independent, so the squares of their half intervals add up.
     """
     known = [cell for cell in cells if cell is not None and cell.value is not None]
     if not known or len(known) < len(cells):
@@ -113,10 +167,10 @@ def _at(cells: tuple[Cell, ...], span: tuple[int, int]) -> Cell | None:
 
 
 def pool(cells: list[Cell]) -> Cell | None:
-    """The mean over several position buckets, weighted by tokens.
+    """Return the mean over several position buckets, weighted by tokens.
 
-    Buckets of one window are correlated in a way the files do not tell, so the interval is the widest
-    it could be: half-widths are averaged as if the buckets moved together.
+    Buckets of one window are correlated by an unknown amount, so the interval is the widest possible: half-widths are
+    averaged as if the buckets were fully correlated.
     """
     known = [cell for cell in cells if cell.value is not None and cell.n > 0]
     if not known:
@@ -141,10 +195,10 @@ def pool(cells: list[Cell]) -> Cell | None:
 
 
 def winner(measure: Measure, names: list[str]) -> str | None:
-    """The model whose interval clears all others' on the good side; None: too close to call.
+    """Return the model whose interval lies wholly on the better side of all others, or None.
 
-    The intervals are of each model alone. Models that answered the same questions are told apart sooner by
-    comparing answer with answer (paired.py), so "too close" here is the careful verdict.
+    These are intervals of each model alone. Paired comparisons on the same questions (comparisons.py) separate models
+    sooner, so None is the careful verdict.
     """
     ranges = {name: _good_range(measure, name) for name in names}
     best = max(names, key=lambda name: ranges[name][0])
@@ -153,7 +207,7 @@ def winner(measure: Measure, names: list[str]) -> str | None:
 
 
 def _good_range(measure: Measure, name: str) -> tuple[float, float]:
-    """(worst, best) plausible value, turned so that more is better; unbounded where not measured."""
+    """(worst, best) plausible value, signed so that more is better; unbounded where not measured."""
     cell = measure.cells.get(name)
     if cell is None or cell.low is None or cell.high is None:
         return (-math.inf, math.inf)

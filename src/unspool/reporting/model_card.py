@@ -1,7 +1,6 @@
-"""The model card of an exported folder: what it is, how it was made, how well it does, how to load it.
+"""The model card of an exported folder, as Markdown: what the model is, how it was made, its scores, how to load it.
 
-In: the config that was written, the run it comes from if there is one, the results of the check. Out: Markdown.
-Promise: every number is read from the run or the check; what is not known is left out or said to be unknown.
+Every number is read from the run or from the check on export; unknown facts are left out or called unknown.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,24 +9,18 @@ from typing import Any
 
 import yaml
 
+from unspool.core.formatting import MISSING, join_words
 from unspool.core.sizes import format_count, format_size
-from unspool.reporting.number_format import MISSING, listing, show_full, show_span, suite_title
-from unspool.reporting.run_results import BASE, LOSS, Cell, ModelScores, RunResults, Stage
-
-# What a set of rows may do with its documents, as recipes call it.
-STRATEGIES = {
-    "utk": "tangled (Untie the Knots)",
-    "cip": "interleaved (CIP)",
-    "nextlong": "with hard negatives (NExtLong)",
-    "upsample": "long documents upsampled",
-    "pose": "with position skips (PoSE)",
-    "replace": "with synthetic tasks",
-}
+from unspool.core.tables import markdown_lines
+from unspool.data.packing.describe import packing_mode, strategy_titles
+from unspool.reporting.measures import format_positions, format_with_interval
+from unspool.reporting.run_results import BASE, Cell, ModelScores, RunResults, Stage
+from unspool.reporting.suite_titles import suite_title
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One line of the comparison with plain `transformers`."""
+    """One comparison with plain `transformers`."""
 
     name: str
     tokens: int
@@ -43,8 +36,8 @@ class CardFacts:
     config: dict[str, Any]  # config.json as written
     checks: Sequence[Check]
     versions: dict[str, str]
-    licence: str | None = None  # as the base model's card has it
-    base_id: str | None = None  # where the base model is on the Hub
+    licence: str | None = None  # from the base model's card
+    base_id: str | None = None  # Hub id of the base model
     results: RunResults | None = None
     stage: str | None = None
 
@@ -109,12 +102,12 @@ def _base_model(facts: CardFacts, recipe: dict[str, Any]) -> str | None:
 
 
 def describe_positions(config: dict[str, Any]) -> str:
-    """The positions of a config.json in one phrase."""
+    """The RoPE settings of a config.json in one phrase."""
     bases = config.get("head_bases")
     if bases:
         by_layer = isinstance(bases[0], list)
         shown = ", ".join(f"{base:g}" for base in (bases[0] if by_layer else bases))
-        return f"RoPE with a base per KV head (HARPE): {shown}" + ("; in each layer another order" if by_layer else "")
+        return f"RoPE with a base per KV head (HARPE): {shown}" + ("; the order differs by layer" if by_layer else "")
     rope = config.get("rope_parameters") or {}
     kinds = {name: part for name, part in rope.items() if isinstance(part, dict)}
     if kinds:
@@ -144,11 +137,11 @@ model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto"{allow})
 """
     if facts.own_code:
         return code + (
-            "\nNo `transformers` config can say a base per head, so the code that computes it lies beside the weights "
-            "(`modeling_harpe.py`) and runs only if you allow it, with transformers 5.17 or later. Without "
-            "`trust_remote_code=True` loading fails. vLLM, SGLang and llama.cpp cannot express this model and refuse "
-            "it, since they know neither its `model_type` nor its architecture: do not rename these to make them "
-            "load it, they would compute other positions. Serve it with `transformers`."
+            "\nA `transformers` config cannot express one base per head, so the code that computes it is next to the "
+            "weights (`modeling_harpe.py`). It needs transformers 5.17 or later and runs only with "
+            "`trust_remote_code=True`; loading fails without it. vLLM, SGLang and llama.cpp refuse this model, since "
+            "they do not know its `model_type` and architecture. Do not rename these to make them load it: they would "
+            "compute wrong positions. Serve it with `transformers`."
         )
     return code + f"\nWith vLLM: `vllm serve {facts.name} --max-model-len {facts.context}`."
 
@@ -168,7 +161,7 @@ def _stages(facts: CardFacts, recipe: dict[str, Any]) -> str:
     if not stages:
         return ""
     entries = {entry["name"]: entry for entry in recipe.get("stages") or [] if isinstance(entry, dict)}
-    lines = ["## How it was made", "", *_table("stage", "context", "tokens", "positions", "rows (share of tokens)")]
+    rows: list[list[str]] = []
     used: dict[str, None] = {}
     for stage in stages:
         entry = entries.get(stage.name, {})
@@ -177,26 +170,28 @@ def _stages(facts: CardFacts, recipe: dict[str, Any]) -> str:
         context = format_size(stage.context_length) if stage.context_length else MISSING
         tokens = format_count(stage.tokens) if stage.steps else MISSING
         shares = ", ".join(f"{name} {share:g}" for name, share in mix.items()) or MISSING
-        lines.append(_line(stage.name, context, tokens, _position_entry(entry.get("rope")), shares))
-    rows = recipe.get("datasets") or {}
-    data = [f"- {name}: {_describe_rows(rows[name])}" for name in used if isinstance(rows.get(name), dict)]
-    return "\n".join([*lines, *(["", "Rows:", "", *data] if data else [])])
+        rows.append([stage.name, context, tokens, _describe_rope_entry(entry.get("rope")), shares])
+    table = markdown_lines(["stage", "context", "tokens", "RoPE", "datasets (share of tokens)"], rows)
+    datasets = recipe.get("datasets") or {}
+    data = [f"- {name}: {_describe_dataset(datasets[name])}" for name in used if isinstance(datasets.get(name), dict)]
+    return "\n".join(["## How it was made", "", *table, *(["", "Datasets:", "", *data] if data else [])])
 
 
-def _position_entry(entry: Any) -> str:
-    """A stage's `position` as the recipe has it."""
+def _describe_rope_entry(entry: Any) -> str:
+    """A stage's RoPE settings as in the recipe."""
     if not isinstance(entry, dict):
         return "unchanged"
     given = ", ".join(f"{name} {value}" for name, value in entry.items() if name != "method" and value is not None)
     return str(entry.get("method", "unchanged")) + (f" ({given})" if given else "")
 
 
-def _describe_rows(entry: dict[str, Any]) -> str:
+def _describe_dataset(entry: dict[str, Any]) -> str:
     source = entry.get("from")
-    names = listing(list(source)) if isinstance(source, dict) else str(source)
-    done = [title for name, title in STRATEGIES.items() if entry.get(name)]
+    names = join_words(list(source)) if isinstance(source, dict) else str(source)
     length = format_size(entry["seq_len"]) if isinstance(entry.get("seq_len"), int) else entry.get("seq_len", MISSING)
-    return ", ".join([f"{names}, in rows of {length} (packed: {entry.get('packing', MISSING)})", *done])
+    return ", ".join(
+        [f"{names}, in rows of {length} (packed: {packing_mode(entry) or MISSING})", *strategy_titles(entry)]
+    )
 
 
 def _scores(facts: CardFacts) -> str:
@@ -206,20 +201,19 @@ def _scores(facts: CardFacts) -> str:
         return ""
     before = models.get(BASE)
     columns = ("", "at", *(("before",) if before else ()), "after", "n")
-    lines = ["## Scores", "", *_table(*columns), *_score_lines(before, after)]
     note = "Recall in percent, loss in nats per token, each with its 95% interval."
-    return "\n".join([*lines, "", note])
+    return "\n".join(["## Scores", "", *markdown_lines(columns, list(_score_rows(before, after))), "", note])
 
 
-def _score_lines(before: ModelScores | None, after: ModelScores) -> Iterator[str]:
+def _score_rows(before: ModelScores | None, after: ModelScores) -> Iterator[list[str]]:
     earlier = {_place(cell): cell for cell in before.cells} if before else {}
     for cell in after.cells:
         if cell.depth is not None:
             continue
-        place = show_span(cell.start or 0, cell.stop) if cell.stop is not None else format_size(cell.length)
-        shown = [show_full(earlier.get(_place(cell)))] if before else []
-        kind = "Loss by position" if cell.suite == LOSS else suite_title(cell.suite)
-        yield _line(kind, place, *shown, show_full(cell), f"{cell.n:,}")
+        place = format_positions(cell.start or 0, cell.stop) if cell.stop is not None else format_size(cell.length)
+        shown = [format_with_interval(earlier.get(_place(cell)))] if before else []
+        kind = "Loss by position" if cell.is_loss else suite_title(cell.suite)
+        yield [kind, place, *shown, format_with_interval(cell), f"{cell.n:,}"]
 
 
 def _place(cell: Cell) -> tuple[Any, ...]:
@@ -227,17 +221,22 @@ def _place(cell: Cell) -> tuple[Any, ...]:
 
 
 def _checks(checks: Sequence[Check]) -> str:
+    rows = [
+        [
+            check.name,
+            *(f"{check.tokens:,}", f"{check.last_position:,}", check.dtype),
+            *(f"{check.error:.1e}", f"{check.tolerance:.0e}"),
+        ]
+        for check in checks
+    ]
     lines = [
         "## Checked on export",
         "",
         "A fresh process with plain `transformers` computed the same logits as the trained model. Error: the largest "
         "difference as a share of the largest logit.",
         "",
-        *_table("pass", "tokens", "last position", "computed in", "error", "tolerance"),
+        *markdown_lines(["pass", "tokens", "last position", "computed in", "error", "tolerance"], rows),
     ]
-    for check in checks:
-        numbers = (f"{check.tokens:,}", f"{check.last_position:,}", check.dtype)
-        lines.append(_line(check.name, *numbers, f"{check.error:.1e}", f"{check.tolerance:.0e}"))
     return "\n".join(lines)
 
 
@@ -247,21 +246,12 @@ def _recipe(facts: CardFacts) -> str:
 
 
 def _versions(facts: CardFacts) -> str:
-    lines = ["## Versions", "", *_table("", "exported with", "trained with")]
     trained = facts.results.versions if facts.results else {}
-    for name in dict.fromkeys([*facts.versions, *trained]):
-        lines.append(_line(name, facts.versions.get(name, MISSING), trained.get(name, MISSING)))
-    return "\n".join(lines)
+    names = dict.fromkeys([*facts.versions, *trained])
+    rows = [[name, facts.versions.get(name, MISSING), trained.get(name, MISSING)] for name in names]
+    return "\n".join(["## Versions", "", *markdown_lines(["", "exported with", "trained with"], rows)])
 
 
 def _licence(facts: CardFacts) -> str:
     named = f"`{facts.licence}`, as the base model." if facts.licence else "See the base model."
     return f"## Licence\n\n{named}"
-
-
-def _table(*columns: str) -> list[str]:
-    return [_line(*columns), "|" + " --- |" * len(columns)]
-
-
-def _line(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,39 +1,31 @@
 """Models side by side: by length as in Table 1 of Untie the Knots, by category as in Table 10 of ProLong.
 
-In: models as lines of a chart. Out: tables of means with their 95% intervals.
-Promise: a mean over lengths, tasks or categories is given only where none of them is missing.
+Tables give means with 95% intervals. A mean over lengths, tasks or categories is given only if none of them is missing.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from unspool.core.charts import Axis, Dot, Figure, Span, scatter
+from unspool.core.formatting import MISSING, format_percent, join_words
 from unspool.core.sizes import format_size
+from unspool.core.tables import Entry, Table
 from unspool.evals.suites.helmet.suite import CATEGORIES
-from unspool.reporting.figures import Entry, Figure, Line, Table, number_entry
-from unspool.reporting.measures import Measure, average
-from unspool.reporting.number_format import MISSING, inside_sentence, listing, show_full, show_percent, suite_title
-from unspool.reporting.run_results import LOSS, SHORT, Cell, recall_suites, task_of, task_suite
-from unspool.reporting.scatter import Axis, Dot, Span, scatter
+from unspool.reporting.figures import Line, number_entry
+from unspool.reporting.measures import Measure, average, format_with_interval, lowercase_start
+from unspool.reporting.run_results import SHORT, Cell, recall_suites, task_of, task_suite
+from unspool.reporting.suite_titles import HELMET_CATEGORY_TITLES, RULER_TASK_GROUPS, suite_title
 
 HELMET, RULER = "helmet", "ruler"
-_HELMET_TITLES = {
-    "recall": "Recall",
-    "rag": "RAG",
-    "rerank": "Re-rank",
-    "cite": "Cite",
-    "longqa": "Long QA",
-    "summ": "Summaries",
-    "icl": "ICL",
-}
 
 
 def length_table(lines: Sequence[Line], suite: str) -> Table:
-    """Models × lengths, with the average and how much of the shortest length's score the longest keeps."""
+    """Models × lengths, with the average and the share of the shortest length's score kept at the longest."""
     lengths = _lengths(lines, suite)
-    told = [line for line in lines if any(line.scores.recall(suite, length) for length in lengths)]
-    reaches = any(line.scores.holds_until.get(suite) for line in told)
+    scored = [line for line in lines if any(line.scores.recall(suite, length) for length in lengths)]
+    reaches = any(line.scores.holds_until.get(suite) for line in scored)
     rows = []
-    for line in told:
+    for line in scored:
         cells = [line.scores.recall(suite, length) for length in lengths]
         mean = [number_entry(f"{line.label}, mean", average(cells))] if len(lengths) > 1 else []
         reach = line.scores.holds_until.get(suite)
@@ -66,11 +58,11 @@ def _length_note(lengths: Sequence[int], *, reaches: bool) -> str:
 def _kept(shortest: Cell | None, longest: Cell | None) -> Entry:
     if shortest is None or longest is None or not shortest.value or longest.value is None:
         return Entry(text=MISSING)
-    return Entry(text=show_percent(longest.value / shortest.value))
+    return Entry(text=format_percent(longest.value / shortest.value))
 
 
 def category_tables(lines: Sequence[Line]) -> list[Table]:
-    """Models × categories: all suites beside each other, then each suite that consists of tasks, then lm-eval's."""
+    """Models × categories: all suites, then each suite that consists of tasks, then lm-eval's tasks."""
     whole = [suite for suite in _suites(lines) if not task_of(suite)[1]]
     with_tasks = list(dict.fromkeys(task_of(suite)[0] for suite in _suites(lines) if task_of(suite)[1]))
     tables = []
@@ -83,23 +75,21 @@ def category_tables(lines: Sequence[Line]) -> list[Table]:
 
 
 def _categories(lines: Sequence[Line], suite: str) -> dict[str, list[str]]:
-    """Title of a category: its tasks, of those that any model was asked."""
+    """Titles of categories with their tasks, as far as any model was scored on them."""
     tasks = [task_of(name)[1] for name in _suites(lines) if task_of(name)[0] == suite and task_of(name)[1]]
     groups: dict[str, list[str]] = {}
     for task in tasks:
         groups.setdefault(_category(suite, task), []).append(task_suite(suite, task))
-    order = list(_HELMET_TITLES.values()) if suite == HELMET else []
+    order = list(HELMET_CATEGORY_TITLES.values()) if suite == HELMET else []
     return dict(sorted(groups.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
 
 
 def _category(suite: str, task: str) -> str:
     if suite == HELMET:
         found = next((name for name, tasks in CATEGORIES.items() if task in tasks), None)
-        return _HELMET_TITLES.get(found or "", task)
+        return HELMET_CATEGORY_TITLES.get(found or "", task)
     if suite == RULER:
-        # As Untie the Knots groups them in its Figure 5.
-        groups = {"niah": "Needles", "vt": "Tracing", "cwe": "Counting", "fwe": "Counting", "qa": "Questions"}
-        return next((title for start, title in groups.items() if task.startswith(start)), task)
+        return next((title for start, title in RULER_TASK_GROUPS.items() if task.startswith(start)), task)
     return task
 
 
@@ -117,17 +107,17 @@ def _category_table(lines: Sequence[Line], columns: dict[str, list[str]], captio
         rows.append([Entry(text=line.label), *context, *values, *together])
     found = _mark_best(rows, num_columns=len(columns) + (len(columns) > 1), first=1 + has_context)
     names = ["model", *(["context"] if has_context else []), *columns, *(["average"] if len(columns) > 1 else [])]
-    note = f"Mean over {listing([format_size(length) for length in lengths])}, with 95% intervals; best in bold."
+    note = f"Mean over {join_words([format_size(length) for length in lengths])}, with 95% intervals; best in bold."
     return Table(caption=caption, columns=names, rows=found, note=note)
 
 
 def _over_lengths(line: Line, suites: Sequence[str], lines: Sequence[Line]) -> Cell | None:
-    """The mean over tasks and lengths, as far as any model was asked."""
+    """The mean over tasks and lengths that any model was scored on."""
     return average([line.scores.recall(suite, length) for suite in suites for length in _lengths(lines, suite)])
 
 
 def short_tables(lines: Sequence[Line]) -> list[Table]:
-    """Models × tasks of lm-eval, where any were run."""
+    """Models × tasks of lm-eval, if any were run."""
     tasks = list(dict.fromkeys(cell.suite for line in lines for cell in line.scores.short))
     if not tasks:
         return []
@@ -154,7 +144,7 @@ def _lengths(lines: Sequence[Line], suite: str) -> list[int]:
 
 
 def _mark_best(rows: list[list[Entry]], *, num_columns: int, first: int = 1) -> list[list[Entry]]:
-    """The best of each column in bold, where models differ."""
+    """Make the best of each column bold where models differ."""
     if len(rows) < 2:
         return rows
     marked = [list(row) for row in rows]
@@ -170,20 +160,19 @@ def _mark_best(rows: list[list[Entry]], *, num_columns: int, first: int = 1) -> 
     return marked
 
 
-# Long against short: what a longer context cost where the context was short already.
-
-
 MAX_FIGURES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class TradeOff:
+    """Long-context scores against scores inside the original context."""
+
     figures: list[Figure]
     table: Table
 
 
 def trade_off(lines: Sequence[Line], measures: Sequence[Measure]) -> TradeOff | None:
-    """None where fewer than two models have both sides."""
+    """None if fewer than two models have both."""
     short_title, short = _short_side(lines, measures)
     longs = [measure for measure in measures if not measure.title.startswith("Loss inside")]
     figures = []
@@ -224,13 +213,13 @@ def _figure(lines: Sequence[Line], measure: Measure, short_title: str, short: di
     dots = []
     for line in lines:
         x, y = short[line.label], measure.cells[line.label]
-        assert x is not None and y is not None, "only models with both sides come here"
-        tooltip = f"{line.label}: {short_title} {show_full(x)}, {measure.title} {show_full(y)}"
+        assert x is not None and y is not None, "the caller filters models without both"
+        tooltip = f"{line.label}: {short_title} {format_with_interval(x)}, {measure.title} {format_with_interval(y)}"
         dots.append(Dot(label=line.label, style=line.style, x=_range(x), y=_range(y), tooltip=tooltip))
     axes = (_axis(short_title, short[lines[0].label]), _axis(measure.title, measure.cells[lines[0].label]))
     label = f"{measure.title} against {short_title}, one point per model; the same numbers are in the table below."
     return Figure(
-        title=f"{measure.title} against {inside_sentence(short_title)}",
+        title=f"{measure.title} against {lowercase_start(short_title)}",
         note="better is up and to the right",
         drawing=scatter(dots, axes, label),
     )
@@ -242,7 +231,7 @@ def _range(cell: Cell) -> Span:
 
 
 def _axis(title: str, cell: Cell | None) -> Axis:
-    is_loss = cell is not None and cell.suite == LOSS
+    is_loss = cell is not None and cell.is_loss
     return Axis(
         title=f"{title}{', lower is better' if is_loss else ''}",
         show=(lambda value: f"{value:g}") if is_loss else (lambda value: f"{100 * value:g}%"),

@@ -1,36 +1,42 @@
-"""Everything a page prints, of one run or of several side by side.
-
-In: what gather.py read. Out: `PageView`.
-"""
+"""The page of one run, or of several side by side, as one HTML file that loads nothing."""
 
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from unspool import __version__
+from unspool.core.charts import MODEL_STYLES, bar_key, heat_scale, swatch
 from unspool.core.errors import ConfigError
-from unspool.core.html import templates_in, write_html
+from unspool.core.formatting import printable
+from unspool.core.html import load_templates, write_text
 from unspool.core.sizes import format_size
-from unspool.reporting.bars import bar_key
-from unspool.reporting.blocks import Block, Group, PageView, RunView, Section, Tile, TileRow
-from unspool.reporting.charts import MODEL_STYLES, heat_scale, swatch
 from unspool.reporting.comparisons import compare, comparison_table, headline, missing_parts
 from unspool.reporting.figures import Line, loss_figure, loss_table, recall_figure
 from unspool.reporting.gather import gather
-from unspool.reporting.measures import key_measures, measures_for
-from unspool.reporting.number_format import plain_text, show_interval, show_n, show_value, unbroken
+from unspool.reporting.measures import format_interval, format_n, format_value, key_measures, measures_for
 from unspool.reporting.overview import category_tables, length_table, trade_off
 from unspool.reporting.run_results import BASE, RunResults
-from unspool.reporting.sections import legend_of, missing, sections
+from unspool.reporting.sections import (
+    Block,
+    Group,
+    PageView,
+    RunView,
+    Section,
+    Tile,
+    TileRow,
+    legend_of,
+    missing,
+    sections,
+)
 
 MAX_TILES = 4
 
 
 def page_view(runs: Sequence[RunResults]) -> PageView:
     return PageView(
-        title=plain_text(" · ".join(run.name for run in runs)),
+        title=printable(" · ".join(run.name for run in runs)),
         runs=[_run_view(run, f"run{position}") for position, run in enumerate(runs, start=1)],
         together=_side_by_side(runs) if len(runs) > 1 else None,
         version=__version__,
@@ -42,11 +48,11 @@ def _run_view(results: RunResults, anchor: str) -> RunView:
     sizes = (results.original_context, results.target_context)
     return RunView(
         anchor=anchor,
-        name=plain_text(results.name),
+        name=printable(results.name),
         contexts=" → ".join(format_size(size) for size in sizes if size),
-        base_model=plain_text(results.base_model or ""),
-        lines=[plain_text(line) for line in headline(results)],
-        notes=[plain_text(note) for note in missing_parts(results)],
+        base_model=printable(results.base_model or ""),
+        lines=[printable(line) for line in headline(results)],
+        notes=[printable(note) for note in missing_parts(results)],
         tiles=_tiles(results, styles),
         sections=sections(results, styles, anchor),
     )
@@ -55,20 +61,20 @@ def _run_view(results: RunResults, anchor: str) -> RunView:
 def _tiles(results: RunResults, styles: dict[str, int]) -> list[Tile]:
     tiles = []
     for measure in key_measures(results)[:MAX_TILES]:
-        counts = list(dict.fromkeys(show_n(cell) for cell in measure.cells.values() if cell is not None))
+        counts = list(dict.fromkeys(format_n(cell) for cell in measure.cells.values() if cell is not None))
         rows = []
         for name, cell in measure.cells.items():
-            detail = show_interval(cell)
+            detail = format_interval(cell)
             if len(counts) > 1 and cell is not None:
-                detail = f"{detail} · {show_n(cell)}".strip(" ·")
-            rows.append(TileRow(model=name, style=styles[name], value=show_value(cell), detail=detail))
+                detail = f"{detail} · {format_n(cell)}".strip(" ·")
+            rows.append(TileRow(model=name, style=styles[name], value=format_value(cell), detail=detail))
         note = " · ".join([*(counts if len(counts) == 1 else []), "95% interval"])
         tiles.append(Tile(title=measure.title, note=note, rows=rows))
     return tiles
 
 
 def lines_together(runs: Sequence[RunResults]) -> list[Line]:
-    """The models of all runs, each under a label of its own; runs that extend the same model share its line."""
+    """The models of all runs, each under its own label; runs that extend the same base model share its line."""
     names = Counter(run.name for run in runs)
     lines: list[Line] = []
     for run in runs:
@@ -82,7 +88,7 @@ def lines_together(runs: Sequence[RunResults]) -> list[Line]:
 
 
 def shared_context(runs: Sequence[RunResults]) -> int | None:
-    """The original context, where all runs have the same."""
+    """The original context, if all runs have the same."""
     olds = {run.original_context for run in runs}
     return olds.pop() if len(olds) == 1 else None
 
@@ -116,15 +122,12 @@ def _side_by_side(runs: Sequence[RunResults]) -> Section:
     )
 
 
-# Write the report: one HTML file that needs nothing else, from the result files of one or several runs.
-
-
 def write_report(run_dirs: list[Path], out_file: Path) -> None:
-    """One page for one run, or for several with a comparison on top."""
+    """Write one page for one run, or for several with a comparison on top."""
     if not run_dirs:
         raise ConfigError("A report needs at least one run folder, such as runs/tiny.")
     check_file(out_file, "report.html")
-    write_html(out_file, render([gather(run_dir) for run_dir in run_dirs]))
+    write_text(out_file, render([gather(run_dir) for run_dir in run_dirs]))
 
 
 def check_file(out_file: Path, name: str) -> None:
@@ -133,11 +136,17 @@ def check_file(out_file: Path, name: str) -> None:
 
 
 def render(runs: Sequence[RunResults]) -> str:
-    environment = templates_in(Path(__file__).parent)
-    # Beside escaping: no text may hide or turn around what stands next to it.
+    environment = load_templates(Path(__file__).parent)
+    # Besides escaping: no text may hide or reorder its neighbors.
     environment.finalize = lambda value: (
-        plain_text(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+        printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
     )
-    environment.filters["unbroken"] = unbroken
+    environment.filters["keep_together"] = keep_together
     environment.globals.update(swatch=swatch, bar_key=bar_key, heat_scale=heat_scale, styles=MODEL_STYLES)
     return environment.get_template("page.html.j2").render(page=page_view(runs))
+
+
+def keep_together(line: str) -> Markup:
+    """Keep `1K–2K`, `n = 40` and `3.70 ±0.09` each on one line when a page wraps."""
+    joined = escape(printable(line)).replace("–", "\u2060–\u2060").replace(" = ", "\u00a0=\u00a0")
+    return joined.replace(" ±", "\u00a0±").replace("→ ", "→\u00a0")

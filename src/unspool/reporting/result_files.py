@@ -1,7 +1,6 @@
 """Read JSON, JSON lines and single values of result files.
 
-In: files of a run. Out: plain values.
-Promise: what is missing or not finite is None; a file that cannot be read is named in a DataError.
+Missing and non-finite values are None; an unreadable file raises a DataError that names it.
 """
 
 import json
@@ -16,7 +15,7 @@ from unspool.core.sizes import parse_size
 
 
 def published(folder: Path) -> list[Path]:
-    """Subfolders that carry a manifest, by name; drafts and leftovers have none or another ending."""
+    """Subfolders with a manifest, by name; drafts and leftovers have no manifest or another suffix."""
     if not folder.is_dir():
         return []
     found = (path.parent for path in folder.glob(f"*/{MANIFEST}"))
@@ -41,7 +40,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def json_lines(path: Path, whole: bool = True) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of each line; a file still being written (`whole=False`) may end in half a line."""
+    """(line number, object) of each line; a file still being written (`whole=False`) may end in a partial line."""
     lines = read_text(path).split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -58,7 +57,7 @@ def json_lines(path: Path, whole: bool = True) -> Iterator[tuple[int, dict[str, 
 
 
 def number(value: Any) -> float | None:
-    """None for what is missing or not finite: neither can be drawn or compared."""
+    """None for missing and non-finite values: neither can be drawn or compared."""
     if value is None:
         return None
     found = float(value)

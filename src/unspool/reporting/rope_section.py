@@ -1,9 +1,7 @@
-"""Positions of each model: how fast its dimensions turn, and how far similar keys stand out.
+"""The RoPE section: periods of each model's dimensions, and how far a similar key stands out (B(m) of rope/bound.py).
 
-In: config.json of the base model and of each stage. Out: `Rope` per distinct set of frequencies, charts and tables.
-Promise: computed from the settings that the model was written with, not from the recipe; models that turn alike share
-a line. B(m) is evaluated at every distance of the context.
-Elsewhere: what B(m) means (position/bound.py).
+Computed from each model's config.json, not from the recipe. Models with the same frequencies share a line. B(m) is
+evaluated at every distance of the context.
 """
 
 import math
@@ -14,45 +12,46 @@ from typing import Any
 
 import numpy as np
 
+from unspool.core.charts import Figure, Frame, Point, Series, line_chart, nice_ticks
 from unspool.core.errors import ConfigError
+from unspool.core.formatting import MISSING, format_percent, join_words
 from unspool.core.sizes import format_count, format_size
-from unspool.reporting.charts import Frame, Point, Series, line_chart, nice_ticks
-from unspool.reporting.figures import Entry, Figure, Table, entries
-from unspool.reporting.number_format import MISSING, listing, show_percent
+from unspool.core.tables import Entry, Table, entries
+from unspool.reporting.figures import context_mark
 from unspool.reporting.run_results import BASE, RunResults
 from unspool.rope.bound import curve
 from unspool.rope.tables import config_frequencies
 
 NUM_BINS = 96
-MAX_DIMENSIONS = 16  # lines of the table; the chart has them all
+MAX_DIMENSIONS = 16  # rows of the table; the chart has them all
 MAX_HEADS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """One set of frequencies, and the models that have it."""
+    """One set of frequencies and the models that have it."""
 
     names: tuple[str, ...]
     style: int
     summary: str
     context: int
-    inv_freq: np.ndarray  # float64 [sets of frequencies, d/2]: one, or one per head
-    reach: int | None  # the first distance with B < 0, of the worst head; None: there is none in the context
-    lowest: float  # of B in the context, as a share of B(0)
+    inv_freq: np.ndarray  # float64[1 or number of distinct heads, d/2]
+    reach: int | None  # first distance with B < 0 in any head; None if there is none in the context
+    lowest: float  # minimum of B in the context, as a share of B(0)
     curve: tuple[tuple[float, float], ...]  # (distance, lowest share of B(0) around it), mean over heads
 
     @property
     def label(self) -> str:
-        return listing(list(self.names))
+        return join_words(list(self.names))
 
     @property
     def periods(self) -> np.ndarray:
-        """Tokens per turn of each dimension, of the head that turns slowest."""
+        """Tokens per rotation of each dimension, of the slowest head."""
         return np.asarray(2 * np.pi / self.inv_freq.min(axis=0))
 
 
 def ropes(results: RunResults, styles: Mapping[str, int]) -> list[Rope]:
-    """Base model first. A config that cannot be read as RoPE is passed over."""
+    """Read the RoPE settings of each model, base model first; configs without RoPE are skipped."""
     target = results.target_context or results.original_context
     configs = {BASE: results.base_config} | {stage.name: stage.config for stage in results.stages}
     found: dict[tuple[bytes, int], list[str]] = {}
@@ -69,7 +68,7 @@ def ropes(results: RunResults, styles: Mapping[str, int]) -> list[Rope]:
 
 
 def _frequencies(config: dict[str, Any], context: int) -> tuple[np.ndarray, str] | None:
-    """(one line of frequencies per distinct head, what the settings say)."""
+    """(frequencies of each distinct head, a summary of the settings)."""
     try:
         lines, summary = config_frequencies(config, context)
         return lines[:MAX_HEADS], summary
@@ -79,7 +78,7 @@ def _frequencies(config: dict[str, Any], context: int) -> tuple[np.ndarray, str]
 
 def _rope(names: Sequence[str], style: int, inv_freq: np.ndarray, summary: str, context: int) -> Rope:
     mean, reaches = np.zeros(context), []
-    # One head at a time: of long contexts, all of them at once would be gigabytes.
+    # One head at a time: at long contexts, all heads at once would take gigabytes.
     for line in inv_freq:
         values = curve(line, context) / inv_freq.shape[1]
         mean += values / len(inv_freq)
@@ -108,14 +107,13 @@ def position_figures(found: Sequence[Rope], original_context: int | None) -> lis
     series = [
         Series(label=rope.label, style=rope.style, points=[Point(x=x, y=y) for x, y in rope.curve]) for rope in found
     ]
-    mark = (float(original_context), f"old context {format_size(original_context)}") if original_context else None
     frame = Frame(
-        label="B(m), how far a similar key stands out at distance m, one curve per set of positions.",
+        label="B(m), how far a similar key stands out at distance m, one curve per RoPE setting.",
         x_title="distance m (tokens, log scale)",
         x_ticks=[(float(1 << power), format_size(1 << power)) for power in powers],
         show_y=lambda value: f"{100 * value:g}%".replace("-", "−"),
         log_x=True,
-        mark=mark,
+        mark=context_mark(original_context),
         dots=False,
     )
     note = "lowest share of B(0) around each distance; below 0 a similar key counts against itself"
@@ -133,13 +131,13 @@ def _period_figure(found: Sequence[Rope]) -> Figure:
     ]
     count = max(len(rope.periods) for rope in found)
     frame = Frame(
-        label="Tokens per turn of each rotary dimension, one curve per set of positions.",
+        label="Tokens per rotation of each RoPE dimension, one curve per RoPE setting.",
         x_title="dimension, fastest first",
         x_ticks=[(tick, f"{tick:g}") for tick in nice_ticks(0.0, float(count - 1)) if tick <= count - 1],
         show_y=lambda value: format_count(2**value),
         dots=False,
     )
-    return Figure(title="Tokens per turn", note="log scale", drawing=line_chart(series, frame))
+    return Figure(title="Tokens per rotation", note="log scale", drawing=line_chart(series, frame))
 
 
 def position_tables(found: Sequence[Rope], results: RunResults) -> list[Table]:
@@ -148,22 +146,24 @@ def position_tables(found: Sequence[Rope], results: RunResults) -> list[Table]:
     methods = {stage.name: str(stage.rope.get("method", "unchanged")) for stage in results.stages}
     rows = []
     for rope in found:
-        used = list(dict.fromkeys(methods.get(name, "as it came") for name in rope.names))
+        used = list(dict.fromkeys(methods.get(name, "original") for name in rope.names))
         inside = int((rope.periods <= rope.context).sum())
         rows.append(
             [
                 Entry(text=rope.label),
-                *entries(listing(used), rope.summary, format_size(rope.context)),
-                Entry(text=f"{inside} of {len(rope.periods)}", tooltip="dimensions that turn fully within the context"),
+                *entries(join_words(used), rope.summary, format_size(rope.context)),
+                Entry(
+                    text=f"{inside} of {len(rope.periods)}", tooltip="dimensions with a full rotation in the context"
+                ),
                 *entries(format_count(float(rope.periods.max()))),
                 *entries(
                     "the whole context" if rope.reach is None else f"{rope.reach:,}",
-                    show_percent(rope.lowest).replace("-", "−"),
+                    format_percent(rope.lowest).replace("-", "−"),
                 ),
             ]
         )
-    columns = ["model", "method", "comes to", "context", "dimensions with a full turn", "slowest turn, tokens"]
-    table = Table(caption="Positions", columns=[*columns, "B(m) ≥ 0 below", "lowest B(m)"], rows=rows)
+    columns = ["model", "method", "settings", "context", "dimensions with a full rotation", "slowest rotation, tokens"]
+    table = Table(caption="RoPE", columns=[*columns, "B(m) ≥ 0 below", "lowest B(m)"], rows=rows)
     return [table, _period_table(found)]
 
 
@@ -180,5 +180,5 @@ def _period_table(found: Sequence[Rope]) -> Table:
             shown.append(Entry(text=f"{rope.periods[at]:,.4g}", note=f"θ {rope.inv_freq.min(axis=0)[at]:.2e}"))
         rows.append([Entry(text=str(at)), *shown])
     columns = ["dimension", *(rope.label for rope in found)]
-    note = "Of the head that turns slowest." if any(len(rope.inv_freq) > 1 for rope in found) else ""
-    return Table(caption="Tokens per turn by dimension", columns=columns, rows=rows, note=note)
+    note = "Of the slowest head." if any(len(rope.inv_freq) > 1 for rope in found) else ""
+    return Table(caption="Tokens per rotation by dimension", columns=columns, rows=rows, note=note)

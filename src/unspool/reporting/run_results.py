@@ -1,7 +1,6 @@
-"""What a report knows of one run: plain values, no files.
+"""The results of one run as plain values, read by `gather`; every chart, table and sentence is computed from them.
 
-Made by gather.py; every chart, table and sentence is computed from these.
-Promise: a number that was not measured is None, never 0.
+A number that was not measured is None, never 0.
 """
 
 from collections.abc import Iterable
@@ -9,19 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unspool.reporting.suite_titles import FIRST_SUITES
+
 BASE = "base"
 LOSS = "perplexity"
-SHORT = "short"  # lm-eval's tasks: short prompts, so without a length
-_OF = ": "  # between a suite and its task
+SHORT = "short"  # lm-eval tasks: short prompts, so without a length
+_SEPARATOR = ": "  # between a suite and its task
 
 
 def task_suite(suite: str, task: str) -> str:
-    return f"{suite}{_OF}{task}"
+    return f"{suite}{_SEPARATOR}{task}"
 
 
 def task_of(suite: str) -> tuple[str, str]:
-    """(suite, task) of a name that `task_suite` made; the task is empty for a suite as a whole."""
-    name, _, task = suite.partition(_OF)
+    """Split a name made by `task_suite` into (suite, task); the task is empty for a whole suite."""
+    name, _, task = suite.partition(_SEPARATOR)
     return name, task
 
 
@@ -39,14 +40,18 @@ class Cell:
     depth: float | None = None  # None: all depths together
     start: int | None = None
     stop: int | None = None
-    tasks: int | None = None  # of a mean over tasks: how many have a number …
-    of_tasks: int | None = None  # … of how many
-    unscored: int = 0  # answers that no judge has seen yet, or whose verdict could not be read
+    tasks: int | None = None  # of a mean over tasks: number of tasks that have a score
+    of_tasks: int | None = None  # number of tasks of the suite
+    unscored: int = 0  # answers without a readable verdict of a judge
+
+    @property
+    def is_loss(self) -> bool:
+        return self.suite == LOSS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What was asked, cut in the middle where it is long."""
+    """A prompt, cut in the middle where it is long."""
 
     start: str
     end: str = ""
@@ -92,20 +97,21 @@ class ModelScores:
 
     def losses(self) -> tuple[Cell, ...]:
         """Loss by position in the longest windows this model was scored on."""
-        found = [cell for cell in self.cells if cell.suite == LOSS and cell.stop is not None]
+        found = [cell for cell in self.cells if cell.is_loss and cell.stop is not None]
         longest = max((cell.length for cell in found), default=0)
         return tuple(sorted((cell for cell in found if cell.length == longest), key=lambda cell: cell.start or 0))
 
 
 def recall_suites(models: Iterable[ModelScores]) -> list[str]:
-    """Needles and key-values first, then any other suite that was scored."""
+    """All scored suites but loss, in the order of the page."""
     found = {cell.suite for model in models for cell in model.cells} - {LOSS}
-    return sorted(found, key=lambda suite: ({"niah": 0, "key_value": 1}.get(suite, 2), suite))
+    order = {suite: position for position, suite in enumerate(FIRST_SUITES)}
+    return sorted(found, key=lambda suite: (order.get(suite, len(order)), suite))
 
 
 def main_suites(models: Iterable[ModelScores]) -> list[str]:
-    """Those a run is judged by: suites as a whole, not their tasks."""
-    return [suite for suite in recall_suites(models) if _OF not in suite]
+    """Whole suites, without their tasks."""
+    return [suite for suite in recall_suites(models) if _SEPARATOR not in suite]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,20 +125,20 @@ class Step:
     tokens_per_second: float | None
     losses: dict[str, float | None]
     grad_norm: float | None = None
-    mfu: float | None = None  # share of what the device could compute
+    mfu: float | None = None  # share of the device's peak
     memory_gib: float | None = None
-    skipped: bool = False  # the weights were left as they are
-    wrong: str = ""  # what was wrong with it
+    skipped: bool = False  # the weights were not changed
+    wrong: str = ""  # error message
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Loss on rows that were not trained on, at some step of a stage."""
+    """Held-out loss at some step of a stage."""
 
     step: int
     tokens: int
     loss: float | None
-    farthest: float | None  # of the tokens at positions `span`, the last that any document reaches
+    farthest: float | None  # loss at positions `span`, the last that any document reaches
     span: tuple[int, int] | None
 
 
@@ -145,9 +151,9 @@ class Stage:
     finished: bool
     steps: tuple[Step, ...]
     validation: tuple[Validation, ...] = ()
-    mix: dict[str, float] = field(default_factory=dict)  # rows set: share of tokens asked for
-    drawn: dict[str, int] = field(default_factory=dict)  # rows set: rows trained on
-    rope: dict[str, Any] = field(default_factory=dict)  # as the recipe has it
+    mix: dict[str, float] = field(default_factory=dict)  # dataset: requested share of tokens
+    drawn: dict[str, int] = field(default_factory=dict)  # dataset: rows trained on
+    rope: dict[str, Any] = field(default_factory=dict)  # as in the recipe
     config: dict[str, Any] | None = None  # config.json of its model
 
     @property
@@ -159,7 +165,7 @@ class Stage:
 class Artifact:
     """A published folder, as its manifest describes it."""
 
-    path: str  # relative to the run, such as rows/books-2k
+    path: str  # relative to the run, such as datasets/books-2k
     kind: str
     version: str
     counts: dict[str, Any]
@@ -172,7 +178,7 @@ class Artifact:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A record that was not read, or a part of a document that was left out."""
+    """A record that could not be read, or a part of a document that was left out."""
 
     corpus: str
     kind: str  # "not read" or "left out"
@@ -206,7 +212,7 @@ class RunResults:
 
     @property
     def arms(self) -> tuple[ModelScores, ...]:
-        """The scored models that nothing continues: the ends of the run, comparable with each other."""
+        """Scored models that no other stage starts from, comparable with each other."""
         continued = {stage.parent for stage in self.stages}
         return tuple(model for model in self.after if model.name not in continued) or self.after
 
@@ -216,7 +222,7 @@ class RunResults:
 
     @property
     def model_names(self) -> list[str]:
-        """Every name that gets a colour, in a fixed order: charts of scores and of training agree."""
+        """Every name that gets a color, in a fixed order, so that charts of scores and of training agree."""
         names = [BASE, *(stage.name for stage in self.stages), *(model.name for model in self.models)]
         return list(dict.fromkeys(names))
 
@@ -225,7 +231,7 @@ class RunResults:
         return recall_suites(self.models)
 
     def context_of(self, name: str) -> int | None:
-        """The context that a model was trained for."""
+        """The context length that a model was trained for."""
         if name == BASE:
             return self.original_context
         return next((stage.context_length for stage in self.stages if stage.name == name), None)
@@ -242,7 +248,7 @@ class RunResults:
         return sorted({cell.depth for cell in cells if cell.depth is not None})
 
     def trained_tokens(self, name: str) -> int:
-        """Tokens from the base model to the end of this stage, over all stages in between."""
+        """Tokens trained from the base model to the end of this stage."""
         stages = {stage.name: stage for stage in self.stages}
         total, seen = 0, set[str]()
         at: str | None = name

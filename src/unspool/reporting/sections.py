@@ -1,13 +1,16 @@
-"""The sections of a run on the page, in their order.
+"""The blocks a page consists of, and the sections of a run in their order.
 
-In: what gather.py read. Out: blocks, which render.py and markdown.py write.
-Promise: what is missing is said in a sentence, not left out.
+HTML and Markdown are both written from blocks, so that they agree. A missing part is stated in a sentence.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
+from unspool.core.charts import Figure
+from unspool.core.formatting import excerpt, format_percent, printable
 from unspool.core.sizes import format_size
-from unspool.reporting.blocks import Answer, Block, Code, Group, Heat, Legend, Question, Questions, Section, Text
+from unspool.core.tables import Table
 from unspool.reporting.comparisons import compare, comparison_table
 from unspool.reporting.data_section import audit
 from unspool.reporting.figures import (
@@ -23,20 +26,132 @@ from unspool.reporting.figures import (
     timing_table,
 )
 from unspool.reporting.measures import key_measures
-from unspool.reporting.number_format import plain_text, show_percent, suite_title, visible
 from unspool.reporting.overview import category_tables, length_table, trade_off
 from unspool.reporting.rope_section import position_figures, position_tables, ropes
 from unspool.reporting.run_results import Prompt, RunResults, Sample, task_of
+from unspool.reporting.suite_titles import suite_title
 from unspool.reporting.training_section import training_figures, training_table, validation_figures, wrong_steps
 
-# Questions on the page: what was asked, what was expected, what each model answered.
+Legend = list[tuple[str, int]]  # (label, style)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    kind: ClassVar[str] = "text"
+    text: str
+    role: str = "sub"  # or "note" (a warning), "missing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Charts with their legend, and tables, side by side on wide screens."""
+
+    kind: ClassVar[str] = "group"
+    title: str = ""
+    figures: Sequence[Figure] = ()
+    tables: Sequence[Table] = ()
+    legend: Legend = field(default_factory=list)
+    keys: tuple[str, str] | None = None  # meaning of the two bars of a pair
+    wide: bool = False  # one below the other
+    small: bool = False  # three beside each other
+    folded: str = ""  # title of the fold; empty if the block is open
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heat:
+    """One heatmap per model."""
+
+    kind: ClassVar[str] = "heat"
+    title: str
+    note: str
+    old_context: str
+    figures: Sequence[tuple[int, Figure]]
+    folded: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    model: str
+    style: int
+    mark: str
+    output: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    place: str
+    reference: str
+    answers: Sequence[Answer]
+    prompt: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    kind: ClassVar[str] = "questions"
+    title: str
+    questions: Sequence[Question]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    kind: ClassVar[str] = "code"
+    text: str
+    label: str
+    folded: str = ""
+
+
+Block = Text | Group | Heat | Questions | Code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    anchor: str
+    title: str
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileRow:
+    model: str
+    style: int
+    value: str
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    title: str
+    note: str
+    rows: Sequence[TileRow]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """Everything that is printed about one run."""
+
+    anchor: str
+    name: str
+    contexts: str
+    base_model: str
+    lines: Sequence[str]
+    notes: Sequence[str]
+    tiles: Sequence[Tile]
+    sections: Sequence[Section]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageView:
+    title: str
+    runs: Sequence[RunView]
+    together: Section | None  # comparison of all runs
+    version: str
 
 
 MAX_QUESTIONS = 80
-PROMPT_START, PROMPT_END = 600, 900  # characters: the question stands at the end
+PROMPT_START, PROMPT_END = 600, 900  # characters; the question is at the end
 
 
-def asked_blocks(results: RunResults, styles: dict[str, int]) -> list[Questions]:
+def question_blocks(results: RunResults, styles: dict[str, int]) -> list[Questions]:
     blocks: list[Questions] = []
     left = MAX_QUESTIONS
     for suite in results.recall_suites:
@@ -49,7 +164,7 @@ def asked_blocks(results: RunResults, styles: dict[str, int]) -> list[Questions]
 
 
 def _same_question(results: RunResults, suite: str) -> list[list[tuple[str, Sample]]]:
-    """What each model answered to one prompt, together; a model may lack some."""
+    """The answers of all models to each prompt; a model may lack some."""
     asked: dict[str, list[tuple[str, Sample]]] = {}
     for model in results.models:
         for sample in model.samples:
@@ -60,14 +175,14 @@ def _same_question(results: RunResults, suite: str) -> list[list[tuple[str, Samp
 
 def _question(answers: list[tuple[str, Sample]], styles: dict[str, int]) -> Question:
     first = answers[0][1]
-    depth = f", depth {show_percent(first.depth)}" if first.depth is not None else ""
+    depth = f", depth {format_percent(first.depth)}" if first.depth is not None else ""
     tokens = f", {first.prompt_tokens:,} tokens" if first.prompt_tokens is not None else ""
     prompt = next((sample.prompt for _, sample in answers if sample.prompt is not None), None)
     return Question(
         place=f"{format_size(first.length)}{depth}{tokens}",
-        reference=visible(first.reference),
+        reference=excerpt(first.reference),
         answers=[
-            Answer(model=name, style=styles[name], mark=mark(sample.score), output=visible(sample.output))
+            Answer(model=name, style=styles[name], mark=mark(sample.score), output=excerpt(sample.output))
             for name, sample in answers
         ],
         prompt=shown_prompt(prompt) if prompt else "",
@@ -75,26 +190,26 @@ def _question(answers: list[tuple[str, Sample]], styles: dict[str, int]) -> Ques
 
 
 def shown_prompt(prompt: Prompt) -> str:
-    """Both ends of a prompt, with what lies between them counted."""
+    """Both ends of a prompt, with the length of the part between them."""
     if not prompt.end and len(prompt.start) <= PROMPT_START + PROMPT_END:
-        return plain_text(prompt.start)
+        return printable(prompt.start)
     if not prompt.end:
         cut = len(prompt.start) - PROMPT_START - PROMPT_END
         start, end, between = prompt.start[:PROMPT_START], prompt.start[-PROMPT_END:], f"{cut:,} characters"
     else:
         start, end, between = prompt.start[:PROMPT_START], prompt.end[-PROMPT_END:], f"{prompt.cut_tokens:,} tokens"
-    return f"{plain_text(start)}\n[… {between} …]\n{plain_text(end)}"
+    return f"{printable(start)}\n[… {between} …]\n{printable(end)}"
 
 
 def mark(score: float | None) -> str:
     if score is None:
         return "–"
-    return "✓" if score >= 1 else "✗" if score <= 0 else show_percent(score)
+    return "✓" if score >= 1 else "✗" if score <= 0 else format_percent(score)
 
 
-MANY = 4  # models, from which on a table does not stand beside another
+MANY = 4  # with more models, tables are not placed side by side
 MAX_HEATMAPS = 64
-OPEN_HEATMAPS = 2  # tasks whose heatmaps are not folded
+OPEN_HEATMAPS = 2  # heatmaps of further tasks are folded
 
 
 def sections(results: RunResults, styles: dict[str, int], anchor: str) -> list[Section]:
@@ -134,7 +249,7 @@ def missing(text: str) -> Text:
 def _scores(results: RunResults, lines: list[Line]) -> list[Block]:
     if not results.recall_suites:
         short = category_tables(lines)
-        absent = missing("No recall was scored: add niah or kv to the recipe's evals.")
+        absent = missing("No recall was scored: add niah or key_value to the recipe's evals.")
         return [absent, *([Group(tables=short, wide=True)] if short else [])]
     figures = [recall_figure(lines, suite, results.original_context) for suite in results.main_suites]
     tables = [length_table(lines, suite) for suite in results.main_suites]
@@ -170,7 +285,7 @@ def _heat(results: RunResults, suite: str, styles: dict[str, int], *, folded: bo
             for model in results.models
             if any(cell.suite == suite for cell in model.cells)
         ],
-        note=f"{score_kind(suite)} in percent; n = {per_cell} in each cell, “all” takes its depths together",
+        note=f"{score_kind(suite)} in percent; n = {per_cell} in each cell, “all” pools the depths",
         old_context=f"old context {format_size(results.original_context)}" if results.original_context else "",
         folded=title if folded else "",
     )
@@ -179,7 +294,7 @@ def _heat(results: RunResults, suite: str, styles: dict[str, int], *, folded: bo
 def _loss(lines: list[Line], old: int | None) -> list[Block]:
     with_loss = [line for line in lines if line.scores.losses()]
     if not with_loss:
-        return [missing("No loss by position was scored: add loss to the recipe's evals.")]
+        return [missing("No loss by position was scored: add perplexity to the recipe's evals.")]
     return [
         Group(
             figures=[loss_figure(with_loss, old)],
@@ -215,7 +330,7 @@ def _training(results: RunResults, styles: dict[str, int]) -> list[Block]:
 def _positions(results: RunResults, styles: dict[str, int]) -> list[Block]:
     found = ropes(results, styles)
     if not found:
-        return [missing("No model of this run is at hand with rotary positions, so there is nothing to draw.")]
+        return [missing("No config.json with RoPE was found for the models of this run.")]
     tables = position_tables(found, results)
     return [
         Group(
@@ -230,14 +345,14 @@ def _positions(results: RunResults, styles: dict[str, int]) -> list[Block]:
 def _data(results: RunResults) -> list[Block]:
     found = audit(results)
     if not found.tables:
-        return [missing("No corpus or rows have been published yet.")]
+        return [missing("No corpus or dataset has been published yet.")]
     blocks: list[Block] = [Text(text=warning, role="note") for warning in found.warnings]
     if found.lengths:
         blocks.append(
             Group(title="Lengths", figures=found.lengths, keys=("share of documents", "share of tokens"), small=True)
         )
     if found.mixes:
-        blocks.append(Group(title="Mix", figures=found.mixes, keys=("asked", "came"), small=True))
+        blocks.append(Group(title="Mix", figures=found.mixes, keys=("requested", "realized"), small=True))
     blocks.append(Group(tables=found.tables, wide=True))
     if found.problems:
         blocks.append(Group(tables=[found.problems], wide=True, folded=found.problems.caption))
@@ -245,10 +360,10 @@ def _data(results: RunResults) -> list[Block]:
 
 
 def _samples(results: RunResults, styles: dict[str, int]) -> list[Block]:
-    asked = asked_blocks(results, styles)
+    asked = question_blocks(results, styles)
     if not asked:
         return [missing("No scored questions to show.")]
-    how = "The first questions at the longest length, one per depth where there are depths, whatever the score."
+    how = "The first questions at the longest length, one per depth; chosen without looking at scores."
     return [Text(text=how), *asked]
 
 
@@ -272,7 +387,7 @@ def _recipe(results: RunResults) -> list[Block]:
     if results.recipe_text is None:
         return [missing("recipe.yaml is not in the run folder.")]
     num_lines = len(results.recipe_text.splitlines())
-    return [Code(text=plain_text(results.recipe_text), label="Recipe", folded=f"recipe.yaml, {num_lines} lines")]
+    return [Code(text=printable(results.recipe_text), label="Recipe", folded=f"recipe.yaml, {num_lines} lines")]
 
 
 def _provenance(results: RunResults) -> list[Block]:

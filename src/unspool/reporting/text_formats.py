@@ -1,8 +1,7 @@
-"""The report as Markdown: the same sections, tables and samples as the page, without the charts.
+"""The report as Markdown and as JSON.
 
-In: the view that the page is made of. Out: text for a repository, an issue or a chat.
-Promise: every number of the page's tables is there, spelled the same; text of models and data can neither start
-markup nor leave its cell or fence.
+Markdown has the page's sections, tables and samples without the charts. Text of models and data can neither start
+markup nor leave its cell or fence. JSON has every number of the page, unrounded.
 """
 
 import math
@@ -13,26 +12,23 @@ from pathlib import Path
 from typing import Any, cast
 
 from unspool import __version__
-from unspool.core.artifacts import write_atomic
-from unspool.reporting.blocks import Block, Code, Group, PageView, Questions, RunView, Section, Text
+from unspool.core.formatting import printable
+from unspool.core.html import write_text
+from unspool.core.tables import Entry, Table, escape_markdown, markdown_table
 from unspool.reporting.comparisons import Comparison, compare, headline, missing_parts
-from unspool.reporting.data_section import length_bins, realised
-from unspool.reporting.figures import Entry, Line, Table
+from unspool.reporting.data_section import length_bins, realized_mix
+from unspool.reporting.figures import Line
 from unspool.reporting.measures import Measure, key_measures, measures_for
-from unspool.reporting.number_format import plain_text
 from unspool.reporting.page import lines_together, page_view, shared_context
 from unspool.reporting.rope_section import Rope, ropes
-from unspool.reporting.run_results import LOSS, Cell, RunResults, Sample, Stage
-from unspool.reporting.sections import lines_of
+from unspool.reporting.run_results import LOSS, Cell, RunResults, Stage
+from unspool.reporting.sections import Block, Code, Group, PageView, Questions, RunView, Section, Text, lines_of
 
-# What Markdown, or HTML inside it, could take for markup.
-_MARKUP = re.compile(r"([\\`*_\[\]|~#!{}])")
 _FENCE = re.compile(r"`{3,}")
 
 
 def write_markdown(runs: Sequence[RunResults], out_file: Path) -> None:
-    out_file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(out_file, render_markdown(runs).encode("utf-8", "replace").decode("utf-8"))
+    write_text(out_file, render_markdown(runs))
 
 
 def render_markdown(runs: Sequence[RunResults]) -> str:
@@ -41,7 +37,7 @@ def render_markdown(runs: Sequence[RunResults]) -> str:
 
 def _page(page: PageView) -> Iterator[str]:
     if page.together:
-        yield f"# {plain(page.title)}"
+        yield f"# {escape_markdown(page.title)}"
         yield from _section(page.together, 2)
     for run in page.runs:
         yield from _run(run, 1 if page.together is None else 2)
@@ -49,77 +45,51 @@ def _page(page: PageView) -> Iterator[str]:
 
 
 def _run(run: RunView, level: int) -> Iterator[str]:
-    yield f"{'#' * level} {plain(run.name)}"
+    yield f"{'#' * level} {escape_markdown(run.name)}"
     about = [f"context {run.contexts}" if run.contexts else "", run.base_model]
     if any(about):
-        yield plain(" · ".join(filter(None, about)))
-    yield from (plain(line) for line in run.lines)
-    yield from (f"> {plain(note)}" for note in run.notes)
+        yield escape_markdown(" · ".join(filter(None, about)))
+    yield from (escape_markdown(line) for line in run.lines)
+    yield from (f"> {escape_markdown(note)}" for note in run.notes)
     if run.tiles:
         rows = [
             [Entry(text=tile.title), Entry(text=row.model), Entry(text=row.value, note=row.detail)]
             for tile in run.tiles
             for row in tile.rows
         ]
-        yield table_text(Table(caption="Before and after", columns=["measure", "model", "value"], rows=rows))
+        yield markdown_table(Table(caption="Before and after", columns=["measure", "model", "value"], rows=rows))
     for section in run.sections:
         yield from _section(section, level + 1)
 
 
 def _section(section: Section, level: int) -> Iterator[str]:
-    yield f"{'#' * level} {plain(section.title)}"
+    yield f"{'#' * level} {escape_markdown(section.title)}"
     for block in section.blocks:
         yield from _block(block, level + 1)
 
 
 def _block(block: Block, level: int) -> Iterator[str]:
     if isinstance(block, Text):
-        yield f"> {plain(block.text)}" if block.role == "note" else plain(block.text)
+        yield f"> {escape_markdown(block.text)}" if block.role == "note" else escape_markdown(block.text)
     elif isinstance(block, Group):
-        yield from (table_text(table) for table in block.tables)
+        yield from (markdown_table(table) for table in block.tables)
     elif isinstance(block, Code):
         yield fenced(block.text)
     elif isinstance(block, Questions):
-        yield f"{'#' * level} {plain(block.title)}"
+        yield f"{'#' * level} {escape_markdown(block.title)}"
         for question in block.questions:
-            yield f"{plain(question.place)}, expected {quoted(question.reference)}"
-            yield "\n".join(f"- {plain(a.model)} {a.mark} {quoted(a.output)}" for a in question.answers)
+            yield f"{escape_markdown(question.place)}, expected {quoted(question.reference)}"
+            yield "\n".join(f"- {escape_markdown(a.model)} {a.mark} {quoted(a.output)}" for a in question.answers)
             if question.prompt:
                 yield fenced(question.prompt)
     else:
-        # Heatmaps are charts; their numbers are in the tables by length and depth.
-        yield f"{plain(block.title)}: drawn on the page, in numbers under “All numbers”."
-
-
-def table_text(table: Table) -> str:
-    lines = [f"**{plain(table.caption)}**", ""]
-    lines.append(_line([Entry(text=column) for column in table.columns]))
-    ends = [" --- |" if at == 0 or not table.numeric else " ---: |" for at in range(len(table.columns))]
-    lines.append("|" + "".join(ends))
-    lines += [_line(row) for row in table.rows]
-    return "\n".join([*lines, *(["", plain(table.note)] if table.note else [])])
-
-
-def _line(row: Sequence[Entry]) -> str:
-    return "| " + " | ".join(_cell(entry) for entry in row) + " |"
-
-
-def _cell(entry: Entry) -> str:
-    text = plain(entry.text)
-    shown = f"**{text}**" if entry.strong else text
-    return f"{shown} ({plain(entry.note)})" if entry.note else shown
-
-
-def plain(text: str) -> str:
-    """One line in which nothing is markup."""
-    one_line = " ".join(plain_text(text).split())
-    escaped = one_line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return _MARKUP.sub(r"\\\1", escaped)
+        # A heatmap is a chart; its numbers are in the tables by length and depth.
+        yield f"{escape_markdown(block.title)}: see the page for the chart and “All numbers” for the values."
 
 
 def quoted(text: str) -> str:
-    """Text of a model as code on one line; line breaks become a sign."""
-    one_line = plain_text(text).replace("\n", "↵").replace("\t", " ")
+    """Text of a model as inline code; line breaks become a sign."""
+    one_line = printable(text).replace("\n", "↵").replace("\t", " ")
     longest = max((len(run) for run in re.findall(r"`+", one_line)), default=0)
     fence = "`" * (longest + 1)
     return f"{fence} {one_line} {fence}"
@@ -128,28 +98,25 @@ def quoted(text: str) -> str:
 def fenced(text: str) -> str:
     longest = max((len(run) for run in _FENCE.findall(text)), default=2)
     fence = "`" * (longest + 1)
-    return f"{fence}text\n{plain_text(text)}\n{fence}"
-
-
-# The report as plain values for `--json`: every number of the page, unrounded, and where it came from.
+    return f"{fence}text\n{printable(text)}\n{fence}"
 
 
 FORMAT = 1
 
 
-def as_plain(runs: Sequence[RunResults]) -> dict[str, Any]:
-    """What `--json` prints."""
-    plain = {
+def report_values(runs: Sequence[RunResults]) -> dict[str, Any]:
+    """The values that `--json` prints."""
+    values = {
         "format": FORMAT,
         "unspool": __version__,
         "runs": [_run_values(run) for run in runs],
         "together": _together(runs) if len(runs) > 1 else None,
     }
-    return cast(dict[str, Any], _strict(plain))
+    return cast(dict[str, Any], _strict(values))
 
 
 def _strict(value: Any) -> Any:
-    """What JSON and UTF-8 can hold: no NaN, no lone surrogates, names that are texts."""
+    """Replace what JSON or UTF-8 cannot hold: NaN, lone surrogates, keys that are not strings."""
     if isinstance(value, dict):
         return {_strict(str(key)): _strict(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -196,15 +163,15 @@ def _model(line: Line) -> dict[str, Any]:
     return {
         "model": line.scores.name,
         "context_length": line.context,
-        "cells": [plain_cell(cell) for cell in line.scores.cells],
-        "short": [plain_cell(cell) for cell in line.scores.short],
+        "cells": [cell_values(cell) for cell in line.scores.cells],
+        "short": [cell_values(cell) for cell in line.scores.short],
         "holds_until": line.scores.holds_until,
-        "samples": [_sample(sample) for sample in line.scores.samples],
+        "samples": [asdict(sample) for sample in line.scores.samples],
     }
 
 
-def plain_cell(cell: Cell) -> dict[str, Any]:
-    """A cell under the names it has in summary.json; a task's suite reads `ruler: vt`."""
+def cell_values(cell: Cell) -> dict[str, Any]:
+    """A cell with the keys of summary.json; the suite of a task reads `ruler: vt`."""
     plain = {name: getattr(cell, name) for name in ("suite", "metric", "length", "value", "n", "low", "high")}
     if cell.start is not None:
         return {**plain, "from": cell.start, "to": cell.stop}
@@ -214,10 +181,6 @@ def plain_cell(cell: Cell) -> dict[str, Any]:
     return {**plain, **more, **({"unscored": cell.unscored} if cell.unscored else {})}
 
 
-def _sample(sample: Sample) -> dict[str, Any]:
-    return asdict(sample)
-
-
 def _measure(measure: Measure) -> dict[str, Any]:
     return {
         "title": measure.title,
@@ -225,7 +188,7 @@ def _measure(measure: Measure) -> dict[str, Any]:
         "lengths": list(measure.lengths),
         "positions": [list(span) for span in measure.spans],
         "higher_is_better": measure.higher_is_better,
-        "cells": {name: None if cell is None else plain_cell(cell) for name, cell in measure.cells.items()},
+        "cells": {name: None if cell is None else cell_values(cell) for name, cell in measure.cells.items()},
     }
 
 
@@ -254,7 +217,7 @@ def _stage(stage: Stage, results: RunResults) -> dict[str, Any]:
         "finished": stage.finished,
         "rope": stage.rope,
         "mix_asked": stage.mix,
-        "mix_came": realised(stage, {one.path.removeprefix("datasets/"): one for one in results.artifacts}),
+        "mix_came": realized_mix(stage, {one.path.removeprefix("datasets/"): one for one in results.artifacts}),
         "rows_trained_on": stage.drawn,
         "seconds": results.seconds.get(f"stages/{stage.name}"),
         "steps": [asdict(step) for step in stage.steps],

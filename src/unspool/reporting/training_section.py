@@ -1,8 +1,6 @@
-"""Training on the page: curves by tokens, and one line per stage.
+"""The training section: curves by tokens, and one row per stage.
 
-In: the stages of a run. Out: figures and a table.
-Promise: a curve has a point only where a number was written; long curves are averaged over neighbouring steps,
-never cut.
+A curve has a point only where a number was logged. Long curves are averaged over neighboring steps, never cut.
 """
 
 import math
@@ -10,21 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from unspool.core.charts import Figure, Frame, Point, Series, line_chart, nice_ticks
+from unspool.core.formatting import MISSING, excerpt, format_duration, format_exponent, format_percent, join_words
 from unspool.core.sizes import format_count, format_size
-from unspool.reporting.charts import Frame, Point, Series, line_chart, nice_ticks
-from unspool.reporting.figures import Entry, Figure, Table, entries
-from unspool.reporting.number_format import (
-    MISSING,
-    listing,
-    show_duration,
-    show_percent,
-    show_small,
-    show_span,
-    visible,
-)
+from unspool.core.tables import Entry, Table, entries
+from unspool.reporting.measures import format_positions
 from unspool.reporting.run_results import RunResults, Stage, Step
 
-# More points than a chart has pixels only make the page heavy.
+# More points than a chart has pixels only make the page larger.
 MAX_CURVE_POINTS = 300
 MAX_DOTS = 40
 
@@ -40,7 +31,7 @@ class _Curve:
 
 _CURVES = (
     _Curve(title="Training loss", note="nats per token, each step", value=lambda step: step.loss),
-    _Curve(title="Learning rate", note="each step", value=lambda step: step.lr, show=show_small, from_zero=True),
+    _Curve(title="Learning rate", note="each step", value=lambda step: step.lr, show=format_exponent, from_zero=True),
     _Curve(title="Gradient norm", note="before clipping, each step", value=lambda step: step.grad_norm, from_zero=True),
     _Curve(
         title="Tokens per second",
@@ -51,7 +42,7 @@ _CURVES = (
     ),
     _Curve(
         title="MFU",
-        note="share of the device's peak that went into the model, each step",
+        note="share of the device's peak FLOPS used by the model, each step",
         value=lambda step: step.mfu,
         show=lambda value: f"{100 * value:g}%",
         from_zero=True,
@@ -60,7 +51,7 @@ _CURVES = (
 
 
 def training_figures(stages: Sequence[Stage], styles: dict[str, int]) -> list[Figure]:
-    """Each curve by tokens, one line per stage; what no stage recorded is left out."""
+    """Draw each curve by tokens, one line per stage; curves that no stage recorded are skipped."""
     trained = [stage for stage in stages if len(stage.steps) > 1]
     if not trained:
         return []
@@ -88,24 +79,24 @@ def _figure(
     )
     averaged = max(len(line) for line in lines.values()) > MAX_CURVE_POINTS
     series = [Series(label=name, style=styles[name], points=_points(line)) for name, line in lines.items()]
-    note = curve.note + (", averaged over neighbouring steps" if averaged else "")
+    note = curve.note + (", averaged over neighboring steps" if averaged else "")
     return Figure(title=curve.title, note=note, drawing=line_chart(series, frame))
 
 
 def validation_figures(stages: Sequence[Stage], styles: dict[str, int]) -> list[Figure]:
-    """Loss on rows that were not trained on, by tokens: of all tokens, and of those with the most before them."""
-    looked = [stage for stage in stages if len(stage.validation) > 1]
-    if not looked:
+    """Draw held-out loss by tokens: over all positions, and at the farthest ones."""
+    validated = [stage for stage in stages if len(stage.validation) > 1]
+    if not validated:
         return []
-    ticks = nice_ticks(0.0, float(max(stage.validation[-1].tokens for stage in looked)))
-    spans = sorted({one.span for stage in looked for one in stage.validation if one.span})
-    farthest = listing([show_span(*span) for span in spans])
+    ticks = nice_ticks(0.0, float(max(stage.validation[-1].tokens for stage in validated)))
+    spans = sorted({one.span for stage in validated for one in stage.validation if one.span})
+    farthest = join_words([format_positions(*span) for span in spans])
     figures = []
     for title, note, name in (
-        ("Validation loss", "nats per token, rows that were not trained on", "loss"),
+        ("Validation loss", "nats per token, held-out rows", "loss"),
         ("Validation loss far into the text", f"the same at positions {farthest}", "farthest"),
     ):
-        curves = {stage.name: [(one.tokens, getattr(one, name)) for one in stage.validation] for stage in looked}
+        curves = {stage.name: [(one.tokens, getattr(one, name)) for one in stage.validation] for stage in validated}
         series = [Series(label=key, style=styles[key], points=_points(curve)) for key, curve in curves.items()]
         frame = Frame(
             label=f"{title} by tokens trained, one curve per stage.",
@@ -131,7 +122,7 @@ def _points(values: list[tuple[int, float | None]]) -> list[Point]:
 def training_table(results: RunResults) -> Table:
     columns = ["stage", "starts from", "context", "steps", "tokens", "tokens/s", "MFU", "memory", "time", "last loss"]
     rows = [_row(stage, results.seconds.get(f"stages/{stage.name}")) for stage in results.stages]
-    return Table(caption="Stages", columns=[*columns, "last loss by rows"], rows=rows)
+    return Table(caption="Stages", columns=[*columns, "last loss by dataset"], rows=rows)
 
 
 def _row(stage: Stage, seconds: float | None) -> list[Entry]:
@@ -139,7 +130,7 @@ def _row(stage: Stage, seconds: float | None) -> list[Entry]:
     broken = sum(step.loss is None for step in stage.steps)
     steps = f"{stage.steps[-1].step:,}" if stage.steps else MISSING
     names = sorted({name for step in tail for name in step.losses})
-    by_rows = [f"{name} {_mean(step.losses.get(name) for step in tail)}" for name in names]
+    by_dataset = [f"{name} {_mean(step.losses.get(name) for step in tail)}" for name in names]
     speed = _median(step.tokens_per_second for step in stage.steps)
     mfu = _median(step.mfu for step in stage.steps)
     memory = max((step.memory_gib for step in stage.steps if step.memory_gib is not None), default=None)
@@ -150,20 +141,20 @@ def _row(stage: Stage, seconds: float | None) -> list[Entry]:
         ),
         Entry(text=format_count(stage.tokens) if stage.steps else MISSING, tooltip=f"{stage.tokens:,} tokens"),
         Entry(text=MISSING if speed is None else format_count(speed), tooltip="median over steps"),
-        Entry(text=show_percent(mfu), tooltip="median over steps"),
-        Entry(text=MISSING if memory is None else f"{memory:.3g} GiB", tooltip="the most at any step"),
-        Entry(text=show_duration(seconds) if seconds is not None else MISSING),
+        Entry(text=format_percent(mfu), tooltip="median over steps"),
+        Entry(text=MISSING if memory is None else f"{memory:.3g} GiB", tooltip="maximum over steps"),
+        Entry(text=format_duration(seconds) if seconds is not None else MISSING),
         Entry(
             text=_mean(step.loss for step in tail),
             note=f"without a finite loss: {broken:,} of {len(stage.steps):,} steps" if broken else "",
             tooltip=f"mean of the last {len(tail)} steps",
         ),
-        *entries(", ".join(by_rows) or MISSING),
+        *entries(", ".join(by_dataset) or MISSING),
     ]
 
 
 def _state(stage: Stage) -> str:
-    """What of the stage there is; one that was killed has steps and no published model."""
+    """State of an unfinished stage; a killed one has steps but no published model."""
     if stage.finished:
         return ""
     if not stage.steps:
@@ -173,15 +164,15 @@ def _state(stage: Stage) -> str:
 
 
 def wrong_steps(stages: Sequence[Stage]) -> list[str]:
-    """One sentence per stage in which steps went wrong, with the first of them."""
+    """One sentence per stage with faulty steps, naming the first of them."""
     notes = []
     for stage in stages:
         wrong = [step for step in stage.steps if step.wrong or step.skipped]
         if wrong:
             skipped = sum(step.skipped for step in wrong)
-            said = f" ({visible(wrong[0].wrong)})" if wrong[0].wrong else ""
+            said = f" ({excerpt(wrong[0].wrong)})" if wrong[0].wrong else ""
             notes.append(
-                f"{stage.name}: {len(wrong):,} of {len(stage.steps):,} steps went wrong, {skipped:,} were skipped; "
+                f"{stage.name}: {len(wrong):,} of {len(stage.steps):,} steps were faulty, {skipped:,} were skipped; "
                 f"the first is step {wrong[0].step:,}{said}."
             )
     return notes

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from unspool import __version__
 from unspool.core.errors import ConfigError
-from unspool.core.html import templates_in, write_html
+from unspool.core.html import element, load_templates, svg, svg_line, svg_text, write_text
 from unspool.core.sizes import format_size
 from unspool.rope.bound import bound, curve, first_negative
 from unspool.rope.methods import ROPE_METHODS, Unchanged
@@ -232,7 +232,7 @@ LEFT, RIGHT, TOP, BOTTOM = 34.0, 10.0, 10.0, 30.0
 
 
 def write_advice(advice: Advice, model: str, out_file: Path) -> None:
-    write_html(out_file, render_advice(advice, model))
+    write_text(out_file, render_advice(advice, model))
 
 
 def render_advice(advice: Advice, model: str) -> str:
@@ -245,7 +245,7 @@ def render_advice(advice: Advice, model: str) -> str:
         }
         for each in advice.methods
     ]
-    template = templates_in(Path(__file__).parent).get_template("advice.html.j2")
+    template = load_templates(Path(__file__).parent).get_template("advice.html.j2")
     return template.render(
         model=model,
         context=format_size(advice.context_len),
@@ -271,28 +271,18 @@ def _plot(each: MethodAdvice, advice: Advice) -> Markup:
 
     drawn = []
     for value in (0.0, 0.5, 1.0):
-        style = "zero" if value == 0 else "grid"
-        drawn.append(
-            Markup('<line class="{}" x1="{:.1f}" x2="{:.1f}" y1="{:.1f}" y2="{:.1f}"></line>').format(
-                style, LEFT, WIDTH - RIGHT, place_y(value), place_y(value)
-            )
-        )
-        drawn.append(_text(LEFT - 5, place_y(value) + 4, f"{100 * value:g}%", "end"))
+        y = place_y(value)
+        drawn.append(svg_line(LEFT, y, WIDTH - RIGHT, y, "grid" if value else "zero"))
+        drawn.append(svg_text(LEFT - 5, y + 4, f"{100 * value:g}%", "end"))
     for power in range(0, int(math.log2(advice.context_len)) + 1, 5 if advice.context_len > 1 << 12 else 3):
-        drawn.append(_text(place_x(2.0**power), floor + 16, format_size(1 << power), "middle"))
+        drawn.append(svg_text(place_x(2.0**power), floor + 16, format_size(1 << power)))
     middles = [math.sqrt(start * stop) for start, stop in zip(advice.edges[:-1], advice.edges[1:], strict=True)]
-    points = [f"{place_x(x):.1f} {place_y(y):.1f}" for x, y in zip(middles, each.curve, strict=True)]
-    drawn.append(Markup('<path class="curve" d="M{}"></path>').format("L".join(points)))
+    points = [(place_x(x), place_y(y)) for x, y in zip(middles, each.curve, strict=True)]
+    drawn.append(element("path", class_="curve", d="M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)))
     drawn += [
-        Markup('<circle class="below" cx="{:.1f}" cy="{:.1f}" r="2.6"></circle>').format(place_x(x), place_y(y))
-        for x, y in zip(middles, each.curve, strict=True)
-        if y < 0
+        element("circle", class_="below", cx=x, cy=y, r=2.6)
+        for (x, y), value in zip(points, each.curve, strict=True)
+        if value < 0
     ]
     about = f"{each.method}: lowest B(m) by distance, {reach_text(each, advice)} before it is negative"
-    return Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
-        f"{WIDTH:g}", f"{HEIGHT:g}", about, Markup("").join(drawn)
-    )
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> Markup:
-    return Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(x, y, anchor, text)
+    return svg(WIDTH, HEIGHT, about, *drawn, class_=None)

@@ -2,11 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from unspool.core.config import FromRegistry
+from unspool.core.config import FromRegistry, register, tag_value
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import Size, format_size
 from unspool.rope.harpe import Harpe
@@ -261,14 +261,10 @@ Method = TypeVar("Method", bound=type[RopeMethod])
 
 def method_name(cls: type[RopeMethod]) -> str:
     """Return the name of a method in recipes: the only value that its field `method` takes."""
-    (name,) = get_args(cls.model_fields["method"].annotation)
-    return str(name)
+    return tag_value(cls, "method")
 
 
 def register_rope_method(cls: Method) -> Method:
-    """Add a method to `ROPE_METHODS`. Call it, or use it as a decorator, before a recipe is read."""
-    name = method_name(cls)
-    if ROPE_METHODS.get(name, cls) is not cls:
-        raise ValueError(f"RoPE method {name!r} is already registered; give the class another name.")
-    ROPE_METHODS[name] = cls
+    """Add a method to `ROPE_METHODS`. Call it, or use it as a decorator."""
+    register(ROPE_METHODS, method_name(cls), cls, kind="RoPE method")
     return cls

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
+from unspool.core.stats import ALPHA
 from unspool.studies.arm_scores import (
     Answers,
     Measure,
@@ -23,7 +24,7 @@ from unspool.studies.arm_scores import (
 )
 from unspool.studies.load import Study
 from unspool.studies.schema import Margin
-from unspool.studies.stats import ALPHA, could_tell, difference, holm, over_prompts, over_seeds
+from unspool.studies.stats import could_tell, difference, holm, over_prompts, over_seeds
 
 TOO_SMALL = "the sample is too small to tell"
 ByArm = Mapping[str, dict[int, Answers]]

@@ -16,15 +16,13 @@ from unspool.core.artifacts import read_manifest
 from unspool.core.config import nearest
 from unspool.core.errors import DataError
 from unspool.core.sizes import format_size
-from unspool.evals.config import PerplexityEval, TaskEval
-from unspool.evals.questions import chosen_tasks
+from unspool.evals.config import EvalConfig
 from unspool.evals.run import PROMPTS, SAMPLES
+from unspool.evals.suites import SUITES, suite_of
 from unspool.models.loss import bucket_edges
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import Problem
 from unspool.studies.stats import Contributions
-
-LOSS = "perplexity"
 
 
 class Part(NamedTuple):
@@ -47,7 +45,7 @@ class Measure:
 
     @property
     def is_loss(self) -> bool:
-        return self.suite == LOSS
+        return SUITES[self.suite].measure == "loss"
 
     @property
     def kind(self) -> Literal["score", "loss"]:
@@ -79,20 +77,23 @@ def measures_of(recipes: Sequence[Recipe]) -> list[Measure]:
     return list(found.values())
 
 
-def _of_eval(entry: Any) -> Iterator[Measure]:
-    if isinstance(entry, PerplexityEval):
-        for start, stop in pairwise(bucket_edges(entry.length)):
-            part = Part(LOSS, None, entry.length, start, stop)
-            yield _measure(f"{LOSS}/{format_size(start)}-{format_size(stop)}", part)
-        return
-    for length in sorted(entry.lengths):
-        if not isinstance(entry, TaskEval):
-            yield _measure(f"{entry.suite}/{format_size(length)}", Part(entry.suite, None, length))
-            continue
-        tasks = [_measure(f"{entry.suite}/{task.name}/{format_size(length)}", Part(entry.suite, task.name, length))
-                 for task in chosen_tasks(entry)]  # fmt: skip
-        yield mean_of(f"{entry.suite}/{format_size(length)}", tasks)
-        yield from tasks
+def _of_eval(entry: EvalConfig) -> Iterator[Measure]:
+    suite = suite_of(entry)
+    for length in sorted(suite.lengths(entry)):
+        name = f"{suite.name}/{format_size(length)}"
+        tasks = [
+            _measure(f"{suite.name}/{task.name}/{format_size(length)}", Part(suite.name, task.name, length))
+            for task in suite.chosen_tasks(entry)
+        ]
+        if suite.measure == "loss":
+            for start, stop in pairwise(bucket_edges(length)):
+                part = Part(suite.name, None, length, start, stop)
+                yield _measure(f"{suite.name}/{format_size(start)}-{format_size(stop)}", part)
+        elif tasks:
+            yield mean_of(name, tasks)
+            yield from tasks
+        else:
+            yield _measure(name, Part(suite.name, None, length))
 
 
 def _measure(name: str, part: Part) -> Measure:
@@ -172,10 +173,10 @@ def read_answers(folder: Path) -> Answers | None:
 
 def _scores(sample: dict[str, Any]) -> Iterator[tuple[Part, float]]:
     suite, task, length = sample["suite"], sample.get("task"), sample["length"]
-    if suite == LOSS:
+    if "losses" in sample:
         for bucket in sample["losses"]:
             if bucket["value"] is not None:
-                yield Part(LOSS, None, length, bucket["from"], bucket["to"]), bucket["value"]
+                yield Part(suite, None, length, bucket["from"], bucket["to"]), bucket["value"]
     elif sample["score"] is not None:
         yield Part(suite, task, length), sample["score"]
 

@@ -6,7 +6,7 @@ In: what study.json says. Out: text. Promise: what was not measured reads "–";
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from unspool.studies.stats import ALPHA
+from unspool.core.stats import ALPHA
 
 MISSING = "–"
 

@@ -10,6 +10,7 @@ Limit: one process; for several devices, `unspool launch` a written recipe, or g
 import fcntl
 import gc
 import json
+import logging
 import sys
 import time
 import traceback
@@ -23,14 +24,14 @@ import torch
 
 from unspool.core.artifacts import MANIFEST, digest, read_manifest, write_atomic
 from unspool.core.errors import UnspoolError
-from unspool.core.progress import say
 from unspool.data.corpus.build import files_digest
-from unspool.data.sources.config import RecallSource, SyntheticSource
 from unspool.recipe.paths import path_exists
 from unspool.recipe.run import REPORT, open_run
 from unspool.recipe.run import run as run_recipe
 from unspool.studies.load import Study, StudyRun
 from unspool.studies.shared_work import load_written, recipe_digest, share_between_runs, shared_boxes, write_recipes
+
+logger = logging.getLogger(__name__)
 
 DONE, FAILURES = "done", "failures"
 State = Literal["finished", "begun", "not begun", "failed", "running elsewhere"]
@@ -54,14 +55,14 @@ def run_study(study: Study, chosen: Sequence[StudyRun]) -> list[RunState]:
     write_recipes(study)
     left = [run for run in chosen if not is_done(study, run)]
     if len(left) < len(chosen):
-        say(f"{study.name}: {len(chosen) - len(left)} of {len(chosen)} runs are finished")
+        logger.info(f"{study.name}: {len(chosen) - len(left)} of {len(chosen)} runs are finished")
     began = time.monotonic()
     busy: set[str] = set()
     for at, run in enumerate(left, start=1):
-        say(f"\n[{at}/{len(left)}] {run.name}{_eta(began, at - 1, len(left))}")
+        logger.info(f"\n[{at}/{len(left)}] {run.name}{_eta(began, at - 1, len(left))}")
         with _claimed(study, run) as mine:
             if not mine:
-                say(f"{run.name}: another process is at it; passed over")
+                logger.warning(f"{run.name}: another process is at it; passed over")
                 busy.add(run.name)
                 continue
             _run_one(study, run)
@@ -79,7 +80,7 @@ def _run_one(study: Study, run: StudyRun) -> None:
         told = str(error) if isinstance(error, UnspoolError) else f"{type(error).__name__}: {error}"
         failure.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(failure, json.dumps({"error": told, "traceback": traceback.format_exc()}, indent=1) + "\n")
-        say(f"{run.name} failed: {told.splitlines()[0]} (all of it in {failure})")
+        logger.warning(f"{run.name} failed: {told.splitlines()[0]} (all of it in {failure})")
     else:
         _record(study, run)
         failure.unlink(missing_ok=True)
@@ -147,11 +148,9 @@ def _inputs_changed(study: Study, run: StudyRun) -> bool:
     """Whether files that a source reads are others now; those that are not here are taken as they were."""
     for path in (study.run_dir(run) / "corpus").glob(f"*/{MANIFEST}"):
         source = run.loaded.recipe.sources[path.parent.name]
-        key = "prose" if isinstance(source, RecallSource | SyntheticSource) else "path"
-        value = getattr(source, key)
-        if value is None or not path_exists(run.loaded.path(value)):
+        resolved = source.with_paths(run.loaded.path)
+        if not source.paths or not all(map(path_exists, resolved.paths.values())):
             continue
-        resolved = source.model_copy(update={key: run.loaded.path(value)})
         if files_digest(resolved, Path()) != (read_manifest(path.parent) or {}).get("inputs", {}).get("files"):
             return True
     return False

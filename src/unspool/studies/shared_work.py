@@ -19,7 +19,6 @@ from typing import Any
 import yaml
 
 from unspool.core.artifacts import MANIFEST, digest, read_manifest, write_atomic
-from unspool.data.corpus.build import SEEDED
 from unspool.models.config import NewModel
 from unspool.recipe.context import RunContext, Share
 from unspool.recipe.json_schema import value_at
@@ -34,8 +33,6 @@ from unspool.studies.load import Study, StudyRun
 
 
 RECIPES = "recipes"
-# Keys of sources and of evals that name files.
-SOURCE_PATHS = ("path", "prose", "template")
 
 
 def recipe_file(study: Study, run: StudyRun) -> Path:
@@ -81,7 +78,7 @@ def path_places(recipe: Recipe) -> Iterator[Place]:
     """Where a recipe names files and folders of this machine."""
     yield ("model",) if isinstance(recipe.model, str) else ("model", "tokenizer")
     for name, source in recipe.sources.items():
-        yield from (("sources", name, key) for key in SOURCE_PATHS if getattr(source, key, None))
+        yield from (("sources", name, key) for key in source.paths)
     for name, dataset in recipe.datasets.items():
         for strategy in dataset.strategies:
             yield from (("datasets", name, strategy.name, key) for key in strategy.path_keys if getattr(strategy, key))
@@ -114,9 +111,9 @@ LOCK = ".lock"
 
 def corpus_key(loaded: LoadedRecipe, name: str) -> str:
     source = loaded.recipe.sources[name]
-    paths = {key: located(loaded, getattr(source, key, None)) for key in SOURCE_PATHS}
-    seed = loaded.recipe.seed if source.kind in SEEDED else None
-    plain = source.model_dump(mode="json", exclude=set(SOURCE_PATHS))
+    paths = {key: located(loaded, path) for key, path in source.paths.items()}
+    seed = loaded.recipe.seed if source.seeded else None
+    plain = source.model_dump(mode="json", exclude=set(source.path_keys))
     return digest([plain, paths, _tokenizer(loaded), seed])[:16]
 
 

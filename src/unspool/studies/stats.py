@@ -21,10 +21,19 @@ from statistics import fmean, stdev
 
 import numpy as np
 
+from unspool.core.stats import (
+    ALPHA,
+    agresti_min,
+    agresti_min_interval,
+    sign_test,
+    standard_error,
+    t_p_value,
+    t_quantile,
+)
+
 Contributions = Mapping[int, Mapping[str, float]]
 """Seed: prompt: its part of that seed's difference."""
 
-ALPHA = 0.05
 # Differences up to which all 2^n flips are gone through; above, so many are drawn.
 MOST_EXACT = 14
 DRAWS = 20_000
@@ -63,7 +72,7 @@ def over_prompts(contributions: Contributions, *, bounded: bool) -> Test:
     if n == 0:
         return Test(n=0, p=None, low=None, high=None)
     # As single differences, whose mean is the difference.
-    low, high = _bounded_interval(values * n) if bounded else _interval(values * n)
+    low, high = _interval(values * n, bounded=bounded)
     return Test(n=n, p=flip_p(values), low=low, high=high)
 
 
@@ -75,7 +84,7 @@ def flip_p(values: np.ndarray) -> float:
     if n == 0:
         return 1.0
     if np.ptp(sizes) <= TOLERANCE * sizes.max():
-        return sign_p(round(signed / float(sizes.mean())), n)
+        return sign_test(round(signed / float(sizes.mean())), n)
     wanted = abs(signed) - TOLERANCE * float(sizes.sum())
     if n <= MOST_EXACT:
         return float(np.mean(np.abs(_flips(n) @ sizes) >= wanted))
@@ -93,49 +102,19 @@ def _flips(n: int) -> np.ndarray:
     return 1 - 2 * ((np.arange(1 << n)[:, None] >> np.arange(n)) & 1).astype(np.int8)
 
 
-def sign_p(lead: int, n: int) -> float:
-    """Two-sided: n coins, heads ahead of tails by `lead`."""
-    most = (n + abs(lead)) // 2
-    tail = sum(math.comb(n, heads) for heads in range(most, n + 1))
-    return min(1.0, float(2 * tail / 2**n))
-
-
 def could_tell(num_prompts: int, comparisons: int) -> bool:
     """Whether so many prompts could show a difference at all, if every one of them spoke for it."""
     return 2.0 ** (1 - num_prompts) * max(1, comparisons) < ALPHA
 
 
-def _interval(values: np.ndarray) -> tuple[float | None, float | None]:
+def _interval(values: np.ndarray, *, bounded: bool) -> tuple[float | None, float | None]:
     if len(values) < 2:
         return None, None
-    _, error = _plain_error(values)
-    half = t_quantile(len(values) - 1) * error
-    return float(values.mean()) - half, float(values.mean()) + half
-
-
-def _plain_error(values: np.ndarray) -> tuple[float, float]:
-    """Mean and standard error; one value has none."""
-    error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return float(values.mean()), error
-
-
-def _bounded_interval(values: np.ndarray) -> tuple[float | None, float | None]:
-    if len(values) < 2:
-        return None, None
-    mean, error = _bounded_error(values)
-    half = t_quantile(len(values) - 1) * error
-    at = float(values.mean())
-    # It is shrunk towards 0; what was seen lies inside whatever n is.
-    return max(-1.0, min(at, mean - half)), min(1.0, max(at, mean + half))
-
-
-def _bounded_error(values: np.ndarray) -> tuple[float, float]:
-    """Agresti and Min's mean and error: half an observation is added to each of the four outcomes of a pair, so that
-    n prompts without any difference are not taken for certainty."""
-    n = len(values)
-    mean = float(values.sum()) / (n + 2)
-    variance = max(0.0, (float((values**2).sum()) + 1) / (n + 2) - mean**2)
-    return mean, math.sqrt(variance / (n + 2))
+    quantile = t_quantile(len(values) - 1)
+    if bounded:
+        return agresti_min_interval(values, quantile)
+    mean, error = standard_error(values)
+    return mean - quantile * error, mean + quantile * error
 
 
 def over_seeds(contributions: Contributions, *, bounded: bool = False) -> Test:
@@ -145,14 +124,14 @@ def over_seeds(contributions: Contributions, *, bounded: bool = False) -> Test:
     if k < 2:
         return Test(n=k, p=None, low=None, high=None)
     prompts = np.array(list(pooled(contributions).values()))
-    _, noise = (_bounded_error if bounded else _plain_error)(prompts * len(prompts))
+    _, noise = (agresti_min if bounded else standard_error)(prompts * len(prompts))
     error = max(stdev(means) / math.sqrt(k), noise)
     mean = fmean(means)
     if error <= TOLERANCE * abs(mean):
         # Without any spread there is nothing to judge by.
         return Test(n=k, p=None, low=None, high=None)
     half = t_quantile(k - 1) * error
-    return Test(n=k, p=2 * (1 - t_cdf(abs(mean) / error, k - 1)), low=mean - half, high=mean + half)
+    return Test(n=k, p=t_p_value(mean / error, k - 1), low=mean - half, high=mean + half)
 
 
 def holm(ps: Sequence[float | None]) -> list[float | None]:
@@ -164,29 +143,3 @@ def holm(ps: Sequence[float | None]) -> list[float | None]:
         so_far = max(so_far, min(1.0, (len(known) - rank) * p))
         corrected[at] = so_far
     return corrected
-
-
-def t_cdf(t: float, freedom: int) -> float:
-    """Student's distribution, by the finite sums that hold for whole degrees of freedom (A. & S. 26.7.3–4)."""
-    angle = math.atan2(t, math.sqrt(freedom))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    if freedom % 2:
-        term, total = cosine, cosine if freedom > 1 else 0.0
-        for at in range(3, freedom - 1, 2):
-            term *= cosine**2 * (at - 1) / at
-            total += term
-        return 0.5 + (angle + sine * total) / math.pi
-    term, total = 1.0, 1.0
-    for at in range(2, freedom - 1, 2):
-        term *= cosine**2 * (at - 1) / at
-        total += term
-    return 0.5 + sine * total / 2
-
-
-@cache
-def t_quantile(freedom: int, level: float = 1 - ALPHA / 2) -> float:
-    low, high = 0.0, 1e4
-    while high - low > 1e-10 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_cdf(middle, freedom) < level else (low, middle)
-    return (low + high) / 2

@@ -6,6 +6,7 @@ and whose recipe says what the study says. A file is replaced in one step.
 """
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 from unspool import __version__
 from unspool.core.artifacts import write_atomic
 from unspool.core.errors import ConfigError, UnspoolError
-from unspool.core.progress import say
 from unspool.recipe.load import load_recipe
 from unspool.recipe.run import REPORT
 from unspool.reporting.page import write_report
@@ -23,6 +23,8 @@ from unspool.studies.load import Study, StudyRun
 from unspool.studies.result_text import markdown
 from unspool.studies.run import RunState
 from unspool.studies.shared_work import recipe_digest
+
+logger = logging.getLogger(__name__)
 
 RESULT, TEXT = "study.json", "study.md"
 
@@ -66,7 +68,7 @@ def _page(study: Study, result: dict[str, Any], used: Sequence[StudyRun]) -> str
     try:
         write_report(folders, study.out / REPORT)
     except UnspoolError as error:  # the numbers are there and shall not be lost with it
-        say(f"{study.name}: no page was written: {error}")
+        logger.warning(f"{study.name}: no page was written: {error}")
         return None
     return REPORT
 
@@ -81,7 +83,7 @@ def _says_the_same(study: Study, run: StudyRun) -> bool:
     except ConfigError:
         same = False
     if not same:
-        say(f"{run.name}: its recipe.yaml is not what the study says now; left out")
+        logger.warning(f"{run.name}: its recipe.yaml is not what the study says now; left out")
     return same
 
 

@@ -158,7 +158,7 @@ class _Document:
         return max(1, int(tokens * self.chars_per_token))
 
 
-# The text that a conversation shows in so many characters, and its spans.
+# Takes a number of characters; returns the text to show and its spans.
 _Show = Callable[[int], tuple[str, dict[str, Any]]]
 
 

@@ -11,14 +11,14 @@ import numpy as np
 
 from unspool.core.errors import DataError
 from unspool.core.progress import progress_bar
-from unspool.data.sources import jsonl
-from unspool.data.sources import text as text_source
 from unspool.data.sources.base import Bad, Document
-from unspool.data.sources.config import TextSource
 from unspool.data.sources.files import find_files
-from unspool.evals.config import Eval, KeyValueEval, PerplexityEval, TaskEval
-from unspool.evals.contexts import Plan, runnable
+from unspool.data.sources.jsonl import ENDINGS, read_jsonl
+from unspool.data.sources.text import TextSource
+from unspool.evals.config import EvalConfig
 from unspool.evals.heldout import heldout_documents
+from unspool.evals.plan import EvalPlan
+from unspool.evals.suites import suite_of
 
 # Shorter texts of evaluations are ignored: half of all documents would contain them.
 MIN_WORDS = 6
@@ -100,27 +100,16 @@ def _hash(word: str) -> int:
     return int.from_bytes(hashlib.blake2b(word.encode("utf-8", "replace"), digest_size=8).digest())
 
 
-def eval_texts(evals: Sequence[Eval], tokenizer: Any, *, seed: int, root: Path) -> Iterator[str]:
+def eval_texts(evals: Sequence[EvalConfig], tokenizer: Any, *, seed: int, root: Path) -> Iterator[str]:
     """Questions, answers and contexts of all prompts, and the held-out text that haystacks are made of."""
-    chosen = runnable(evals)
-    for config in chosen:
-        if not isinstance(config, KeyValueEval | TaskEval):
-            lengths = [config.length * config.samples] if isinstance(config, PerplexityEval) else config.lengths
-            yield from heldout_documents(config.text, root, tokens=max(lengths))
-    plan = Plan(chosen, tokenizer, seed=seed, root=root)
-    with progress_bar("decontamination: read evaluations", len(plan.units)) as advance:
-        for unit in plan.units:
-            if isinstance(unit.config, TaskEval):
-                questions = plan.questions[id(unit.config)]
-                for wanted in unit.wanted:
-                    asked = questions.asked(wanted)
-                    yield asked.context
-                    yield asked.question
-                    yield from asked.references
-            elif not isinstance(unit.config, PerplexityEval):
-                for question in plan.prompt(unit).questions:
-                    yield str(tokenizer.decode(question.ids, skip_special_tokens=True))
-                    yield question.reference
+    for config in evals:
+        heldout = suite_of(config).heldout(config)
+        if heldout is not None:
+            yield from heldout_documents(heldout.text, root, tokens=heldout.tokens)
+    units = EvalPlan(evals, tokenizer, seed=seed, root=root).units
+    with progress_bar("decontamination: read evaluations", len(units)) as advance:
+        for unit in units:
+            yield from unit.planned.texts(unit)
             advance(1)
 
 
@@ -128,19 +117,18 @@ def file_texts(paths: Sequence[str]) -> Iterator[str]:
     """Texts of files; of JSONL files, every string in a record, however deep."""
     for given in paths:
         for path in find_files(given, Path(), kind="text", endings=("",)):
-            yield from _record_texts(path) if path.name.endswith(jsonl.ENDINGS) else _plain_texts(path)
+            yield from _record_texts(path) if path.name.endswith(ENDINGS) else _plain_texts(path)
 
 
 def _plain_texts(path: Path) -> Iterator[str]:
-    source = TextSource.model_validate({"kind": "text", "path": str(path)})
-    for item in text_source.read(source, [path], 0):
+    for item in TextSource(kind="text", path=str(path)).read_units([path]):
         if not isinstance(item, Document):
             raise DataError(f"decontaminate.files: {path} cannot be read as text.")
         yield item.text
 
 
 def _record_texts(path: Path) -> Iterator[str]:
-    for found in jsonl.records(path, lambda _, record: list(_strings(record))):
+    for found in read_jsonl(path, lambda _, record: list(_strings(record))):
         if isinstance(found, Bad):
             raise DataError(f"decontaminate.files: {path}, {found.record}: {found.detail}; correct or remove it.")
         yield from found

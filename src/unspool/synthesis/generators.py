@@ -15,9 +15,8 @@ import numpy as np
 from unspool.core.artifacts import digest
 from unspool.core.errors import ConfigError
 from unspool.evals.backends.base import Backend
-from unspool.evals.backends.openai import Passing, Patience, attempt
-from unspool.evals.prompts import Asker, Prompt, PromptQuestion, encode
-from unspool.evals.questions import ROW_TOKENS
+from unspool.evals.backends.openai import RetryPolicy, TransientError, post_once
+from unspool.evals.prompts import Prompt, PromptEncoder, PromptQuestion, encode
 from unspool.evals.suite import Question
 from unspool.synthesis.config import Fault, LocalGenerator, MockGenerator, ServerGenerator
 from unspool.synthesis.requests import (
@@ -44,14 +43,14 @@ def build_client(
             limiter=RateLimiter(
                 requests_per_minute=config.requests_per_minute, tokens_per_minute=config.tokens_per_minute
             ),
-            patience=Patience(seconds=config.timeout, attempts=config.attempts, pause=config.pause),
+            retry=RetryPolicy(seconds=config.timeout, attempts=config.attempts, pause=config.pause),
         )
     backend: GeneratorBackend
     if isinstance(config, LocalGenerator):
         backend = LocalBackend(*open_backend(config.model), width=config.concurrency)
     else:
         backend = MockBackend(config.faults, config.seconds)
-    return GeneratorClient(backend, replies, width=config.concurrency, patience=Patience(attempts=3, pause=0.001))
+    return GeneratorClient(backend, replies, width=config.concurrency, retry=RetryPolicy(attempts=3, pause=0.001))
 
 
 class ServerBackend:
@@ -82,7 +81,7 @@ class ServerBackend:
         began = time.perf_counter()
         key = os.environ.get(self._config.key_env)
         url = f"{self._config.url.rstrip('/')}/chat/completions"
-        found = attempt(url, body, key=key, seconds=self._config.timeout)
+        found = post_once(url, body, key=key, seconds=self._config.timeout)
         seconds = time.perf_counter() - began
         try:
             choice = found["choices"][0]
@@ -90,7 +89,7 @@ class ServerBackend:
             if not isinstance(text, str):
                 raise TypeError
         except (KeyError, IndexError, TypeError):
-            raise Passing("garbage", "the reply has no `choices`; is the server OpenAI-compatible?") from None
+            raise TransientError("garbage", "the reply has no `choices`; is the server OpenAI-compatible?") from None
         usage = found.get("usage")
         usage = usage if isinstance(usage, dict) else {}
         return Reply(
@@ -107,7 +106,7 @@ def _num_tokens(reported: Any, text: str) -> int:
     return reported if isinstance(reported, int) and reported >= 0 else len(text) // CHARS_PER_TOKEN
 
 
-# Requests come in bursts; a batch waits so long for more.
+# Requests arrive in bursts, so a batch waits for more before it starts.
 BATCH_WAIT_SECONDS = 0.05
 _Waiting = tuple[Request, "Future[Reply]"]
 
@@ -155,7 +154,7 @@ class LocalBackend:
 
     def _next_batch(self) -> list[_Waiting]:
         """The first request, and others with the same max_tokens as far as the backend's row allows."""
-        tokens_left = int(getattr(self._backend, "row_tokens", ROW_TOKENS))
+        tokens_left = self._backend.row_tokens
         max_tokens = self._waiting[0][0].max_tokens
         batch: list[_Waiting] = []
         for request, future in self._waiting:
@@ -200,13 +199,15 @@ class LocalBackend:
         return replies
 
     @cached_property
-    def _asker(self) -> Asker:
-        return Asker(self._backend.tokenizer)
+    def _encoder(self) -> PromptEncoder:
+        return PromptEncoder(self._backend.tokenizer)
 
     def _ids(self, request: Request) -> np.ndarray:
-        chat = self._asker.has_template
+        chat = self._encoder.has_template
         begin = request.begin if chat or not request.begin else f"\n\n{request.begin}"
-        return self._asker.ids(Question(context=request.prompt, question="", references=("",), prefix=begin), chat=chat)
+        return self._encoder.ids(
+            Question(context=request.prompt, question="", references=("",), prefix=begin), chat=chat
+        )
 
 
 _PART = re.compile(r"<(part|summaries|text)>\n(.*)\n</\1>", re.DOTALL)
@@ -253,7 +254,7 @@ class MockBackend:
             is_first = prompt not in self._tried
             if is_first and _share(draw, 0) < self._faults.get("error", 0.0):
                 self._tried.add(prompt)
-                raise Passing("http_500", "mock error")
+                raise TransientError("http_500", "mock error")
         if is_first and _share(draw, 1) < self._faults.get("slow", 0.0):
             time.sleep(0.05)
 

@@ -16,12 +16,12 @@ from unspool.evals.scoring.rouge import stem
 from unspool.synthesis.config import ChecksConfig
 from unspool.synthesis.templates import Pair
 
-# Repetition: at most this share of an answer's word n-grams may occur earlier in it. Names and set phrases come
-# again, whole sentences do not.
+# Repetition: at most this share of an answer's word n-grams may occur earlier in it. Names and set phrases recur,
+# whole sentences do not.
 REPEAT_NGRAM, MAX_REPEATED = 5, 0.2
-# Up to so many content words an answer may share all of them with its question: "Red." answers "Was it red or blue?".
-MIN_ECHO_WORDS = 2
-SUMMARY_FACTOR = 3  # a summary may have so many times the words of an answer
+# A short answer may consist of words of its question: "Red." answers "Was it red or blue?".
+MAX_ECHO_WORDS = 2
+SUMMARY_FACTOR = 3  # a summary may have this many times the words of an answer
 _SEEN = r"snippet|passage|excerpt|extract|paragraph|section|fragment|chunk|segment"
 _POINTING = r"above|below|given|provided|following|here|shown|quoted|preceding|presented|supplied"
 _REFERS = re.compile(
@@ -79,7 +79,7 @@ def repeats(text: str) -> bool:
 def echoes(pair: Pair) -> bool:
     """Whether an answer has no content word that is not in its question."""
     answer = content_stems(pair.answer)
-    return len(answer) > MIN_ECHO_WORDS and answer <= content_stems(pair.question)
+    return len(answer) > MAX_ECHO_WORDS and answer <= content_stems(pair.question)
 
 
 def refers(text: str) -> bool:

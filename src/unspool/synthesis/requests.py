@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from unspool.core.artifacts import digest
 from unspool.core.errors import UnspoolError
-from unspool.evals.backends.openai import Passing, Patience, pause_after, plain
+from unspool.evals.backends.openai import RetryPolicy, TransientError, printable_line, with_retries
 from unspool.evals.reply_cache import ReplyCache
 
 MAX_FAILURES_IN_A_ROW = 20  # then the server is taken to be down and the run ends
@@ -93,7 +93,7 @@ class RateLimiter:
         self._paused_until = now
 
     def wait(self, tokens: int) -> None:
-        """Return when a request of so many tokens may start."""
+        """Return when a request of this many tokens may start."""
         with self._lock:
             now = self._clock()
             start = max(now, self._paused_until)
@@ -105,13 +105,13 @@ class RateLimiter:
             self._sleep(start - now)
 
     def pause(self, seconds: float) -> None:
-        """Start nothing for so long, because the server asked for it."""
+        """Start no request for this long; servers ask for it with Retry-After."""
         with self._lock:
             self._paused_until = max(self._paused_until, self._clock() + seconds)
 
 
 class GeneratorBackend(Protocol):
-    """Answers one request, or raises Passing where another attempt may help."""
+    """Answers one request, or raises TransientError where another attempt may help."""
 
     @property
     def identity(self) -> str:
@@ -143,11 +143,11 @@ class GeneratorClient:
         *,
         width: int,
         limiter: RateLimiter | None = None,
-        patience: Patience | None = None,
+        retry: RetryPolicy | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._backend, self._replies = backend, replies
-        self._limiter, self._patience, self._sleep = limiter or RateLimiter(), patience or Patience(), sleep
+        self._limiter, self._retry, self._sleep = limiter or RateLimiter(), retry or RetryPolicy(), sleep
         self._pool = ThreadPoolExecutor(width, thread_name_prefix="request")
         self._lock = Lock()
         self._in_flight: dict[str, Future[Reply]] = {}
@@ -190,37 +190,34 @@ class GeneratorClient:
 
     def _run(self, key: str, request: Request) -> Reply:
         tokens = len(request.prompt) // CHARS_PER_TOKEN + request.max_tokens
-        last = Passing("stopped", "the run is ending")
-        for number in range(self._patience.attempts):
-            if self._stopped:
-                raise RequestFailedError(last.kind)
-            self._limiter.wait(tokens)
-            try:
-                reply = self._backend.reply(request)
-            except Passing as error:
-                last = error
-                self._count_error(error.kind)
-                if error.retry_after:
-                    self._limiter.pause(error.retry_after)
-                if number + 1 < self._patience.attempts:
-                    self._sleep(pause_after(number, error, self._patience))
-                continue
-            self._replies.add(key, reply)
-            self._count(reply)
-            return reply
-        self._count(None)
-        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
-            raise UnspoolError(
-                f"the generator did not answer {MAX_FAILURES_IN_A_ROW} requests in a row, with "
-                f"{self._patience.attempts} attempts each ({plain(last.problem)}). Restart or repair the server and "
-                "run this again; all replies so far are cached."
-            )
-        raise RequestFailedError(last.kind)
 
-    def _count_error(self, kind: str) -> None:
-        self._replies.add_error(kind)
+        def attempt() -> Reply:
+            if self._stopped:
+                raise RequestFailedError("stopped")
+            self._limiter.wait(tokens)
+            return self._backend.reply(request)
+
+        try:
+            reply = with_retries(attempt, self._retry, sleep=self._sleep, on_error=self._count_error)
+        except TransientError as error:
+            self._count(None)
+            if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+                raise UnspoolError(
+                    f"the generator did not answer {MAX_FAILURES_IN_A_ROW} requests in a row, with "
+                    f"{self._retry.attempts} attempts each ({printable_line(error.problem)}). Restart or repair the "
+                    "server and run this again; all replies so far are cached."
+                ) from None
+            raise RequestFailedError(error.kind) from None
+        self._replies.add(key, reply)
+        self._count(reply)
+        return reply
+
+    def _count_error(self, error: TransientError) -> None:
+        self._replies.add_error(error.kind)
+        if error.retry_after:
+            self._limiter.pause(error.retry_after)
         with self._lock:
-            self.stats.errors[kind] += 1
+            self.stats.errors[error.kind] += 1
 
     def _count(self, reply: Reply | None) -> None:
         """Count a request that ended, without a reply where it failed."""

@@ -87,7 +87,7 @@ class Scheduler:
             self._pool.append(kept_pair)
 
     def accepts(self, kind: Kind, tokens: int) -> bool:
-        """Whether a conversation of so many tokens brings its kind closer to its target."""
+        """Whether a conversation of this length brings its kind closer to its target."""
         target = self._target(kind)
         return target is None or tokens - (target - self.tokens[kind]) <= target - self.tokens[kind]
 
@@ -245,7 +245,7 @@ def estimate(config: SynthConfig, documents: Documents, replies: GeneratorReplie
 
 
 def num_summary_requests(parts: int, group: int) -> int:
-    """Requests to summarize a text of so many parts, joining `group` summaries at a time."""
+    """Requests to summarize a text of `parts` parts, joining `group` summaries at a time."""
     total = level = parts
     while level > 1:
         level = -(-level // group)
@@ -254,7 +254,7 @@ def num_summary_requests(parts: int, group: int) -> int:
 
 
 def _available_tokens(config: SynthConfig, documents: Documents, sizes: dict[Kind, float]) -> float:
-    """Tokens when all visits for questions, or for summaries, are used up; RAG needs none beside questions."""
+    """Tokens when all visits for questions, or for summaries, are used up; RAG uses the visits of questions."""
     shares = config.token_shares
     pairs: Kind = "qa" if "qa" in shares else "rag"
     ends = []

@@ -5,6 +5,7 @@ step is finished and saved. Ranks run the loop together and decide alike, becaus
 writes.
 """
 
+import logging
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 
 from unspool.core.errors import UnspoolError
-from unspool.core.progress import say
 from unspool.data.mixture import Mix, ModelShape
 from unspool.data.packing.store import RowSet
 from unspool.training.checkpoint.resume import CHECKPOINTS, resume_facts
@@ -29,6 +29,8 @@ from unspool.training.optim.updater import Updater
 from unspool.training.parallel.mesh import DistContext, single_rank
 from unspool.training.schedule import SpikeGuard, StoppedError, catch_stop_signals, learning_rate
 from unspool.training.step import StepResult, train_step
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Training:
     aux_loss: AuxLoss | None = None  # adds to the gradient of each step
 
 
-def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, logger: MetricsLogger) -> None:
+def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, metrics: MetricsLogger) -> None:
     every = stage.checkpoint_every or max(1, stage.steps // 10)
     guard = training.guard
     dist_context = training.dist_context or DistContext(single_rank(training.device), None)
@@ -59,7 +61,7 @@ def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, 
         JsonlLog(work / LEDGER) if ranks.is_leader else nullcontext() as ledger,
         Saver(work / CHECKPOINTS, stage=stage.name, pin=pin, world_size=ranks.world_size) as saver,
     ):
-        for step, batches in logger.timed(steps):
+        for step, batches in metrics.timed(steps):
             ranks.enter_step(step)
             lr = learning_rate(stage, step)
             result = train_step(
@@ -76,11 +78,13 @@ def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, 
             if not guard.record(result.loss, result.grad_norm, problem):
                 raise UnspoolError(_refusal(stage, step, batches.picks, problem))
             if problem:
-                say(f"stage {stage.name}: skipping step {step}: {problem} (rows {_row_names(batches.picks)})")
+                logger.warning(
+                    f"stage {stage.name}: skipping step {step}: {problem} (rows {_row_names(batches.picks)})"
+                )
             if ledger is not None:
                 ledger.append(ledger_line(step, batches.picks, skipped=problem))
             ranks.leave_step("saving or validating", step)
-            logger.step(
+            metrics.step(
                 StepReport(
                     step=step,
                     loss=result.loss,
@@ -122,7 +126,7 @@ def _read_if_exists(path: Path) -> dict[str, bytes]:
 def _stop(stage: StageConfig, work: Path, asked: Signals) -> None:
     saved = checkpoints(work / CHECKPOINTS)
     kept = f"saved as {saved[-1].name}" if saved else "nothing could be saved"
-    say(f"stage {stage.name}: stopped by {asked.name}, {kept}; rerun the same command to resume")
+    logger.warning(f"stage {stage.name}: stopped by {asked.name}, {kept}; rerun the same command to resume")
     raise StoppedError(asked)
 
 

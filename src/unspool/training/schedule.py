@@ -1,5 +1,6 @@
 """What decides about a step before and after it runs: learning rate, spike guard, stop signals."""
 
+import logging
 import math
 import os
 import signal
@@ -11,8 +12,9 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
-from unspool.core.progress import say
 from unspool.training.config import GuardConfig, StageConfig
+
+logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -120,7 +122,7 @@ def catch_stop_signals(name: str) -> Iterator[StopRequest]:
             os.kill(os.getpid(), number)
             return
         stop.signal = signal.Signals(number)
-        say(f"{name}: {stop.signal.name}: stopping after this step; send it again to stop at once")
+        logger.warning(f"{name}: {stop.signal.name}: stopping after this step; send it again to stop at once")
 
     before = {number: signal.signal(number, handle) for number in SIGNALS}
     try:

@@ -8,6 +8,7 @@ and any number of ranks can resume from what any other number has saved. A model
 """
 
 import errno
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,6 @@ from torch import Tensor
 
 from unspool.core.artifacts import digest, publish, read_manifest, stale_reason, write_atomic
 from unspool.core.errors import ConfigError, UnspoolError
-from unspool.core.progress import say
 from unspool.core.sizes import format_count, format_size
 from unspool.data.mixture import Mix, epoch_warnings
 from unspool.data.packing.store import RowSet, open_rows
@@ -59,6 +59,8 @@ from unspool.training.parallel.fsdp import unshard_model
 from unspool.training.parallel.mesh import DistContext, build_dist_context, single_rank
 from unspool.training.parallel.ranks import Ranks
 from unspool.training.schedule import SpikeGuard
+
+logger = logging.getLogger(__name__)
 
 KIND = "stage"
 
@@ -145,10 +147,10 @@ def run_stage(
             rows=inputs.datasets,
             validation=inputs.validation,
             dist_context=dist_context,
-        ) as logger:
+        ) as metrics:
             aux_loss = distillation.during() if distillation is not None else None
             training = Training(model, updater, guard, mix, rows, device, dist_context, model_shape(model), aux_loss)
-            run_steps(stage, training, work, done=done, logger=logger)
+            run_steps(stage, training, work, done=done, metrics=metrics)
             del training, aux_loss  # frees the teacher: `after` loads its own
         if distillation is not None:
             distillation.after()
@@ -163,7 +165,7 @@ def _find_work(stage: StageConfig, out_dir: Path, identity: dict[str, Any]) -> s
     if reason is None:
         # A kill just after publishing leaves checkpoints behind.
         shutil.rmtree(_work_path(out_dir), ignore_errors=True)
-        say(f"stage {stage.name}: up to date")
+        logger.info(f"stage {stage.name}: up to date")
     return reason
 
 
@@ -202,9 +204,9 @@ def _announce(stage: StageConfig, mix: Mix, reason: str, *, done: int, dist_cont
     tokens = f"{format_count(stage.steps * stage.batch_tokens)} tokens at {format_size(stage.context_length)}"
     epochs = mix.epochs(stage.steps * stage.batch_tokens // stage.context_length)
     repeated = ", ".join(f"{name} {epoch:.2g}" for name, epoch in epochs.items())
-    say(f"stage {stage.name}: {stage.steps} steps, {tokens} on {where} ({reason}{resumed}); epochs: {repeated}")
+    logger.info(f"stage {stage.name}: {stage.steps} steps, {tokens} on {where} ({reason}{resumed}); epochs: {repeated}")
     for warning in epoch_warnings(epochs):
-        say(f"stage {stage.name}: {warning}")
+        logger.warning(f"stage {stage.name}: {warning}")
 
 
 @contextmanager

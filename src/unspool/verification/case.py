@@ -103,7 +103,7 @@ def _closeness(measured: Measured) -> float:
     return math.inf if math.isnan(measured.error) else measured.error / measured.tolerance
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     name: str
     promise: int
@@ -206,7 +206,7 @@ def step_stage(length: int, num_rows: int, **settings: Any) -> StageConfig:
 def error_line(output: str) -> str:
     """Of the output of a failed process, the last line that names an error, else the last line.
 
-    After a CUDA error come lines of advice, and libraries may print more.
+    CUDA prints lines of advice after an error, and libraries may print more.
     """
     lines = output.strip().splitlines()
     named = [found[1] for line in lines if (found := _ERROR.match(line))]

@@ -25,7 +25,7 @@ from unspool.verification.fixtures import GRADIENT_DOCUMENT, RopeCase, Step
 from unspool.verification.tolerance import DRAW_FROM, DRAWS
 
 PER_HEAD = "unspool-verify-per-head"
-STEP = "row"  # the whole step, beside single documents
+STEP = "row"  # key of the whole step; documents have keys of their own
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +69,7 @@ KILL_STAGE = _stage("kill", steps=KILL_STEPS, checkpoint_every=1)
 
 
 class _InterruptedError(Exception):
-    """Stands for the end of a process."""
+    """Simulates the end of a process."""
 
 
 class _InterruptedMix(Mix):
@@ -118,8 +121,8 @@ def _run(case: Case, work: Path, *, interrupt_after: Sequence[int]) -> dict[str,
         mix.last_step = last_step
         training = Training(model, updater, guard, mix, rows, case.device)
         try:
-            with MetricsLogger(STAGE, work, done=done, device=case.device, is_leader=False) as logger:
-                run_steps(STAGE, training, work, done=done, logger=logger)
+            with MetricsLogger(STAGE, work, done=done, device=case.device, is_leader=False) as metrics:
+                run_steps(STAGE, training, work, done=done, metrics=metrics)
         except _InterruptedError:
             assert last_step < STEPS
     return {name: tensor.detach().cpu().clone() for name, tensor in updater.state_tensors().items()}
@@ -165,7 +168,7 @@ def check_kills(case: Case, *, kills: int) -> list[Measured]:
 
 
 def run_kills(folder: Path, *, kills: int, seed: int, device: torch.device) -> KillResult:
-    """Kill and restart a run until there were so many kills. A run that ends before is compared, and another begins."""
+    """Kill and restart a run until it was killed `kills` times. Completed runs are compared, and another starts."""
     inputs = _inputs(folder, seed=seed)
 
     def run(name: str) -> Callable[[], None]:
@@ -173,13 +176,13 @@ def run_kills(folder: Path, *, kills: int, seed: int, device: torch.device) -> K
 
     def seconds_of(name: str) -> float:
         began = time.perf_counter()
-        _wait(_fork(run(name)))
+        _wait(*_fork(run(name)))
         return time.perf_counter() - began
 
     seconds = seconds_of("whole")
     repeatable = True
     if device.type == "cuda":
-        # The first run also compiles kernels; by its time, most kills would come too late.
+        # The first run also compiles kernels; most kills timed by it would be too late.
         seconds = seconds_of("again")
         repeatable = not _differing_files(folder / "again", folder / "whole")
     rng = rng_for(seed, "verify", "kills")
@@ -190,7 +193,7 @@ def run_kills(folder: Path, *, kills: int, seed: int, device: torch.device) -> K
             done += 1
         else:
             finished += 1
-    _wait(_fork(run(f"run-{finished}")))
+    _wait(*_fork(run(f"run-{finished}")))
     runs = [folder / f"run-{number}" for number in range(finished + 1)]
     sizes = {name: len(rows) for name, rows in _kill_rows(seed).items()}
     ledgers = [read_ledger(place / KILL_STAGE.name / LEDGER) for place in runs]
@@ -230,46 +233,40 @@ def _inputs(folder: Path, *, seed: int) -> StageInputs:
     return StageInputs(model=spec.ref, datasets=places)
 
 
-@dataclass(frozen=True)
-class _Child:
-    pid: int
-    errors: int  # file descriptor from which the error of the process can be read
-
-
 def _kill_after(work: Callable[[], None], seconds: float) -> bool:
     """Whether the process was still running when it was killed."""
-    child = _fork(work)
+    process, errors = _fork(work)
     time.sleep(seconds)
-    os.kill(child.pid, signal.SIGKILL)
-    return _wait(child) == -signal.SIGKILL
+    process.kill()
+    return _wait(process, errors) == -signal.SIGKILL
 
 
-def _wait(child: _Child) -> int:
-    code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
-    with os.fdopen(child.errors) as errors:
+def _wait(process: ForkProcess, errors: Connection) -> int:
+    process.join()
+    with errors:
+        code = process.exitcode
+        assert code is not None
         if code > 0:
-            raise RuntimeError(f"a run that was not killed failed: {errors.read()}")
+            raise RuntimeError(f"a run that was not killed failed: {errors.recv()}")
     return code
 
 
-def _fork(work: Callable[[], None]) -> _Child:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            work()
-            code = 0
-        except BaseException as error:
-            os.write(writer, f"{type(error).__name__}: {error}".encode())
-        finally:
-            # Not sys.exit, which would run the exit handlers of the parent twice.
-            os._exit(code)
-    os.close(writer)
-    return _Child(pid, reader)
+def _fork(work: Callable[[], None]) -> tuple[ForkProcess, Connection]:
+    """Start a process, and return it with a connection that receives its error."""
+    reader, writer = get_context("fork").Pipe(duplex=False)
+    process = get_context("fork").Process(target=_report_error, args=(work, writer))
+    process.start()
+    writer.close()
+    return process, reader
+
+
+def _report_error(work: Callable[[], None], errors: Connection) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    try:
+        work()
+    except BaseException as error:
+        errors.send(f"{type(error).__name__}: {error}")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,44 +19,31 @@ from unspool.verification.tolerance import tolerance_for
 
 # No row length is a multiple of this, so that the last tile is shorter.
 TILE = 37
+_FULL, _KEEP_ATTENTION = {"activation_checkpointing": "full"}, {"activation_checkpointing": "keep-attention"}
 # By the name of the check: what it does, for --list, and the policy.
-POLICIES: dict[str, tuple[str, MemoryPolicy]] = {
-    "activation-checkpointing": (
-        "activation checkpointing of every layer",
-        MemoryPolicy(activation_checkpointing="full"),
-    ),
-    "keep-attention": (
-        "activation checkpointing that keeps the results of attention",
-        MemoryPolicy(activation_checkpointing="keep-attention"),
-    ),
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "activation-checkpointing": ("activation checkpointing of every layer", _FULL),
+    "keep-attention": ("activation checkpointing that keeps the results of attention", _KEEP_ATTENTION),
     "keep-products": (
         "also keeps the matrix products of two layers, one of them in host memory",
-        MemoryPolicy(activation_checkpointing="keep-attention", keep_products=2, keep_on_host=1),
+        _KEEP_ATTENTION | {"keep_products": 2, "keep_on_host": 1},
     ),
-    "layers-per-checkpoint": (
-        "activation checkpointing of two layers at a time",
-        MemoryPolicy(activation_checkpointing="full", layers_per_checkpoint=2),
-    ),
-    "offload": ("activation checkpoints in host memory", MemoryPolicy(activation_checkpointing="full", offload=True)),
-    "mlp-tiles": (f"norms and MLPs over {TILE} tokens at a time", MemoryPolicy(mlp_tiles=TILE)),
-    "heads-at-once": ("attention over one KV head at a time", MemoryPolicy(attention_heads_at_once=1)),
+    "layers-per-checkpoint": ("activation checkpoints of two layers each", _FULL | {"layers_per_checkpoint": 2}),
+    "offload": ("activation checkpoints in host memory", _FULL | {"offload": True}),
+    "mlp-tiles": (f"norms and MLPs over {TILE} tokens at a time", {"mlp_tiles": TILE}),
+    "heads-at-once": ("attention over one KV head at a time", {"attention_heads_at_once": 1}),
     "all-memory": (
         "all of these together",
-        MemoryPolicy(
-            activation_checkpointing="keep-attention",
-            layers_per_checkpoint=2,
-            offload=True,
-            mlp_tiles=TILE,
-            attention_heads_at_once=1,
-        ),
+        _KEEP_ATTENTION
+        | {"layers_per_checkpoint": 2, "offload": True, "mlp_tiles": TILE, "attention_heads_at_once": 1},
     ),
 }
 
 
 def policy_checks() -> list[Check]:
     return [
-        Check(name=name, promise=5, what=what, measure=partial(check_policy, policy=policy))
-        for name, (what, policy) in POLICIES.items()
+        Check(name, 5, what, partial(check_policy, policy=MemoryPolicy(**settings)))
+        for name, (what, settings) in POLICIES.items()
     ]
 
 
@@ -97,7 +85,7 @@ def _in(head: Head, dtype: torch.dtype, device: torch.device | str) -> Head:
 
 
 def _plain(hidden: Tensor, head: Head, labels: Tensor, *, at_once: int) -> list[Tensor]:
-    """Cross-entropy on the logits of so many targets at once."""
+    """Cross-entropy on the logits of `at_once` targets at a time."""
     states, head = _with_gradients(hidden, head)
     targets = (labels != IGNORE).nonzero()[:, 0]
     losses = [

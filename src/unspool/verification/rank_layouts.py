@@ -40,7 +40,7 @@ from unspool.verification.case import Case, Check, Measured, SkippedError, error
 from unspool.verification.fixtures import FAMILIES, NUM_ROWS, ModelSpec, Step, build_steps
 from unspool.verification.ground_truth import STEP, Outcome, compare
 
-PACKED, SINGLE = "several", "whole"  # the step of promise 2, and the same with one document per row
+PACKED, SINGLE = "several", "single"  # the step of promise 2, and the same with one document per row
 TIMEOUT_SECONDS = 300
 DONE = "done\n"
 Results = dict[str, tuple[float, dict[str, Tensor]]]  # layout: loss and gradient
@@ -72,12 +72,8 @@ class RankLayout:
 
 
 def rank_check(ranks: RankGroup) -> Check:
-    return Check(
-        name="ranks",
-        promise=2,
-        what="one step on several ranks (FSDP, Ulysses, ring and combinations), against one rank",
-        measure=partial(check_ranks, ranks=ranks),
-    )
+    what = "one step on several ranks (FSDP, Ulysses, ring and combinations), against one rank"
+    return Check("ranks", 2, what, partial(check_ranks, ranks=ranks))
 
 
 def check_ranks(case: Case, ranks: RankGroup) -> list[Measured]:
@@ -108,7 +104,7 @@ def check_ranks(case: Case, ranks: RankGroup) -> list[Measured]:
 
 
 def possible_layouts(world_size: int, num_heads: int, num_kv_heads: int, length: int) -> Iterator[RankLayout]:
-    """All layouts of so many ranks that a model with these heads allows, with and without document masks."""
+    """All layouts of `world_size` ranks that a model with these heads allows, with and without document masks."""
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     for step, replicate, ring, ulysses in product((PACKED, SINGLE), sizes, sizes, sizes):
         work = Work(

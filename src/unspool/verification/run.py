@@ -13,9 +13,12 @@ import torch
 from unspool.core.errors import ConfigError
 from unspool.models.export import PlainProcess
 from unspool.models.tokenizer import first_line
-from unspool.verification import exported, interruptions, memory_settings, step_checks
+from unspool.verification import interruptions as runs
+from unspool.verification import step_checks as steps
 from unspool.verification.case import Case, Check, SkippedError, build_case, training_dtype
+from unspool.verification.exported import check_export, check_rope_tables
 from unspool.verification.fixtures import ModelSpec
+from unspool.verification.memory_settings import check_chunked_loss, policy_checks
 from unspool.verification.rank_layouts import RankGroup, rank_check
 
 PROMISES = {
@@ -27,74 +30,27 @@ PROMISES = {
 }
 
 
-def build_checks(
-    plain: PlainProcess, *, kills: int = interruptions.KILLS, ranks: RankGroup | None = None
-) -> dict[str, Check]:
+def build_checks(plain: PlainProcess, *, kills: int = runs.KILLS, ranks: RankGroup | None = None) -> dict[str, Check]:
     """All checks by name. `plain` loads exports, a run is killed `kills` times, `ranks` share a step."""
     checks = [
-        Check(
-            name="packing",
-            promise=1,
-            what="loss and gradient of each document in a packed row, against the document alone",
-            measure=step_checks.check_packing,
-        ),
-        Check(
-            name="isolation",
-            promise=1,
-            what="replacing the text of one document leaves all others bitwise equal",
-            measure=step_checks.check_isolation,
-        ),
-        Check(
-            name="position-shift",
-            promise=1,
-            what="a document at higher positions, against the same at 0: queries and keys rotate alike",
-            measure=step_checks.check_position_shift,
-        ),
-        Check(
-            name="micro-batches",
-            promise=2,
-            what="one step of eight rows in micro-batches of one, four and eight",
-            measure=step_checks.check_micro_batches,
-        ),
-        Check(
-            name="row-order",
-            promise=2,
-            what="one step with its rows in other orders",
-            measure=step_checks.check_row_order,
-        ),
+        Check("packing", 1, "loss and gradient of documents in a packed row, against each alone", steps.check_packing),
+        Check("isolation", 1, "replacing the text of one document leaves others bitwise equal", steps.check_isolation),
+        Check("position-shift", 1, "a document at higher positions, against it at 0", steps.check_position_shift),
+        Check("micro-batches", 2, "eight rows in micro-batches of one, four and eight", steps.check_micro_batches),
+        Check("row-order", 2, "one step with its rows in other orders", steps.check_row_order),
         *([rank_check(ranks)] if ranks else []),
+        Check("resume", 3, "a stage interrupted after several steps, against an uninterrupted one", runs.check_resume),
         Check(
-            name="resume",
-            promise=3,
-            what="a stage interrupted after several of its steps, against an uninterrupted one: bits and ledger",
-            measure=interruptions.check_resume,
-        ),
-        Check(
-            name="sigkill",
-            promise=3,
-            what="a process killed at random moments (--kills) and restarted, against one never killed",
-            measure=partial(interruptions.check_kills, kills=kills),
+            "sigkill",
+            3,
+            "a process killed at random moments (--kills) and restarted, against one never killed",
+            partial(runs.check_kills, kills=kills),
             once=True,
         ),
-        Check(
-            name="export",
-            promise=4,
-            what="logits of the exported folder in a fresh process without Unspool",
-            measure=partial(exported.check_export, plain=plain),
-        ),
-        Check(
-            name="rope-tables",
-            promise=4,
-            what="cosines and sines up to the last position, against float64",
-            measure=exported.check_rope_tables,
-        ),
-        Check(
-            name="chunked-loss",
-            promise=5,
-            what="loss and gradients in chunks, against all logits at once",
-            measure=memory_settings.check_chunked_loss,
-        ),
-        *memory_settings.policy_checks(),
+        Check("export", 4, "logits of the export in a process without Unspool", partial(check_export, plain=plain)),
+        Check("rope-tables", 4, "cosines and sines up to the last position, against float64", check_rope_tables),
+        Check("chunked-loss", 5, "loss and gradients in chunks, against all logits at once", check_chunked_loss),
+        *policy_checks(),
     ]
     return {check.name: check for check in checks}
 

@@ -18,21 +18,7 @@ enough, because two effects make most of the error:
 - One rounding. Where a single channel has a huge activation, terms cancel in the norms, and one rounding of it affects
   all layers before. Another order of sums rounds it differently. So the reference also runs a step of several rows as a
   padded batch, and a model with a noticeable error also with the sums of all its products in random orders
-  (`ReorderedSums`). SmolLM2-135M, smallest and largest error over six seeds:
-
-    step of eight rows                      median over weights      worst weight
-    one at a time, all logits; 1 thread     6.7e-6 … 1.7e-5          4.1e-5 … 9.2e-4
-      with 2 threads                        2.5e-5 … 3.8e-5          7.7e-5 … 9.1e-4
-    one at a time, targets only; 1 thread   1.6e-5 … 6.0e-5          5.9e-5 … 8.5e-4
-      with 2 threads                        3.3e-5 … 7.3e-5          1.2e-4 … 8.4e-4
-    in a batch                              6.7e-6 … 1.7e-5          4.0e-5 … 9.2e-4
-      sums in eight random orders           7.3e-6 … 3.6e-5          3.9e-5 … 1.9e-3
-    ours, one row at a time                 1.3e-5 … 6.6e-5          7.1e-5 … 1.3e-3
-      two, four, eight                      3.9e-6 … 3.4e-5          1.6e-5 … 1.3e-3
-
-  In 16 cases (ten seeds, one or two threads) our error was at most 1.13 times the largest of these measurements.
-  Against the first and the fifth line alone it was up to 9.8 times the larger, and too large in 11 cases; without
-  targets only it would be too large in 7, without random orders in 2.
+  (`ReorderedSums`). docs/verify.md has the errors that were measured.
 
 A bug (a leaked token, wrongly weighted rows) changes almost all weights by 1e-3 or more, while terms cancel only in a
 few norms. So the median over weights must be within 1e-3 whatever the reference does, and the worst weight within 0.1:

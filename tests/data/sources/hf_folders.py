@@ -11,9 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from unspool.data.sources import hub
 from unspool.data.sources.base import Bad, Document, Item
-from unspool.data.sources.config import HfSource
+from unspool.data.sources.hub import HfSource
 
 
 def source(path: str = ".", **settings: Any) -> HfSource:
@@ -56,13 +55,11 @@ def card(folder: Path, configs: str) -> None:
 
 
 def names(root: Path, settings: HfSource) -> list[str]:
-    return [
-        path.relative_to((root / settings.path).resolve()).as_posix() for path in hub.units(settings, root.resolve())
-    ]
+    return [path.relative_to((root / settings.path).resolve()).as_posix() for path in settings.units(root.resolve())]
 
 
 def read(root: Path, settings: HfSource) -> list[Item]:
-    return list(hub.read(settings, hub.units(settings, root), seed=0))
+    return list(settings.read_units(settings.units(root), 0))
 
 
 def texts_of(items: list[Item]) -> list[str]:

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from unspool.data.sources import mds
 from unspool.data.sources.base import Bad, Document, Item
-from unspool.data.sources.config import MdsSource
+from unspool.data.sources.mds import MdsSource
 
 CODES = {"uint8": 8, "int8": 9, "uint16": 16, "int16": 17, "float16": 18, "uint32": 32, "int32": 33}
 CODES |= {"float32": 34, "uint64": 64, "int64": 65, "float64": 66}
@@ -121,7 +120,7 @@ def source(path: str = ".", tokens: str = "input_ids") -> MdsSource:
 
 def read(root: Path, path: str = ".", tokens: str = "input_ids") -> list[Item]:
     settings = source(path, tokens)
-    return list(mds.read(settings, mds.units(settings, root), seed=0))
+    return list(settings.read_units(settings.units(root), 0))
 
 
 def tokens_of(items: list[Item]) -> list[list[int]]:

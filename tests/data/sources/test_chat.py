@@ -9,9 +9,8 @@ import pytest
 import zstandard
 
 from unspool.core.errors import ConfigError
-from unspool.data.sources.base import Bad, Document, Message
-from unspool.data.sources.config import ChatSource
-from unspool.data.sources.readers import read_units, source_units
+from unspool.data.sources.base import Bad, Document, Message, read_items
+from unspool.data.sources.chat import ChatSource
 
 TALK = (Message("user", "why?"), Message("assistant", "because"))
 WITH_SYSTEM = (Message("system", "be brief"), *TALK)
@@ -73,7 +72,7 @@ BAD = {
 
 def read(path, **changes):
     source = ChatSource(kind="chat", path=path.name, **changes)
-    return list(read_units(source, source_units(source, path.parent)))
+    return list(read_items(source, source.units(path.parent)))
 
 
 def save(path, records):

@@ -8,7 +8,6 @@ import pyarrow as pa
 import pytest
 
 from unspool.core.errors import ConfigError, DataError
-from unspool.data.sources import hub
 from unspool.data.sources.base import Document, Filtered
 
 from .hf_folders import bad, card, names, read, save_to_disk, source, texts_of, write, write_stream
@@ -34,7 +33,7 @@ def test_a_saved_dictionary_of_splits_gives_the_split_that_was_asked_for(tmp_pat
     assert texts_of(read(tmp_path, source())) == ["of train"]
     assert texts_of(read(tmp_path, source(split="test"))) == ["of test"]
     with pytest.raises(ConfigError, match="no split 'dev'; set split to one of: 'train', 'test'"):
-        hub.units(source(split="dev"), tmp_path)
+        source(split="dev").units(tmp_path)
 
 
 def test_a_saved_split_is_not_taken_for_another(tmp_path):
@@ -42,7 +41,7 @@ def test_a_saved_split_is_not_taken_for_another(tmp_path):
     save_to_disk(tmp_path / "part", ["two"], split="train[:1%]")
 
     with pytest.raises(ConfigError, match="no split 'train'; set split to one of: 'test'"):
-        hub.units(source("test"), tmp_path)
+        source("test").units(tmp_path)
     assert texts_of(read(tmp_path, source("part"))) == ["two"]
 
 
@@ -55,7 +54,7 @@ def test_a_saved_dataset_that_is_not_whole_is_refused(tmp_path, state):
     save_to_disk(tmp_path / "saved", ["one"])
     (tmp_path / "saved" / "state.json").write_text(state)
     with pytest.raises(DataError, match=r"state\.json"):
-        hub.units(source("saved"), tmp_path)
+        source("saved").units(tmp_path)
 
 
 # Arrow
@@ -119,7 +118,7 @@ def test_an_arrow_stream_cut_short_is_told_from_one_that_ends(tmp_path):
     for content in (b"", b"no Arrow", b"ARROW1 but nothing more"):
         path.write_bytes(content)
         assert [record for record, _ in bad(read(tmp_path, source("a.arrow")))] == ["whole file"]
-    assert bad(list(hub.read(source(), [tmp_path / "gone.arrow"], seed=0))) == [("whole file", "unreadable")]
+    assert bad(list(source().read_units([tmp_path / "gone.arrow"], 0))) == [("whole file", "unreadable")]
 
 
 def test_records_behind_an_early_end_of_an_arrow_stream_are_not_lost_in_silence(tmp_path):
@@ -201,14 +200,14 @@ def test_splits_are_recognised_by_name_as_the_hub_does(tmp_path, files, train, t
             assert len(items) == len(texts_of(items)) == count
         else:
             with pytest.raises(ConfigError, match="no split"):
-                hub.units(source(split=split), tmp_path)
+                source(split=split).units(tmp_path)
 
 
 def test_a_split_with_a_name_of_its_own_is_found_in_numbered_files(tmp_path):
     write(tmp_path / "data/long_books-00000-of-00001.parquet", "one")
     assert texts_of(read(tmp_path, source(split="long_books"))) == ["one"]
     with pytest.raises(ConfigError, match="set split to one of: 'long_books'"):
-        hub.units(source(), tmp_path)
+        source().units(tmp_path)
 
 
 def test_of_several_formats_the_most_frequent_is_read(tmp_path):
@@ -245,9 +244,9 @@ def test_a_configuration_is_chosen_by_name_or_is_the_default_one(tmp_path):
     card(tmp_path, both + "}")
     assert names(tmp_path, source(config="de")) == ["de/a.jsonl"]
     with pytest.raises(ConfigError, match="several configurations; set config to one of: 'en', 'de'"):
-        hub.units(source(), tmp_path)
+        source().units(tmp_path)
     with pytest.raises(ConfigError, match="no configuration 'fr'; set config to one of: 'en', 'de'"):
-        hub.units(source(config="fr"), tmp_path)
+        source(config="fr").units(tmp_path)
     card(tmp_path, both + ", default: true}")
     assert names(tmp_path, source()) == ["de/a.jsonl"]
 
@@ -257,7 +256,7 @@ def test_without_a_card_a_configuration_is_a_folder(tmp_path):
         write(tmp_path / file, file)
     assert names(tmp_path, source(config="de")) == ["de/train.jsonl"]
     with pytest.raises(ConfigError, match="no configuration 'fr'"):
-        hub.units(source(config="fr"), tmp_path)
+        source(config="fr").units(tmp_path)
 
 
 @pytest.mark.parametrize("configs", ["configs: [", "configs:\n- {config_name: a, data_files: [{split: train}]}"])
@@ -265,7 +264,7 @@ def test_a_card_that_makes_no_sense_is_refused(tmp_path, configs):
     write(tmp_path / "a.jsonl", "one")
     card(tmp_path, configs)
     with pytest.raises(DataError, match=r"README\.md"):
-        hub.units(source(), tmp_path)
+        source().units(tmp_path)
 
 
 @pytest.mark.parametrize("configs", ["configs: 7", "configs: []", "tags: [a]", "configs: [1, {a: 2}]"])
@@ -278,9 +277,9 @@ def test_a_card_without_configurations_changes_nothing(tmp_path, configs):
 def test_a_folder_without_data_and_a_path_that_is_neither_are_refused(tmp_path):
     (tmp_path / "table.csv").touch()
     with pytest.raises(ConfigError, match="holds no Parquet, JSONL or Arrow files"):
-        hub.units(source(), tmp_path)
+        source().units(tmp_path)
     with pytest.raises(ConfigError, match="no Hub id such as org/name"):
-        hub.units(source("a/b/c"), tmp_path)
+        source("a/b/c").units(tmp_path)
 
 
 @pytest.mark.parametrize("listed", [3, "data", [{"filename": "x" * 5000}], [{"filename": "\0"}], [{"filename": ["a"]}]])
@@ -288,5 +287,5 @@ def test_a_state_file_that_names_what_cannot_be_a_file_is_refused_with_a_sentenc
     save_to_disk(tmp_path, ["one"])
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": listed}))
     with pytest.raises(DataError, match=r"state\.json: names") as caught:
-        hub.units(source(), tmp_path)
+        source().units(tmp_path)
     assert len(str(caught.value)) < 400

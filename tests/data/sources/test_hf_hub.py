@@ -10,7 +10,6 @@ import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from unspool.core.errors import ConfigError
-from unspool.data.sources import hub as hf
 
 from .hf_folders import card, read, source, texts_of, write
 
@@ -84,10 +83,10 @@ def test_a_dataset_in_other_formats_is_read_from_the_parquet_copy(tmp_path, hub)
     assert texts_of(read(tmp_path, source("org/name", config="other"))) == ["other 0", "other 1"]
     assert texts_of(read(tmp_path, source("org/name", revision="refs/convert/parquet"))) == ["default 0", "default 1"]
     with pytest.raises(ConfigError, match=r"only the first part of 'test'.*split: partial-test"):
-        hf.units(source("org/name", split="test"), tmp_path)
+        source("org/name", split="test").units(tmp_path)
     assert texts_of(read(tmp_path, source("org/name", split="partial-test"))) == ["part"]
     with pytest.raises(ConfigError, match="no split 'dev'"):
-        hf.units(source("org/name", split="dev"), tmp_path)
+        source("org/name", split="dev").units(tmp_path)
 
 
 def test_the_parquet_copy_never_stands_in_for_a_revision(tmp_path, hub):
@@ -95,12 +94,12 @@ def test_the_parquet_copy_never_stands_in_for_a_revision(tmp_path, hub):
     (hub.folder / "v1/train.csv").touch()
     write(hub.folder / "refs-convert-parquet/default/train/0000.parquet", "newest")
     with pytest.raises(ConfigError, match="holds no Parquet, JSONL or Arrow files for split 'train'"):
-        hf.units(source("org/name", revision="v1"), tmp_path)
+        source("org/name", revision="v1").units(tmp_path)
 
 
 def test_without_the_hub_one_sentence_says_what_to_do(tmp_path, hub):
     with pytest.raises(ConfigError, match="hf download --repo-type dataset org/name --local-dir") as caught:
-        hf.units(source("org/name"), tmp_path)
+        source("org/name").units(tmp_path)
     assert "404" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -110,7 +109,7 @@ def test_a_name_the_hub_does_not_know_is_told_from_a_missing_network(tmp_path, h
 
     monkeypatch.setattr(hub, "dataset_info", unknown)
     with pytest.raises(ConfigError, match="no such dataset 'org/name' on the Hub; check the name"):
-        hf.units(source("org/name"), tmp_path)
+        source("org/name").units(tmp_path)
 
 
 def test_a_folder_goes_before_the_hub(tmp_path, hub):

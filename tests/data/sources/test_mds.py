@@ -12,7 +12,6 @@ import pytest
 import zstandard
 
 from unspool.core.errors import ConfigError
-from unspool.data.sources import mds
 from unspool.data.sources.base import Bad, Document
 
 from .mds_folders import PACKED, UNPACKED, bad, read, save_index, source, tokens_of, unpacked, write
@@ -138,7 +137,7 @@ def test_a_shard_that_several_indexes_name_is_read_once(tmp_path, compression, k
     if keep != "parts":
         merged(tmp_path / "book", shards)
 
-    assert len(mds.units(source(), tmp_path)) == 4
+    assert len(source().units(tmp_path)) == 4
     assert tokens_of(read(tmp_path)) == expected
 
 
@@ -148,7 +147,7 @@ def test_a_shard_that_is_not_there_is_one_bad_record_and_no_unit(tmp_path):
     merged(tmp_path / "book", shards)
     (tmp_path / "book/part/shard.00000.mds").unlink()
 
-    units = mds.units(source(), tmp_path)
+    units = source().units(tmp_path)
     items = read(tmp_path)
 
     assert all(unit.is_file() for unit in units)
@@ -170,15 +169,15 @@ def test_units_are_sorted_shards_that_can_be_read_apart(tmp_path):
     write(tmp_path / "b", UNPACKED, samples, per_shard=3)
     write(tmp_path / "a", UNPACKED, samples, per_shard=5)
 
-    units = mds.units(source(), tmp_path)
+    units = source().units(tmp_path)
 
     assert [str(unit.relative_to(tmp_path)) for unit in units] == [
         f"{folder}/shard.{number:05}.mds" for folder, count in (("a", 2), ("b", 3)) for number in range(count)
     ]
-    apart = [tokens for unit in units for tokens in tokens_of(list(mds.read(source(), [unit], seed=0)))]
+    apart = [tokens for unit in units for tokens in tokens_of(list(source().read_units([unit], 0)))]
     assert apart == tokens_of(read(tmp_path)) and len(apart) == 18
-    assert mds.units(source("a/shard.00001.mds"), tmp_path) == [units[1]]
-    assert mds.units(source("*/index.json"), tmp_path) == units
+    assert source("a/shard.00001.mds").units(tmp_path) == [units[1]]
+    assert source("*/index.json").units(tmp_path) == units
 
 
 def test_a_decompressed_shard_is_preferred_to_its_compressed_form(tmp_path):
@@ -193,10 +192,10 @@ def test_a_decompressed_shard_is_preferred_to_its_compressed_form(tmp_path):
 
 def test_no_index_or_no_shard_is_refused_before_any_work(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no index\.json"):
-        mds.units(source(), tmp_path)
+        source().units(tmp_path)
     save_index(tmp_path, [])
     with pytest.raises(ConfigError, match="name no shard"):
-        mds.units(source(), tmp_path)
+        source().units(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from unspool.core.errors import ConfigError
-from unspool.data.sources import parquet
+from unspool.data.sources import arrow
 from unspool.data.sources.base import Bad, Document, Filtered, Item
-from unspool.data.sources.config import ParquetSource
+from unspool.data.sources.parquet import ParquetSource
 
 TEXTS = ["one", "zwei – drei", "vier\nfünf", "😀" * 50]
 
@@ -27,7 +27,7 @@ def write(path: Path, values: Any, *, name: str = "text", **options: Any) -> Pat
 
 
 def read(path: Path, text: str = "text") -> list[Item]:
-    return list(parquet.read(source(text=text), [path], seed=0))
+    return list(source(text=text).read_units([path]))
 
 
 def texts(items: list[Item]) -> list[str]:
@@ -85,7 +85,7 @@ def test_a_column_whose_own_name_has_a_dot_is_found(tmp_path):
 
 
 def test_bad_records_are_set_aside_one_by_one_and_empty_ones_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet, "MAX_RECORD_BYTES", 1 << 20)
+    monkeypatch.setattr(arrow, "MAX_RECORD_BYTES", 1 << 20)
     values = invalid_utf8(b"one", b"\xff\xfe", b"a\0b", b"", b"\xed\xa0\x80", b"x" * (1 << 20), b"x" * ((1 << 20) + 1))
     path = write(tmp_path / "a.parquet", values)
 
@@ -112,7 +112,7 @@ def test_a_missing_column_is_one_bad_record_per_file_that_names_those_present(tm
     first = write(tmp_path / "a.parquet", TEXTS, name="body")
     second = write(tmp_path / "b.parquet", TEXTS)
 
-    items = list(parquet.read(source(), [first, second], seed=0))
+    items = list(source().read_units([first, second]))
 
     assert bad(items) == [("whole file", "missing_field")]
     assert isinstance(items[0], Bad) and "'body'" in items[0].detail and items[0].file == str(first)
@@ -165,10 +165,10 @@ def test_a_file_without_records_gives_nothing(tmp_path):
 
 
 def test_a_batch_never_holds_many_long_records(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet, "_BATCH_BYTES", 1000)
+    monkeypatch.setattr(arrow, "_BATCH_BYTES", 1000)
     sizes = []
-    original = parquet.items_of
-    monkeypatch.setattr(parquet, "items_of", lambda array, *rest: (sizes.append(len(array)), original(array, *rest))[1])
+    original = arrow.text_items
+    monkeypatch.setattr(arrow, "text_items", lambda array, *rest: (sizes.append(len(array)), original(array, *rest))[1])
     expected = [f"{number:0400}" for number in range(20)]
 
     assert texts(read(write(tmp_path / "a.parquet", expected, use_dictionary=False))) == expected
@@ -196,6 +196,6 @@ def test_mutated_files_give_items_and_never_an_error(tmp_path):
 def test_the_units_are_the_sorted_files(tmp_path):
     for name in ("b.parquet", "a.parquet", "c.txt"):
         (tmp_path / name).touch()
-    assert parquet.units(source(), tmp_path) == [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    assert source().units(tmp_path) == [tmp_path / "a.parquet", tmp_path / "b.parquet"]
     with pytest.raises(ConfigError, match="does not exist"):
-        parquet.units(source("missing"), tmp_path)
+        source("missing").units(tmp_path)

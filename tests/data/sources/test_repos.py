@@ -9,7 +9,7 @@ import pytest
 from unspool.core.errors import ConfigError
 from unspool.data.sources import archives, repos
 from unspool.data.sources.base import Bad, Document, Filtered
-from unspool.data.sources.config import ReposSource
+from unspool.data.sources.repos import ReposSource
 
 from .packing import special, tar_bytes, write_tar, write_zip
 
@@ -21,7 +21,7 @@ def source(path: str = ".") -> ReposSource:
 
 
 def read_one(path: Path, seed: int = 0):
-    (item,) = repos.read(source(), [path], seed)
+    (item,) = source().read_units([path], seed)
     return item
 
 
@@ -176,7 +176,7 @@ def test_broken_archives_are_bad_and_the_next_one_is_read(tmp_path, monkeypatch)
     noise.write_bytes(b"noise" * 99)
     bomb = write_tar(tmp_path / "bomb.tar.xz", tar_bytes({"zeros": bytes(20 << 20)}))
     gone = tmp_path / "gone.tar"
-    items = list(repos.read(source(), [cut, noise, bomb, gone, good], 0))
+    items = list(source().read_units([cut, noise, bomb, gone, good], 0))
 
     assert [getattr(item, "reason", "read") for item in items] == [
         "truncated",
@@ -275,38 +275,38 @@ def test_units_are_the_archives_and_folders_of_a_folder(tmp_path):
     write_zip(tmp_path / "c.zip")
     write_tar(tmp_path / "d.tar.gz", tar_bytes())
     (tmp_path / "e").symlink_to(tmp_path / "a")
-    assert [path.name for path in repos.units(source(), tmp_path)] == ["a", "b", "c.zip", "d.tar.gz"]
+    assert [path.name for path in source().units(tmp_path)] == ["a", "b", "c.zip", "d.tar.gz"]
 
 
 @pytest.mark.parametrize("marker", [".git/config", "pyproject.toml", "package.json", "Cargo.toml", "go.mod"])
 def test_a_folder_with_a_marker_is_one_repository(tmp_path, marker):
     write_folder(tmp_path / "repo", {marker: b"x", "src/a.py": b"x", "tests/b.py": b"x"})
-    assert repos.units(source("repo"), tmp_path) == [tmp_path / "repo"]
+    assert source("repo").units(tmp_path) == [tmp_path / "repo"]
 
 
 def test_a_folder_of_plain_files_is_one_repository(tmp_path):
     write_folder(tmp_path / "repo", {"a.py": b"x", "b.py": b"x"})
-    assert repos.units(source("repo"), tmp_path) == [tmp_path / "repo"]
+    assert source("repo").units(tmp_path) == [tmp_path / "repo"]
 
 
 def test_units_of_a_pattern_and_of_one_archive(tmp_path):
     write_folder(tmp_path, {"r1/a.py": b"x", "r2/src/b.py": b"x", "r3.txt": b"x"})
     write_zip(tmp_path / "r4.zip")
-    assert [path.name for path in repos.units(source("r*"), tmp_path)] == ["r1", "r2", "r4.zip"]
-    assert repos.units(source("r4.zip"), tmp_path) == [tmp_path / "r4.zip"]
+    assert [path.name for path in source("r*").units(tmp_path)] == ["r1", "r2", "r4.zip"]
+    assert source("r4.zip").units(tmp_path) == [tmp_path / "r4.zip"]
 
 
 def test_units_that_are_not_there_are_refused(tmp_path):
     write_folder(tmp_path, {"a.txt": b"x"})
     (tmp_path / "nothing").mkdir()
     with pytest.raises(ConfigError, match="does not exist"):
-        repos.units(source("gone"), tmp_path)
+        source("gone").units(tmp_path)
     with pytest.raises(ConfigError, match="matches no file"):
-        repos.units(source("gone*"), tmp_path)
+        source("gone*").units(tmp_path)
     with pytest.raises(ConfigError, match=r"a\.txt is no archive.*\.tar\.gz"):
-        repos.units(source("a.txt"), tmp_path)
+        source("a.txt").units(tmp_path)
     with pytest.raises(ConfigError, match="holds no repository"):
-        repos.units(source("nothing"), tmp_path)
+        source("nothing").units(tmp_path)
 
 
 def test_an_archive_and_the_folder_it_was_made_of_hold_the_same_files(tmp_path):

@@ -9,9 +9,10 @@ import zstandard
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.data.sources import files, jsonl, text
-from unspool.data.sources.base import Bad, Document
-from unspool.data.sources.config import JsonlSource, RecallSource, TextSource
-from unspool.data.sources.readers import file_source, read_strictly, read_units, source_units
+from unspool.data.sources.base import Bad, Document, read_items, read_strictly
+from unspool.data.sources.jsonl import JsonlSource, text_or_jsonl
+from unspool.data.sources.recall import RecallSource
+from unspool.data.sources.text import TextSource
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
 
@@ -25,11 +26,11 @@ def lines(*texts: str) -> bytes:
 
 
 def read_jsonl(path: Path, field: str = "text") -> list:
-    return list(jsonl.read(jsonl_source(str(path), field), [path], 0))
+    return list(jsonl_source(str(path), field).read_units([path]))
 
 
 def read_text(path: Path) -> list:
-    return list(text.read(TextSource(kind="text", path=str(path)), [path], 0))
+    return list(TextSource(kind="text", path=str(path)).read_units([path]))
 
 
 # Finding files
@@ -40,16 +41,16 @@ def test_a_pattern_finds_files_in_sorted_order_relative_and_absolute(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(lines("text"))
     expected = [tmp_path / "x/b-1.jsonl", tmp_path / "x/b-2.jsonl"]
-    assert source_units(jsonl_source("x/b-*.jsonl"), tmp_path) == expected
-    assert source_units(jsonl_source(f"{tmp_path}/**/b-*.jsonl"), Path("elsewhere")) == expected
+    assert jsonl_source("x/b-*.jsonl").units(tmp_path) == expected
+    assert jsonl_source(f"{tmp_path}/**/b-*.jsonl").units(Path("elsewhere")) == expected
 
 
 def test_the_files_of_generated_documents_are_their_prose(tmp_path):
     (tmp_path / "p.jsonl").write_bytes(lines("prose"))
     source = RecallSource(kind="recall", tokens=1000, length=(64, 128), prose="p.jsonl")
-    assert source_units(source, tmp_path) == [tmp_path / "p.jsonl"]
-    assert file_source(source).kind == "jsonl"
-    assert file_source(source.model_copy(update={"prose": "p.txt"})).kind == "text"
+    assert source.units(tmp_path) == [tmp_path / "p.jsonl"]
+    assert text_or_jsonl("p.jsonl").kind == "jsonl"
+    assert text_or_jsonl("p.txt").kind == "text"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_a_source_without_files_is_refused(tmp_path, path, message):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.txt").write_text("not JSONL")
     with pytest.raises(ConfigError, match=message):
-        source_units(jsonl_source(path), tmp_path)
+        jsonl_source(path).units(tmp_path)
 
 
 # Lines
@@ -183,7 +184,7 @@ def test_a_small_zstd_file_of_gigabytes_is_read_in_bounded_memory(tmp_path, monk
 
 def test_a_file_that_has_gone_is_set_aside(tmp_path):
     (bad,) = read_jsonl(tmp_path / "gone.jsonl")
-    assert (bad.reason, bad.detail) == ("unreadable", "the file has gone")
+    assert (bad.reason, bad.detail) == ("unreadable", "the file no longer exists")
 
 
 # Text
@@ -199,7 +200,7 @@ def test_text_files_are_one_document_each_in_sorted_order(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content.encode())
     source = TextSource(kind="text", path=".")
-    assert list(text.read(source, text.units(source, tmp_path), 0)) == [
+    assert list(source.read_units(source.units(tmp_path))) == [
         Document("a.txt:1", "first"),
         Document("b.txt:1", "second\r\nline"),
         Document("c.txt:1", "third"),
@@ -247,7 +248,7 @@ def test_every_line_gives_exactly_one_item(tmp_path):
 def test_a_file_whose_name_is_not_utf8_is_read_under_a_name_that_can_be_stored(tmp_path):
     name = os.fsdecode(b"\xff.jsonl")
     (tmp_path / name).write_bytes(lines("one") + b"{")
-    good, bad = read_units(jsonl_source(name), [tmp_path / name])
+    good, bad = read_items(jsonl_source(name), [tmp_path / name])
     assert isinstance(good, Document) and isinstance(bad, Bad)
     assert good.id == r"\xff.jsonl:1"
     assert bad.file == str(tmp_path / r"\xff.jsonl")

@@ -6,9 +6,8 @@ import pytest
 import zstandard
 
 from unspool.core.errors import ConfigError
-from unspool.data.sources import textbooks
 from unspool.data.sources.base import Bad, Document, Filtered
-from unspool.data.sources.config import TextbooksSource
+from unspool.data.sources.textbooks import TextbooksSource
 
 
 def source(**fields) -> TextbooksSource:
@@ -25,7 +24,7 @@ def write(path: Path, *records: object) -> Path:
 
 
 def read(*paths: Path, seed: int = 0, **fields):
-    return list(textbooks.read(source(**fields), paths, seed))
+    return list(source(**fields).read_units(paths, seed))
 
 
 def texts(*paths: Path, seed: int = 0, **fields) -> list[str]:
@@ -136,7 +135,7 @@ def test_plain_and_compressed_files_read_the_same(tmp_path, ending):
     data = write(tmp_path / "plain", chapter("Optics", 2, "o2"), chapter("Optics", 1, "o1")).read_bytes()
     pack = {"jsonl": bytes, "jsonl.gz": gzip.compress, "jsonl.zst": zstandard.compress}[ending]
     (tmp_path / f"a.{ending}").write_bytes(pack(data))
-    (path,) = textbooks.units(source(), tmp_path)
+    (path,) = source().units(tmp_path)
     assert texts(path) == ["# Optics\n\no1\n\no2\n"]
 
 
@@ -191,7 +190,7 @@ def test_a_subject_is_handed_on_as_soon_as_it_is_complete(tmp_path):
 
 def test_chapters_that_appear_between_the_two_readings_are_not_lost(tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", chapter("Optics", 1, "o1"))
-    found = textbooks._records
+    found = TextbooksSource._read_chapters
     readings = []
 
     def growing(source, units):
@@ -205,10 +204,10 @@ def test_chapters_that_appear_between_the_two_readings_are_not_lost(tmp_path, mo
             )
         return found(source, units)
 
-    monkeypatch.setattr(textbooks, "_records", growing)
+    monkeypatch.setattr(TextbooksSource, "_read_chapters", growing)
     assert sorted(texts(path)) == ["# Cells\n\nc1\n", "# Optics\n\no1\n", "# Optics\n\no2\n"]
 
 
 def test_a_folder_without_jsonl_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="kind textbooks"):
-        textbooks.units(source(), tmp_path)
+        source().units(tmp_path)

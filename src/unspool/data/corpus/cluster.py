@@ -1,7 +1,7 @@
-"""Tasks as one job array of a Slurm cluster, and the wait for it.
+"""Run tasks as a job array of a Slurm cluster, or on a Ray cluster.
 
-Promise: the job outlives this process: a run that was killed finds its job again and waits on; Ctrl-C
-or a failed task cancels it. Price: all machines must see the same file system, under the same paths.
+A Slurm job outlives this process: a run that was killed finds its job again and waits for it. Ctrl-C or a failed task
+cancels the job. All machines must see the same file system under the same paths.
 """
 
 import logging
@@ -26,22 +26,22 @@ from datatrove.executor.ray import RayPipelineExecutor
 from datatrove.executor.slurm import SlurmPipelineExecutor
 
 from unspool.core.errors import ConfigError, DataError
-from unspool.data.corpus.tasks import Tasks, first_error
+from unspool.data.corpus.executors import Tasks, first_error
 
-# Between two questions to the scheduler, which serves a whole cluster.
+# Between two requests to the scheduler, which serves a whole cluster.
 POLL_SECONDS = 5.0
-# A network file system shows what other machines wrote with a delay, so a job must be gone for some time.
+# A network file system shows other machines' files with a delay, so a job must be gone for some polls.
 GONE_POLLS = 4
-# Most clusters allow arrays of 1001; more tasks than that share array entries.
+# Most clusters allow arrays of 1001; if there are more tasks, they share array entries.
 MAX_ARRAY = 1000
 
 
 class SlurmTasks(Tasks, SlurmPipelineExecutor):  # type: ignore[misc]
-    """datatrove's executor, which submits and leaves, with the wait for the end."""
+    """datatrove's executor, which only submits, extended to wait for the end."""
 
     def run(self) -> None:
         if "SLURM_ARRAY_TASK_ID" in os.environ:
-            super().run()  # this is a process of the job
+            super().run()  # this process belongs to the job
             return
         ranks = self.get_incomplete_ranks()
         if any(character.isspace() for character in str(self.work)):
@@ -64,11 +64,11 @@ class SlurmTasks(Tasks, SlurmPipelineExecutor):  # type: ignore[misc]
                 self._wait(job, must_finish=False)
 
     def launch_merge_stats(self) -> None:
-        """Left out: the counts are in the manifest."""
+        """Do nothing: the counts are in the manifest."""
 
     def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
         options: dict[str, Any] = super().get_sbatch_args(max_array)
-        del options["mem-per-cpu"]  # `mem`, for the whole task, takes its place
+        del options["mem-per-cpu"]  # replaced by `mem`, for the whole task
         return options
 
     @property
@@ -96,7 +96,7 @@ class SlurmTasks(Tasks, SlurmPipelineExecutor):  # type: ignore[misc]
 
 
 def activation() -> str:
-    """Shell command that gives a job the Python of this process."""
+    """The shell command that gives a job the Python of this process."""
     bin_dir = Path(sys.executable).parent
     if (bin_dir / "activate").exists():
         return f"source {shlex.quote(str(bin_dir / 'activate'))}"
@@ -104,10 +104,10 @@ def activation() -> str:
 
 
 def _is_queued(job: str) -> bool:
-    """Whether any part of the job waits or runs; a scheduler that gives no answer is asked again later."""
+    """Whether any part of the job is pending or running; a scheduler that does not answer is asked again later."""
     asked = subprocess.run(["squeue", "-h", "-j", job], check=False, capture_output=True, text=True)
     if asked.returncode:
-        # Jobs that ended some minutes ago are no longer known.
+        # The scheduler forgets jobs some minutes after they ended.
         return "invalid job id" not in asked.stderr.lower()
     return bool(asked.stdout.strip())
 
@@ -116,15 +116,14 @@ def _and_others(count: int) -> str:
     return f" and {count} others" if count > 1 else " and one other" if count else ""
 
 
-# Tasks on a Ray cluster, or on one started on this machine for the purpose.
+# Ray, either an existing cluster or one that is started on this machine
 
 
-# It only holds the steps, tokenizer included.
-_OBJECT_STORE_BYTES = 512 << 20
+_OBJECT_STORE_BYTES = 512 << 20  # it only holds the steps, tokenizer included
 
 
 class RayTasks(Tasks, RayPipelineExecutor):  # type: ignore[misc]
-    """In place of datatrove's loop, which starts a process for every task and needs all tasks to have run."""
+    """Replaces datatrove's loop, which starts a process for every task and cannot run a part of the tasks."""
 
     address: str | None = None
 
@@ -134,7 +133,7 @@ class RayTasks(Tasks, RayPipelineExecutor):  # type: ignore[misc]
         with connected(self.address, self.workers):
             waiting = deque(self.get_incomplete_ranks())
             steps = ray.put(dill.dumps(self))
-            # No claim on memory: Ray would only book it, not limit it, and refuse small machines.
+            # No memory request: Ray would only reserve it, not limit it, and refuse small machines.
             task = ray.remote(num_cpus=1)(_run_task)
             running: list[Any] = []
             try:
@@ -149,7 +148,7 @@ class RayTasks(Tasks, RayPipelineExecutor):  # type: ignore[misc]
 
 
 def _run_task(steps: list[Any], rank: int) -> None:
-    # In a list, since Ray would hand over anything else by value, once per task.
+    # In a list, because Ray would pass anything else by value, once per task.
     _load(steps[0])._run_for_rank(rank)
 
 
@@ -164,12 +163,12 @@ def _load(steps: Any) -> RayTasks:
 
 @cache
 def _password() -> str:
-    # One per process, since Ray reads it once.
+    # One per process, because Ray reads it once.
     return secrets.token_hex(32)
 
 
-def _try(address: str) -> None:
-    """OSError if nobody listens there, which Ray itself would find out in a quarter of an hour."""
+def _check_listening(address: str) -> None:
+    """Raise OSError if nothing listens there; Ray itself would notice only after 15 minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
@@ -177,7 +176,7 @@ def _try(address: str) -> None:
 
 @contextmanager
 def connected(address: str | None, workers: int) -> Iterator[None]:
-    """Ray, quietly; shut down afterwards if it was not running before."""
+    """Connect to Ray without its logs; shut it down afterwards unless it was running before."""
     import ray
 
     if ray.is_initialized():
@@ -186,7 +185,7 @@ def connected(address: str | None, workers: int) -> Iterator[None]:
     quiet: dict[str, Any] = {"logging_level": logging.CRITICAL, "log_to_driver": False}
     if address is not None:
         try:
-            _try(address)
+            _check_listening(address)
             ray.init(address=address, **quiet)
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(f"engine.address={address}: no Ray cluster answers there ({error}).") from None
@@ -197,7 +196,7 @@ def connected(address: str | None, workers: int) -> Iterator[None]:
         return
     os.environ.setdefault("RAY_AUTH_TOKEN", _password())
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Its sockets need a short path, which the user's own temporary folder may not have.
+    # Ray's sockets need a short path, which the user's own temporary folder may not have.
     with TemporaryDirectory(prefix="unspool-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         try:
             ray.init(

@@ -1,4 +1,4 @@
-"""What a recipe's `engine` may say: where documents are prepared, and with how many processes."""
+"""The `engine` section of a recipe: where documents are prepared, and with how many processes."""
 
 import re
 from typing import Literal
@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from unspool.core.config import Config
 
-# The options that only one kind of engine has a use for.
+# Options that only one kind of engine has.
 _BELONGS_TO = {
     "address": "ray",
     "partition": "slurm",
@@ -16,14 +16,14 @@ _BELONGS_TO = {
     "cpus": "slurm",
     "sbatch": "slurm",
 }
-# What Unspool tells sbatch itself, and where a user says it instead.
+# sbatch options that Unspool sets itself, and what to set instead.
 _RESERVED = {
     "partition": "write engine.partition instead",
     "time": "write engine.time instead",
     "mem": "write engine.memory_gb instead",
     "mem-per-cpu": "write engine.memory_gb instead",
     "cpus-per-task": "write engine.cpus instead",
-    "array": "the tasks are counted by Unspool; engine.workers says how many run at once",
+    "array": "Unspool numbers the tasks; engine.workers sets how many run at once",
     "output": "the logs stay beside the unfinished work",
     "error": "the logs stay beside the unfinished work",
 }
@@ -37,16 +37,16 @@ class EngineConfig(Config):
     workers: int = Field(2, ge=1, description="tasks at once")
     address: str | None = Field(None, min_length=1, description="of a Ray cluster; without it one is started here")
     partition: str | None = Field(None, pattern=r"^[A-Za-z0-9][\w.-]*$", description="Slurm partition")
-    time: str | None = Field(None, description="Slurm time limit of an entry of the job array, 4 hours unless told")
-    memory_gb: int | None = Field(None, ge=1, description="memory of one Slurm task, 4 unless told")
-    cpus: int | None = Field(None, ge=1, description="processors of one Slurm task, 1 unless told")
-    sbatch: dict[str, str | int] = Field({}, description="more options of sbatch, such as {account: physics}")
+    time: str | None = Field(None, description="Slurm time limit of an entry of the job array; default 4 hours")
+    memory_gb: int | None = Field(None, ge=1, description="memory of one Slurm task; default 4")
+    cpus: int | None = Field(None, ge=1, description="processors of one Slurm task; default 1")
+    sbatch: dict[str, str | int] = Field({}, description="more sbatch options, such as {account: physics}")
 
     @field_validator("time", mode="before")
     @classmethod
     def _slurm_time(cls, value: object) -> object:
         if value is not None and not (isinstance(value, str) and _SLURM_TIME.fullmatch(value)):
-            raise ValueError('must be a time limit of Slurm, such as "02:00:00" or "1-12:00:00"')
+            raise ValueError('must be a Slurm time limit, such as "02:00:00" or "1-12:00:00"')
         return value
 
     @field_validator("sbatch")
@@ -55,7 +55,7 @@ class EngineConfig(Config):
         for name, value in options.items():
             if name in _RESERVED:
                 raise ValueError(f"sbatch option {name} cannot be set here: {_RESERVED[name]}")
-            # They become lines of a shell script, where a line break would begin a command.
+            # Options become lines of a shell script, where a line break would start a command.
             if not re.fullmatch(r"[a-z][a-z0-9-]*", name) or not str(value).isprintable():
                 raise ValueError(
                     f"sbatch option {name!r} must be a name without dashes in front, such as account: physics"

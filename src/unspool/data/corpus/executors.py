@@ -1,39 +1,44 @@
-"""Run a pipeline's tasks where the recipe's `engine` says.
+"""Run a pipeline's tasks on the executor that the recipe's `engine` names, and locally by default.
 
-In: datatrove steps, a work folder, the ranks to run. Out: what the steps write, and completion
-markers in the work folder. The three engines differ only in where `Tasks._run_for_rank` is called.
-Promise: tasks that an earlier run completed are skipped; the first failed task's own words reach
-the caller; a run killed at any moment can be repeated.
-Price: a task is repeated whole, so it must write the same files each time, renamed when complete.
-Elsewhere: what a task does (tasks.py), the engines (local_tasks.py, slurm_tasks.py, ray_tasks.py).
+The engines differ only in where `Tasks._run_for_rank` is called. Beside what the steps write, the work folder gets
+`completions/00003` for a completed task and `error-00003.txt` for a failed one. Completed tasks of an earlier run are
+skipped, and the first failed task's message reaches the caller. A run killed at any moment can be repeated: a task is
+repeated whole, so it must write the same files each time and rename them when they are complete.
 """
 
+from __future__ import annotations
+
+import fcntl
 import importlib.util
 import os
 import shutil
+import signal
 import threading
-from collections.abc import Iterator
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NoReturn, Self
 
+import multiprocess  # type: ignore[import-untyped]
+from datatrove.executor.base import PipelineExecutor
+from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.logging import logger
+from datatrove.utils.stats import Stats
+from multiprocess import forkserver, resource_tracker
+from multiprocess.connection import Connection, wait  # type: ignore[import-untyped]
 
 from unspool.core.errors import ConfigError, DataError, UnspoolError
 from unspool.core.progress import console, progress_bar
-from unspool.data.corpus.cluster import RayTasks, SlurmTasks, activation, connected
 from unspool.data.corpus.config import EngineConfig
-from unspool.data.corpus.tasks import (
-    LocalTasks,
-    Tasks,
-    clear_errors,
-    first_error,
-    num_completed,
-    only_run,
-    wait_for_orphans,
-)
 
 _BAR_SECONDS = 0.2
+# How long a new run waits for the tasks of a killed one, which end by themselves.
+ORPHAN_SECONDS = 30.0
+_COMPLETIONS = "completions"
 
 
 def run_tasks(
@@ -41,8 +46,8 @@ def run_tasks(
 ) -> None:
     """Run the pipeline for `ranks` (of `num_tasks`), skipping those that an earlier run completed.
 
-    DataError with the first failed task's own message if any fails. Steps keep nothing from one
-    task to the next; their paths must hold on every machine of a cluster.
+    If a task fails, DataError has the first failed task's message. Steps must keep nothing from one task to the next,
+    and their paths must be valid on every machine of a cluster.
     """
     check_engine(engine)
     logger.disable("datatrove")
@@ -66,7 +71,7 @@ def run_tasks(
 
 
 def check_engine(engine: EngineConfig) -> None:
-    """ConfigError if the engine cannot run from here."""
+    """Raise ConfigError if the engine cannot run from here."""
     if engine.kind == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError(
             "engine.kind=ray: Ray is not installed; `pip install 'unspool[cluster]'`, or use kind: local."
@@ -75,19 +80,21 @@ def check_engine(engine: EngineConfig) -> None:
         if engine.partition is None:
             raise ConfigError("engine.kind=slurm: engine.partition is missing; `sinfo` lists them, or use kind: local.")
         if "SLURM_ARRAY_TASK_ID" in os.environ:
-            raise ConfigError("engine.kind=slurm: this is a task of a Slurm job array itself; use kind: local in it.")
+            raise ConfigError("engine.kind=slurm: this is already a task of a Slurm job array; use kind: local in it.")
         for command in ("sbatch", "squeue", "scancel"):
             if shutil.which(command) is None:
                 raise ConfigError(
-                    f"engine.kind=slurm: there is no command {command} on this machine; "
+                    f"engine.kind=slurm: this machine has no command {command}; "
                     "start Unspool where jobs are submitted, or use kind: local."
                 )
 
 
 @contextmanager
 def started(engine: EngineConfig) -> Iterator[None]:
-    """Around several calls of `run_tasks`: start once what each of them would start for itself."""
+    """Keep the engine running over several calls of `run_tasks`."""
     if engine.kind == "ray":
+        from unspool.data.corpus.cluster import connected
+
         check_engine(engine)
         with connected(engine.address, engine.workers):
             yield
@@ -96,6 +103,8 @@ def started(engine: EngineConfig) -> Iterator[None]:
 
 
 def _build_tasks(steps: list[PipelineStep], work: Path, ranks: range, num_tasks: int, engine: EngineConfig) -> Tasks:
+    from unspool.data.corpus.cluster import RayTasks, SlurmTasks, activation
+
     workers = min(engine.workers, len(ranks)) or 1
     tasks: Tasks
     if engine.kind == "slurm":
@@ -123,7 +132,7 @@ def _build_tasks(steps: list[PipelineStep], work: Path, ranks: range, num_tasks:
 
 @contextmanager
 def _bar(label: str, num_tasks: int, work: Path) -> Iterator[None]:
-    """A progress bar that counts completion markers, the one thing all engines leave."""
+    """Show a progress bar that counts completion markers, which all engines write."""
     if not console.is_terminal:
         yield
         return
@@ -147,3 +156,219 @@ def _bar(label: str, num_tasks: int, work: Path) -> Iterator[None]:
         finally:
             ended.set()
             thread.join()
+
+
+# One task, wherever it runs
+
+
+class Tasks(PipelineExecutor):  # type: ignore[misc]
+    """A mixin for datatrove's executors, placed before them; `over` sets the tasks."""
+
+    alone = False  # a task may use every core, because no other runs beside it
+
+    def over(self, ranks: range, work: Path) -> Self:
+        self.ranks = ranks
+        self.work = work
+        self.cwd = Path.cwd()
+        return self
+
+    def wait_for_earlier(self) -> None:
+        """Wait for tasks that outlived the run that started them, if the executor has such."""
+
+    def get_incomplete_ranks(self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None) -> list[int]:
+        found: list[int] = super().get_incomplete_ranks(self.ranks, skip_completed)
+        return found
+
+    def save_executor_as_json(self, indent: int = 4) -> None:
+        """Do nothing: the file would hold the whole tokenizer."""
+
+    def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> Any:
+        logger.disable("datatrove")
+        if not self.alone:
+            # The tasks already share the cores.
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        for step in self.pipeline:
+            step.stats = Stats(str(step))  # a process reuses its steps for the next task
+        with _locked(self.work / "tasks.lock", fcntl.LOCK_SH):
+            try:
+                # Not the Ray executor's own method, which logs into a folder that all users share.
+                return PipelineExecutor._run_for_rank(self, rank, local_rank, node_rank)
+            except Exception as error:
+                write_error(self.work, rank, error)
+                raise
+
+
+@contextmanager
+def only_run(work: Path) -> Iterator[None]:
+    """Keep other runs out of the folder; DataError if one is using it."""
+    problem = f"{work.parent}: another run is preparing documents here; wait for it to end or stop it."
+    with _locked(work / "run.lock", fcntl.LOCK_EX, seconds=0, problem=problem):
+        yield
+
+
+def wait_for_orphans(work: Path) -> None:
+    """Return when no task of a killed run is running any more."""
+    problem = f"{work.parent}: tasks of an earlier run are still running here; wait for them to end or stop them."
+    with _locked(work / "tasks.lock", fcntl.LOCK_EX, seconds=ORPHAN_SECONDS, problem=problem):
+        pass
+
+
+def num_completed(work: Path) -> int:
+    try:
+        return sum(1 for _ in (work / _COMPLETIONS).iterdir())
+    except FileNotFoundError:
+        return 0
+
+
+def write_error(work: Path, rank: int, error: Exception) -> None:
+    """Write the message for the caller, and for a bug also the traceback."""
+    text = str(error)
+    if not isinstance(error, UnspoolError):
+        log = work / "logs" / f"task_{rank:05d}.log"
+        log.parent.mkdir(exist_ok=True)
+        with log.open("a") as file:
+            file.write("".join(traceback.format_exception(error)))
+        text = f"task {rank} failed with {type(error).__name__}: {error}; the traceback is in {log}."
+    aside = work / f"error-{rank:05d}.tmp"
+    aside.write_text(text)
+    aside.replace(_error_path(work, rank))
+
+
+def first_error(work: Path) -> str | None:
+    paths = sorted(work.glob("error-*.txt"))
+    return paths[0].read_text() if paths else None
+
+
+def clear_errors(work: Path) -> None:
+    for path in work.glob("error-*.t*"):
+        path.unlink()
+
+
+def _error_path(work: Path, rank: int) -> Path:
+    return work / f"error-{rank:05d}.txt"
+
+
+@contextmanager
+def _locked(path: Path, mode: int, *, seconds: float | None = None, problem: str = "") -> Iterator[None]:
+    """Hold a file lock, which ends with the process in any case; DataError(problem) after `seconds`."""
+    deadline = time.monotonic() + (float("inf") if seconds is None else seconds)
+    with path.open("a+b") as file:
+        while True:
+            try:
+                fcntl.flock(file, mode | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise DataError(problem) from None
+                time.sleep(0.02)
+                continue
+            except OSError:
+                pass  # some network file systems have no locks
+            break
+        yield
+
+
+# Tasks in processes of this machine
+
+
+class LocalTasks(Tasks, LocalPipelineExecutor):  # type: ignore[misc]
+    """Replaces datatrove's pool, which loads all steps again for every task and hangs when a process dies."""
+
+    def run(self) -> None:
+        ranks = self.get_incomplete_ranks()
+        num_workers = min(self.workers, len(ranks))
+        if num_workers > 1:
+            self._run_in_processes(ranks, num_workers)
+            return
+        self.alone = True
+        for rank in ranks:
+            self._run_for_rank(rank)
+
+    def _run_in_processes(self, ranks: Sequence[int], num_workers: int) -> None:
+        _start_server(self.pipeline)
+        workers: list[_Worker] = []
+        try:
+            workers.extend(_Worker(self) for _ in range(num_workers))
+            waiting = deque(ranks)
+            busy = {worker.pipe: worker for worker in workers}
+            for worker in workers:
+                worker.begin(waiting.popleft())
+            while busy:
+                for pipe in wait(list(busy)):
+                    worker = busy.pop(pipe)
+                    worker.finish()
+                    if waiting:
+                        worker.begin(waiting.popleft())
+                        busy[pipe] = worker
+        finally:
+            for worker in workers:
+                worker.process.kill()
+            for worker in workers:
+                worker.process.join()
+                worker.pipe.close()
+
+
+class _Worker:
+    """The parent's view of a process that runs one task after another."""
+
+    def __init__(self, tasks: LocalTasks) -> None:
+        context = multiprocess.get_context("forkserver")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(tasks, theirs), daemon=True)
+        self.process.start()
+        theirs.close()  # so that reading from a dead process ends
+        self.rank = -1
+
+    def begin(self, rank: int) -> None:
+        self.rank = rank
+        try:
+            self.pipe.send(rank)
+        except OSError:
+            self._died()
+
+    def finish(self) -> None:
+        try:
+            failure = self.pipe.recv()
+        except (EOFError, OSError):
+            self._died()
+        if failure is not None:
+            raise DataError(failure)
+
+    def _died(self) -> NoReturn:
+        self.process.join()
+        code = self.process.exitcode
+        cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        raise DataError(
+            f"the worker process of task {self.rank} {cause}; "
+            "if the machine ran out of memory, set fewer engine.workers."
+        ) from None
+
+
+def _serve(tasks: LocalTasks, pipe: Connection) -> None:
+    """Run tasks in a worker process until the parent ends."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    while True:
+        rank = pipe.recv()
+        try:
+            tasks._run_for_rank(rank)
+            pipe.send(None)
+        except Exception as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+
+
+def _end_with_parent() -> None:
+    multiprocess.parent_process().join()
+    os._exit(1)
+
+
+def _start_server(steps: Sequence[PipelineStep]) -> None:
+    """Start the server that worker processes are forked from, with all imports done; it ends with this process."""
+    modules: set[Any] = {type(step).__module__ for step in steps}
+    multiprocess.set_forkserver_preload(["__main__", __name__, *sorted(modules - {"__main__"})])
+    # Ctrl-C reaches all processes of a terminal, but only this one should react: the others inherit the blocked
+    # signal. The tracker comes first, because starting it unblocks the signal.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

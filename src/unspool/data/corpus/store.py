@@ -1,10 +1,8 @@
-"""The Arrow files of corpora: written in batches, read through a memory map.
+"""The Arrow files of a corpus: written in batches, read through a memory map.
 
-In: token arrays, and for conversations their loss masks. Out: `docs-00000.arrow` … (id, tokens, and loss_mask where
-there are masks) that any Arrow reader opens.
-Promise: any document is found in constant time and handed out without a copy; a file is renamed into place when
-complete. The arrays are views of the file and cannot be written to.
-Elsewhere: rows (store.py), manifests and folders (base/artifact.py).
+Files `docs-00000.arrow` … have the columns id, tokens and, for conversations, loss_mask; any Arrow reader opens them.
+Any document is found in constant time and returned without a copy, as a read-only view of the file. A file is renamed
+into place when it is complete.
 """
 
 import os
@@ -21,14 +19,14 @@ from unspool.data.packing.row import BATCH_TOKENS
 from unspool.data.packing.store import ArrowFile, open_arrow
 
 _DOCS = pa.schema([("id", pa.string()), ("tokens", pa.large_list(pa.uint32()))])
-# A byte for each token: 1 where it is trained on. Files of documents that are trained on whole lack the column.
+# A byte per token, 1 if it is trained on. Without the column all tokens are trained on.
 _MASKED_DOCS = _DOCS.append(pa.field("loss_mask", pa.large_list(pa.uint8())))
 
 
 class CorpusWriter:
     """Writes the documents of one shard: `with CorpusWriter(path) as writer: writer.append(id, tokens)`.
 
-    `masked` ones have a loss mask each.
+    If `masked`, every document needs a loss mask.
     """
 
     def __init__(self, path: Path, *, masked: bool = False) -> None:
@@ -72,7 +70,7 @@ class CorpusWriter:
 
 
 class StoredTokens:
-    """A document's tokens, or its loss mask, read when sliced and not mapped: `len(tokens)`, `tokens[start:stop]`."""
+    """A document's tokens or loss mask, read from the file when sliced: `len(tokens)`, `tokens[start:stop]`."""
 
     __slots__ = ("_dtype", "_file", "_len", "_offset")
 
@@ -106,9 +104,9 @@ class CorpusReader:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
-        self._files: list[BinaryIO] = []  # opened when a document is first asked for as stored
+        self._files: list[BinaryIO] = []  # opened by the first call of `stored`
         self._first_docs: list[int] = []  # of each file
-        # Where in its file each document's tokens, and its mask, begin.
+        # The byte at which each document's tokens and mask begin in its file.
         self._token_starts = self._mask_starts = np.zeros(0, dtype=np.int64)
         self._starts: list[int] = []
         self._batches: list[_Batch] = []
@@ -117,7 +115,7 @@ class CorpusReader:
         for path in paths:
             file = open_arrow(path)
             for number in range(file.num_record_batches):
-                batch = _views(file.get_batch(number))
+                batch = _view_batch(file.get_batch(number))
                 self._starts.append(count)
                 self._batches.append(batch)
                 lens.append(np.diff(batch.offsets))
@@ -145,10 +143,10 @@ class CorpusReader:
         return None if batch.masks is None else batch.masks[batch.offsets[inner] : batch.offsets[inner + 1]]
 
     def stored(self, index: int) -> StoredTokens:
-        """The same as `reader[index]`, for reading a whole corpus in random order.
+        """The same as `reader[index]`, but read from the file, for reading a whole corpus in random order.
 
-        A page that is mapped counts as this process's memory, and the kernel maps a megabyte and more around
-        each access, so that random access soon counts the whole corpus.
+        A mapped page counts as this process's memory, and the kernel maps a megabyte or more around each access, so
+        random access through the map would soon count the whole corpus.
         """
         return StoredTokens(self._file(index), int(self._token_starts[index]), int(self.lens[index]))
 
@@ -159,17 +157,17 @@ class CorpusReader:
 
     def _file(self, index: int) -> BinaryIO:
         if not self._files:
-            self._locate()
+            self._locate_documents()
         return self._files[bisect_right(self._first_docs, index) - 1]
 
-    def _locate(self) -> None:
+    def _locate_documents(self) -> None:
         token_starts: list[np.ndarray] = []
         mask_starts: list[np.ndarray] = []
         batches = iter(self._batches)
         for path in self._paths:
             self._files.append(path.open("rb", buffering=0))
             self._first_docs.append(sum(map(len, token_starts)))
-            for (tokens_at, masks_at), batch in zip(_places(path), batches, strict=False):
+            for (tokens_at, masks_at), batch in zip(_batch_offsets(path), batches, strict=False):
                 token_starts.append(tokens_at + 4 * batch.offsets[:-1])
                 mask_starts.append(masks_at + batch.offsets[:-1])
         self._token_starts, self._mask_starts = np.concatenate(token_starts), np.concatenate(mask_starts)
@@ -190,7 +188,7 @@ class CorpusReader:
         return self._batches[number], index - self._starts[number]
 
 
-def _views(batch: Any) -> _Batch:
+def _view_batch(batch: Any) -> _Batch:
     tokens = batch.column("tokens")
     masks = None
     if "loss_mask" in batch.schema.names:
@@ -198,17 +196,17 @@ def _views(batch: Any) -> _Batch:
     return _Batch(tokens.offsets.to_numpy(), tokens.values.to_numpy(), masks, batch.column("id"))
 
 
-def _places(path: Path) -> list[tuple[int, int]]:
-    """Where in a corpus file the tokens and the masks of each batch begin, in bytes; 0 where there are no masks."""
+def _batch_offsets(path: Path) -> list[tuple[int, int]]:
+    """The byte at which the tokens and the masks of each batch begin in a file; 0 if there are no masks."""
     mapped = pa.memory_map(str(path))
     base = mapped.read_buffer(1).address
     mapped.seek(0)
     arrow = pa.ipc.open_file(mapped)
     batches = [arrow.get_batch(number) for number in range(arrow.num_record_batches)]
-    return [(_place(batch, "tokens", base), _place(batch, "loss_mask", base)) for batch in batches]
+    return [(_column_offset(batch, "tokens", base), _column_offset(batch, "loss_mask", base)) for batch in batches]
 
 
-def _place(batch: Any, column: str, base: int) -> int:
+def _column_offset(batch: Any, column: str, base: int) -> int:
     if column not in batch.schema.names:
         return 0
     values = batch.column(column).values
@@ -220,7 +218,7 @@ def open_corpus(folder: Path) -> CorpusReader:
 
 
 def keep_first(path: Path, count: int) -> None:
-    """Shorten a corpus file to its first `count` documents; nothing happens if it has no more."""
+    """Shorten a corpus file to its first `count` documents, if it has more."""
     reader = CorpusReader([path])
     if count >= len(reader):
         return

@@ -15,6 +15,7 @@ chunks, where a strategy moves them), all this by source; `strategy` with its na
 with tokens drawn again and dropped; of conversations `trained_tokens` and `untrained_rows`.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -29,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 
 from unspool.core.artifacts import digest, publish, read_manifest, stale_reason
 from unspool.core.errors import DataError
-from unspool.core.progress import progress_bar, say
+from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count, format_size
 from unspool.data.corpus.store import CorpusReader, open_corpus
 from unspool.data.lengths import Lengths, add_up
@@ -42,6 +43,8 @@ from unspool.data.strategies.base import Finish, PackingInputs, RowBuilder
 from unspool.data.strategies.retrieval import Embed
 from unspool.data.tokenize.chat_template import TEMPLATE_FILE, common_template
 from unspool.data.tokenize.encoder import build_encoder
+
+logger = logging.getLogger(__name__)
 
 KIND = "dataset"
 
@@ -73,12 +76,12 @@ def build_rows(
         settings["padding"] = pad
     reason = stale_reason(out_dir, kind=KIND, inputs=inputs, settings=settings)
     if reason is None:
-        say(f"dataset {name}: up to date")
+        logger.info(f"dataset {name}: up to date")
         manifest = read_manifest(out_dir)
         assert manifest is not None
         counts: dict[str, Any] = manifest["counts"]
         return counts
-    say(f"dataset {name}: packing {format_size(config.seq_len)} rows ({reason})")
+    logger.info(f"dataset {name}: packing {format_size(config.seq_len)} rows ({reason})")
 
     template = common_template({source: corpora[source] for source in config.shares}, f"dataset {name}")
     readers = {source: open_corpus(corpora[source]) for source in config.shares}
@@ -96,7 +99,9 @@ def build_rows(
     was_limited = config.limit is not None and draft.counts["tokens"] >= config.limit
     if order.ran_out and not was_limited and "unread" in draft.counts["dropped"]:
         unread = format_count(draft.counts["dropped"]["unread"])
-        say(f"dataset {name}: source {order.ran_out} ran out; {unread} tokens stay unused to keep the shares")
+        logger.warning(
+            f"dataset {name}: source {order.ran_out} ran out; {unread} tokens stay unused to keep the shares"
+        )
     return draft.counts
 
 

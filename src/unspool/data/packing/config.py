@@ -2,12 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, core_schema
 
-from unspool.core.config import Config
+from unspool.core.config import Config, Current, register
 from unspool.core.sizes import Size
 from unspool.data.strategies.base import StrategyConfig
 from unspool.data.strategies.cip import CipConfig
@@ -105,21 +103,12 @@ class DatasetConfig(Config):
 
 def register_strategy(strategy: type[StrategyConfig]) -> type[StrategyConfig]:
     """Add a strategy, so that the datasets of recipes may have its key; usable as a class decorator."""
-    STRATEGIES[strategy.name] = strategy
+    register(STRATEGIES, strategy.name, strategy, kind="strategy")
     annotation: Any = strategy | None
     DatasetConfig.__pydantic_fields__[strategy.name] = FieldInfo(annotation=annotation, default=None)
     DatasetConfig.model_rebuild(force=True)
     return strategy
 
 
-class _Current:
-    """Validates by the class as it is at that moment, with strategies that were registered after a recipe's class."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(DatasetConfig.model_validate)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return handler(DatasetConfig.__pydantic_core_schema__)
-
-
-AnyDataset = Annotated[DatasetConfig, _Current()]
+# A dataset with the strategies that are registered when it is read.
+AnyDataset = Annotated[DatasetConfig, Current(DatasetConfig)]

@@ -1,11 +1,8 @@
 """Read the members of tar and zip archives without unpacking them.
 
-In: an archive's path. Out: one `Member` per file in it, in the archive's order, to be read or passed over.
-Promise: nothing is written and no link is followed; neither memory nor time grows with what an archive claims, since
-every size is checked before anything is expanded and expanding stops at a limit. A damaged header, checksum or end
-makes the whole archive unreadable.
-Price: members come in the archive's own order and each is read before the next is asked for.
-Elsewhere: which members are wanted (code_filter.py), folders and joining (repos.py).
+Nothing is written and no link is followed. Neither memory nor time grows with what an archive claims: every size is
+checked before anything is decompressed, and decompressing stops at a limit. A damaged header, checksum or end makes
+the whole archive unreadable. Members come in the archive's own order.
 """
 
 import bz2
@@ -24,27 +21,26 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from unspool.data.sources.files import Unreadable, first_line
+from unspool.data.sources.files import MAX_NAME_LEN, Unreadable, first_line, printable
 
 _GZIP, _BZIP2, _XZ = (".tar.gz", ".tgz"), (".tar.bz2", ".tbz2"), (".tar.xz", ".txz")
 _ZIP = (".zip", ".whl")
 ENDINGS = (".tar", *_GZIP, *_BZIP2, *_XZ, *_ZIP)
 
-# Source code shrinks 3 to 10 times; an archive beyond both limits was made to do harm, or holds no code.
+# Source code compresses 3 to 10 times; an archive beyond both limits is malicious, or holds no code.
 MAX_RATIO = 200
-SMALL_BYTES = 64 << 20  # below this much content the ratio does not matter
+SMALL_BYTES = 64 << 20  # below this size the ratio does not matter
 MAX_UNPACKED_BYTES = 4 << 30
-MAX_MEMBERS = 500_000  # the names alone fill the memory otherwise; Linux has 90,000
-MAX_NAME_LEN = 1024
+MAX_MEMBERS = 500_000  # more names would fill the memory; Linux has 90,000 files
 MAX_HEADER_BYTES = 1 << 20  # of one extended tar header
 MAX_DIRECTORY_BYTES = 32 << 20  # of a zip file's list of members
 _XZ_MEMORY = 256 << 20  # four times what `xz -9` needs
 _CHUNK = 1 << 18
 
-# Why a member may not be read. A member is refused for what it is, left out for what it holds (code_filter.py).
+# Why a member is refused. code_filter.py leaves out other files for what they hold.
 UNSAFE_PATH = "unsafe_path"  # a link, or a path that leads out of the archive
 SPECIAL_FILE = "special_file"  # devices, pipes, sparse files
-ODD_NAME = "odd_name"  # not UTF-8, control characters, endless
+ODD_NAME = "odd_name"  # not UTF-8, control characters, too long
 ENCRYPTED = "encrypted"
 UNKNOWN_COMPRESSION = "unknown_compression"
 REFUSALS = frozenset({UNSAFE_PATH, SPECIAL_FILE, ODD_NAME, ENCRYPTED, UNKNOWN_COMPRESSION})
@@ -52,10 +48,10 @@ REFUSALS = frozenset({UNSAFE_PATH, SPECIAL_FILE, ODD_NAME, ENCRYPTED, UNKNOWN_CO
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    path: str  # parts joined by "/"; where `refused`, the name for people
+    path: str  # parts joined by "/"; if refused, the printable name
     size: int  # in bytes, unpacked
-    refused: str | None  # why it may not be read: in archives one of REFUSALS
-    read: Callable[[], bytes]  # once, before the next member is asked for; Unreadable if the archive is damaged
+    refused: str | None  # why it must not be read: in archives one of REFUSALS
+    read: Callable[[], bytes]  # call once, before the next member; Unreadable if the archive is damaged
 
 
 def is_archive(path: Path) -> bool:
@@ -63,7 +59,7 @@ def is_archive(path: Path) -> bool:
 
 
 def members(path: Path) -> Iterator[Member]:
-    """The archive's files; Unreadable (truncated, unreadable, archive_bomb) at any point. Folders are passed over."""
+    """Yield the archive's files, not its folders; Unreadable (truncated, unreadable, archive_bomb) at any point."""
     found = _zip_members(path) if path.name.lower().endswith(_ZIP) else _tar_members(path)
     try:
         for number, member in enumerate(found):
@@ -75,7 +71,7 @@ def members(path: Path) -> Iterator[Member]:
 
 
 def build_member(name: str, size: int, refused: str | None, read: Callable[[], bytes]) -> Member:
-    """A member under its tidy path, refused also if its name is unsafe or odd."""
+    """Build a member under its normalized path; it is refused if its name is unsafe or odd."""
     # Archives made on Windows may have "\" between folders, and "a\..\..\b" must not pass for a harmless name.
     parts = name.replace("\\", "/").split("/")
     path = "/".join(part for part in parts if part not in ("", "."))
@@ -91,28 +87,22 @@ def _has_odd_characters(name: str) -> bool:
     return not name.isprintable() and any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in name)
 
 
-def printable(name: str) -> str:
-    """The name as one line of valid UTF-8."""
-    escaped = name[:MAX_NAME_LEN].encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in escaped)
-
-
 def _unpacked_limit(path: Path) -> int:
     return min(MAX_UNPACKED_BYTES, max(SMALL_BYTES, MAX_RATIO * path.stat().st_size))
 
 
-# --- tar. Not by `tarfile`: it takes a damaged header for the end of the archive, reads headers of any size into
-# memory, and in some of the Python versions we support can be held up for hours by one.
+# --- tar. Not with `tarfile`: it takes a damaged header for the end of the archive, reads headers of any size into
+# memory, and before Python 3.11.10 one crafted header can keep its regular expressions busy for hours.
 
 _BLOCK = 512
-_NO_DATA = b"123456"  # links, devices, folders and pipes: whatever their size field says, nothing follows
+_NO_DATA = b"123456"  # links, devices, folders and pipes have no content, whatever their size field says
 _FOLDER = b"5"
 _LINKS = (b"1", b"2")
 _REGULAR = (b"0", b"\0", b"7")
 
 
 def _tar_members(path: Path) -> Iterator[Member]:
-    # A plain tar file cannot claim more than it has.
+    # An uncompressed tar file cannot claim more than it has.
     limit = _unpacked_limit(path) if not path.name.lower().endswith(".tar") else 1 << 62
     stream = _Stream(_unpacked(path), limit)
     extended = _Extended()
@@ -121,7 +111,7 @@ def _tar_members(path: Path) -> Iterator[Member]:
         kind = block[156:157]
         size = _number(block[124:136])
         if kind in (b"L", b"K", b"x", b"X", b"g"):
-            if kind in (b"K", b"g"):  # a link's target, or what all members share: neither matters here
+            if kind in (b"K", b"g"):  # a link's target and global headers are not needed
                 stream.skip(_padded(size))
             else:
                 if size > MAX_HEADER_BYTES:
@@ -145,7 +135,7 @@ def _tar_members(path: Path) -> Iterator[Member]:
 
 
 class _Extended:
-    """What headers of the GNU and POSIX extensions say about the member that follows them."""
+    """What GNU and POSIX extension headers say about the member that follows them."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -174,7 +164,7 @@ class _Extended:
 
 
 class _Stream:
-    """Bytes that can only be read forwards, and only up to a limit, which is all that tar needs."""
+    """Bytes that can be read only forward and only up to a limit."""
 
     def __init__(self, parts: Iterator[bytes], limit: int) -> None:
         self.position = 0
@@ -190,7 +180,7 @@ class _Stream:
             pass
 
     def drain(self) -> None:
-        """Read on to the end, where compressed files keep their checksums."""
+        """Read to the end, where compressed files keep their checksums."""
         for part in self._parts:
             self._claim(len(part))
 
@@ -202,7 +192,7 @@ class _Stream:
             try:
                 self._part = memoryview(next(self._parts))
             except StopIteration:
-                raise Unreadable("truncated", "cut short; the archive has no end mark") from None
+                raise Unreadable("truncated", "truncated; the archive has no end mark") from None
         yield self._part[:size]
         self._part = self._part[size:]
 
@@ -215,17 +205,17 @@ class _Stream:
 def _verify_checksum(block: bytes) -> None:
     counted = block[:148] + b" " * 8 + block[156:]
     difference = sum(counted) - _number(block[148:156])
-    # Some very old programs take bytes for signed numbers.
+    # Some very old programs sum signed bytes.
     if difference and difference != 256 * sum(byte > 127 for byte in counted):
         raise Unreadable("unreadable", "no tar archive, or a damaged one (a header's checksum is wrong)")
 
 
 def _number(field: bytes) -> int:
-    if field[0] == 0x80:  # GNU's way to write large numbers
+    if field[0] == 0x80:  # GNU's encoding of large numbers
         return int.from_bytes(field[1:], "big")
     digits = field.split(b"\0", 1)[0].strip()
     if not re.fullmatch(rb"[0-7]*", digits):
-        raise Unreadable("unreadable", "no tar archive, or a damaged one (a number in a header is none)")
+        raise Unreadable("unreadable", "no tar archive, or a damaged one (a number in a header is invalid)")
     return int(digits or b"0", 8)
 
 
@@ -237,7 +227,7 @@ def _decimal(digits: bytes) -> int:
 
 def _name(block: bytes) -> str:
     name, prefix = (field.split(b"\0", 1)[0] for field in (block[:100], block[345:500]))
-    # GNU's own format has the same mark less its end, and times where others have the prefix.
+    # GNU's own format has another magic, and times in place of the prefix.
     return _text(prefix + b"/" + name if prefix and block[257:263] == b"ustar\0" else name)
 
 
@@ -256,7 +246,7 @@ def _padded(size: int) -> int:
 
 
 def _unpacked(path: Path) -> Iterator[bytes]:
-    """A tar file's content, decompressed by its ending."""
+    """Yield a tar file's content, decompressed by its ending."""
     name = path.name.lower()
     try:
         with path.open("rb") as file:
@@ -270,7 +260,7 @@ def _unpacked(path: Path) -> Iterator[bytes]:
             else:
                 yield from iter(partial(file.read, _CHUNK), b"")
     except EOFError as error:
-        raise Unreadable("truncated", "cut short; the compressed file has no end") from error
+        raise Unreadable("truncated", "the compressed file is truncated") from error
     except (OSError, ValueError, zlib.error, lzma.LZMAError) as error:
         raise Unreadable("unreadable", first_line(error)) from error
 
@@ -278,13 +268,12 @@ def _unpacked(path: Path) -> Iterator[bytes]:
 def _decompressed(
     file: BinaryIO, build_decoder: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]
 ) -> Iterator[bytes]:
-    # bz2.open and lzma.open would do, but the first takes what follows a damaged end for nothing, and the second
-    # gives an archive as much memory as it asks for.
+    # Not bz2.open and lzma.open: the first ignores what follows a damaged end, and the second has no memory limit.
     decoder = None
     while data := file.read(_CHUNK):
         while data:
             if decoder is None:
-                data = data.lstrip(b"\0")  # padding, as on tapes
+                data = data.lstrip(b"\0")  # padding
                 if not data:
                     break
                 decoder = build_decoder()
@@ -311,14 +300,14 @@ def _zip_members(path: Path) -> Iterator[Member]:
         try:
             archive = zipfile.ZipFile(file)
         except _ZIP_ERRORS as error:
-            # The list of members is at the end: what begins as a zip file and has none was cut short.
+            # The list of members is at the end; a file that starts as a zip file and has none is truncated.
             reason = "truncated" if start == b"PK\3\4" and not _end_record(path) else "unreadable"
             raise Unreadable(reason, first_line(error)) from error
         with archive:
             found = sorted(archive.infolist(), key=lambda info: info.header_offset)
-            # zipfile believes the list's length in bytes alone; if that is damaged, members would be lost unseen.
+            # zipfile trusts the list's length in bytes; if that is damaged, members would be lost silently.
             count = int.from_bytes(_end_record(path)[10:12], "little")
-            if count not in (len(found) & 0xFFFF, 0xFFFF):  # the latter: the count is kept elsewhere
+            if count not in (len(found) & 0xFFFF, 0xFFFF):  # 0xFFFF: the count is stored elsewhere
                 raise Unreadable("unreadable", f"lists {len(found):,} members where it should list {count:,}")
             _refuse_zip_bomb(found, archive.start_dir, _unpacked_limit(path))
             for info in found:
@@ -329,7 +318,7 @@ def _zip_members(path: Path) -> Iterator[Member]:
 
 
 class _BoundedReads(io.FileIO):
-    """zipfile reads the list of members in one go, however long it says it is."""
+    """A file that limits single reads, because zipfile reads the whole list of members at once."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is not None and size > MAX_DIRECTORY_BYTES:
@@ -338,7 +327,7 @@ class _BoundedReads(io.FileIO):
 
 
 def _end_record(path: Path) -> bytes:
-    """What every zip file ends with, but for a comment; b"" if it does not."""
+    """The record at the end of every zip file, before a comment; b"" if it is missing."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - (1 << 16) - _END_LEN))
         tail = file.read()
@@ -349,7 +338,7 @@ def _end_record(path: Path) -> bytes:
 def _refuse_zip_bomb(found: list[zipfile.ZipInfo], directory_start: int, limit: int) -> None:
     if sum(info.file_size for info in found) > limit:
         raise Unreadable("archive_bomb", f"unpacks to more than {limit:,} bytes")
-    # Members that share bytes of the file can unpack to any amount however little they compress.
+    # Members that share bytes of the file can expand to any size.
     starts = [*(info.header_offset for info in found[1:]), directory_start]
     for info, next_start in zip(found, starts, strict=False):
         if info.header_offset + _HEADER_LEN + info.compress_size > next_start:
@@ -363,14 +352,14 @@ def _zip_refusal(info: zipfile.ZipInfo, mode: int) -> str | None:
         return SPECIAL_FILE
     if info.flag_bits & 1:
         return ENCRYPTED
-    # The other methods' decoders cannot be stopped at a size, and neither wheels nor code hosts use them.
+    # The decoders of other methods cannot be stopped at a size; wheels and code hosts do not use them.
     return None if info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) else UNKNOWN_COMPRESSION
 
 
 def _zip_name(info: zipfile.ZipInfo) -> str:
     if info.flag_bits & _UTF8_NAME:
         return info.filename
-    try:  # many programs write UTF-8 without saying so, which zipfile must take for the code page of DOS
+    try:  # many programs write UTF-8 without the flag; zipfile then decodes cp437
         return info.filename.encode("cp437").decode()
     except UnicodeError:
         return info.filename
@@ -379,7 +368,7 @@ def _zip_name(info: zipfile.ZipInfo) -> str:
 def _read_zipped(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
     try:
         with archive.open(info) as file:
-            data = file.read(info.file_size)  # never expands further, and compares checksums at the end
+            data = file.read(info.file_size)  # never expands further, and checks the CRC at the end
     except _ZIP_ERRORS as error:
         raise Unreadable("unreadable", first_line(error)) from error
     if len(data) != info.file_size:

@@ -1,17 +1,40 @@
-"""What readers hand on: documents, and what could not or should not become one.
+"""The base classes of sources, and the items that reading a source yields.
 
-Promise: a reader yields exactly one item for every record of its input, so that
-records = documents + quarantined + filtered holds for every corpus. A file that breaks off counts as one
-more quarantined record, since nobody can know how many it would have held.
+A source kind is one file: a subclass of `Source` with its settings and its reader, and one line in registry.py.
+Imports that take long (pyarrow, transformers) belong inside its methods, so that checking a recipe stays fast.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
+from pydantic import Field
 
-# Longer records are set aside: a book has 1 MB, and a runaway line must not fill the memory.
+from unspool.core.config import Config
+from unspool.core.errors import DataError
+from unspool.core.sizes import Size, format_count
+from unspool.data.sources.files import files_below, find_files, matching_files, printable
+
+# Importing it takes seconds, which every worker process would pay.
+if TYPE_CHECKING:
+    from unspool.data.tokenize.encoder import Encoder
+
+# Longer records are quarantined: a book has 1 MB, and a runaway line must not fill the memory.
 MAX_RECORD_BYTES = 64 << 20
+# Input bytes per task: enough to outweigh a task's start, small enough to lose little when killed.
+TASK_BYTES = 8 << 20
+# A fast tokenizer must agree with the model's own on this much text from each of several units.
+SAMPLE_UNITS = 16
+SAMPLE_CHARS = 1 << 16
+SAMPLE_RECORDS = 10_000  # read at most per unit, so that a file of bad records is not read whole
+# Estimates for text that is not tokenized yet.
+CHARS_PER_TOKEN = 4.0
+EXPANSION = {".zst": 3.0, ".gz": 3.0, ".bz2": 3.5, ".xz": 3.5, ".zip": 3.0, ".tgz": 3.0, ".parquet": 2.0, ".whl": 3.0}
 
 
 class Message(NamedTuple):
@@ -25,10 +48,10 @@ class Message(NamedTuple):
 class Document:
     id: str  # "<file name>:<record number>", counted from 1 as editors count lines
     text: str
-    tokens: np.ndarray | None = None  # uint32, where the source was tokenised already; `text` is then empty
+    tokens: np.ndarray | None = None  # uint32, if the source is already tokenized; `text` may then be empty
     left_out: tuple[tuple[str, str], ...] = ()  # parts of a document that were skipped: (name, reason)
-    messages: tuple[Message, ...] = ()  # of a conversation that is still to be written out; `text` is then empty
-    loss_mask: np.ndarray | None = None  # bool, over target tokens (labels.py); None means all of them
+    messages: tuple[Message, ...] = ()  # a conversation that is not rendered yet; `text` is then empty
+    loss_mask: np.ndarray | None = None  # bool, over target tokens; None means all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +60,7 @@ class Bad:
 
     file: str
     record: str  # "line 17", "record 3", "after line 40"
-    reason: str  # one of a few words that can be counted, such as "invalid_utf8"
+    reason: str  # a short name to count by, such as "invalid_utf8"
     detail: str  # a sentence for people
 
 
@@ -50,3 +73,172 @@ class Filtered:
 
 
 Item = Document | Bad | Filtered
+
+
+class Estimate(NamedTuple):
+    """What a source is expected to hold before it is tokenized."""
+
+    tokens: int | None  # None if unknown
+    why: str  # where the number comes from
+    document_len: float | None = None  # mean tokens per document, if known
+
+
+class Source(Config):
+    """Where documents come from: the settings of one kind, and everything that others ask about it.
+
+    A subclass narrows `kind` to a Literal with one name and implements `units`, `divide`, `read` and `estimate`.
+    """
+
+    kind: str
+
+    path_keys: ClassVar[tuple[str, ...]] = ()  # keys that hold paths, which recipes resolve and check
+    file_endings: ClassVar[tuple[str, ...]] = ()  # endings of single files that are recognized as this kind
+    seeded: ClassVar[bool] = False  # documents depend on the seed
+    generated: ClassVar[bool] = False  # documents are generated instead of read
+    is_chat: ClassVar[bool] = False  # documents are conversations, to be rendered with a chat template
+
+    @property
+    def token_limit(self) -> int | None:
+        """Stop after about this many tokens; None reads everything."""
+        return None
+
+    @property
+    def max_bad_share(self) -> float:
+        """Share of unreadable records above which the build fails."""
+        return 0.0
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The paths that are set, by key."""
+        return {key: value for key in self.path_keys if (value := getattr(self, key)) is not None}
+
+    def with_paths(self, resolve: Callable[[str], str]) -> Self:
+        """Return a copy whose paths are resolved."""
+        return self.model_copy(update={key: resolve(value) for key, value in self.paths.items()})
+
+    def may_be_remote(self, path: str) -> bool:
+        """Whether a path that does not exist here may still be readable, such as a Hub id."""
+        return False
+
+    def chat_template(self, root: Path) -> str | None:
+        """The text of a template that replaces the tokenizer's chat template."""
+        return None
+
+    def units(self, root: Path) -> list[Path]:
+        """List what is read from disk (files, folders or archives), sorted; ConfigError if there is nothing."""
+        raise NotImplementedError
+
+    def input_files(self, units: Sequence[Path]) -> list[tuple[Path, Path]]:
+        """List (unit, file) for every file whose content the documents depend on."""
+        return [(unit, file) for unit in units for file in files_below(unit)]
+
+    def divide(self, units: list[Path], seed: int) -> list[Any]:
+        """Divide the work. Each task is picklable and writes one shard, so the division must not depend on workers."""
+        raise NotImplementedError
+
+    def read(self, task: Any, seed: int, encoder: Encoder | None = None) -> Iterator[Item]:
+        """Yield exactly one item per record of a task, in order.
+
+        A file that breaks off counts as one more `Bad` record, because its number of records is unknown.
+        """
+        raise NotImplementedError
+
+    def sample(self, units: list[Path], seed: int) -> Iterator[str]:
+        """Yield texts from all over the source, to check a fast tokenizer on."""
+        raise NotImplementedError
+
+    def estimate(self) -> Estimate:
+        """Estimate tokens without reading; paths must be resolved."""
+        raise NotImplementedError
+
+
+class FileSource(Source):
+    """The common settings of sources that are read from files. A subclass implements `read_units`."""
+
+    path: str
+    limit: Size | None = Field(None, description="stop after about this many tokens")
+    max_bad: float = Field(0.001, ge=0, le=1, description="share of unreadable records above which the run stops")
+
+    path_keys: ClassVar[tuple[str, ...]] = ("path",)
+    endings: ClassVar[tuple[str, ...]] = ("",)  # of the files that are taken from a folder
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.limit
+
+    @property
+    def max_bad_share(self) -> float:
+        return self.max_bad
+
+    def units(self, root: Path) -> list[Path]:
+        return find_files(self.path, root, kind=self.kind, endings=self.endings)
+
+    def divide(self, units: list[Path], seed: int) -> list[list[Path]]:
+        """Group consecutive units; a group is closed when it has reached `TASK_BYTES`."""
+        groups: list[list[Path]] = [[]]
+        size = 0
+        for unit in units:
+            if size >= TASK_BYTES:
+                groups.append([])
+                size = 0
+            groups[-1].append(unit)
+            size += sum(file.stat().st_size for file in files_below(unit))
+        return groups
+
+    def read(self, task: Sequence[Path], seed: int = 0, encoder: Encoder | None = None) -> Iterator[Item]:
+        return self.read_units(task, seed)
+
+    def read_units(self, units: Sequence[Path], seed: int = 0) -> Iterator[Item]:
+        """Yield exactly one item per record, units in order; what a kind of files implements."""
+        raise NotImplementedError
+
+    def sample(self, units: list[Path], seed: int) -> Iterator[str]:
+        for index in np.unique(np.linspace(0, len(units) - 1, SAMPLE_UNITS).astype(int)):
+            chars = 0
+            for item in islice(read_items(self, [units[index]], seed), SAMPLE_RECORDS):
+                if isinstance(item, Document):
+                    if item.tokens is not None:
+                        return  # nothing is left to tokenize
+                    yield item.text[: SAMPLE_CHARS - chars]
+                    chars += len(item.text)
+                if chars >= SAMPLE_CHARS:
+                    break
+
+    def estimate(self) -> Estimate:
+        files = list(matching_files(self.path))
+        if not files:
+            why = f"{self.path} is not here"
+            return Estimate(self.limit, f"its limit; {why}" if self.limit else why)
+        tokens = self.estimate_tokens(files)
+        size = format_count(sum(file.stat().st_size for file in files))
+        found = f"{len(files)} file{'s' * (len(files) > 1)} of {size}B"
+        if self.limit and self.limit < tokens:
+            return Estimate(self.limit, f"its limit, of {found}")
+        return Estimate(tokens, f"from {found}")
+
+    def estimate_tokens(self, files: Sequence[Path]) -> int:
+        """Estimate tokens from file sizes: `CHARS_PER_TOKEN`, and typical compression ratios."""
+        chars = sum(file.stat().st_size * EXPANSION.get(file.suffix, 1.0) for file in files)
+        return int(chars / CHARS_PER_TOKEN)
+
+
+def read_items(source: Source, task: Any, seed: int = 0, encoder: Encoder | None = None) -> Iterator[Item]:
+    """Yield what `source.read` yields, with names that can be stored as UTF-8 (file systems allow any bytes)."""
+    for item in source.read(task, seed, encoder):
+        name = item.file if isinstance(item, Bad) else item.id
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            name = printable(name)
+            yield replace(item, file=name) if isinstance(item, Bad) else replace(item, id=name)
+        else:
+            yield item
+
+
+def read_strictly(source: FileSource, units: Sequence[Path], seed: int = 0) -> Iterator[Document]:
+    """Yield the documents; DataError at the first record that cannot be read."""
+    for item in read_items(source, units, seed):
+        if isinstance(item, Bad):
+            raise DataError(f"{item.file}, {item.record}: {item.detail}.")
+        if isinstance(item, Document):
+            yield item

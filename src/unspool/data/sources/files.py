@@ -1,7 +1,6 @@
-"""Files of any source: found, decompressed, cut into lines, decoded.
+"""Find, decompress, split and decode the files of sources.
 
-Promise: memory is bounded by one line below the limit; a file that breaks off is told from one that ends.
-Elsewhere: what a line or record means (the readers beside this file).
+Memory is bounded by one line below the limit. Truncated files are detected.
 """
 
 import glob
@@ -14,12 +13,13 @@ import zstandard
 
 from unspool.core.errors import ConfigError
 
+MAX_NAME_LEN = 1024
 _CHUNK = 1 << 20
 _ZSTD_PIECE = 4 << 10
 
 
 class Unreadable(Exception):  # noqa: N818
-    """Content that cannot be read: the reason that is counted, and a sentence for people."""
+    """Content that cannot be read: the reason to count it by, and a sentence for people."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -28,15 +28,15 @@ class Unreadable(Exception):  # noqa: N818
 
 
 def find_files(path: str, root: Path, *, kind: str, endings: tuple[str, ...]) -> list[Path]:
-    """The files of a source, sorted: one file, those with the right endings in a folder, or those of a pattern.
+    """List the files of a source, sorted: one file, a folder's files with these endings, or the matches of a pattern.
 
-    Hidden files are left out of folders. An ending of "" takes every file.
+    Hidden files in folders are skipped. The ending "" takes every file.
     """
     full = root / Path(path).expanduser()
     if full.is_file():
         return [full]
     if full.is_dir():
-        found = [file for file in full.rglob("*") if not _hidden(file.relative_to(full))]
+        found = [file for file in full.rglob("*") if not _is_hidden(file.relative_to(full))]
         found = [file for file in found if file.name.endswith(endings) and file.is_file()]
         if not found:
             wanted = "plain text" if "" in endings else " or ".join(endings)
@@ -50,12 +50,30 @@ def find_files(path: str, root: Path, *, kind: str, endings: tuple[str, ...]) ->
 
 
 def nothing_found(path: str, full: Path) -> str:
+    """An error message for a path without files."""
     what = "matches no file" if glob.has_magic(str(full)) else "does not exist"
     return f"path {path!r} {what} (looked for {full}); give a file, a folder or a pattern."
 
 
+def matching_files(path: str) -> Iterator[Path]:
+    """Yield all files of a file, a folder or a pattern; nothing if there are none."""
+    found = glob.iglob(path, recursive=True) if glob.has_magic(path) else iter([path])  # noqa: PTH207
+    for match in map(Path, found):
+        if match.is_file():
+            yield match
+        elif match.is_dir():
+            yield from (file for file in sorted(match.rglob("*")) if file.is_file())
+
+
+def files_below(unit: Path) -> list[Path]:
+    """List a unit's files: the file itself, or everything in a folder (links are not followed)."""
+    if not unit.is_dir():
+        return [unit]
+    return sorted(file for file in unit.rglob("*") if file.is_file() and not file.is_symlink())
+
+
 def chunks(path: Path) -> Iterator[bytes]:
-    """The file's content, decompressed by its ending; Unreadable where it breaks off."""
+    """Yield the file's content, decompressed by its ending; Unreadable if the file is truncated."""
     try:
         if path.suffix == ".zst":
             yield from _zstd_chunks(path)
@@ -64,16 +82,16 @@ def chunks(path: Path) -> Iterator[bytes]:
                 while chunk := file.read(_CHUNK):
                     yield chunk
     except FileNotFoundError as error:
-        raise Unreadable("unreadable", "the file has gone") from error
+        raise Unreadable("unreadable", "the file no longer exists") from error
     except EOFError as error:
-        raise Unreadable("truncated", "cut short; the compressed file has no end") from error
+        raise Unreadable("truncated", "the compressed file is truncated") from error
     except (OSError, zlib.error, zstandard.ZstdError) as error:
         raise Unreadable("unreadable", first_line(error)) from error
 
 
 def _zstd_chunks(path: Path) -> Iterator[bytes]:
-    # zstandard's stream_reader takes a cut-off file for a finished one; a decompressobj knows whether
-    # its frame ended. Small pieces go in, since what comes out of one can be 32,000 times larger.
+    # zstandard's stream_reader reads a truncated file without an error; a decompressobj knows whether its frame
+    # ended. Only small pieces go in, because the output of one can be 32,000 times larger.
     frame = None
     with path.open("rb") as file:
         while data := file.read(_ZSTD_PIECE):
@@ -87,7 +105,7 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
 
 
 def lines(parts: Iterable[bytes], limit: int) -> Iterator[bytes | None]:
-    """The lines, without their ends; None for a line of more than `limit` bytes, which is never held whole."""
+    """Yield the lines without their ends; None for a line of more than `limit` bytes, which is never held whole."""
     begun: list[bytes] = []  # the parts of a line that spans chunks; joined once, however long it is
     held = 0
     for chunk in parts:
@@ -106,6 +124,7 @@ def lines(parts: Iterable[bytes], limit: int) -> Iterator[bytes | None]:
 
 
 def decode(data: bytes) -> str:
+    """Decode UTF-8, with or without a byte order mark; Unreadable if it is something else."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -113,20 +132,32 @@ def decode(data: bytes) -> str:
 
 
 def checked_text(text: str) -> str:
-    """Text that can be tokenised and stored, else Unreadable."""
+    """Return the text if it can be tokenized and stored; Unreadable otherwise."""
     if "\0" in text:
         raise Unreadable("nul", f"a NUL character at {text.index(chr(0))}; such data is rarely text")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        # JSON can spell half of a surrogate pair, which is not a character and cannot be tokenised.
+        # JSON can spell half of a surrogate pair, which is not a character and cannot be tokenized.
         raise Unreadable("surrogate", f"half a surrogate pair at character {error.start}") from error
     return text
 
 
+def printable(name: str) -> str:
+    """Return the name as one line of valid UTF-8."""
+    escaped = name[:MAX_NAME_LEN].encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in escaped)
+
+
 def first_line(error: BaseException) -> str:
+    """The first line of an error's message, without a full stop."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-def _hidden(path: Path) -> bool:
+def list_names(names: Iterable[str], nothing: str, most: int = 12) -> str:
+    """The first names, quoted, for error messages; `nothing` if there are none."""
+    return ", ".join(map(repr, list(names)[:most])) or nothing
+
+
+def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)

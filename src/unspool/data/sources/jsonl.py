@@ -1,50 +1,63 @@
-"""JSON lines, plain, .gz or .zst: one document per line that is not blank."""
+"""Source kind `jsonl`: JSON lines, plain, .gz or .zst, one document per line that is not blank."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, Literal, TypeVar
 
-from unspool.data.sources.base import MAX_RECORD_BYTES, Bad, Document, Item
-from unspool.data.sources.config import JsonlSource
-from unspool.data.sources.files import Unreadable, checked_text, chunks, decode, find_files, lines
+from pydantic import Field
+
+from unspool.data.sources.base import MAX_RECORD_BYTES, Bad, Document, FileSource, Item
+from unspool.data.sources.files import Unreadable, checked_text, chunks, decode, lines, list_names
+from unspool.data.sources.text import TextSource
 
 T = TypeVar("T")
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 
-def units(source: JsonlSource, root: Path) -> list[Path]:
-    return find_files(source.path, root, kind="jsonl", endings=ENDINGS)
+class JsonlSource(FileSource):
+    """JSON lines (plain, .gz or .zst); one document per line."""
+
+    kind: Literal["jsonl"]
+    text: str = Field("text", description="the field that holds the text")
+
+    endings: ClassVar[tuple[str, ...]] = ENDINGS
+    file_endings: ClassVar[tuple[str, ...]] = ENDINGS
+
+    def read_units(self, units: Sequence[Path], seed: int = 0) -> Iterator[Item]:
+        for path in units:
+            yield from read_jsonl(path, partial(self._document, path.name))
+
+    def _document(self, name: str, number: int, record: dict[str, object]) -> Document:
+        return Document(f"{name}:{number}", checked_text(text_field(record, self.text)))
 
 
-def read(source: JsonlSource, units: Sequence[Path], seed: int) -> Iterator[Item]:
-    for path in units:
-        yield from records(path, partial(_document, path.name, source.text))
+def text_or_jsonl(path: str) -> FileSource:
+    """The source that reads a path which may hold JSON lines or plain text."""
+    if ".jsonl" in Path(path).name:
+        return JsonlSource(kind="jsonl", path=path)
+    return TextSource(kind="text", path=path)
 
 
-def _document(name: str, field: str, number: int, record: dict[str, object]) -> Document:
-    return Document(f"{name}:{number}", checked_text(text_field(record, field)))
-
-
-def records(path: Path, use: Callable[[int, dict[str, object]], T]) -> Iterator[T | Bad]:
-    """For every line that is not blank what `use` makes of its number and its object, or why that cannot be."""
+def read_jsonl(path: Path, use: Callable[[int, dict[str, object]], T]) -> Iterator[T | Bad]:
+    """Yield `use(line number, object)` for every line that is not blank, or why that is impossible."""
     number = 0
     try:
         for number, line in enumerate(lines(chunks(path), MAX_RECORD_BYTES), start=1):
             if line is not None and not line.strip():
                 continue
             try:
-                yield use(number, record_of(line))
+                yield use(number, parse_record(line))
             except Unreadable as error:
                 yield Bad(str(path), f"line {number}", error.reason, error.detail)
     except Unreadable as error:
         yield Bad(str(path), f"after line {number}", error.reason, error.detail)
 
 
-def record_of(line: bytes | None) -> dict[str, object]:
-    """A line's JSON object; Unreadable if it is none."""
+def parse_record(line: bytes | None) -> dict[str, object]:
+    """Parse a line's JSON object; Unreadable if it is none."""
     if line is None:
         raise Unreadable("too_long", f"more than {MAX_RECORD_BYTES >> 20} MiB in one line")
     text = decode(line)
@@ -61,9 +74,9 @@ def record_of(line: bytes | None) -> dict[str, object]:
 
 
 def text_field(record: dict[str, object], field: str) -> str:
+    """The text in a field; Unreadable if the field is missing or holds something else."""
     if field not in record:
-        present = ", ".join(map(repr, list(record)[:12])) or "no fields"
-        raise Unreadable("missing_field", f"no field {field!r}; it has {present}")
+        raise Unreadable("missing_field", f"no field {field!r}; it has {list_names(record, 'no fields')}")
     text = record[field]
     if not isinstance(text, str):
         raise Unreadable("not_text", f"field {field!r} must be a string, not {type(text).__name__}")

@@ -1,13 +1,12 @@
-"""MosaicML's MDS format, version 2, without its library: documents that are tokens already.
+"""Source kind `mds`: MosaicML's MDS format, version 2, read without its library. Documents are already tokens.
 
-In: shard files and the index.json files that describe them. Out: documents with `tokens`.
-A record is a document. A sample without a column `indices` is one document; a packed sample (`indices` holds the
-[start, end) of each document in the row) yields its documents apart, and tokens outside all of them belong to none.
-A sample that cannot be read is one quarantined record, as nobody can know how many documents it held.
-Promise: nothing in a shard is executed or trusted: pickled columns are stepped over, never loaded, and every
-offset, length and border is checked. Sums in index.json are checked, those of xxhash where it is installed.
-Price: a compressed shard is held in memory whole (64 MiB as usually written).
-Elsewhere: whether the tokens fit the model's vocabulary (steps.py).
+A sample without a column `indices` is one document. In a packed sample, `indices` holds the [start, end) of each
+document in the row; each becomes a document of its own, and tokens outside all of them belong to none. A sample that
+cannot be read is one quarantined record, because the number of its documents is unknown.
+
+Nothing in a shard is executed or trusted: pickled columns are skipped, never loaded, and every offset, length and
+document boundary is checked. Hashes in index.json are checked, those of xxhash if it is installed. A compressed shard
+is held in memory whole (64 MiB as usually written).
 
 ProLong's public data uses Llama-3's tokenizer. Its unpacked sets have no BOS and no EOS; its packer puts 128000
 before and 128001 after a document, so a row that starts in the middle of one has no BOS. The column `mask` of its
@@ -27,90 +26,105 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar, Literal
 
 import numpy as np
 import zstandard
+from pydantic import Field
 
 from unspool.core.errors import ConfigError
-from unspool.data.sources.base import MAX_RECORD_BYTES, Bad, Document, Filtered, Item
-from unspool.data.sources.config import MdsSource
-from unspool.data.sources.files import Unreadable, find_files, first_line
+from unspool.data.sources.base import MAX_RECORD_BYTES, Bad, Document, FileSource, Filtered, Item
+from unspool.data.sources.files import Unreadable, first_line, list_names
 
 INDEX = "index.json"
-BORDERS = "indices"
-_NOT_THERE = f"{INDEX} names this shard, but the file is not there"
+BOUNDARIES = "indices"
+_MISSING = f"{INDEX} names this shard, but the file does not exist"
 _CHUNK = 1 << 20
 _XXHASHES = ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128")
-_MAX_COMPRESSED = 1 << 30  # what a compressed shard may unfold to
-# How an array whose encoding does not name its type names it in its first byte.
+_MAX_COMPRESSED = 1 << 30  # limit for a decompressed shard
+# The first byte of an array whose encoding does not name its type.
 _DTYPES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
 _DTYPE_NAMES = {np.dtype(code).name: code for code in _DTYPES.values()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """What index.json says of one shard file."""
+    """What index.json says about one shard file."""
 
     names: list[str]
     encodings: list[str]
-    sizes: list[int | None]  # None where the size differs from sample to sample and stands in front of it
+    sizes: list[int | None]  # None if the size varies; it then precedes the sample
     num_samples: int
-    compression: str | None  # of the file that is read
+    compression: str | None  # of the file that is read, if it is compressed
     raw_bytes: int
     hashes: dict[str, str]  # of the file that is read
 
 
-def units(source: MdsSource, root: Path) -> list[Path]:
-    """Every shard once, however many index.json files name it (ProLong's have one per part and one for them all).
+class MdsSource(FileSource):
+    """Folders in MosaicML's MDS format, tokenized already, such as ProLong's public data."""
 
-    An index.json that cannot be read, or that names what is no file or lies outside its folder, stands for itself.
-    """
-    found: set[Path] = set()
-    for path in find_files(source.path, root, kind="mds", endings=(INDEX,)):
-        if path.name != INDEX:
-            found.add(path)
-            continue
-        try:
-            entries = _entries(path)
-        except Unreadable:
-            found.add(path)
-            continue
-        for entry in entries:
+    kind: Literal["mds"]
+    tokens: str = Field("input_ids", description="the column that holds the tokens")
+
+    endings: ClassVar[tuple[str, ...]] = (INDEX,)
+
+    def units(self, root: Path) -> list[Path]:
+        """List every shard once, however many index.json files name it (ProLong has one per part and one for all).
+
+        An index.json that cannot be read, or that names a missing or unsafe file, is listed itself.
+        """
+        found: set[Path] = set()
+        for path in super().units(root):
+            if path.name != INDEX:
+                found.add(path)
+                continue
             try:
-                shard = _shard_path(path, entry)
+                entries = _read_index(path)
             except Unreadable:
-                shard = path
-            found.add(shard if shard.is_file() else path)
-    if not found:
-        raise ConfigError(f"path {source.path!r}: the {INDEX} files there name no shard; was the writing finished?")
-    return sorted(found)
+                found.add(path)
+                continue
+            for entry in entries:
+                try:
+                    shard = _shard_path(path, entry)
+                except Unreadable:
+                    shard = path
+                found.add(shard if shard.is_file() else path)
+        if not found:
+            raise ConfigError(f"path {self.path!r}: the {INDEX} files there name no shard; was the writing finished?")
+        return sorted(found)
 
+    def input_files(self, units: Sequence[Path]) -> list[tuple[Path, Path]]:
+        # The index beside a shard says what the shard holds.
+        indexes = sorted({unit.parent / INDEX for unit in units})
+        beside = [(index, index) for index in indexes if index.is_file() and index not in units]
+        return [*super().input_files(units), *beside]
 
-def read(source: MdsSource, units: Sequence[Path], seed: int) -> Iterator[Item]:
-    known: dict[Path, dict[Path, Any]] = {}
-    missing: set[Path] = set()
-    for path in units:
-        if path.name == INDEX:
-            yield from _index_problems(path, missing)
-            continue
-        try:
-            yield from _read_shard(path, _described(path, known), source.tokens)
-        except Unreadable as error:
-            yield Bad(str(path), "whole file", error.reason, error.detail)
+    def estimate_tokens(self, files: Sequence[Path]) -> int:
+        return int(sum(file.stat().st_size for file in files) / 4)  # bytes of a stored token
+
+    def read_units(self, units: Sequence[Path], seed: int = 0) -> Iterator[Item]:
+        known: dict[Path, dict[Path, Any]] = {}
+        missing: set[Path] = set()
+        for path in units:
+            if path.name == INDEX:
+                yield from _index_problems(path, missing)
+                continue
+            try:
+                yield from _read_shard(path, _find_shard(path, known), self.tokens)
+            except Unreadable as error:
+                yield Bad(str(path), "whole file", error.reason, error.detail)
 
 
 def _read_shard(path: Path, shard: _Shard, column: str) -> Iterator[Item]:
     if column not in shard.names:
-        present = ", ".join(map(repr, shard.names[:12])) or "no columns"
-        raise Unreadable("missing_field", f"no column {column!r}; it has {present}")
-    with _content(path, shard) as stream:
+        raise Unreadable("missing_field", f"no column {column!r}; it has {list_names(shard.names, 'no columns')}")
+    with _open_shard(path, shard) as stream:
         size = stream.seek(0, io.SEEK_END)
-        offsets = _offsets(stream, size, shard)
+        offsets = _read_offsets(stream, size, shard)
         for number, (begin, end) in enumerate(pairwise(offsets), start=1):
             try:
-                data = _sample(stream, begin, end, size, first=4 * (len(offsets) + 1))
-                yield from _documents(f"{path.parent.name}/{path.name}:{number}", _columns(shard, data), column)
+                data = _read_sample(stream, begin, end, size, first=4 * (len(offsets) + 1))
+                yield from _documents(f"{path.parent.name}/{path.name}:{number}", _split_columns(shard, data), column)
             except Unreadable as error:
                 yield Bad(str(path), f"sample {number}", error.reason, error.detail)
 
@@ -118,7 +132,7 @@ def _read_shard(path: Path, shard: _Shard, column: str) -> Iterator[Item]:
 # The index
 
 
-def _entries(index: Path) -> list[Any]:
+def _read_index(index: Path) -> list[Any]:
     try:
         content = json.loads(index.read_bytes())
     except OSError as error:
@@ -132,7 +146,7 @@ def _entries(index: Path) -> list[Any]:
 
 
 def _shard_path(index: Path, entry: Any) -> Path:
-    """The file to read: the shard itself, or else its compressed form."""
+    """The file to read: the shard itself, or its compressed form if that is missing."""
     raw, packed = (_file_path(index, entry, key) for key in ("raw_data", "zip_data"))
     path = packed if packed is not None and (raw is None or not raw.exists()) else raw
     if path is None:
@@ -153,9 +167,9 @@ def _file_path(index: Path, entry: Any, key: str) -> Path | None:
 
 
 def _index_problems(index: Path, missing: set[Path]) -> Iterator[Item]:
-    """What cannot be read of an index; shards that are not there only if they are not in `missing` yet."""
+    """Yield what cannot be read of an index; a missing shard only if it is not in `missing` yet."""
     try:
-        entries = _entries(index)
+        entries = _read_index(index)
     except Unreadable as error:
         yield Bad(str(index), "whole file", error.reason, error.detail)
         return
@@ -167,25 +181,25 @@ def _index_problems(index: Path, missing: set[Path]) -> Iterator[Item]:
             continue
         if not shard.is_file() and shard not in missing:
             missing.add(shard)
-            yield Bad(str(shard), "whole file", "unreadable", _NOT_THERE)
+            yield Bad(str(shard), "whole file", "unreadable", _MISSING)
 
 
-def _described(path: Path, known: dict[Path, dict[Path, Any]]) -> _Shard:
-    """What the nearest index.json that names the shard says of it."""
+def _find_shard(path: Path, known: dict[Path, dict[Path, Any]]) -> _Shard:
+    """Describe a shard by the nearest index.json that names it."""
     for folder in path.parents:
         if folder not in known:
-            known[folder] = _by_path(folder / INDEX)
+            known[folder] = _entries_by_path(folder / INDEX)
         if path in known[folder]:
-            return _shard(path, known[folder][path])
+            return _parse_shard(path, known[folder][path])
     raise Unreadable("unreadable", f"no {INDEX} beside it or above it names this shard")
 
 
-def _by_path(index: Path) -> dict[Path, Any]:
+def _entries_by_path(index: Path) -> dict[Path, Any]:
     found = {}
     try:
-        entries = _entries(index) if index.is_file() else []
+        entries = _read_index(index) if index.is_file() else []
     except Unreadable:
-        return {}  # it is a unit of its own and reported there
+        return {}  # it is a unit itself, and read_units reports it
     for entry in entries:
         try:
             found.update({path: entry for key in ("raw_data", "zip_data") if (path := _file_path(index, entry, key))})
@@ -194,12 +208,12 @@ def _by_path(index: Path) -> dict[Path, Any]:
     return found
 
 
-def _shard(path: Path, entry: dict[str, Any]) -> _Shard:
+def _parse_shard(path: Path, entry: dict[str, Any]) -> _Shard:
     if entry.get("format") != "mds" or entry.get("version") != 2:
         found = f"format {entry.get('format')!r}, version {entry.get('version')!r}"
-        raise Unreadable("unreadable", f"{found}; only format 'mds', version 2 is read")
+        raise Unreadable("unreadable", f"{found}; only format 'mds', version 2 is supported")
     raw, packed = (_typed(entry, key, dict) for key in ("raw_data", "zip_data"))
-    # Compared by name alone, since a merged index puts a folder in front.
+    # Compared by name alone, because a merged index adds a folder in front.
     is_packed = Path(str(packed.get("basename"))).name == path.name
     shard = _Shard(
         names=_typed(entry, "column_names", list),
@@ -221,7 +235,7 @@ def _shard(path: Path, entry: dict[str, Any]) -> _Shard:
 
 
 def _typed(entry: dict[str, Any], key: str, kind: type) -> Any:
-    """The value, or what is empty of its kind where it is missing or of another."""
+    """The value, or an empty one of its type if it is missing or has another type."""
     value = entry.get(key)
     return value if isinstance(value, kind) else kind()
 
@@ -229,12 +243,12 @@ def _typed(entry: dict[str, Any], key: str, kind: type) -> Any:
 # The shard
 
 
-def _content(path: Path, shard: _Shard) -> BinaryIO:
+def _open_shard(path: Path, shard: _Shard) -> BinaryIO:
     try:
         _check_hashes(path, shard)
-        return path.open("rb") if shard.compression is None else _unfolded(path, shard, shard.compression)
+        return path.open("rb") if shard.compression is None else _decompress(path, shard, shard.compression)
     except FileNotFoundError as error:
-        raise Unreadable("unreadable", _NOT_THERE) from error
+        raise Unreadable("unreadable", _MISSING) from error
     except (OSError, zlib.error, zstandard.ZstdError) as error:
         raise Unreadable("unreadable", first_line(error)) from error
 
@@ -252,14 +266,14 @@ def _check_hashes(path: Path, shard: _Shard) -> None:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
         if digest.hexdigest() != expected:
-            raise Unreadable("unreadable", f"damaged; its {name} sum is not the one in {INDEX}")
+            raise Unreadable("unreadable", f"damaged; its {name} hash is not the one in {INDEX}")
 
 
-def _unfolded(path: Path, shard: _Shard, compression: str) -> BinaryIO:
-    """The decompressed shard, as far as it goes: one that is cut short still holds its first samples."""
+def _decompress(path: Path, shard: _Shard, compression: str) -> BinaryIO:
+    """Decompress a shard; a truncated one still holds its first samples."""
     method = compression.partition(":")[0]  # "zstd:7" is zstd at level 7
     if shard.raw_bytes > _MAX_COMPRESSED:
-        raise Unreadable("too_long", f"unfolds to more than {_MAX_COMPRESSED >> 30} GiB; decompress it first")
+        raise Unreadable("too_long", f"decompresses to more than {_MAX_COMPRESSED >> 30} GiB; decompress it first")
     content = io.BytesIO()
     with path.open("rb") as file:
         if method == "zstd":
@@ -267,35 +281,35 @@ def _unfolded(path: Path, shard: _Shard, compression: str) -> BinaryIO:
         elif method in ("gz", "bz2"):
             stream = gzip.GzipFile(fileobj=file) if method == "gz" else bz2.BZ2File(file)
         else:
-            detail = f"compressed with {compression!r}; zstd, gz and bz2 are read: decompress the shards first"
+            detail = f"compressed with {compression!r}; supported are zstd, gz and bz2: decompress the shards first"
             raise Unreadable("unreadable", detail)
         try:
             while chunk := stream.read(_CHUNK):
                 if content.write(chunk) and content.tell() > shard.raw_bytes:
-                    raise Unreadable("archive_bomb", f"unfolds to more than the {shard.raw_bytes} bytes in {INDEX}")
+                    raise Unreadable("archive_bomb", f"expands to more than the {shard.raw_bytes} bytes in {INDEX}")
         except EOFError:
-            pass  # gzip and bz2 say so when they are cut short, zstandard does not; the missing samples will
+            pass  # the samples that are missing will be reported, as for zstd, which raises nothing here
     return content
 
 
-def _offsets(stream: BinaryIO, size: int, shard: _Shard) -> list[int]:
-    """Where each sample begins, and where the last one ends."""
+def _read_offsets(stream: BinaryIO, size: int, shard: _Shard) -> list[int]:
+    """Read where each sample begins, and where the last one ends."""
     stream.seek(0)
     head = stream.read(4)
     num_samples = int.from_bytes(head, "little")
     if len(head) < 4 or size < 4 * (num_samples + 2):
-        raise Unreadable("truncated", f"cut short after {size} bytes, before its first sample")
+        raise Unreadable("truncated", f"truncated after {size} bytes, before its first sample")
     if num_samples != shard.num_samples:
         raise Unreadable("unreadable", f"holds {num_samples} samples, but {INDEX} says {shard.num_samples}")
     offsets: list[int] = np.frombuffer(stream.read(4 * (num_samples + 1)), dtype="<u4").tolist()
     return offsets
 
 
-def _sample(stream: BinaryIO, begin: int, end: int, size: int, *, first: int) -> bytes:
+def _read_sample(stream: BinaryIO, begin: int, end: int, size: int, *, first: int) -> bytes:
     if not first <= begin <= end:
-        raise Unreadable("bad_offsets", f"said to lie from byte {begin} to byte {end}")
+        raise Unreadable("bad_offsets", f"its offsets are byte {begin} to byte {end}")
     if end > size:
-        raise Unreadable("truncated", f"said to end at byte {end}, but the shard is cut short after {size}")
+        raise Unreadable("truncated", f"it should end at byte {end}, but the shard is truncated after {size}")
     if end - begin > MAX_RECORD_BYTES:
         raise Unreadable("too_long", f"more than {MAX_RECORD_BYTES >> 20} MiB in one sample")
     try:
@@ -308,83 +322,83 @@ def _sample(stream: BinaryIO, begin: int, end: int, size: int, *, first: int) ->
 # The sample
 
 
-def _columns(shard: _Shard, data: bytes) -> dict[str, tuple[str, bytes]]:
-    """Encoding and bytes of each column. The sizes that vary come first, then the columns one after another."""
-    num_varying = sum(1 for size in shard.sizes if not size)
-    place = 4 * num_varying
-    if len(data) < place:
-        raise Unreadable("bad_offsets", f"{len(data)} bytes are too few for the sizes of {num_varying} columns")
-    varying = iter(np.frombuffer(data, dtype="<u4", count=num_varying).tolist())
+def _split_columns(shard: _Shard, data: bytes) -> dict[str, tuple[str, bytes]]:
+    """Encoding and bytes of each column. Variable sizes come first, then the columns one after another."""
+    num_variable = sum(1 for size in shard.sizes if not size)
+    at = 4 * num_variable
+    if len(data) < at:
+        raise Unreadable("bad_offsets", f"{len(data)} bytes are too few for the sizes of {num_variable} columns")
+    variable = iter(np.frombuffer(data, dtype="<u4", count=num_variable).tolist())
     columns = {}
     for name, encoding, size in zip(shard.names, shard.encodings, shard.sizes, strict=True):
-        end = place + (size or next(varying))
-        columns[name] = (encoding, data[place:end])
-        place = end
-    if place != len(data):
-        raise Unreadable("bad_offsets", f"its columns take {place} bytes, but the sample has {len(data)}")
+        end = at + (size or next(variable))
+        columns[name] = (encoding, data[at:end])
+        at = end
+    if at != len(data):
+        raise Unreadable("bad_offsets", f"its columns take {at} bytes, but the sample has {len(data)}")
     return columns
 
 
 def _documents(sample: str, columns: dict[str, tuple[str, bytes]], column: str) -> Iterator[Item]:
-    tokens = _tokens(_decoded(column, *columns[column]), column)
-    if BORDERS not in columns:
+    tokens = _check_tokens(_decode_column(column, *columns[column]), column)
+    if BOUNDARIES not in columns:
         yield Document(sample, "", tokens) if len(tokens) else Filtered(sample, "empty")
         return
-    borders = _borders(_decoded(BORDERS, *columns[BORDERS]), len(tokens))
+    borders = _check_boundaries(_decode_column(BOUNDARIES, *columns[BOUNDARIES]), len(tokens))
     for number, (begin, end) in enumerate(borders, start=1):
         name = f"{sample}.{number}"
         yield Document(name, "", tokens[begin:end]) if end > begin else Filtered(name, "empty")
 
 
-def _decoded(column: str, encoding: str, data: bytes) -> np.ndarray:
+def _decode_column(column: str, encoding: str, data: bytes) -> np.ndarray:
     kind, _, options = encoding.partition(":")
     if kind == "ndarray":
-        return _ndarray(column, options, data)
+        return _decode_ndarray(column, options, data)
     if kind == "json":
         try:
             return np.array(json.loads(data))
         except (ValueError, RecursionError, OverflowError) as error:
             raise Unreadable("broken_json", f"column {column!r} holds no list of numbers") from error
     why = "pickled, and loading it could run any code" if kind == "pkl" else f"encoded as {encoding!r}"
-    raise Unreadable("not_tokens", f"column {column!r} is {why}; read are ndarray and json")
+    raise Unreadable("not_tokens", f"column {column!r} is {why}; supported are ndarray and json")
 
 
-def _ndarray(column: str, options: str, data: bytes) -> np.ndarray:
-    """Type and shape stand in the encoding ("uint32:65536") or, each where it is missing there, before the values."""
+def _decode_ndarray(column: str, options: str, data: bytes) -> np.ndarray:
+    """Decode an array whose type and shape are in the encoding ("uint32:65536") or, if missing there, in the data."""
     dtype_name, _, dims = options.partition(":")
-    place = 0
+    at = 0
     try:
         if dtype_name:
             dtype = np.dtype(_DTYPE_NAMES[dtype_name]).newbyteorder("<")
         else:
             dtype = np.dtype(_DTYPES[data[0]]).newbyteorder("<")
-            place = 1
+            at = 1
         if dims:
             shape = [int(dim) for dim in dims.split(",")]
         else:
-            num_dims, width = data[place] >> 2, data[place] & 3  # sizes of 1, 2, 4 or 8 bytes
-            shape = np.frombuffer(data, dtype=f"<u{1 << width}", count=num_dims, offset=place + 1).tolist()
-            place += 1 + (num_dims << width)
-        if len(data) - place != math.prod(shape) * dtype.itemsize:
+            num_dims, width = data[at] >> 2, data[at] & 3  # sizes of 1, 2, 4 or 8 bytes
+            shape = np.frombuffer(data, dtype=f"<u{1 << width}", count=num_dims, offset=at + 1).tolist()
+            at += 1 + (num_dims << width)
+        if len(data) - at != math.prod(shape) * dtype.itemsize:
             raise ValueError("its values do not fill its shape")
-        return np.frombuffer(data, dtype=dtype, offset=place).reshape(shape)
+        return np.frombuffer(data, dtype=dtype, offset=at).reshape(shape)
     except (KeyError, IndexError, ValueError) as error:
         raise Unreadable("not_tokens", f"column {column!r} is no array of the kind {options or 'any'!r}") from error
 
 
-def _tokens(values: np.ndarray, column: str) -> np.ndarray:
+def _check_tokens(values: np.ndarray, column: str) -> np.ndarray:
     if values.ndim != 1 or (len(values) and values.dtype.kind not in "iu"):
         found = f"{values.ndim} dimensions of {values.dtype}"
         raise Unreadable("not_tokens", f"column {column!r} must hold one row of whole numbers, not {found}")
     if len(values) and not (values.min() >= 0 and values.max() < 1 << 32):
         raise Unreadable("not_tokens", f"column {column!r} holds {values.min()} to {values.max()}; tokens take 32 bits")
-    # Always a copy: the values lie anywhere in the sample, also where no 4-byte number may.
+    # Always a copy, because the values may be unaligned.
     return values.astype(np.uint32)
 
 
-def _borders(values: np.ndarray, num_tokens: int) -> list[tuple[int, int]]:
+def _check_boundaries(values: np.ndarray, num_tokens: int) -> list[tuple[int, int]]:
     if values.size and (values.ndim != 2 or values.shape[1] != 2 or values.dtype.kind not in "iu"):
-        raise Unreadable("bad_borders", f"column {BORDERS!r} must hold pairs of whole numbers, not {values.shape}")
+        raise Unreadable("bad_borders", f"column {BOUNDARIES!r} must hold pairs of whole numbers, not {values.shape}")
     pairs: list[tuple[int, int]] = [(begin, end) for begin, end in values.reshape(-1, 2).tolist()]
     last = 0
     for begin, end in sorted(pairs):

@@ -1,29 +1,66 @@
-"""Generated documents that state facts and ask for them again, at any length.
+"""Source kind `recall`: generated documents that state facts and ask for them again, at any length.
 
-Ordinary text asks a small model to recall so rarely that it never learns to; here every document
-holds many questions, each with its answer. In the wording the evaluations use: facts hidden in prose,
-and a JSON object followed by entries to complete. Besides these, word lists said twice and more: copying
-what came before is the skill both build on, and such lists teach it fastest.
-Promise: keys are distinct within a document, and every answer stands earlier in it, stated once.
-Price: lengths are met approximately (from average token counts), never checked token by token.
-Elsewhere: the wording (wording.py), turning text into tokens (tokens.py).
+In ordinary text a small model has to recall so rarely that it never learns to. Here every document holds many
+questions, each with its answer, worded as in the evaluations: facts hidden in prose, and a JSON object followed by
+entries to complete. There are also word lists that are repeated: copying is the skill that both build on, and such
+lists teach it fastest.
+
+Keys are distinct within a document, and every answer is stated once before it is asked for. Lengths are met
+approximately, from average token counts.
 """
 
-import re
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
+from pydantic import Field, model_validator
 
-from unspool.core.errors import DataError
 from unspool.core.rng import rng_for
 from unspool.data.facts import fact, pair_question, pairs_text, question, single_token_words, word_list
-from unspool.data.sources.config import RecallSource
+from unspool.data.sources.base import Document, Item
+from unspool.data.sources.generated import GeneratedSource, split_sentences
+
+if TYPE_CHECKING:
+    from unspool.data.tokenize.encoder import Encoder
 
 KIND = "word"
 # Enough prose for variety; more would only cost start-up time.
 PROSE_CHARS = 4_000_000
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+
+Tokenize = Callable[..., dict[str, list[list[int]]]]  # called as a Hugging Face tokenizer
+
+
+class RecallSource(GeneratedSource):
+    """Generated documents that state facts and ask for them again."""
+
+    kind: Literal["recall"]
+    prose: str = Field(description="JSONL or text files that the facts are hidden in")
+    pairs: float = Field(0.5, ge=0, le=1, description="share of JSON key-value documents; the rest are facts in prose")
+    repeats: float = Field(0.0, ge=0, le=1, description="share of repeated word lists, which teach copying first")
+    asked: float = Field(
+        1.0, gt=0, description="questions for each key of the largest objects; less leaves room for larger objects"
+    )
+
+    min_length: ClassVar[int] = 48
+    example_length: ClassVar[str] = "[128, 256]"
+
+    @model_validator(mode="after")
+    def _check_shares(self) -> RecallSource:
+        if self.pairs + self.repeats > 1:
+            raise ValueError("pairs and repeats must not exceed 1 together; the rest are facts in prose")
+        return self
+
+    def divide(self, units: list[Path], seed: int) -> list[list[Path]]:
+        return [units]  # one task: documents are drawn one after another
+
+    def read(self, task: list[Path], seed: int, encoder: Encoder | None = None) -> Iterator[Item]:
+        assert encoder is not None, "generating needs a tokenizer"
+        for number, text in enumerate(generate_documents(self, encoder, self.read_prose(task), seed), start=1):
+            yield Document(f"recall:{number}", text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +74,16 @@ class Costs:
     word: float
 
 
-def recall_documents(
-    source: RecallSource, tokenizer: Callable[..., dict[str, list[list[int]]]], prose: Iterable[str], seed: int
-) -> Iterator[str]:
-    """Documents of `source.length` tokens each, until about `source.tokens` have been made."""
-    words = single_token_words(tokenizer, word_list())
-    sentences = _sentences(prose)
-    lengths = _token_counts(tokenizer, [" " + sentence for sentence in sentences])
-    costs = _costs(tokenizer, words)
+def generate_documents(source: RecallSource, tokenize: Tokenize, prose: Iterable[str], seed: int) -> Iterator[str]:
+    """Yield documents of `source.length` tokens each until there are about `source.tokens`."""
+    words = single_token_words(tokenize, word_list())
+    sentences = split_sentences(prose, kind="recall", max_chars=PROSE_CHARS)
+    lengths = _token_counts(tokenize, [" " + sentence for sentence in sentences])
+    costs = _measure_costs(tokenize, words)
     rng = rng_for(seed, "recall")
-    made = 0
-    while made < source.tokens:
-        # One token is kept for the end-of-text mark that tokenising adds.
+    generated = 0
+    while generated < source.tokens:
+        # Tokenizing adds one EOS token.
         room = int(rng.integers(source.length[0], source.length[1] + 1)) - 1
         form = rng.random()
         if form < source.pairs:
@@ -57,15 +92,15 @@ def recall_documents(
             yield repeats_document(words, costs, room, rng)
         else:
             yield facts_document(words, sentences, lengths, costs, room, rng)
-        made += room + 1
+        generated += room + 1
 
 
 def pairs_document(words: list[str], costs: Costs, room: int, rng: np.random.Generator, *, asked: float) -> str:
-    """A JSON object, then entries of it to complete, until the room is filled.
+    """A JSON object, then entries of it to complete, `room` tokens in all.
 
-    Small objects are as frequent as large ones: a model learns to look up among few keys first. The largest leave room
-    for `asked` questions a key, and for one at the least; with one for each, no object is longer than about half of the
-    document.
+    Small objects are as frequent as large ones, because a model first learns to look up among few keys. The largest
+    leave room for `asked` questions per key, and for at least one; with one per key, no object is longer than about
+    half of the document.
     """
     most = int(min(room / (costs.pair + asked * costs.pair_question), (room - costs.pair_question) / costs.pair))
     count = int(rng.integers(2, max(2, min(most, len(words))) + 1))
@@ -79,7 +114,7 @@ def pairs_document(words: list[str], costs: Costs, room: int, rng: np.random.Gen
 
 
 def repeats_document(words: list[str], costs: Costs, room: int, rng: np.random.Generator) -> str:
-    """A list of random words, said again until the room is filled: from the second time on, all can be copied."""
+    """A list of random words, repeated to `room` tokens; from the second time on, all can be copied."""
     total = max(4, int(room / costs.word))
     count = int(rng.integers(2, total // 2 + 1))
     once = rng.integers(len(words), size=count)
@@ -89,9 +124,9 @@ def repeats_document(words: list[str], costs: Costs, room: int, rng: np.random.G
 def facts_document(
     words: list[str], sentences: list[str], lengths: np.ndarray, costs: Costs, room: int, rng: np.random.Generator
 ) -> str:
-    """Prose with facts in it, then every fact again, in another order, as a question or just restated.
+    """Prose with facts in it, then every fact again in another order, as a question or restated.
 
-    Restating is half as long as asking, so it gives twice the practice in the same room.
+    Restating a fact is half as long as asking for it, so it gives twice the practice in the same room.
     """
     restated = (costs.fact + costs.question) / 2
     most = max(2, int(0.7 * room / (costs.fact + restated)))
@@ -113,29 +148,15 @@ def facts_document(
     return " ".join(parts) + "\n" + "\n".join(answers)
 
 
-def _sentences(prose: Iterable[str]) -> list[str]:
-    sentences: list[str] = []
-    chars = 0
-    for text in prose:
-        flat = " ".join(text[: PROSE_CHARS - chars].split())
-        sentences += [sentence for sentence in _SENTENCE_END.split(flat) if 20 <= len(sentence) <= 400]
-        chars += len(text)
-        if chars >= PROSE_CHARS:
-            break
-    if not sentences:
-        raise DataError("recall: the prose holds no sentence of 20 to 400 characters; give it ordinary text.")
-    return sentences
+def _token_counts(tokenize: Tokenize, texts: list[str]) -> np.ndarray:
+    return np.array([len(ids) for ids in tokenize(texts, add_special_tokens=False)["input_ids"]])
 
 
-def _token_counts(tokenizer: Callable[..., dict[str, list[list[int]]]], texts: list[str]) -> np.ndarray:
-    return np.array([len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]])
-
-
-def _costs(tokenizer: Callable[..., dict[str, list[list[int]]]], words: list[str]) -> Costs:
+def _measure_costs(tokenize: Tokenize, words: list[str]) -> Costs:
     sample = words[:64]
 
     def mean(texts: list[str]) -> float:
-        return float(_token_counts(tokenizer, texts).mean())
+        return float(_token_counts(tokenize, texts).mean())
 
     pairs = list(zip(sample, reversed(sample), strict=True))
     return Costs(

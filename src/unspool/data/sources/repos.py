@@ -1,14 +1,12 @@
-"""Code repositories, one document each: folders, tar and zip archives, source distributions, wheels.
+"""Source kind `repos`: code repositories, one document each: folders, archives, source distributions, wheels.
 
-In: folders and archives. Out: per repository one `Document` of all its text files in a seeded random order (as in
-ProLong, which orders nothing by dependency), with every file it lacks and the reason in `left_out`; a repository
-without text is Filtered "empty", one that cannot be read, or only through unsafe paths, is Bad.
-Promise: the text depends on seed, name and content of the repository, not on the order in which a file system or an
-archive lists it. Links are not followed. Memory is bounded by `MAX_TEXT_BYTES`, whatever a repository holds: which
-files then find room is decided by the same random order.
-Price: a folder left out as a whole, such as .git, is one entry of `left_out`. Of two members with one name the first
-counts. A text with one character beyond U+FFFF takes four bytes a character in memory.
-Elsewhere: archives (archives.py), what is left out (code_filter.py).
+A document holds all text files of a repository in a seeded random order (as in ProLong, which does not order by
+dependency); `left_out` lists every file it lacks and why. A repository without text is Filtered "empty"; one that
+cannot be read, or only through unsafe paths, is Bad.
+
+The text depends on the seed, the name and the content of the repository, not on the order in which a file system or
+an archive lists it. Links are not followed. Memory is bounded by `MAX_TEXT_BYTES`; if a repository holds more, the
+same random order decides which files are kept. Of two members with one name the first counts.
 """
 
 import glob
@@ -19,6 +17,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field
 
 from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
@@ -31,39 +32,51 @@ from unspool.data.sources.archives import (
     build_member,
     is_archive,
     members,
-    printable,
 )
-from unspool.data.sources.base import MAX_RECORD_BYTES, Bad, Document, Filtered, Item
+from unspool.data.sources.base import MAX_RECORD_BYTES, Bad, Document, FileSource, Filtered, Item
 from unspool.data.sources.code_filter import MAX_FILE_BYTES, unwanted_content, unwanted_folder, unwanted_name
-from unspool.data.sources.config import ReposSource
-from unspool.data.sources.files import Unreadable, first_line, nothing_found
+from unspool.data.sources.files import Unreadable, first_line, nothing_found, printable
 
 MAX_TEXT_BYTES = MAX_RECORD_BYTES
-# A comment in many languages and a plain line in all others. No token of any tokenizer is needed for it, and people
-# write such lines too, so a model has seen them.
+# A comment in many languages and a plain line in the others; models have seen such lines.
 HEADER = "# file: {path}\n"
 _MARKERS = (".git", "pyproject.toml", "setup.py", "package.json", "Cargo.toml", "go.mod", "pom.xml", "CMakeLists.txt")
 _BOM = b"\xef\xbb\xbf"
 
 
-def units(source: ReposSource, root: Path) -> list[Path]:
-    """The repositories: of a folder all archives and sub-folders in it, unless it is a repository itself."""
-    full = root / Path(source.path).expanduser()
-    if full.is_file():
-        if not is_archive(full):
-            raise ConfigError(f"{full} is no archive; a source of kind repos takes folders and {', '.join(ENDINGS)}.")
-        return [full]
-    if full.is_dir():
-        return _units_of_folder(full)
-    # glob.glob and not Path.glob, which refuses absolute patterns.
-    matches = [Path(match) for match in glob.glob(str(full), recursive=True)]  # noqa: PTH207
-    found = sorted(match for match in matches if match.is_dir() or (match.is_file() and is_archive(match)))
-    if not found:
-        raise ConfigError(nothing_found(source.path, full))
-    return found
+class ReposSource(FileSource):
+    """Code repositories, one document each: folders, .tar.gz, .zip, source distributions, wheels."""
+
+    kind: Literal["repos"]
+    path: str = Field(description="a folder of repositories and archives, one archive, or a pattern")
+
+    file_endings: ClassVar[tuple[str, ...]] = (".tar.gz", ".tgz", ".tar", ".zip", ".whl")
+    seeded: ClassVar[bool] = True
+
+    def units(self, root: Path) -> list[Path]:
+        """List the repositories: all archives and folders in a folder, unless it is a repository itself."""
+        full = root / Path(self.path).expanduser()
+        if full.is_file():
+            if not is_archive(full):
+                raise ConfigError(
+                    f"{full} is no archive; a source of kind repos takes folders and {', '.join(ENDINGS)}."
+                )
+            return [full]
+        if full.is_dir():
+            return _repositories_in(full)
+        # glob.glob and not Path.glob, which refuses absolute patterns.
+        matches = [Path(match) for match in glob.glob(str(full), recursive=True)]  # noqa: PTH207
+        found = sorted(match for match in matches if match.is_dir() or (match.is_file() and is_archive(match)))
+        if not found:
+            raise ConfigError(nothing_found(self.path, full))
+        return found
+
+    def read_units(self, units: Sequence[Path], seed: int = 0) -> Iterator[Item]:
+        for path in units:
+            yield _read_repository(path, seed)
 
 
-def _units_of_folder(folder: Path) -> list[Path]:
+def _repositories_in(folder: Path) -> list[Path]:
     entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
     archives = [entry for entry in entries if entry.is_file() and is_archive(entry)]
     folders = [entry for entry in entries if entry.is_dir() and not entry.is_symlink()]
@@ -79,11 +92,6 @@ def _units_of_folder(folder: Path) -> list[Path]:
     )
 
 
-def read(source: ReposSource, units: Sequence[Path], seed: int) -> Iterator[Item]:
-    for path in units:
-        yield _read_repository(path, seed)
-
-
 def _read_repository(path: Path, seed: int) -> Item:
     name = printable(path.absolute().name)  # Path(".") has none
     repository = _Repository(rng_for(seed, "repos", name).bytes(32))
@@ -97,15 +105,15 @@ def _read_repository(path: Path, seed: int) -> Item:
 
 
 class _Repository:
-    """Gathers a repository's files; those that do not fit are the last ones of the random order."""
+    """Collects a repository's files; those that do not fit are the last ones of the random order."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._seen: set[str] = set()
-        # The kept files, the last of the order on top: (minus its place, path, content).
+        # A heap of (-rank, path, content) with the last file of the random order on top.
         self._kept: list[tuple[int, str, bytes]] = []
         self._kept_bytes = 0
-        self._end = 1 << 128  # the place of the first file that found no room
+        self._end = 1 << 128  # rank of the first file that did not fit
         self._left_out: list[tuple[str, str]] = []
 
     def add(self, member: Member) -> None:
@@ -126,17 +134,17 @@ class _Repository:
             self._left_out.append((member.path, reason))
 
     def _keep(self, path: str, data: bytes) -> None:
-        # A place of its own for every path, so that the order is known before all paths are.
-        place = int.from_bytes(blake2b(path.encode(), key=self._key, digest_size=16).digest(), "big")
-        if place > self._end:
+        # A hash of the path, so that the order is known before all paths are.
+        rank = int.from_bytes(blake2b(path.encode(), key=self._key, digest_size=16).digest(), "big")
+        if rank > self._end:
             self._left_out.append((path, "repository_full"))
             return
-        heapq.heappush(self._kept, (-place, path, data))
-        self._kept_bytes += _room(path, data)
+        heapq.heappush(self._kept, (-rank, path, data))
+        self._kept_bytes += _size_in_text(path, data)
         while self._kept_bytes > MAX_TEXT_BYTES:
-            place, path, data = heapq.heappop(self._kept)
-            self._end = -place
-            self._kept_bytes -= _room(path, data)
+            rank, path, data = heapq.heappop(self._kept)
+            self._end = -rank
+            self._kept_bytes -= _size_in_text(path, data)
             self._left_out.append((path, "repository_full"))
 
     def document(self, name: str, file: str, *, strip_top: bool) -> Item:
@@ -147,7 +155,7 @@ class _Repository:
         left_out = tuple(sorted((path.removeprefix(top), reason) for path, reason in self._left_out))
         self._kept.sort()
         text = bytearray()
-        while self._kept:  # emptied on the way, so that the text is held once
+        while self._kept:  # emptied as it goes, so that the text is held once
             _, path, data = self._kept.pop()
             text += b"\n" if text else b""
             text += HEADER.format(path=path.removeprefix(top)).encode() + data
@@ -163,16 +171,16 @@ class _Repository:
         return Bad(file, "whole repository", reason, detail)
 
 
-def _room(path: str, data: bytes) -> int:
+def _size_in_text(path: str, data: bytes) -> int:
     return len(HEADER) + len(path.encode()) + len(data) + 2
 
 
 class _FileUnreadable(Exception):  # noqa: N818
-    """One file of a folder cannot be read; of an archive, the whole archive could not."""
+    """One file of a folder cannot be read (in an archive, the whole archive would be unreadable)."""
 
 
 def _folder_members(folder: Path) -> Iterator[Member]:
-    """The files below a folder. A folder that is not wanted comes as one member, which is refused."""
+    """Yield the files below a folder; a folder that is left out whole is one member, which is refused."""
     waiting = [""]
     while waiting:
         inside = waiting.pop()
@@ -191,7 +199,7 @@ def _folder_members(folder: Path) -> Iterator[Member]:
                 yield Member(printable(path), 0, "unreadable", _refuse)
                 continue
             if not stat.S_ISDIR(found.st_mode):
-                yield build_member(path, found.st_size, _refusal(found.st_mode), partial(_content, folder / path))
+                yield build_member(path, found.st_size, _refusal(found.st_mode), partial(_read_content, folder / path))
             elif reason := unwanted_folder(entry.name):
                 yield Member(printable(f"{path}/"), 0, reason, _refuse)
             else:
@@ -204,7 +212,7 @@ def _refusal(mode: int) -> str | None:
     return None if stat.S_ISREG(mode) else SPECIAL_FILE
 
 
-def _content(path: Path) -> bytes:
+def _read_content(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             return file.read(MAX_FILE_BYTES)

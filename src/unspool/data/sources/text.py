@@ -1,26 +1,29 @@
-"""Plain text files, also .gz or .zst: one document each."""
+"""Source kind `text`: plain text files, also .gz or .zst, one document each."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar, Literal
 
-from unspool.data.sources.base import MAX_RECORD_BYTES, Bad, Document, Item
-from unspool.data.sources.config import TextSource
-from unspool.data.sources.files import Unreadable, checked_text, chunks, decode, find_files
-
-
-def units(source: TextSource, root: Path) -> list[Path]:
-    return find_files(source.path, root, kind="text", endings=("",))
+from unspool.data.sources.base import MAX_RECORD_BYTES, Bad, Document, FileSource, Item
+from unspool.data.sources.files import Unreadable, checked_text, chunks, decode
 
 
-def read(source: TextSource, units: Sequence[Path], seed: int) -> Iterator[Item]:
-    for path in units:
-        try:
-            yield Document(f"{path.name}:1", checked_text(decode(_content(path))))
-        except Unreadable as error:
-            yield Bad(str(path), "whole file", error.reason, error.detail)
+class TextSource(FileSource):
+    """Plain text files, a folder of them or a glob; one document each."""
+
+    kind: Literal["text"]
+
+    file_endings: ClassVar[tuple[str, ...]] = ("",)
+
+    def read_units(self, units: Sequence[Path], seed: int = 0) -> Iterator[Item]:
+        for path in units:
+            try:
+                yield Document(f"{path.name}:1", checked_text(decode(_read_content(path))))
+            except Unreadable as error:
+                yield Bad(str(path), "whole file", error.reason, error.detail)
 
 
-def _content(path: Path) -> bytes:
+def _read_content(path: Path) -> bytes:
     parts: list[bytes] = []
     held = 0
     for chunk in chunks(path):

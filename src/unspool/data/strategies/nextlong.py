@@ -13,6 +13,7 @@ chunk (`short`) and those whose row the rest of the corpus cannot fill (`alone`)
 docs/nextlong.md lists the differences from the paper.
 """
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ import numpy as np
 from pydantic import Field
 
 from unspool.core.errors import DataError
-from unspool.core.progress import say
 from unspool.core.sizes import Size, format_count
 from unspool.data.packing.pack import Doc, RowStream, Tally
 from unspool.data.packing.row import Row
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from unspool.data.corpus.store import CorpusReader
     from unspool.data.packing.config import DatasetConfig
     from unspool.data.strategies.retrieval import Embed, Retriever
+
+logger = logging.getLogger(__name__)
 
 
 class NextLongConfig(StrategyConfig):
@@ -67,6 +69,10 @@ class NextLongConfig(StrategyConfig):
         return self.longest
 
     @property
+    def keeps_chunk_order(self) -> bool:
+        return False  # negatives are sorted by similarity
+
+    @property
     def embedder(self) -> str | None:
         return self.model
 
@@ -74,7 +80,7 @@ class NextLongConfig(StrategyConfig):
         began = time.perf_counter()
         negatives = build_negatives(self, inputs.readers, keep_rest=dataset.packing == "concat", embed=inputs.embed)
         # Printed and not in the manifest, which is the same for every run.
-        say(f"dataset {inputs.name}: index built in {time.perf_counter() - began:.1f} s")
+        logger.info(f"dataset {inputs.name}: index built in {time.perf_counter() - began:.1f} s")
         return RowBuilder(
             pack=negatives.pack, masked=inputs.is_masked, chunked=True, counts_documents=False, cost=negatives.cost
         )
@@ -117,7 +123,7 @@ def build_negatives(
     if sum(int((reader.lens > 0).sum()) for reader in readers.values()) < 2:
         raise DataError("nextlong takes chunks of other documents, and there is only one document; add text.")
     chunks = cut_corpora(readers, config.chunk)
-    say(f"nextlong: indexing {format_count(len(chunks.texts))} chunks ({config.retriever})")
+    logger.info(f"nextlong: indexing {format_count(len(chunks.texts))} chunks ({config.retriever})")
     assert (embed is not None) == (config.retriever == "embeddings")
     from unspool.data.strategies.retrieval import BM25, Embeddings
 
@@ -134,7 +140,7 @@ def cut_corpora(readers: "Mapping[str, CorpusReader]", chunk: int) -> Chunks:
     chosen = np.arange(total)
     if total > most:
         chosen = np.arange(most) * total // most
-        say(
+        logger.warning(
             f"nextlong: {format_count(total)} chunks are more than the index may hold; every "
             f"{total / most:.1f}th can be a negative"
         )

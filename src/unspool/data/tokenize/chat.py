@@ -1,17 +1,17 @@
 """Tokens and loss masks of conversations.
 
-In: messages. Out: tokens as the tokenizer gives them for the written-out conversation, without BOS or EOS of our own,
-and a mask over target tokens (labels.py), true on the assistant's words and on what ends its turn.
-Promise: text is only text. A message that spells "<|im_end|>" gets the tokens of those characters; only the template
-writes control tokens. No token lies on both sides of a mask's border: where one would, the text is cut there, as it
-is when a model is asked to go on after the prompt.
-How: control tokens get other names, which no text can spell, before text that spells the usual ones is put back.
-Elsewhere: templates (chat_template.py), where answers stand (chat_spans.py).
+Tokens are those that the tokenizer gives for the rendered conversation, without BOS or EOS of our own. The mask over
+target tokens is true on the assistant's words and on what ends its turn. Text is only text: a message that spells
+"<|im_end|>" gets the tokens of those characters; only the template writes control tokens. For this, control tokens get
+other names, which no text can spell, before text that spells the usual ones is put back.
+
+No token crosses a mask boundary: the text is split there, as it is when a model continues after a prompt.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,18 +23,17 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from unspool.core.errors import ConfigError
-from unspool.core.progress import say
 from unspool.data.sources.base import Message
 from unspool.data.sources.files import Unreadable
 from unspool.data.tokenize.chat_template import BEGIN, END, PRIVATE, ChatTemplate, check_template
 
-# Which part of a conversation that is written out is trained on: the assistant's words and what ends its turn.
+logger = logging.getLogger(__name__)
 
-
-_WORDS = "\ufdd2"  # in the place of an answer
+_PROBE = "\ufdd2"  # stands for an answer
 
 
 def mark_trained(template: ChatTemplate, messages: Sequence[Message]) -> str:
+    """Render a conversation with `BEGIN` and `END` around what is trained on."""
     whole = template.render(messages)
     if template.has_marks:
         return whole
@@ -42,7 +41,7 @@ def mark_trained(template: ChatTemplate, messages: Sequence[Message]) -> str:
     done = 0
     for at, message in enumerate(messages):
         if message.role == "assistant":
-            start, stop = _span(template, messages, at, whole)
+            start, stop = _answer_span(template, messages, at, whole)
             if start < done or stop <= start:
                 raise _unclear(at)
             parts += [whole[done:start], BEGIN, whole[start:stop], END]
@@ -50,20 +49,20 @@ def mark_trained(template: ChatTemplate, messages: Sequence[Message]) -> str:
     return "".join([*parts, whole[done:]])
 
 
-def _span(template: ChatTemplate, messages: Sequence[Message], at: int, whole: str) -> tuple[int, int]:
-    """Where in `whole` the answer begins and its turn ends."""
-    prompt = _prompt(template, messages[:at])
+def _answer_span(template: ChatTemplate, messages: Sequence[Message], at: int, whole: str) -> tuple[int, int]:
+    """Find where in `whole` an answer begins and its turn ends."""
+    prompt = _render_prompt(template, messages[:at])
     through = template.render(messages[: at + 1]).rstrip()
     if prompt is not None and through.startswith(prompt) and whole.startswith(through):
         return len(prompt), len(through)
-    before, after = _around(template, messages, at)
+    before, after = _render_around(template, messages, at)
     if not (whole.startswith(before) and whole.endswith(after) and len(before) + len(after) <= len(whole)):
         raise _unclear(at)
-    so_far, ending = _around(template, messages[: at + 1], at)
+    so_far, ending = _render_around(template, messages[: at + 1], at)
     if not after.startswith(ending.rstrip()):
         raise _unclear(at)
     stop = len(whole) - len(after) + len(ending.rstrip())
-    # What stands between the prompt and the words, such as a space, is the assistant's too.
+    # What is between the prompt and the words, such as a space, is the assistant's too.
     if prompt is None or not so_far.startswith(prompt):
         return len(before), stop
     if before.startswith(prompt):
@@ -72,34 +71,34 @@ def _span(template: ChatTemplate, messages: Sequence[Message], at: int, whole: s
     return len(before.removesuffix(lead)), stop
 
 
-def _prompt(template: ChatTemplate, messages: Sequence[Message]) -> str | None:
-    """What the assistant is given; None where a template cannot say, such as before a first message."""
+def _render_prompt(template: ChatTemplate, messages: Sequence[Message]) -> str | None:
+    """The prompt for the next answer; None if the template cannot render one, such as before a first message."""
     try:
         return template.render(messages, prompt=True)
     except Unreadable:
         return None
 
 
-def _around(template: ChatTemplate, messages: Sequence[Message], at: int) -> tuple[str, str]:
-    """What is written before and after an answer, whatever it says."""
-    probe = [*messages[:at], Message("assistant", _WORDS), *messages[at + 1 :]]
-    before, found, after = template.render(probe).partition(_WORDS)
-    if not found or _WORDS in after:
+def _render_around(template: ChatTemplate, messages: Sequence[Message], at: int) -> tuple[str, str]:
+    """The text before and after an answer, whatever it says."""
+    probe = [*messages[:at], Message("assistant", _PROBE), *messages[at + 1 :]]
+    before, found, after = template.render(probe).partition(_PROBE)
+    if not found or _PROBE in after:
         raise _unclear(at)
     return before, after
 
 
 def _unclear(at: int) -> Unreadable:
-    return Unreadable("unclear_mask", f"where the chat template writes the words of message {at + 1} cannot be told")
+    return Unreadable("unclear_mask", f"the place of message {at + 1} in the rendered conversation is ambiguous")
 
 
-# Only to name the type: importing it takes seconds, which every worker process would pay.
+# Importing it takes seconds, which every worker process would pay.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Around the number of a control token: the name it goes by, and the place of text that spells it.
+# Around the number of a control token: its other name, and the placeholder for text that spells it.
 _NAME, _SPELLED = ("\ufdd3", "\ufdd4"), ("\ufdd5", "\ufdd6")
-_CUT = "\ufdd7"  # a token that cuts the text and is then taken out
+_CUT = "\ufdd7"  # a token that splits the text and is then removed
 _NUMBERED = re.compile(f"(?:{_NAME[0]}|{_SPELLED[0]})([0-9]+)(?:{_NAME[1]}|{_SPELLED[1]})")
 
 
@@ -112,16 +111,16 @@ class Encoded:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatEncoder:
-    """All that is needed of a tokenizer and its template; can be sent to worker processes."""
+    """A tokenizer and its chat template; can be sent to worker processes."""
 
     template: ChatTemplate
-    definition: str  # of a tokenizer whose control tokens have other names
+    definition: str  # of the tokenizer, with other names for control tokens
     controls: tuple[str, ...]  # their usual names
 
     def encode(self, messages: Sequence[Message]) -> Encoded:
-        """Unreadable, with the reason, where the template cannot write the messages out or the mask would be empty."""
+        """Render and tokenize; Unreadable if the template refuses the messages or nothing would be trained on."""
         marked = mark_trained(self.template, [self._hide(message) for message in self.template.merge(messages)])
-        text, spans = _take_out_marks(self._name_controls(marked))
+        text, spans = _remove_marks(self._name_controls(marked))
         tokens, mask = _tokenize(self.definition, text, spans)
         if not mask.any():
             raise Unreadable("nothing_trained", "no token of it would be trained on")
@@ -142,20 +141,22 @@ class ChatEncoder:
 
 
 def build_chat_encoder(tokenizer: PreTrainedTokenizerFast, template: str | None, *, source: str) -> ChatEncoder:
-    """`template` is used in place of the tokenizer's own; ConfigError if no mask can be found with it."""
+    """Build an encoder; `template` replaces the tokenizer's own. ConfigError if no mask can be found with it."""
     name = f"sources.{source}.template"
     if template is None:
         name = f"the chat template of tokenizer {tokenizer.name_or_path!r}"
         if not tokenizer.chat_template:
             raise ConfigError(
-                f"source {source}: tokenizer {tokenizer.name_or_path!r} has no chat template, so conversations cannot "
-                f"be written out; set sources.{source}.template to a Jinja file, or start from a model that has one."
+                f"source {source}: tokenizer {tokenizer.name_or_path!r} has no chat template; "
+                f"set sources.{source}.template to a Jinja file, or start from a model that has one."
             )
         template = str(tokenizer.get_chat_template())
     special = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
     settled = check_template(ChatTemplate(text=template, special_tokens=tuple(sorted(special.items()))), name)
     if settled.merges_system:
-        say(f"source {source}: {name} has no system role; system messages go before the first user's words")
+        logger.warning(
+            f"source {source}: {name} has no system role; system messages are put before the first user message"
+        )
     definition, controls = _rename_controls(tokenizer.backend_tokenizer.to_str())
     encoder = ChatEncoder(template=settled, definition=definition, controls=controls)
     _check_masks(encoder, name)
@@ -163,7 +164,7 @@ def build_chat_encoder(tokenizer: PreTrainedTokenizerFast, template: str | None,
 
 
 def _check_masks(encoder: ChatEncoder, name: str) -> None:
-    """ConfigError unless in a small conversation just the answers and what ends them are trained on."""
+    """Raise ConfigError unless exactly the answers and what ends them are trained on in a small conversation."""
     questions, answers = ("Prvni otazka", "Druha otazka"), ("Jedna odpoved", "Dalsi odpoved")
     talk = [
         Message(role, text)
@@ -173,12 +174,12 @@ def _check_masks(encoder: ChatEncoder, name: str) -> None:
     try:
         marked = mark_trained(encoder.template, talk)
     except Unreadable as error:
-        raise ConfigError(f"{name}: which tokens are the assistant's cannot be found: {error.detail}.") from error
+        raise ConfigError(f"{name}: the assistant's tokens cannot be found: {error.detail}.") from error
     trained = re.findall(f"{BEGIN}([^{BEGIN}{END}]*){END}", marked)
     if not "".join(trained).strip():
-        raise ConfigError(f"{name}: its generation marks are around nothing, so nothing would be trained on.")
+        raise ConfigError(f"{name}: its generation marks are empty, so nothing would be trained on.")
     if any(question in text for question in questions for text in trained):
-        raise ConfigError(f"{name}: its generation marks are around the user's words; mark only the assistant's.")
+        raise ConfigError(f"{name}: its generation marks include the user's words; mark only the assistant's.")
     joined = "".join(trained)
     if not all(answer in joined for answer in answers):
         raise ConfigError(f"{name}: not every answer of a conversation would be trained on; see docs/sft.md.")
@@ -191,13 +192,13 @@ def _check_masks(encoder: ChatEncoder, name: str) -> None:
 
 @lru_cache(maxsize=8)
 def _controls(controls: tuple[str, ...]) -> tuple[re.Pattern[str], dict[str, int]]:
-    """What finds control tokens, the longest first, and their numbers."""
+    """A pattern that finds control tokens, the longest first, and their numbers."""
     longest_first = sorted(controls, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)"), {name: at for at, name in enumerate(controls)}
 
 
 def _rename_controls(definition: str) -> tuple[str, tuple[str, ...]]:
-    """A tokenizer's definition in which control tokens have names that no text can spell, and their usual names."""
+    """Give control tokens names that no text can spell; returns the new definition and the usual names."""
     content = json.loads(definition)
     content |= {"post_processor": None, "truncation": None, "padding": None}
     controls = tuple(token["content"] for token in content["added_tokens"] if token["special"])
@@ -223,8 +224,8 @@ def _load(definition: str) -> tuple[Tokenizer, int]:
     return tokenizer, cut
 
 
-def _take_out_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without `BEGIN` and `END`, and where they stood."""
+def _remove_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
+    """Remove `BEGIN` and `END`; returns the text and the spans between them."""
     spans: list[tuple[int, int]] = []
     parts: list[str] = []
     at = begin = 0
@@ -241,34 +242,34 @@ def _take_out_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def _turn_end(text: str, start: int, stop: int) -> int:
-    """Space after the control token that ends a turn is not the assistant's."""
+    """The end of a span without the space after the control token that ends a turn."""
     stripped = text[start:stop].rstrip()
     return start + len(stripped) if stripped.endswith(_NAME[1]) else stop
 
 
 def _tokenize(definition: str, text: str, spans: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and mask of a text of which `spans` are trained on."""
-    borders = np.array(spans, dtype=np.int64).reshape(-1)
+    """Tokenize a text of which `spans` are trained on; returns tokens and mask."""
+    boundaries = np.array(spans, dtype=np.int64).reshape(-1)
     ids, starts, stops = _offsets(definition, text, [])
     crossed: list[int] = []
-    first, last = np.searchsorted(borders, starts, side="right"), np.searchsorted(borders, stops, side="left")
+    first, last = np.searchsorted(boundaries, starts, side="right"), np.searchsorted(boundaries, stops, side="left")
     for token in np.flatnonzero(first < last).tolist():
         held = slice(int(first[token]), int(last[token]))
         if text[starts[token] : stops[token]].strip().endswith(_NAME[1]):
-            # Some control tokens take the space around them with them.
-            borders[held] = stops[token]
+            # Some control tokens include the space around them.
+            boundaries[held] = stops[token]
         else:
-            crossed += borders[held].tolist()
+            crossed += boundaries[held].tolist()
     if crossed:
         ids, starts, stops = _offsets(definition, text, sorted(set(crossed)))
-    inside = np.searchsorted(borders, starts, side="right")
-    # A token of no characters belongs to what follows it.
-    mask: np.ndarray = (inside % 2 == 1) & (stops <= np.append(borders, 0)[inside])
+    inside = np.searchsorted(boundaries, starts, side="right")
+    # A token without characters belongs to what follows it.
+    mask: np.ndarray = (inside % 2 == 1) & (stops <= np.append(boundaries, 0)[inside])
     return ids.astype(np.uint32), mask
 
 
 def _offsets(definition: str, text: str, cuts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Token ids of a text that is cut at some places, and where in it each token begins and ends."""
+    """Tokenize a text that is split at `cuts`; returns ids, and where each token begins and ends in the text."""
     tokenizer, cut = _load(definition)
     pieces = [text[start:stop] for start, stop in pairwise([0, *cuts, len(text)])]
     encoding = tokenizer.encode(_CUT.join(pieces), add_special_tokens=False)

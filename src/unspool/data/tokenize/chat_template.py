@@ -1,10 +1,8 @@
-"""Write conversations out with a model's chat template, as `tokenizer.apply_chat_template` does.
+"""Render conversations with a model's chat template, as `tokenizer.apply_chat_template` does.
 
-In: a Jinja template, the tokenizer's special tokens, messages. Out: text, in which `BEGIN` and `END` stand around
-what `{% generation %}` marks, if the template has such marks.
-Promise: the same text on every day and in every version of `transformers`: templates that write today's date get a
-fixed one. A template can neither reach files nor run code (it is sandboxed). What it refuses is Unreadable.
-Elsewhere: what is trained on where there are no marks (chat_spans.py), tokens (chat_tokens.py).
+If the template has `{% generation %}` marks, `BEGIN` and `END` are written around what they enclose. The text is the
+same on every day and in every version of `transformers`: templates that write today's date get a fixed one. Templates
+are sandboxed, so they can neither open files nor run code. What a template refuses is Unreadable.
 """
 
 import json
@@ -26,12 +24,12 @@ from unspool.core.errors import ConfigError
 from unspool.data.sources.base import Message
 from unspool.data.sources.files import Unreadable, first_line
 
-# As `transformers` names it in a model's folder.
+# The name that `transformers` uses in a model's folder.
 TEMPLATE_FILE = "chat_template.jinja"
-# Characters that Unicode keeps free for uses such as these; a conversation that holds one is refused.
+# Unicode noncharacters, reserved for internal use; a conversation that holds one is refused.
 BEGIN, END = "\ufdd0", "\ufdd1"
 PRIVATE = re.compile("[\ufdd0-\ufddf]")
-# The date that Llama's template falls back to where it cannot ask for today's.
+# The date that Llama's template uses if it cannot get today's.
 TODAY = datetime(2024, 7, 26)
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -39,8 +37,8 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
     text: str
-    special_tokens: tuple[tuple[str, str], ...]  # what templates call bos_token, eos_token, …
-    merges_system: bool = False  # it has no system role, so its words go before the first user's
+    special_tokens: tuple[tuple[str, str], ...]  # bos_token, eos_token, …
+    merges_system: bool = False  # there is no system role; its text goes before the first user message
 
     @property
     def has_marks(self) -> bool:
@@ -51,7 +49,7 @@ class ChatTemplate:
         return digest([self.text, self.special_tokens, self.merges_system, str(TODAY)])
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """The conversation as text; with `prompt` also what asks the assistant to go on."""
+        """Render the conversation; with `prompt` also the generation prompt."""
         turns = [{"role": message.role, "content": message.content} for message in messages]
         known = dict(self.special_tokens) | {"tools": None, "documents": None}
         try:
@@ -60,13 +58,13 @@ class ChatTemplate:
             raise Unreadable("template", f"the chat template refuses it: {first_line(error)}") from error
 
     def merge(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """The messages; where there is no system role, its words at the beginning go before the first user's."""
+        """Put leading system messages before the first user message, if the template has no system role."""
         count = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
         if not self.merges_system or not count:
             return tuple(messages)
         first, others = messages[count : count + 1], messages[count + 1 :]
         if not first or first[0].role != "user":
-            raise Unreadable("template", "the chat template has no system role, and no user's message follows it")
+            raise Unreadable("template", "the chat template has no system role, and no user message follows")
         words = [message.content for message in messages[: count + 1]]
         return (Message("user", "\n\n".join(words)), *others)
 
@@ -79,19 +77,19 @@ def load_template(path: Path) -> str:
 
 
 def common_template(folders: Mapping[str, Path], whose: str) -> str | None:
-    """The template that corpora, or rows, of conversations were written out with; None if there are none among them."""
+    """The chat template that corpora or datasets were rendered with; None if none of them has conversations."""
     texts = {name: (folder / TEMPLATE_FILE) for name, folder in folders.items()}
     found = {name: path.read_text(encoding="utf-8") for name, path in texts.items() if path.is_file()}
     if len(set(found.values())) > 1:
         raise ConfigError(
-            f"{whose}: {' and '.join(found)} were written out with different chat templates, and a model has one; "
+            f"{whose}: {' and '.join(found)} were rendered with different chat templates, and a model has one; "
             "give their sources the same template."
         )
     return next(iter(found.values()), None)
 
 
 def check_template(template: ChatTemplate, name: str) -> ChatTemplate:
-    """The template, its `merges_system` settled; ConfigError if it cannot write out the simplest conversation."""
+    """Set the template's `merges_system`; ConfigError if it cannot render the simplest conversation."""
     try:
         compile_template(template.text)
     except TemplateError as error:
@@ -102,18 +100,18 @@ def check_template(template: ChatTemplate, name: str) -> ChatTemplate:
     try:
         template.render(talk)
     except Unreadable as error:
-        raise ConfigError(f"{name}: it cannot write out a user's message with an answer: {error.detail}.") from error
-    # Some refuse the role and some leave it out without a word.
+        raise ConfigError(f"{name}: it cannot render a user message with an answer: {error.detail}.") from error
+    # Some templates refuse the role, others omit it silently.
     system = Message("system", "Povidej")
     try:
-        is_written = system.content in template.render((system, *talk))
+        is_rendered = system.content in template.render((system, *talk))
     except Unreadable:
-        is_written = False
-    return template if is_written else replace(template, merges_system=True)
+        is_rendered = False
+    return template if is_rendered else replace(template, merges_system=True)
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}`: what the assistant itself writes."""
+    """`{% generation %} … {% endgeneration %}`: what the assistant writes."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -138,7 +136,7 @@ def compile_template(text: str) -> Template:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    # Jinja's own escapes what HTML would take for marks.
+    # Jinja's own filter escapes HTML.
     return json.dumps(value, **{"ensure_ascii": False} | options)
 
 

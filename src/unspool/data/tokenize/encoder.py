@@ -1,10 +1,8 @@
-"""Turn texts into token arrays with the model's own tokenizer.
+"""Turn texts into token arrays with the model's own tokenizer, through the fastest engine that gives the same ids.
 
-In: texts. Out: one uint32 array per text: the tokenizer's own beginning (if it has one), the text, one EOS.
-Promise: text is only text. A document that spells "<|endoftext|>" gets the tokens of those
-characters, never the control token, so no document can end or open another. The route changes the
-speed, never an id, so it is no part of the digest.
-Elsewhere: choosing the route (fast_tokens.py), reading (readers/), the tokens that tangling adds (knots.py).
+A document becomes one uint32 array: the tokenizer's own beginning (if it has one), the text, one EOS. Text is only
+text: a document that spells "<|endoftext|>" gets the tokens of those characters, never the control token. The engine
+changes the speed, never an id, so it is not part of the digest.
 """
 
 from __future__ import annotations
@@ -12,50 +10,58 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import logging
 import platform
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from unspool.core.artifacts import digest
 from unspool.core.errors import ConfigError, DataError
-from unspool.core.progress import say
 from unspool.core.rng import rng_for
-from unspool.data.tokenize.fast import ENGINES, NotFastError, Plain, build_plain, load_reference, pre_tokenizer_parts
+from unspool.data.tokenize.fast import (
+    ENGINES,
+    NotFastError,
+    PlainDefinition,
+    build_plain,
+    load_reference,
+    pre_tokenizer_parts,
+)
 
-# A fast engine, watched: every text gets the ids that the tokenizer itself would give.
+logger = logging.getLogger(__name__)
 
-
-# One passage of `_PASSAGE` characters is compared in every `_STRIDE`.
+# One passage of `_PASSAGE` characters in every `_STRIDE` is compared with the tokenizer.
 _STRIDE = 1 << 20
 _PASSAGE = 1000
-# Characters looked at in one go: bounds the memory that a long text takes.
+# Characters that are checked at once, which bounds the memory for a long text.
 _PIECE = 1 << 20
 _ASCII = bytes(range(128))
-_UNTRIED, _SAME, _DIFFERENT = range(3)
+_UNTESTED, _SAME, _DIFFERENT = range(3)
 
 
 class CheckedEngine:
+    """A fast engine whose ids are compared with the tokenizer's own; texts that it cannot do go to the tokenizer."""
+
     def __init__(self, definition: str, route: str) -> None:
         plain = build_plain(definition)
         self.route = route
-        self.chars_left_over = 0  # characters of texts that went to the tokenizer
+        self.fallback_chars = 0  # characters of texts that went to the tokenizer
         self._engine = ENGINES[route](plain)
         self._plain = plain
         self._token_bytes = _token_bytes(plain)
         self._normalizes = plain.definition["normalizer"] is not None
         self._reference = load_reference(definition)
-        self._tried = np.zeros(0x110000, dtype=np.uint8)
+        self._tested = np.zeros(0x110000, dtype=np.uint8)
 
     def encode(self, text: str) -> np.ndarray:
         ids = self._fast(text) if self._has_known_characters(text) else None
         if ids is None:
-            self.chars_left_over += len(text)
+            self.fallback_chars += len(text)
             return self._slow(text)
         for passage in passages(text):
             self._compare(passage)
@@ -65,7 +71,7 @@ class CheckedEngine:
         return np.array(self._reference.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.uint32)
 
     def _fast(self, text: str) -> np.ndarray | None:
-        """The engine's ids; None if it refuses or has visibly lost something."""
+        """The engine's ids; None if it refuses the text or has lost bytes of it."""
         try:
             ids = self._engine.encode(text)
             if self._has_lost_bytes(text, ids):
@@ -86,38 +92,38 @@ class CheckedEngine:
         others = text.encode().translate(None, delete=_ASCII).decode()
         for start in range(0, len(others), _PIECE):
             codes = np.frombuffer(others[start : start + _PIECE].encode("utf-32-le"), dtype=np.uint32)
-            results = self._tried[codes]
+            results = self._tested[codes]
             if (results == _SAME).all():
                 continue
-            self._try_characters(np.unique(codes[results == _UNTRIED]))
-            if (self._tried[codes] == _DIFFERENT).any():
+            self._test_characters(np.unique(codes[results == _UNTESTED]))
+            if (self._tested[codes] == _DIFFERENT).any():
                 return False
         return True
 
-    def _try_characters(self, codes: np.ndarray) -> None:
+    def _test_characters(self, codes: np.ndarray) -> None:
         contexts = [in_contexts(chr(code)) for code in codes.tolist()]
         encodings = self._reference.encode_batch_fast(contexts, add_special_tokens=False)
         for code, context, encoding in zip(codes, contexts, encodings, strict=True):
             ids = self._fast(context)
-            self._tried[code] = _SAME if ids is not None and ids.tolist() == encoding.ids else _DIFFERENT
+            self._tested[code] = _SAME if ids is not None and ids.tolist() == encoding.ids else _DIFFERENT
 
     def _compare(self, passage: str) -> None:
         ids = self._fast(passage)
         if ids is not None and not np.array_equal(ids, self._slow(passage)):
             raise DataError(
-                f"tokenising: {self.route} and the model's own tokenizer disagree on the passage {passage[:60]!r}…, "
-                f"although they agreed on the sample; remove the package {self.route} and run again to do without it."
+                f"tokenizing: {self.route} and the model's own tokenizer disagree on the passage {passage[:60]!r}…, "
+                f"although they agreed on the sample; uninstall the package {self.route} and run again."
             )
 
 
 @lru_cache(maxsize=2)
 def load_checked(definition: str, route: str) -> CheckedEngine:
-    """Loaded once per process; NotFastError if this route cannot serve this tokenizer."""
+    """Load an engine, once per process; NotFastError if it does not support this tokenizer."""
     return CheckedEngine(definition, route)
 
 
 def passages(text: str) -> Iterator[str]:
-    """The passages of a text that are compared: on average one in every `_STRIDE` characters."""
+    """Yield the passages of a text that are compared: on average one in every `_STRIDE` characters."""
     mark = zlib.crc32(f"{len(text)} {text[:200]} {text[-200:]}".encode())
     for number in range((len(text) + mark % _STRIDE) // _STRIDE):
         start = int(rng_for(mark, "passage", number).integers(max(1, len(text) - _PASSAGE + 1)))
@@ -125,15 +131,15 @@ def passages(text: str) -> Iterator[str]:
 
 
 def in_contexts(char: str) -> str:
-    """A character in surroundings whose own tokens depend on what kind of character it is taken for."""
+    """A character in contexts whose tokens depend on the class of the character."""
     return (
         f"a{char}b {char} 1{char}2345 {char}z .{char}.com\n{char}\n{char}{char}\\n \u0301{char}(x "
         f"e{char}\u0323\u0301 '{char}s  {char}the{char}THE"
     )
 
 
-def _token_bytes(plain: Plain) -> np.ndarray | None:
-    """How many bytes of text each id stands for; None if text is spelled otherwise than by bytes."""
+def _token_bytes(plain: PlainDefinition) -> np.ndarray | None:
+    """How many bytes of text each id stands for; None if the vocabulary is not byte-level."""
     parts = pre_tokenizer_parts(plain.definition)
     if not parts or parts[-1]["type"] != "ByteLevel" or parts[-1]["add_prefix_space"]:
         return None
@@ -147,32 +153,37 @@ def _token_bytes(plain: Plain) -> np.ndarray | None:
     return lengths
 
 
-# Only to name the type: importing it takes seconds, which every worker process would pay.
+# Importing it takes seconds, which every worker process would pay.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """What tokenising needs of a tokenizer; small to send to worker processes, which load what they need of it."""
+    """A tokenizer's definition, small enough to send to worker processes, which load an engine from it."""
 
     definition: str  # the content of tokenizer.json
     bos: tuple[int, ...]
     eos: int
-    route: str = "tokenizers"  # or gigatoken, tiktoken: only as `choose_route` says
-    why: str = ""  # of the route, for people
+    route: str = "tokenizers"  # or gigatoken, tiktoken; set by `choose_route`
+    why: str = ""  # why this route was chosen
 
     @cached_property
     def digest(self) -> str:
         return digest([self.definition, self.bos, self.eos])
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Whole documents: begun as the tokenizer begins them, ended by one EOS."""
+        """Encode whole documents, with the tokenizer's own beginning and one EOS."""
         begin, end = np.array(self.bos, dtype=np.uint32), np.array([self.eos], dtype=np.uint32)
         return [np.concatenate([begin, ids, end]) for ids in self.encode_plain(texts)]
 
+    def __call__(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> dict[str, Any]:
+        """Tokenize as a Hugging Face tokenizer does, for code that takes either."""
+        assert not add_special_tokens
+        return {"input_ids": self.encode_plain(texts)}
+
     def encode_plain(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Only the texts' own tokens."""
+        """Encode texts without a beginning and EOS."""
         if self.route == "tokenizers":
             encodings = load_reference(self.definition).encode_batch_fast(list(texts), add_special_tokens=False)
             return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
@@ -180,43 +191,43 @@ class Encoder:
             engine = load_checked(self.definition, self.route)
         except NotFastError as refusal:
             raise ConfigError(
-                f"tokenising: {self.route} was chosen but does not work in this process ({refusal}); "
+                f"tokenizing: {self.route} was chosen but does not work in this process ({refusal}); "
                 "install the same packages on every machine."
             ) from refusal
         return [engine.encode(text) for text in texts]
 
 
 def build_encoder(tokenizer: PreTrainedTokenizerFast) -> Encoder:
-    """An encoder that shares nothing with `tokenizer`; ConfigError if documents could not be ended."""
+    """Build an encoder that shares nothing with `tokenizer`; ConfigError if there is no EOS token."""
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"tokenizer {tokenizer.name_or_path!r} has no EOS token, so documents could not be told apart; "
+            f"tokenizer {tokenizer.name_or_path!r} has no EOS token to end documents with; "
             "set eos_token in its tokenizer_config.json."
         )
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()
     plain = backend.encode("a", add_special_tokens=False).ids
-    dressed = backend.encode("a", add_special_tokens=True).ids
-    begun = next(at for at in range(len(dressed) + 1) if dressed[at : at + len(plain)] == plain)
-    return Encoder(backend.to_str(), tuple(dressed[:begun]), int(tokenizer.eos_token_id))
+    full = backend.encode("a", add_special_tokens=True).ids
+    start = next(at for at in range(len(full) + 1) if full[at : at + len(plain)] == plain)
+    return Encoder(backend.to_str(), tuple(full[:start]), int(tokenizer.eos_token_id))
 
 
 def forget_engines() -> None:
-    """Give back the memory of loaded tokenizers, hundreds of megabytes that a process keeps while its workers work."""
+    """Free loaded tokenizers, hundreds of megabytes that this process would hold while its workers run."""
     load_checked.cache_clear()
     load_reference.cache_clear()
     gc.collect()
-    # Only the C library knows how to return what was freed; others keep it, which costs memory and nothing else.
+    # glibc returns freed memory to the system only when asked.
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
-# Choose how to tokenise: the fastest way that gives this tokenizer's ids on this very data.
+# Choosing the fastest engine that gives the tokenizer's ids on this data
 
 
-# A route that leaves more than this share of the sample to the tokenizer is not worth its name.
-_MAX_LEFT_OVER = 0.5
+# An engine that leaves more than this share of the sample to the tokenizer is not used.
+_MAX_FALLBACK = 0.5
 
 _HARD_TEXTS = (
     "",
@@ -236,7 +247,7 @@ _HARD_TEXTS = (
 
 
 def choose_route(encoder: Encoder, sample: Sequence[str]) -> Encoder:
-    """The encoder with `route` and `why` set, checked on `sample`: 1 to 2 MB of texts from all over the source."""
+    """Set the encoder's `route` and `why`, checked on `sample`: 1 to 2 MB of texts from all over the source."""
     hard = list(_hard_texts(encoder))
     truth = replace(encoder, route="tokenizers")
     hard_ids, sample_ids = truth.encode_plain(hard), truth.encode_plain(sample)
@@ -244,9 +255,9 @@ def choose_route(encoder: Encoder, sample: Sequence[str]) -> Encoder:
     for route in ENGINES:
         try:
             _check_ids(encoder, route, hard, hard_ids)
-            left_over = _check_ids(encoder, route, sample, sample_ids)
-            if left_over > _MAX_LEFT_OVER:
-                raise NotFastError(f"it cannot do {left_over:.0%} of the sample")
+            fallback = _check_ids(encoder, route, sample, sample_ids)
+            if fallback > _MAX_FALLBACK:
+                raise NotFastError(f"it cannot do {fallback:.0%} of the sample")
         except NotFastError as refusal:
             refusals.append(f"not {route}: {refusal}")
             continue
@@ -254,22 +265,22 @@ def choose_route(encoder: Encoder, sample: Sequence[str]) -> Encoder:
         agreed = f"{route} gives the tokenizer's own ids on {len(sample)} sample documents ({millions:.1f}M characters)"
         return replace(encoder, route=route, why="; ".join([*refusals, agreed]))
     why = "; ".join(refusals)
-    say(f"tokenising with tokenizers, which takes several times longer: {why}")
+    logger.warning(f"tokenizing with tokenizers, which takes several times longer: {why}")
     return replace(encoder, route="tokenizers", why=why)
 
 
 def _check_ids(encoder: Encoder, route: str, texts: Sequence[str], expected: Sequence[np.ndarray]) -> float:
-    """NotFastError unless the route gives the expected ids; returns the share that it left to the tokenizer."""
+    """Raise NotFastError unless the route gives the expected ids; returns the share that went to the tokenizer."""
     engine = load_checked(encoder.definition, route)
-    before = engine.chars_left_over
+    before = engine.fallback_chars
     for text, ids in zip(texts, expected, strict=True):
         if not np.array_equal(engine.encode(text), ids):
             raise NotFastError(f"its ids differ on the text that begins {text[:40]!r}")
-    return (engine.chars_left_over - before) / max(1, sum(map(len, texts)))
+    return (engine.fallback_chars - before) / max(1, sum(map(len, texts)))
 
 
 def _hard_texts(encoder: Encoder) -> Iterator[str]:
-    """Where engines are known to go wrong: ASCII in all surroundings, runs, marks, and spelled-out added tokens."""
+    """Texts on which engines are known to differ: ASCII in many contexts, runs, combining marks, added tokens."""
     yield from _HARD_TEXTS
     yield from (in_contexts(chr(code)) for code in range(128))
     for token in json.loads(encoder.definition)["added_tokens"]:

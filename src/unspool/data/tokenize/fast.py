@@ -1,9 +1,8 @@
-"""The engines that tokenise fast: gigatoken, and tiktoken on the same merges.
+"""Fast tokenizer engines: gigatoken, and tiktoken on the same merges.
 
-In: a rewritten definition (tokens_plain.py). Out: an object whose `encode` gives one text's ids, or NotFastError.
-Promise: one thread, the caller's: worker processes share the cores among them already, and one thread of
-gigatoken outruns whatever feeds it. Memory stays bounded on text that never repeats a word.
-Price: neither engine's ids are proved equal to the tokenizer's here; tokens_checked.py compares them.
+An engine gets a rewritten tokenizer definition; its `encode` returns one text's ids or raises NotFastError. It uses
+only the caller's thread, because worker processes already share the cores. Memory stays bounded on text that never
+repeats a word. Nothing here proves that ids equal the tokenizer's; encoder.py compares them.
 """
 
 from __future__ import annotations
@@ -22,34 +21,33 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from tokenizers import Tokenizer
 
-# Rewrite a tokenizer's definition so that fast engines accept it and read text as only text.
-
-
-# No numeric character lies above it (Unicode 16); one that did would be caught when first seen in a text.
+# No numeric character is above it (Unicode 16); encoder.py would catch one when it first occurs in a text.
 _LAST_NUMERIC = 0x1FFFF
 
 
 class NotFastError(Exception):
-    """This tokenizer, or this text, is beyond a fast route; the message says why, for people."""
+    """A tokenizer or text that an engine does not support; the message says why."""
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainDefinition:
+    """A tokenizer's definition, rewritten so that engines accept it and read control tokens as text."""
+
     definition: dict[str, Any]
-    first_made_up: int  # this and all higher ids are made up
-    stands_for: dict[int, np.ndarray]  # of the made-up ids; one that is missing here has no equivalent
+    first_extra: int  # this and all higher ids were added by the rewriting
+    replacements: dict[int, np.ndarray]  # real ids for the extra ones; an id that is missing here has none
 
     def real_ids(self, ids: np.ndarray) -> np.ndarray:
-        """The ids with the made-up ones replaced; NotFastError where that is impossible."""
-        places = np.flatnonzero(ids >= self.first_made_up)
+        """Replace the extra ids; NotFastError if that is impossible."""
+        places = np.flatnonzero(ids >= self.first_extra)
         if not len(places):
             return ids
         parts: list[np.ndarray] = []
         done = 0
         for place in places.tolist():
-            real = self.stands_for.get(int(ids[place]))
+            real = self.replacements.get(int(ids[place]))
             if real is None:
-                # The tokenizer skips such a byte and may then join what stood on either side of it.
+                # The tokenizer skips such a byte and may then join its neighbors.
                 raise NotFastError("it holds a byte that the vocabulary lacks")
             parts += [ids[done:place], real]
             done = place + 1
@@ -58,14 +56,14 @@ class Plain:
 
 @lru_cache(maxsize=2)
 def load_reference(definition: str) -> Tokenizer:
-    """The tokenizer itself, told that text is only text; loaded once per process."""
+    """Load the tokenizer itself, once per process; it reads control tokens in text as text."""
     reference = Tokenizer.from_str(definition)
     reference.encode_special_tokens = True
     return reference
 
 
 def byte_letters() -> list[str]:
-    """The letter that byte-level vocabularies write for each byte: itself if printable, else one from U+0100 on."""
+    """The letter that byte-level vocabularies use for each byte: itself if printable, else one from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
@@ -78,18 +76,18 @@ def pre_tokenizer_parts(definition: dict[str, Any]) -> list[dict[str, Any]]:
     return list(top["pretokenizers"]) if top["type"] == "Sequence" else [top]
 
 
-def build_plain(definition: str) -> Plain:
-    """The rewritten definition; other properties of the tokenizer are left for the engines to judge."""
+def build_plain(definition: str) -> PlainDefinition:
+    """Rewrite a definition; whether the rest of it is supported is up to the engines."""
     plain = json.loads(definition)
-    _drop_what_does_nothing(plain)
+    _drop_no_ops(plain)
     used = [token["id"] for token in plain["added_tokens"]]
     plain["added_tokens"] = [token for token in plain["added_tokens"] if not token["special"]]
     vocab = plain["model"]["vocab"]
     if plain["model"]["type"] != "BPE":
-        return Plain(plain, np.iinfo(np.uint32).max, {})
-    first_made_up = max([*vocab.values(), *used]) + 1
-    stands_for: dict[int, np.ndarray] = {}
-    next_id = first_made_up
+        return PlainDefinition(plain, np.iinfo(np.uint32).max, {})
+    first_extra = max([*vocab.values(), *used]) + 1
+    replacements: dict[int, np.ndarray] = {}
+    next_id = first_extra
 
     parts = pre_tokenizer_parts(plain)
     if parts and parts[-1]["type"] == "ByteLevel":
@@ -101,17 +99,17 @@ def build_plain(definition: str) -> Plain:
         plain["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts[1:]} if parts[2:] else parts[1]
         for digit, ids in _digits(definition).items():
             if len(ids) == 1:
-                stand_in = int(ids[0])
+                extra_id = int(ids[0])
             else:
-                stand_in = next_id
-                stands_for[stand_in] = ids
+                extra_id = next_id
+                replacements[extra_id] = ids
                 next_id += 1
-            plain["added_tokens"].append(_added_token(digit, stand_in))
-    return Plain(plain, first_made_up, stands_for)
+            plain["added_tokens"].append(_added_token(digit, extra_id))
+    return PlainDefinition(plain, first_extra, replacements)
 
 
-def _drop_what_does_nothing(plain: dict[str, Any]) -> None:
-    """As in tokenizers that some versions of `transformers` make of GGUF files."""
+def _drop_no_ops(plain: dict[str, Any]) -> None:
+    """Drop settings without effect, which some versions of `transformers` write for GGUF files."""
     if plain["normalizer"] == {"type": "Sequence", "normalizers": []}:
         plain["normalizer"] = None
     model = plain["model"]
@@ -120,7 +118,7 @@ def _drop_what_does_nothing(plain: dict[str, Any]) -> None:
 
 
 def _digits(definition: str) -> dict[str, np.ndarray]:
-    """The ids of every numeric character; alone, because such a tokenizer never joins them with anything."""
+    """The ids of every numeric character alone; such a tokenizer never joins them with anything."""
     digits = [char for char in map(chr, range(_LAST_NUMERIC + 1)) if unicodedata.category(char).startswith("N")]
     encodings = load_reference(definition).encode_batch_fast(digits, add_special_tokens=False)
     return {digit: np.array(encoding.ids, dtype=np.uint32) for digit, encoding in zip(digits, encodings, strict=True)}
@@ -131,8 +129,8 @@ def _added_token(content: str, token: int) -> dict[str, Any]:
     return {"id": token, "content": content, **flags}
 
 
-# gigatoken remembers every word it has met. How often to look at the memory, and the growth that is too much.
-_LOOK_EVERY_CHARS = 32 << 20
+# gigatoken caches every word. How often to check the memory, and the growth that is too much.
+_CHECK_EVERY_CHARS = 32 << 20
 _GROWTH_BYTES = 256 << 20
 
 # What ByteLevel(use_regex=True) splits by.
@@ -148,7 +146,7 @@ class Engine(Protocol):
 class Gigatoken:
     """Byte-level and SentencePiece BPE with a pre-tokenizer that gigatoken knows."""
 
-    def __init__(self, plain: Plain) -> None:
+    def __init__(self, plain: PlainDefinition) -> None:
         self._module = _import("gigatoken")
         self._definition = json.dumps(plain.definition, ensure_ascii=False)
         self._load()
@@ -159,13 +157,13 @@ class Gigatoken:
         self._memory = _resident_bytes()
 
     def encode(self, text: str) -> np.ndarray:
-        if self._chars >= _LOOK_EVERY_CHARS:
-            self._forget_words_if_many()
+        if self._chars >= _CHECK_EVERY_CHARS:
+            self._clear_cache_if_large()
         self._chars += len(text)
         ids: np.ndarray = _guarded(lambda: self._tokenizer.encode(text))
         return ids
 
-    def _forget_words_if_many(self) -> None:
+    def _clear_cache_if_large(self) -> None:
         self._chars = 0
         memory = _resident_bytes()
         if memory is None or self._memory is None or memory - self._memory > _GROWTH_BYTES:
@@ -176,12 +174,12 @@ class Gigatoken:
 class Tiktoken:
     """Byte-level BPE with one regular expression.
 
-    tiktoken joins any two tokens that together spell a token, the tokenizer only pairs in its list. These agree
-    if every token, spelled out, is tokenised to itself: two neighbours that spell a token have been joined from
-    its bytes alone, so they are the pair that its own spelling leads to. `_check_reachable` makes sure of that.
+    tiktoken joins any two tokens that together spell a token; the tokenizer joins only pairs in its list. They agree
+    if every token's spelling is tokenized to that token: two neighbors that spell a token come from its bytes alone,
+    so they are the pair that its own spelling leads to. `_check_reachable` checks this.
     """
 
-    def __init__(self, plain: Plain) -> None:
+    def __init__(self, plain: PlainDefinition) -> None:
         module = _import("tiktoken")
         definition = plain.definition
         added = _added_ids(definition)
@@ -203,15 +201,15 @@ class Tiktoken:
     def encode(self, text: str) -> np.ndarray:
         if self._normalize is not None and not text.isascii():
             if any(name in text for name in self._names):
-                # The tokenizer looks for these before it normalises, and a mark after one may then melt into it.
-                raise NotFastError("it spells an added token among characters that may need normalising")
+                # The tokenizer looks for these before it normalizes; a combining mark after one may then merge with it.
+                raise NotFastError("it spells an added token among characters that may need normalizing")
             text = self._normalize(text)
         ranks = _guarded(lambda: self._encode(text, allowed_special=self._names, disallowed_special=()))
         ids: np.ndarray = self._ids[ranks]
         return ids
 
 
-ENGINES: dict[str, Callable[[Plain], Engine]] = {"gigatoken": Gigatoken, "tiktoken": Tiktoken}
+ENGINES: dict[str, Callable[[PlainDefinition], Engine]] = {"gigatoken": Gigatoken, "tiktoken": Tiktoken}
 
 
 def _added_ids(definition: dict[str, Any]) -> dict[str, int]:
@@ -220,7 +218,7 @@ def _added_ids(definition: dict[str, Any]) -> dict[str, int]:
         raise NotFastError("some added tokens take in the spaces around them or only match whole words")
     names = sorted(token["content"] for token in tokens)
     if any(later.startswith(name) for name, later in pairwise(names)):
-        raise NotFastError("one of its added tokens begins another")
+        raise NotFastError("one of its added tokens is a prefix of another")
     return {token["content"]: token["id"] for token in tokens}
 
 
@@ -258,7 +256,7 @@ def _check_reachable(definition: dict[str, Any]) -> None:
     listed = dict.fromkeys(_merges(definition))
     whole_words = bool(definition["model"].get("ignore_merges"))
     for token in dict.fromkeys(left + right for left, right in listed):
-        # Where whole words are looked up before merging (Llama-3), it is enough that every way to spell it is listed.
+        # If whole words are looked up before merging (Llama-3), it is enough that every pair that spells it is listed.
         if len(bpe.tokenize(token)) != 1 and not (whole_words and _all_pairs(token, model["vocab"]) <= listed.keys()):
             raise NotFastError(f"its merges do not lead from the bytes of the token {token!r} to that token")
 
@@ -269,7 +267,7 @@ def _all_pairs(token: str, vocab: dict[str, int]) -> set[tuple[str, str]]:
 
 
 def _merges(definition: dict[str, Any]) -> list[tuple[str, str]]:
-    # Old files write a pair as one string.
+    # Old files have a pair as one string.
     pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in definition["model"]["merges"])
     return [(left, right) for left, right in pairs]
 
@@ -283,7 +281,7 @@ def _pattern(definition: dict[str, Any]) -> str:
         return _GPT2_PATTERN
     if len(parts) == 2 and parts[0]["type"] == "Split" and not byte_level["use_regex"]:
         split = parts[0]
-        # Text that no match covers is lost here, which the checked road notices.
+        # Text that no match covers is lost here; encoder.py notices the missing bytes.
         if (split["behavior"], split["invert"]) in {("Isolated", False), ("Removed", True)}:
             pattern: str | None = split["pattern"].get("Regex")
             if pattern is not None:
@@ -295,8 +293,8 @@ def _normalizer(definition: dict[str, Any]) -> Callable[[str], str] | None:
     if definition["normalizer"] is None:
         return None
     if definition["normalizer"]["type"] != "NFC":
-        raise NotFastError(f"it normalises text by {definition['normalizer']['type']}")
-    # The tokenizer's own code, because Unicode versions disagree about rare marks.
+        raise NotFastError(f"it normalizes text by {definition['normalizer']['type']}")
+    # The tokenizer's own normalizer, because Unicode versions disagree about rare marks.
     normalizer = Tokenizer.from_str(json.dumps(definition)).normalizer
     return lambda text: str(normalizer.normalize_str(text))
 
@@ -309,7 +307,7 @@ def _import(name: str) -> Any:
 
 
 def _guarded(call: Callable[[], Result]) -> Result:
-    """What the engine answers; its refusals, panics of its Rust code included, as NotFastError."""
+    """Call the engine; its errors, including panics of its Rust code, become NotFastError."""
     try:
         return call()
     except (ValueError, RuntimeError, NotImplementedError) as error:
@@ -321,7 +319,7 @@ def _guarded(call: Callable[[], Result]) -> Result:
 
 
 def _resident_bytes() -> int | None:
-    """Memory in use by this process, where the system tells it."""
+    """Resident memory of this process; None if the system does not tell."""
     try:
         pages = Path("/proc/self/statm").read_text().split()[1]
     except OSError:

@@ -1,117 +1,144 @@
-"""What answers prompts: a model of ours, or in tests something that only pretends to be one."""
+"""The interface of backends, which answer prompts, and the registry that finds one by name."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from unspool.core.artifacts import digest
-from unspool.evals.prompts import Prompt
-from unspool.evals.questions import ROW_TOKENS
-from unspool.evals.suites.perplexity import window_losses
-from unspool.models.fuse import fuse_for_reading, pays_to_fuse
-from unspool.models.generation.generate import answer
-from unspool.models.load import load_model
-from unspool.models.rotary import apply_rope
-from unspool.models.tokenizer import load_tokenizer
+from unspool.core.config import lookup
+from unspool.core.errors import ConfigError
 from unspool.rope.tables import RopeMethod
 
-# A model with other positions than it was trained with, to see what they do without training.
+if TYPE_CHECKING:
+    import torch
+
+    from unspool.evals.prompts import Prompt
+
+# Prompts without a common context are answered together, up to this many tokens in all: a row. Small, since a killed
+# run loses a row; backends on a GPU, which reads longer rows in seconds, set a greater `row_tokens`.
+ROW_TOKENS = 8192
+
+
+class Backend:
+    """Answers prompts. A backend implements `answers` and overrides what differs from the defaults."""
+
+    tokenizer: Any
+    width: int = 1
+    """Prompts that it answers at the same time, asked by as many threads."""
+    block_size: int = 1
+    """Prompts that it wants in one call of `answers_all`; used where it is above 1."""
+    row_tokens: int = ROW_TOKENS
+    """Most tokens of prompts without a common context that are answered together."""
+    packs_contexts: bool = False
+    """Whether contexts of suites such as niah go into rows as well."""
+    has_losses: bool = False
+    """Whether it implements `window_losses`."""
+    planned_tokens: int = 0
+    """Prompt tokens of the whole run, set before the first prompt. What was answered before a resume counts too, so
+    that the same kernels answer all prompts."""
+
+    def answers(self, prompt: "Prompt") -> list[str]:
+        """Return one text per question, decoded greedily."""
+        raise NotImplementedError
+
+    def answers_all(self, prompts: list["Prompt"]) -> list[list[str]]:
+        return [self.answers(prompt) for prompt in prompts]
+
+    def window_losses(self, ids: np.ndarray) -> np.ndarray:
+        """−log p of every token but the first, in nats."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """End work in progress, because the run failed or is complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
+class RopeOverride:
+    """Another RoPE method than the model was trained with, to measure its effect without training."""
+
     rope: RopeMethod
-    context_length: int  # tokens that the method is to reach
+    context_length: int  # tokens that the method shall reach
 
     def apply(self, model: Any) -> None:
+        from unspool.models.rotary import apply_rope
+
         apply_rope(model, self.rope, self.context_length)
 
-    def of(self, model_hash: str) -> str:
-        """What scores depend on, where a model is stretched so."""
+    def digest(self, model_hash: str) -> str:
+        """Digest of the model with this override."""
         return digest([model_hash, self.rope.model_dump(mode="json"), self.context_length])
 
     def name_of(self, model: str) -> str:
         return f"{model}+{self.rope.method}"
 
 
-# Writing takes a step for every token of an answer; prompts that are answered together share these steps. With so many
-# tokens a step of SmolLM2-135M reads 24 GB of keys, 5 ms on an H200, which is more than all else in it; larger models
-# have more per token. A run that is killed loses them: seconds of reading, 90 s at 8B.
-GPU_ROW_TOKENS = 1 << 20
+@dataclass(frozen=True, kw_only=True)
+class BackendOptions:
+    """Which backend a command asks for."""
 
-
-class Backend(Protocol):
-    @property
-    def tokenizer(self) -> Any: ...
-
-    def answers(self, prompt: Prompt) -> list[str]:
-        """One text per question."""
-        ...
-
-    def window_losses(self, ids: np.ndarray) -> np.ndarray:
-        """−log p of every token but the first, in nats."""
-        ...
-
-
-@runtime_checkable
-class BlockBackend(Protocol):
-    """An engine that wants many prompts at a time."""
-
-    block: int
-
-    def answers_all(self, prompts: list[Prompt]) -> list[list[str]]: ...
-
-
-class ModelBackend:
-    """A model on one device; its weights are loaded when the first prompt comes."""
-
-    planned_tokens = 0
-    """Of all prompts of a run, those that were answered before it went on too, so that all are answered by the same
-    kernels; said before the first, where it is known."""
-
-    def __init__(self, ref: str, *, device: torch.device, dtype: torch.dtype, stretch: Stretch | None = None) -> None:
-        self.ref, self.device, self.dtype, self.stretch = ref, device, dtype, stretch
+    kind: str = "transformers"
+    model: str
+    """Folder or Hub id; for a server, where the tokenizer is found."""
+    url: str | None = None
+    model_name: str | None = None
+    endpoint: Any = "completions"
+    requests: int = 8
+    timeout: float = 600.0
+    rope: RopeOverride | None = None
+    processes: int = 1
+    device: "torch.device | None" = None
+    dtype: "torch.dtype | None" = None
 
     @cached_property
-    def tokenizer(self) -> Any:
-        return load_tokenizer(self.ref)
+    def identity(self) -> str:
+        """What scores depend on besides prompts; for transformers only weights and RoPE."""
+        from unspool.models.load import model_digest
 
-    @cached_property
-    def model(self) -> Any:
-        model = load_model(self.ref, device=self.device, dtype=self.dtype)
-        if self.stretch is not None:
-            self.stretch.apply(model)
-        if pays_to_fuse(model, self.planned_tokens):
-            fuse_for_reading(model)
-        return model
+        weights = model_digest(self.model)
+        weights = weights if self.rope is None else self.rope.digest(weights)
+        if self.kind == "transformers":
+            return weights
+        return digest([weights, self.kind, self.url, self.model_name, self.endpoint])
 
-    @cached_property
-    def stop_ids(self) -> set[int]:
-        # Chat models may end a turn with another token than the tokenizer's end of text.
-        ends = self.model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        return {end for end in [*ends, self.tokenizer.eos_token_id] if end is not None}
 
-    @property
-    def row_tokens(self) -> int:
-        """How much is answered together where prompts have no context in common."""
-        return GPU_ROW_TOKENS if self.device.type == "cuda" else ROW_TOKENS
+BuildBackend = Callable[[BackendOptions], Backend]
+# Import paths, so that commands can list the names without importing torch.
+BACKENDS: dict[str, str | BuildBackend] = {
+    "transformers": "unspool.evals.backends.transformers:build",
+    "vllm": "unspool.evals.backends.vllm:build",
+    "openai": "unspool.evals.backends.openai:build",
+    "oracle": "unspool.evals.backends.mock:build",
+    "empty": "unspool.evals.backends.mock:build",
+    "adversarial": "unspool.evals.backends.mock:build",
+}
 
-    def answers(self, prompt: Prompt) -> list[str]:
-        generated = answer(
-            self.model,
-            prompt.context_ids,
-            [question.ids for question in prompt.questions],
-            max_new_tokens=prompt.answer_tokens,
-            stop_ids=self.stop_ids,
+
+def register_backend(name: str, build: BuildBackend) -> None:
+    """Make a backend available as `--backend NAME`; an existing one of this name is replaced."""
+    BACKENDS[name] = build
+
+
+def build_backend(options: BackendOptions) -> Backend:
+    """Build the backend that `options.kind` names; ConfigError if the other options do not fit it."""
+    build = lookup(BACKENDS, options.kind, kind="--backend")
+    if not isinstance(build, str):
+        return build(options)
+    if options.rope is not None and options.kind != "transformers":
+        raise ConfigError(
+            f"--rope works with --backend transformers only; the backend here is {options.kind}. For other "
+            "engines, write the method's rope_parameters into the config of a copy of the model."
         )
-        return [
-            self.tokenizer.decode(ids[: asked.answer_tokens], skip_special_tokens=True)
-            for ids, asked in zip(generated, prompt.questions, strict=True)
-        ]
-
-    def window_losses(self, ids: np.ndarray) -> np.ndarray:
-        return window_losses(self.model, ids)
+    if options.processes > 1 and options.kind != "transformers":
+        raise ConfigError(
+            f"--processes works with --backend transformers only; the backend here is {options.kind}. For several "
+            "requests to a server at a time, use --requests."
+        )
+    if options.url is not None and options.kind != "openai":
+        raise ConfigError(f"--url works with --backend openai only; the backend here is {options.kind}.")
+    module, _, name = build.partition(":")
+    backend: Backend = getattr(import_module(module), name)(options)
+    return backend

@@ -1,17 +1,20 @@
-"""Backends that only pretend to be models: what a suite should score at 100, at 0, and must not be fooled by."""
+"""Backends without a model: one that a suite must score at 100, one at 0, and one that must not fool it."""
 
 from typing import Any
 
 import numpy as np
 
+from unspool.evals.backends.base import Backend, BackendOptions
 from unspool.evals.prompts import Prompt, PromptQuestion
 
-# Of the prompt's end, what an adversary repeats.
+# Tokens of the prompt's end that `Adversarial` repeats.
 REPEATED = 4000
 
 
-class Mock:
-    """Answers by rule; a token's loss is its position."""
+class Mock(Backend):
+    """Answers by rule; the loss of a token is its position."""
+
+    has_losses = True
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -27,21 +30,21 @@ class Mock:
 
 
 class Oracle(Mock):
-    """Knows every answer."""
+    """Answers every question correctly."""
 
     def answer(self, prompt: Prompt, question: PromptQuestion) -> str:
-        return f" {question.reference}." if question.words is None else question.words.oracle
+        return f" {question.reference}." if question.text is None else question.text.oracle
 
 
 class Empty(Mock):
-    """Says nothing."""
+    """Answers nothing."""
 
     def answer(self, prompt: Prompt, question: PromptQuestion) -> str:
         return ""
 
 
 class Adversarial(Mock):
-    """Repeats the end of what it was asked, with what breaks careless readers: control characters and markup."""
+    """Repeats the end of the prompt, with control characters and markup that break careless readers."""
 
     def answer(self, prompt: Prompt, question: PromptQuestion) -> str:
         ids = np.concatenate([prompt.context_ids, question.ids])[-REPEATED:]
@@ -49,3 +52,9 @@ class Adversarial(Mock):
 
 
 MOCKS = {"oracle": Oracle, "empty": Empty, "adversarial": Adversarial}
+
+
+def build(options: BackendOptions) -> Mock:
+    from unspool.models.tokenizer import load_tokenizer
+
+    return MOCKS[options.kind](load_tokenizer(options.model))

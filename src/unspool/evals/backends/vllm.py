@@ -1,6 +1,6 @@
-"""vLLM in this process: many prompts at a time, prefixes in common computed once by vLLM itself.
+"""vLLM in this process: many prompts at a time; vLLM computes common prefixes once.
 
-Price: vLLM reads models in its own way; `unspool eval --parity` says whether its answers are ours.
+vLLM loads models in its own way; `unspool eval --parity` checks whether its answers equal ours.
 """
 
 from functools import cached_property
@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from unspool.core.errors import ConfigError
+from unspool.evals.backends.base import Backend, BackendOptions
 from unspool.evals.prompts import Prompt
 from unspool.models.tokenizer import load_tokenizer
 
 
-class VllmBackend:
-    # Units that are handed over together.
-    block = 64
+class VllmBackend(Backend):
+    block_size = 64
 
     def __init__(self, ref: str) -> None:
         self.ref = ref
@@ -31,7 +31,7 @@ class VllmBackend:
             vllm = import_module("vllm")
         except ImportError as error:
             raise ConfigError(
-                "--backend vllm: vllm is not installed here; pip install vllm, or start its server elsewhere and use "
+                "--backend vllm: vllm is not installed; pip install vllm, or start its server elsewhere and use "
                 "--backend openai --url."
             ) from error
         return vllm.LLM(model=self.ref, enable_prefix_caching=True), vllm.SamplingParams
@@ -41,14 +41,15 @@ class VllmBackend:
 
     def answers_all(self, prompts: list[Prompt]) -> list[list[str]]:
         engine, params = self._engine
-        asked = [
+        requests = [
             ({"prompt_token_ids": np.concatenate([prompt.context_ids, question.ids]).tolist()}, prompt.answer_tokens)
             for prompt in prompts
             for question in prompt.questions
         ]
-        options = [params(temperature=0.0, max_tokens=tokens) for _, tokens in asked]
-        texts = iter([one.outputs[0].text for one in engine.generate([ids for ids, _ in asked], options)])
+        options = [params(temperature=0.0, max_tokens=tokens) for _, tokens in requests]
+        texts = iter([one.outputs[0].text for one in engine.generate([ids for ids, _ in requests], options)])
         return [[next(texts) for _ in prompt.questions] for prompt in prompts]
 
-    def window_losses(self, ids: np.ndarray) -> np.ndarray:
-        raise AssertionError("refused before any work")
+
+def build(options: BackendOptions) -> VllmBackend:
+    return VllmBackend(options.model)

@@ -6,6 +6,7 @@ twice. Unparsable replies are counted, and their scores stay missing.
 
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,20 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from unspool.core.artifacts import read_manifest, seal, write_atomic
 from unspool.core.errors import ConfigError, DataError
-from unspool.core.progress import progress_bar, say
+from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count
 from unspool.evals.backends.base import Backend
-from unspool.evals.config import Eval
+from unspool.evals.config import eval_adapter
 from unspool.evals.judge.protocols import REPLY_TOKENS, Call, Reply, calls, score
-from unspool.evals.prompts import Asker, Prompt, PromptQuestion
+from unspool.evals.prompts import Prompt, PromptEncoder, PromptQuestion
 from unspool.evals.reply_cache import ReplyCache
-from unspool.evals.run import SAMPLES, SUMMARY, summary_of
+from unspool.evals.run import SAMPLES, SUMMARY, summarize
 from unspool.evals.suite import Question
 from unspool.evals.suites.records import Record, read_records
+
+logger = logging.getLogger(__name__)
 
 JUDGEMENTS = "judgements.jsonl"
 CHARS_PER_TOKEN = 4  # of English, for an estimate
@@ -105,7 +106,9 @@ def judge_folder(folder: Path, judge: Judge) -> dict[str, Any]:
         judged = [_apply_judgment(sample, judge.name, replies) for sample in samples]
     answers = [sample["judgement"] for sample in judged if "judge" in sample]
     unparsable = sum(answer["unparsable"] for answer in answers)
-    say(f"{folder.name}: {judge.name} judged {len(answers)} answers; replies to {unparsable} could not be parsed")
+    logger.info(
+        f"{folder.name}: {judge.name} judged {len(answers)} answers; replies to {unparsable} could not be parsed"
+    )
     return _write_back(folder, judged)
 
 
@@ -148,9 +151,9 @@ def _calls(samples: Sequence[Sample]) -> Iterator[Call]:
 def _write_back(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     manifest = read_manifest(folder)
     assert manifest is not None, "scores_folders returns only folders with a manifest"
-    evals = [TypeAdapter[Any](Eval).validate_python(entry) for entry in manifest["settings"]["evals"]]
+    evals = [eval_adapter().validate_python(entry) for entry in manifest["settings"]["evals"]]
     model = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["model"]
-    summary = summary_of(model, evals, samples)
+    summary = summarize(model, evals, samples)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(folder, partial)
@@ -226,13 +229,13 @@ def _kappa(pairs: Sequence[tuple[int, int]], weight: Any) -> float | None:
 
 def local_judge(backend: Backend) -> Callable[[str], str]:
     """Return a function that asks a model in this process, which needs a chat template."""
-    asker = Asker(backend.tokenizer)
-    if not asker.has_template:
+    encoder = PromptEncoder(backend.tokenizer)
+    if not encoder.has_template:
         raise ConfigError("the judge's tokenizer has no chat template; use an instruction-tuned model.")
 
     def ask(prompt: str) -> str:
         asked = Question(context=prompt, question="", references=("",))
-        ids = asker.ids(asked, chat=True)
+        ids = encoder.ids(asked, chat=True)
         question = PromptQuestion(ids=ids[-1:], reference="", depth=None)
         made = Prompt(
             suite="judge",

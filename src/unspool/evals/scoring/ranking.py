@@ -5,7 +5,7 @@ import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from unspool.evals.stats import wilson
+from unspool.core.stats import wilson
 
 _CHAIN = re.compile(r"(\d+)(?:\s*>\s*(\d+))*")
 

@@ -1,12 +1,33 @@
-"""The suites that consist of tasks, by the name that a recipe gives them."""
+"""The suites, by the name that a recipe gives them. A new suite is one file or folder here and one line in `SUITES`.
 
+Recipes are checked against the suites' config classes, so importing a suite must not import torch, transformers,
+datatrove or pyarrow.
+"""
+
+from unspool.core.config import lookup
+from unspool.evals.config import EvalConfig
 from unspool.evals.suite import Suite
-from unspool.evals.suites import helmet, infbench, lveval, nocha, ruler
+from unspool.evals.suites import helmet, infbench, key_value, lveval, niah, nocha, perplexity, ruler
 
 SUITES: dict[str, Suite] = {
+    "niah": niah.SUITE,
+    "key_value": key_value.SUITE,
+    "perplexity": perplexity.SUITE,
     "ruler": ruler.SUITE,
     "helmet": helmet.SUITE,
     "lveval": lveval.SUITE,
     "infbench": infbench.SUITE,
     "nocha": nocha.SUITE,
 }
+
+
+def register_suite(suite: Suite) -> None:
+    """Make a suite available in recipes, on the command line and in reports.
+
+    Call it before the first recipe is loaded. A suite of the same name is replaced.
+    """
+    SUITES[suite.name] = suite
+
+
+def suite_of(config: EvalConfig) -> Suite:
+    return lookup(SUITES, config.suite, kind="suite")

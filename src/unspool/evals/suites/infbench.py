@@ -8,13 +8,15 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
+from unspool.evals.config import TaskEval
 from unspool.evals.fill import Meter, fill, room, spread
-from unspool.evals.suite import Ask, Question, Suite, Task
+from unspool.evals.suite import Ask, Question, Task
 from unspool.evals.suites.helmet.json_kv import entry, lengthen, uuid_pairs
+from unspool.evals.task_suite import TaskSuite
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 # Digits of the numbers; in number_string, some digits are repeated.
@@ -124,4 +126,12 @@ TASKS = {
     **{name: _task(name, partial(build_number, name), score_number) for name in DIGITS},
     "kv_retrieval": _task("kv_retrieval", build_kv, score_kv),
 }
-SUITE = Suite(name="infbench", version=1, tasks=TASKS, load=load)
+
+
+class InfbenchEval(TaskEval):
+    """∞Bench's key tasks: passkeys, numbers and values far into the context."""
+
+    suite: Literal["infbench"]
+
+
+SUITE = TaskSuite(name="infbench", title="∞Bench", config=InfbenchEval, version=1, tasks=TASKS, load=load)

@@ -1,22 +1,24 @@
 """Key-value recall: one JSON object as long as the context, then questions about some of its keys.
 
-In: settings, words, length, seed, index. Out: `Prompt`, the asked keys spread over the object.
-Promise: keys are distinct; every key asked for is as drawn.
-Price: objects grow by whole pairs; what is left of the length goes into longer keys that nobody asks for.
+The asked keys are spread over the object. Objects grow by whole pairs; keys that nobody asks for are lengthened to
+reach the length.
 """
 
 import uuid
 from collections.abc import Callable
 from itertools import cycle
+from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
 from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
 from unspool.data.facts import distinct_keys, pair_question, pairs_text
-from unspool.evals.config import KeyValueEval
+from unspool.evals.config import EvalConfig, Lengths
+from unspool.evals.context_suite import ContextSuite
+from unspool.evals.heldout import Materials
 from unspool.evals.prompts import (
-    Materials,
     Prompt,
     PromptQuestion,
     answer_room,
@@ -27,29 +29,35 @@ from unspool.evals.prompts import (
 )
 
 Pairs = list[tuple[str, str]]
-# No tokenizer writes a pair with its quotes, colon and comma in fewer tokens.
-FEWEST_PAIR_TOKENS = 3
-# From the average pair the right number is a step or two away; this many have always been enough.
+# No tokenizer encodes a pair with its quotes, colon and comma in fewer tokens.
+MIN_PAIR_TOKENS = 3
+# Steps from the average pair to the right number of pairs; two are nearly always enough.
 CORRECTIONS = 8
-# Lengthens a key by a token or two.
+# Makes a key longer by a token or two.
 FILLER = "-x"
 
 
-def num_contexts(config: KeyValueEval) -> int:
-    return -(-config.samples // config.questions)
+class KeyValueEval(EvalConfig):
+    """JSON key-value recall: one object as long as the context, several keys asked for."""
+
+    suite: Literal["key_value"]
+    lengths: Lengths
+    samples: int = Field(20, ge=1, description="questions per length")
+    questions: int = Field(4, ge=1, description="questions per object")
+    value: Literal["uuid", "words"] = "uuid"
 
 
 def prompt(config: KeyValueEval, materials: Materials, *, length: int, seed: int, index: int) -> Prompt:
     rng = rng_for(seed, "kv", length, index)
     num_questions = min(config.questions, config.samples - index * config.questions)
-    # One more than is asked for, so that there is something to tell apart and a key to lengthen.
+    # One more pair than questions, so that there is a distractor and a key to lengthen.
     fewest = num_questions + 1
-    drawn = _pairs(config, materials.words, max(fewest, length // FEWEST_PAIR_TOKENS), rng)
-    # Where in its equal part of the object each asked key stands.
+    drawn = _pairs(config, materials.words, max(fewest, length // MIN_PAIR_TOKENS), rng)
+    # Position of each asked key within its equal part of the object.
     within = rng.random(num_questions)
 
     def pairs(count: int) -> Pairs:
-        # Shuffled, since plain words come before joined ones: no part of the object shall be harder than another.
+        # Shuffled, since single words are drawn before joined ones, and no part of the object shall be harder.
         order = rng_for(seed, "kv order", length, index).permutation(count)
         return [drawn[at] for at in order]
 
@@ -70,13 +78,13 @@ def prompt(config: KeyValueEval, materials: Materials, *, length: int, seed: int
 
 
 def _num_pairs(tokens: Callable[[int], int], fewest: int, most: int, length: int) -> int:
-    """The greatest number of pairs that fits, found by steps of the average pair."""
+    """Find the greatest number of pairs that fits, by steps of the average pair."""
     best = count = fewest
     for _ in range(CORRECTIONS):
         used = tokens(count)
         if used <= length:
             best = max(best, count)
-        step = int((length - used) // max(FEWEST_PAIR_TOKENS, used / count))
+        step = int((length - used) // max(MIN_PAIR_TOKENS, used / count))
         if step == 0:
             break
         count = min(max(fewest, count + step), most)
@@ -84,7 +92,7 @@ def _num_pairs(tokens: Callable[[int], int], fewest: int, most: int, length: int
 
 
 def _filled(build: Callable[[Pairs], Prompt], pairs: Pairs, asked: list[int], length: int) -> Prompt:
-    """Lengthen keys that nobody asks for until the prompt is as long as it should be."""
+    """Lengthen keys that are not asked for until the prompt has its length."""
     prompt = build(pairs)
     others = [at for at in reversed(range(len(pairs))) if at not in asked]
     for at in cycle(others):
@@ -105,7 +113,7 @@ def _prompt(
     tokenizer = materials.tokenizer
     context = encode(tokenizer, pairs_text(pairs) + "\n")
     questions = [
-        # The new line that a question starts with ends the context, where tokenizers see it as one with the object.
+        # The context ends with the newline that a question starts with, since tokenizers may merge it with the object.
         PromptQuestion(
             ids=encode_after_newline(tokenizer, pair_question(pairs[at][0]).removeprefix("\n")),
             reference=pairs[at][1],
@@ -131,6 +139,16 @@ def _pairs(config: KeyValueEval, words: list[str], count: int, rng: np.random.Ge
     keys = distinct_keys(words, count, rng)
     order = rng.permutation(len(words))
     values = [words[order[at % len(words)]] for at in range(count)]
-    # A value equal to its own key could be guessed without reading the object.
+    # A value equal to its key could be guessed without reading the object.
     after = {word: words[(at + 1) % len(words)] for at, word in enumerate(words)}
     return [(key, after[value] if value == key else value) for key, value in zip(keys, values, strict=True)]
+
+
+SUITE = ContextSuite(
+    name="key_value",
+    title="Key-value recall",
+    config=KeyValueEval,
+    measure="accuracy",
+    build=prompt,
+    questions_per_context=lambda config: config.questions,
+)

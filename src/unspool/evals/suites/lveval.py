@@ -15,11 +15,13 @@ from typing import Any, Literal, cast
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
+from unspool.evals.config import WordedEval
 from unspool.evals.fill import Meter, Remembered, fill, room, spread
 from unspool.evals.scoring.keywords import Language, Words, filtered_rouge_l, gated_f1, plain_f1
-from unspool.evals.suite import Ask, Question, Suite, Task
+from unspool.evals.suite import Ask, Question, Task
 from unspool.evals.suites import generated
 from unspool.evals.suites.records import first_field, flatten, read_records
+from unspool.evals.task_suite import TaskSuite
 from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text, Wording, literal
 
 # Instructions in our own words: (before the article, between article and question, answer prefix).
@@ -338,4 +340,18 @@ def _task(name: str) -> Task:
     )
 
 
-SUITE = Suite(name="lveval", version=1, tasks={name: _task(name) for name in PROMPTS}, load=load, wording=FORMS)
+class LvEval(WordedEval):
+    """LV-Eval: questions on long articles, scored by keywords and F1."""
+
+    suite: Literal["lveval"]
+
+
+SUITE = TaskSuite(
+    name="lveval",
+    title="LV-Eval",
+    config=LvEval,
+    version=1,
+    tasks={name: _task(name) for name in PROMPTS},
+    load=load,
+    wording=FORMS,
+)

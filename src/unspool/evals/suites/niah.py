@@ -1,23 +1,23 @@
 """Needle in a haystack: facts hidden in prose, each asked for at the end.
 
-In: settings, held-out prose, length, seed, index. Out: `Prompt`, one question per fact.
-Promise: facts stand between sentences wherever that keeps them at the depth asked for, else
-between lines or words; keys and values are distinct; the depth recorded is where the fact really stands.
-Price: the prose is cut where the length ends, sometimes within a word.
+A fact is placed between sentences where that keeps it at its depth, else between lines or words. The recorded depth is
+where the fact really is. The prose is cut where the length ends, sometimes within a word.
 """
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
 from unspool.data.facts import distinct_keys, fact, question
-from unspool.evals.config import NiahEval
+from unspool.evals.config import EvalConfig, Lengths
+from unspool.evals.context_suite import ContextSuite
+from unspool.evals.heldout import Heldout, Materials
 from unspool.evals.prompts import (
-    Materials,
     Prompt,
     PromptQuestion,
     answer_room,
@@ -27,13 +27,27 @@ from unspool.evals.prompts import (
     token_starts,
 )
 
-# With less prose than this around it a fact would not be hidden at all.
+# Tokens of prose per fact; with less, a fact would not be hidden at all.
 PROSE_PER_NEEDLE = 8
-# Inserting facts changes a few tokens at their borders; this many corrections have always been enough.
+# Inserting facts changes a few tokens at their borders; this many corrections were always enough.
 CORRECTIONS = 8
 _SENTENCE_END = re.compile(r"[.!?][\"'”’)]*\s+|\n\s*\n\s*")
-# Where a fact may stand, best first: after a sentence or paragraph, after a line, after a word.
+# Where a fact may be inserted, best first: after a sentence or paragraph, after a line, after a word.
 _BORDERS = (_SENTENCE_END, re.compile(r"\n+"), re.compile(r"\s+"))
+
+
+class NiahEval(EvalConfig):
+    """Needle in a haystack: facts hidden in prose at every depth, asked for at the end."""
+
+    suite: Literal["niah"]
+    lengths: Lengths
+    samples: int = Field(20, ge=1, description="questions per length, spread evenly over depths")
+    depths: int = Field(5, ge=1, description="how many depths between the start and the end")
+    needles: int = Field(1, ge=1, description="facts per haystack, each asked for")
+    value: Literal["numbers", "words"] = "numbers"
+    text: str | None = Field(
+        None, description="JSONL or text files for the haystack; the shipped held-out book if none"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +55,21 @@ class Needle:
     key: str
     value: str
     target: float
-    """The depth asked for, from 0 (start) to 1 (end)."""
+    """The requested depth, from 0 (start) to 1 (end)."""
 
 
 class Prose:
-    """Text with the places where a fact may stand, in characters and in tokens."""
+    """Text with the places where a fact may be inserted, in characters and in tokens."""
 
     def __init__(self, text: str, starts: np.ndarray) -> None:
         self.text = text
-        self.starts = starts  # of every token, in characters
+        self.starts = starts  # character at which every token starts
         self.borders = [
             np.array([match.end() for match in pattern.finditer(text)], dtype=np.int64) for pattern in _BORDERS
         ]
 
     def place(self, num_tokens: int, target: float, reach: float) -> tuple[int, float]:
-        """Character and depth of the best border near `target` within the first `num_tokens` tokens."""
+        """Find the best border near depth `target` in the first `num_tokens` tokens: its character and depth."""
         tokens = np.append(self.starts[:num_tokens], self.end(num_tokens))
         for borders in self.borders:
             known = borders[borders < tokens[-1]]
@@ -72,10 +86,6 @@ class Prose:
         return len(self.text[:cut].rstrip())
 
 
-def num_contexts(config: NiahEval) -> int:
-    return -(-config.samples // config.needles)
-
-
 def depth_grid(config: NiahEval) -> list[float]:
     if config.depths == 1:
         return [0.5]
@@ -87,7 +97,7 @@ def prompt(config: NiahEval, materials: Materials, *, length: int, seed: int, in
     tokenizer, opening = materials.tokenizer, opening_ids(materials.tokenizer)
     kind = "number" if config.value == "numbers" else "word"
     needles = _needles(config, materials.words, index, rng)
-    # The last context asks for some of its facts only, so that there are exactly `samples` questions.
+    # The last context may ask for fewer facts, so that there are exactly `samples` questions.
     count = min(config.needles, config.samples - index * config.needles)
     asked = sorted(rng.permutation(config.needles)[:count].tolist())
     question_ids = {at: encode_after_newline(tokenizer, question(needles[at].key, kind)) for at in asked}
@@ -117,7 +127,7 @@ def prompt(config: NiahEval, materials: Materials, *, length: int, seed: int, in
 def _needles(config: NiahEval, words: list[str], index: int, rng: np.random.Generator) -> list[Needle]:
     count = config.needles
     grid = depth_grid(config)
-    # One fact walks over the grid; several spread over the whole context, one per equal part.
+    # A single fact moves over the grid from context to context; several get one equal part of the context each.
     targets = [grid[index % len(grid)]] if count == 1 else ((np.arange(count) + rng.random(count)) / count).tolist()
     if config.value == "numbers":
         keys = distinct_keys(words, count, rng)
@@ -129,7 +139,7 @@ def _needles(config: NiahEval, words: list[str], index: int, rng: np.random.Gene
 
 
 def _prose(materials: Materials, num_tokens: int, rng: np.random.Generator) -> Prose:
-    """At least `num_tokens` tokens of consecutive text from a random sentence on, begun again where it ends."""
+    """At least `num_tokens` tokens of text from a random sentence on, repeated from the start where it ends."""
     source = "\n\n".join(text.strip() for text in materials.documents)
     if not source.strip():
         raise DataError("niah: the haystack text is empty; give files with text.")
@@ -149,7 +159,7 @@ def _prose(materials: Materials, num_tokens: int, rng: np.random.Generator) -> P
 def _fit(
     prose: Prose, hidden: list[tuple[str, Needle]], config: NiahEval, tokenizer: Any, room: int
 ) -> tuple[np.ndarray, list[float]]:
-    """As much prose as fits into `room` tokens together with the facts; the depth of each fact."""
+    """Fit as much prose as possible with the facts into `room` tokens; returns the ids and each fact's depth."""
     best: tuple[np.ndarray, list[float]] | None = None
     fits, too_long = 0, room + 1
     num_tokens = room - len(encode(tokenizer, " ".join(text for text, _ in hidden)))
@@ -166,15 +176,15 @@ def _fit(
                 best = ids, depths
         if spare == 0:
             break
-        # Between what is known to fit and what is known to be too long, so this ends at any length.
+        # Stays between what fits and what is too long, so the loop ends.
         num_tokens = min(max(num_tokens + spare, fits + 1), too_long - 1)
         corrections += 1
-    assert best is not None, "the caller made sure that the facts fit"
+    assert best is not None, "the caller checks that the facts fit"
     return best
 
 
 def _hide(prose: Prose, hidden: list[tuple[str, Needle]], config: NiahEval, num_tokens: int) -> tuple[str, list[float]]:
-    """The first `num_tokens` tokens of prose with the facts in it, ending in a new line."""
+    """Insert the facts into the first `num_tokens` tokens of prose, ending in a newline."""
     reach = 0.5 / max(1, config.depths - 1)
     places = [prose.place(num_tokens, needle.target, reach) for _, needle in hidden]
     text, done = "", 0
@@ -190,3 +200,15 @@ def _hide(prose: Prose, hidden: list[tuple[str, Needle]], config: NiahEval, num_
 def _joined(before: str, after: str) -> str:
     needs_space = before and after and not before[-1].isspace() and not after[0].isspace()
     return f"{before} {after}" if needs_space else before + after
+
+
+SUITE = ContextSuite(
+    name="niah",
+    title="Needle recall",
+    config=NiahEval,
+    measure="accuracy",
+    build=prompt,
+    questions_per_context=lambda config: config.needles,
+    depths=depth_grid,
+    heldout=lambda config: Heldout(config.text, max(config.lengths)),
+)

@@ -10,17 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from unspool.core.config import lookup
 from unspool.core.errors import DataError
 from unspool.core.rng import rng_for
+from unspool.evals.config import TaskEval
 from unspool.evals.fill import Meter, Remembered, fill, room, spread
 from unspool.evals.scoring.ranking import parse_verdict
-from unspool.evals.suite import Ask, Question, Suite, Task
+from unspool.evals.suite import Ask, Question, Task
 from unspool.evals.suites import generated
 from unspool.evals.suites.helmet.books import text_blocks
 from unspool.evals.suites.records import first_field, read_records
+from unspool.evals.task_suite import TaskSuite
 
 ANSWER_TOKENS = 16
 HEAD = "You are given a text and a claim about it. Decide from the text alone whether the claim is true or false.\n\n"
@@ -124,4 +126,14 @@ CLAIMS = Task(
     size=lambda sources: 2 * len(sources.pairs),
     together=2,
 )
-SUITE = Suite(name="nocha", version=1, tasks={"claims": CLAIMS}, load=load)
+
+
+class NochaEval(TaskEval):
+    """NoCha: pairs of a true and a false claim about a whole book, of the user's own."""
+
+    suite: Literal["nocha"]
+
+
+SUITE = TaskSuite(
+    name="nocha", title="Claims about books", config=NochaEval, version=1, tasks={"claims": CLAIMS}, load=load
+)

@@ -1,28 +1,86 @@
 """Loss by position on held-out text.
 
-In: documents, a model. Out: windows of equal length; the loss of every token.
-Promise: windows do not overlap and none crosses from one document into another, so that more
-context always means more of the same text. No [tokens, vocabulary] tensor ever exists.
-Elsewhere: means over ranges of positions (model/buckets.py).
+Windows do not overlap and none crosses from one document into another, so that more context is always more of the
+same text.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
-import torch
+from pydantic import Field
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
-from unspool.evals.config import PerplexityEval
-from unspool.evals.prompts import Materials, encode, opening_ids
-from unspool.models.loss import read_head, token_losses
+from unspool.core.sizes import Size
+from unspool.evals.backends.base import Backend
+from unspool.evals.config import EvalConfig
+from unspool.evals.heldout import Heldout, Materials, PlanInputs
+from unspool.evals.prompts import encode, opening_ids, prompt_hash
+from unspool.evals.suite import Cell, PlannedEval, Sample, Suite, Unit
+from unspool.evals.summary import loss_cells
 
-# Positions whose logits exist at one time.
-HEAD_CHUNK = 1024
+
+class PerplexityEval(EvalConfig):
+    """Loss by position on held-out text."""
+
+    suite: Literal["perplexity"]
+    length: Size
+    samples: int = Field(8, ge=1, description="windows")
+    text: str | None = Field(None, description="JSONL or text files; the shipped held-out book if none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexitySuite(Suite):
+    def lengths(self, config: PerplexityEval) -> list[int]:
+        return [config.length]
+
+    def plan(self, config: PerplexityEval, inputs: PlanInputs) -> "PlannedWindows":
+        return PlannedWindows(self, config, inputs)
+
+    def cells(self, config: PerplexityEval, samples: Sequence[Sample]) -> list[Cell]:
+        return loss_cells(self.name, config.length, samples)
+
+
+class PlannedWindows(PlannedEval):
+    def __init__(self, suite: PerplexitySuite, config: PerplexityEval, inputs: PlanInputs) -> None:
+        self.suite, self.config = suite, config
+        self.windows = windows(config, inputs.materials(suite.heldout(config)), seed=inputs.seed)
+        self.units = [
+            Unit(planned=self, length=config.length, index=index, tokens=config.length)
+            for index in range(len(self.windows))
+        ]
+
+    def prepare(self, unit: Unit) -> np.ndarray:
+        return self.windows[unit.index]
+
+    def ask(self, prepared: np.ndarray, backend: Backend) -> np.ndarray:
+        return backend.window_losses(prepared)
+
+    def samples(self, unit: Unit, prepared: np.ndarray, answers: np.ndarray) -> list[Sample]:
+        # Late, because this module is imported to check recipes, and torch takes seconds.
+        from unspool.models.loss import bucket_losses
+
+        if not np.isfinite(answers).all():
+            at = int(np.flatnonzero(~np.isfinite(answers))[0]) + 1
+            raise DataError(f"perplexity: the model gives no finite loss at position {at}; its weights are damaged.")
+        return [
+            {
+                "suite": self.suite.name,
+                "length": unit.length,
+                "depth": None,
+                "index": unit.index,
+                "hash": prompt_hash(prepared),
+                "prompt_tokens": len(prepared),
+                "score": float(answers.mean()),
+                "losses": bucket_losses(answers),
+            }
+        ]
 
 
 def windows(config: PerplexityEval, materials: Materials, *, seed: int) -> list[np.ndarray]:
-    """Up to `config.samples` windows of exactly `config.length` tokens."""
+    """Draw up to `config.samples` windows of exactly `config.length` tokens."""
     opening = opening_ids(materials.tokenizer)
     body = config.length - len(opening)
     if body < 2:
@@ -34,7 +92,7 @@ def windows(config: PerplexityEval, materials: Materials, *, seed: int) -> list[
         ids = encode(materials.tokenizer, text)
         longest = max(longest, len(ids))
         if len(ids) >= body:
-            # What no window covers is left out at the start, so that windows do not always begin with it.
+            # A random offset, so that windows do not always begin with the document.
             first = int(rng.integers(len(ids) % body + 1))
             found += np.split(ids[first : first + len(ids) // body * body], len(ids) // body)
     if not found:
@@ -46,25 +104,10 @@ def windows(config: PerplexityEval, materials: Materials, *, seed: int) -> list[
     return [np.concatenate([opening, found[at]]) for at in chosen]
 
 
-@torch.inference_mode()
-def window_losses(model: Any, ids: np.ndarray) -> np.ndarray:
-    """−log p of every token but the first, in nats: float64 [len(ids) − 1]."""
-    tokens = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
-    _check_head(model, tokens[:, :8])
-    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    hidden = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state[0, :-1]
-    losses = token_losses(hidden, read_head(model), tokens[0, 1:], chunk=HEAD_CHUNK)
-    return losses.double().cpu().numpy()
-
-
-def _check_head(model: Any, tokens: torch.Tensor) -> None:
-    """Some architectures change the logits after their head in ways that no config names."""
-    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, -1:]
-    plain = read_head(model).logits(hidden)
-    own = model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits.float()
-    if not torch.allclose(plain, own, rtol=1e-2, atol=1e-2):
-        raise ConfigError(
-            f"perplexity: {type(model).__name__} changes its logits after the head, which this suite cannot follow "
-            "yet. "
-            "Leave it out."
-        )
+SUITE = PerplexitySuite(
+    name="perplexity",
+    title="Loss",
+    config=PerplexityEval,
+    measure="loss",
+    heldout=lambda config: Heldout(config.text, config.samples * config.length),
+)

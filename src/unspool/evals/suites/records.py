@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.data.sources.base import Bad
-from unspool.data.sources.config import HfSource
 from unspool.data.sources.files import Unreadable, chunks
-from unspool.data.sources.jsonl import records
-from unspool.data.sources.readers import source_units
+from unspool.data.sources.hub import HfSource
+from unspool.data.sources.jsonl import read_jsonl
 
 Record = Mapping[str, Any]
 _HUB = "hub:"
@@ -45,7 +44,7 @@ def read_records(path: str, *, split: str = "validation") -> list[Record]:
     if path.startswith(_HUB):
         name, _, config = path.removeprefix(_HUB).partition("@")
         options = {"kind": "hf", "path": name, "split": split} | ({"config": config} if config else {})
-        files = list(source_units(HfSource.model_validate(options), Path()))
+        files = list(HfSource.model_validate(options).units(Path()))
     else:
         files = [Path(path).expanduser()]
         if not files[0].is_file():
@@ -62,7 +61,7 @@ def _read_file(file: Path) -> Iterator[Record]:
     elif file.suffix == ".parquet":
         yield from _number(_parquet_rows(file))
     else:
-        for record in records(file, lambda number, record: {**record, "_line": number}):
+        for record in read_jsonl(file, lambda number, record: {**record, "_line": number}):
             if isinstance(record, Bad):
                 raise DataError(f"{file}, {record.record}: {record.detail}.")
             yield record

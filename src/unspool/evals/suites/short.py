@@ -1,8 +1,6 @@
-"""Short context, before and after: lm-eval's own tasks with a model of ours.
+"""lm-eval's tasks: short-context scores of a model, and our long tasks written as tasks of lm-eval.
 
-In: a model, names of lm-eval's tasks. Out: a summary with a cell per task.
-Promise: prompts and scores are lm-eval's. It is not needed for anything else, so it is asked for only here.
-Price: a model with a base per head attends through us, which knows no padding: one text at a time.
+Prompts and scores of short tasks are lm-eval's own. Only this module needs lm-eval.
 """
 
 import json
@@ -17,11 +15,12 @@ import yaml
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
-from unspool.evals.backends.base import Stretch
-from unspool.evals.contexts import Plan
-from unspool.evals.stats import Z
+from unspool.core.stats import Z
+from unspool.evals.backends.base import RopeOverride
+from unspool.evals.plan import EvalPlan
 from unspool.evals.suite import Question
 from unspool.evals.suites import SUITES
+from unspool.evals.task_suite import PlannedTasks
 from unspool.models.load import load_model
 from unspool.models.tokenizer import first_line, load_tokenizer
 
@@ -39,9 +38,12 @@ def run_short(
     include: str | None,
     device: torch.device,
     dtype: torch.dtype,
-    stretch: Stretch | None = None,
+    rope: RopeOverride | None = None,
 ) -> dict[str, Any]:
-    """`include`: a folder with further task files of lm-eval, such as ones that read local data."""
+    """Run lm-eval's tasks on a model; the summary has one cell per task.
+
+    `include` is a folder with more task files of lm-eval, such as tasks that read local data.
+    """
     evaluator, managers, models = (_part(name) for name in ("evaluator", "tasks", "models.huggingface"))
     manager = managers.TaskManager(include_path=include)
     unknown = [name for name in tasks if not manager.match_tasks([name])]
@@ -49,10 +51,11 @@ def run_short(
         raise ConfigError(f"--tasks {unknown[0]}: lm-eval knows no task of that name; `lm-eval ls tasks` lists them.")
     model = load_model(ref, device=device, dtype=dtype)
     name = Path(ref).name or ref
-    if stretch is not None:
-        stretch.apply(model)
-        name = stretch.name_of(name)
+    if rope is not None:
+        rope.apply(model)
+        name = rope.name_of(name)
     batch = BATCH
+    # A model with a RoPE base per head attends through our code, which does not support padding.
     if any(getattr(part, "head_inv_freq", None) is not None for part in model.modules()):
         batch = 1
     else:
@@ -101,9 +104,6 @@ def _part(name: str) -> Any:
         raise ConfigError(f"--suite short needs lm-eval ({first_line(error)}); pip install 'unspool[eval]'.") from error
 
 
-# Our long tasks as tasks of lm-eval: a folder of task files with frozen prompts, for `lm-eval --include_path`.
-
-
 # lm-eval loads this file by its path and looks the function up by name.
 SCORER = '''"""Scores of these tasks, as Unspool gives them."""
 
@@ -113,28 +113,27 @@ __all__ = ["process_results"]
 '''
 
 
-def write_tasks(plan: Plan, out_dir: Path) -> list[str]:
-    """The names of the tasks written."""
+def write_tasks(plan: EvalPlan, out_dir: Path) -> list[str]:
+    """Write every task at every length; returns the names of lm-eval's tasks."""
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "scorer.py").write_text(SCORER, encoding="utf-8")
     names = []
-    for questions in plan.questions.values():
-        for length in sorted(questions.config.lengths):
-            for task in questions.tasks.values():
-                name = f"unspool_{questions.suite.name}_{task.name}_{format_size(length).lower()}"
-                wanted = [one for one in questions.wanted if (one.task, one.length) == (task.name, length)]
-                docs = [_doc(questions.suite.name, task.name, questions.asked(one)) for one in wanted]
+    for planned in plan.evals:
+        assert isinstance(planned, PlannedTasks), "the caller refuses suites without tasks"
+        for length in sorted(planned.config.lengths):
+            for task in planned.tasks.values():
+                name = f"unspool_{planned.suite.name}_{task.name}_{format_size(length).lower()}"
+                questions = [one for one in planned.question_ids if (one.task, one.length) == (task.name, length)]
+                docs = [_doc(planned.suite.name, task.name, planned.question(one)) for one in questions]
                 data = out_dir / f"{name}.jsonl"
                 data.write_text("".join(json.dumps(doc) + "\n" for doc in docs), encoding="utf-8")
-                (out_dir / f"{name}.yaml").write_text(
-                    _yaml(name, data, questions.answer_tokens(task)), encoding="utf-8"
-                )
+                (out_dir / f"{name}.yaml").write_text(_yaml(name, data, planned.answer_tokens(task)), encoding="utf-8")
                 names.append(name)
     return names
 
 
 def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Called by lm-eval for every answer; what only a judge can score gives nothing."""
+    """Score one answer, called by lm-eval; nothing where only a judge can score."""
     task = lookup(lookup(SUITES, doc["suite"], kind="suite").tasks, doc["task"], kind="task")
     asked = Question(
         context=doc["context"],
@@ -157,7 +156,7 @@ def _doc(suite: str, task: str, asked: Question) -> dict[str, Any]:
         "prefix": asked.prefix,
         "references": list(asked.references),
         "depth": asked.depth,
-        # As text, since the columns of a data set must be alike in all lines and these are not.
+        # As text, since the columns of a dataset must have the same type in all lines.
         "meta": json.dumps(dict(asked.meta)),
     }
 

@@ -1,9 +1,7 @@
-"""The text that attention is looked at on: documents one after the other, or in shuffled pieces, or a row.
+"""The text to measure attention on: documents in order, or in shuffled pieces, or a packed row.
 
-In: input files and an encoder, or an opened rows set. Out: `Text`.
-Promise: the same files, settings and seed give the same tokens; where a length is asked for, the text has exactly
-that many tokens, to which documents contribute as equally as their lengths allow.
-Elsewhere: what a model does with it (attention_watch.py).
+The same files, settings and seed give the same tokens. If a length is given, the text has exactly that many tokens,
+shared among documents as equally as their lengths allow.
 """
 
 import string
@@ -13,37 +11,34 @@ from itertools import islice, zip_longest
 from pathlib import Path
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size
-from unspool.data.sources.base import Bad, Document
-from unspool.data.sources.config import FileSource
-from unspool.data.sources.readers import read_units
+from unspool.data.sources.base import Bad, Document, read_items
+from unspool.data.sources.registry import source_for_file
 from unspool.data.tokenize.encoder import Encoder
-from unspool.inspection.input_documents import kind_of
 from unspool.inspection.packed_rows import Rows
-from unspool.inspection.run_paths import find_place
+from unspool.inspection.run_paths import find_data
 from unspool.inspection.utk_chunks import documents_of
 
-# No tokenizer has tokens of so many characters on average, so that what is behind them need not be tokenised.
-_MOST_CHARACTERS = 64
+# No tokenizer averages this many characters per token, so text beyond it need not be tokenized.
+_MAX_CHARACTERS_PER_TOKEN = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
     tokens: np.ndarray  # uint32[S]
     piece_lens: tuple[int, ...]  # sums to S
-    chunk_ids: tuple[int, ...]  # the document of each piece, counted from 0 as they first appear
+    chunk_ids: tuple[int, ...]  # document of each piece, numbered from 0 in order of appearance
     doc_names: tuple[str, ...]
-    origin: str  # for people
-    attention: str = "full"  # what is usual for it
+    origin: str  # shown description
+    attention: str = "full"  # default attention mask for this text
     notes: list[str] = field(default_factory=list)
 
     @property
     def piece_names(self) -> list[str]:
-        """`2` for a whole document, `2b` for the second of its pieces that is met."""
+        """`2` for a whole document, `2b` for the second of its pieces."""
         seen: dict[int, int] = {}
         names = []
         for doc in self.chunk_ids:
@@ -55,23 +50,23 @@ class Text:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How files become a text."""
+class TextSettings:
+    """How to make a text from files."""
 
-    num_docs: int | None = None  # 4, or one of each file, if None
+    num_docs: int | None = None  # None: 4, or one of each file
     length: int | None = None
     pieces: int = 1  # of each document, shuffled
     seed: int = 0
 
 
-def read_files(files: Sequence[Path], encoder: Encoder, cut: Cut) -> Text:
-    """Documents of several files in turn."""
+def read_files(files: Sequence[Path], encoder: Encoder, cut: TextSettings) -> Text:
+    """Read documents from the files in turn."""
     most = cut.num_docs or max(4, len(files))
     found = list(islice((doc for turn in zip_longest(*map(_documents, files)) for doc in turn if doc), most))
     if not found:
-        raise DataError(f"{', '.join(map(str, files))}: holds no text; give a file with at least one document.")
+        raise DataError(f"{', '.join(map(str, files))}: no text found; give a file with at least one document.")
     if cut.length is not None:
-        found = [Document(doc.id, doc.text[: _MOST_CHARACTERS * cut.length]) for doc in found]
+        found = [Document(doc.id, doc.text[: _MAX_CHARACTERS_PER_TOKEN * cut.length]) for doc in found]
     docs = encoder.encode([doc.text for doc in found])
     if cut.length is not None:
         docs = share_length(docs, cut.length)
@@ -86,15 +81,15 @@ def read_files(files: Sequence[Path], encoder: Encoder, cut: Cut) -> Text:
 
 
 def share_length(docs: Sequence[np.ndarray], length: int) -> list[np.ndarray]:
-    """Cut documents so that they have `length` tokens together; what short ones leave, longer ones take."""
+    """Truncate documents to `length` tokens in total; longer documents use what short ones leave."""
     there = sum(map(len, docs))
     if there < length:
         raise ConfigError(
-            f"--length {format_size(length)}: the text has {there:,} tokens; give more text, more --docs, or leave "
-            "--length out."
+            f"--length {format_size(length)}: the text has only {there:,} tokens; give more text, raise --docs, or "
+            "omit --length."
         )
     if length < len(docs):
-        raise ConfigError(f"--length {format_size(length)} is less than a token for each of {len(docs)} documents.")
+        raise ConfigError(f"--length {format_size(length)} is less than one token for each of {len(docs)} documents.")
     lens = [0] * len(docs)
     left = length
     by_size = sorted(range(len(docs)), key=lambda number: len(docs[number]))
@@ -105,12 +100,12 @@ def share_length(docs: Sequence[np.ndarray], length: int) -> list[np.ndarray]:
 
 
 def shuffle_pieces(docs: Sequence[np.ndarray], count: int, seed: int) -> list[tuple[int, np.ndarray]]:
-    """Each document in `count` pieces, cut and shuffled by chance; neighbours that fit together are one again."""
+    """Cut each document into `count` random pieces and shuffle all; adjacent pieces that fit are joined again."""
     rng = rng_for(seed, "look", "attention")
     pieces: list[tuple[int, int, int]] = []
     for number, doc in enumerate(docs):
         if len(doc) < count:
-            raise ConfigError(f"--pieces {count}: a document of {len(doc)} tokens has not so many; use fewer.")
+            raise ConfigError(f"--pieces {count}: a document has only {len(doc)} tokens; use fewer pieces.")
         places = np.sort(rng.choice(len(doc) - 1, size=count - 1, replace=False) + 1).tolist()
         pieces += [(number, start, stop) for start, stop in zip([0, *places], [*places, len(doc)], strict=True)]
     joined: list[tuple[int, int, int]] = []
@@ -125,12 +120,12 @@ def shuffle_pieces(docs: Sequence[np.ndarray], count: int, seed: int) -> list[tu
 
 def read_row(rows: Rows, index: int, notes: Sequence[str]) -> Text:
     if not 0 <= index < len(rows):
-        raise ConfigError(f"--row {rows.path}:{index}: there are {len(rows):,} rows, counted from 0.")
+        raise ConfigError(f"--row {rows.path}:{index}: the dataset has {len(rows):,} rows, numbered from 0.")
     row = rows.row(index)
     if row.positions is not None:
         raise ConfigError(
-            f"--row {rows.path}:{index}: its positions skip some, so that distances in it are pretended; "
-            "use a row without pose."
+            f"--row {rows.path}:{index}: its position ids skip values (PoSE), so distances are not real; "
+            "use a row of a dataset without pose."
         )
     docs = range(len(row.doc_lens)) if row.chunk_ids is None else documents_of(row.chunk_ids)
     return Text(
@@ -146,11 +141,10 @@ def read_row(rows: Rows, index: int, notes: Sequence[str]) -> Text:
 
 def _documents(path: Path) -> Iterator[Document]:
     """The readable documents of one file."""
-    place = find_place(path)
+    place = find_data(path)
     if place.kind != "records" or path.is_dir():
-        raise ConfigError(f"--text {path}: give a file such as book.txt or books.jsonl; rows are looked at with --row.")
-    source: FileSource = TypeAdapter(FileSource).validate_python({"kind": kind_of(path), "path": str(path)})
-    for item in read_units(source, [path]):
+        raise ConfigError(f"--text {path}: give a file such as book.txt or books.jsonl; use --row for rows.")
+    for item in read_items(source_for_file(path), [path]):
         if isinstance(item, Bad):
             raise DataError(f"{path}, {item.record}: {item.detail}.")
         if isinstance(item, Document) and item.text.strip():

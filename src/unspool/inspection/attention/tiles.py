@@ -1,12 +1,8 @@
-"""How far the heads of one layer look, and where: attention probabilities, a tile of queries and keys at a time.
+"""Long-range attention of the heads of one layer, computed tile by tile.
 
-In: queries and keys of a layer as its attention takes them (rotated), its rules, and what a token may see.
-Out: for each head the probability that goes far back, averaged over queries (`Far`); for some heads a map with the
-largest probability of each square cell.
-Promise: exact softmax over all that a query sees, whatever the tiles; grouped heads, windows, caps and sinks as in
-model/attention_reference.py; nothing of S×S is ever held.
-Price: the keys of all heads are multiplied once, those of heads that are drawn once more.
-Elsewhere: getting queries and keys out of a model (attention_watch.py).
+Takes queries and keys as the layer's attention does (after RoPE). The softmax is exact over all visible keys, whatever
+the tiles, with grouped heads, windows, softcaps and sinks as in models/attention/reference.py. No S×S matrix is ever
+held. Each head's scores are computed once, those of drawn heads twice.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,10 +14,10 @@ from torch import Tensor
 
 from unspool.models.attention.reference import AttentionInputs
 
-# Tokens of a tile and how many scores may exist at a time: on a CPU what fits its caches, on a GPU what keeps it busy.
+# Tokens of a tile and the number of scores held at a time: sized for a CPU's caches and a GPU's occupancy.
 CPU_TILE, CPU_SCORES = (256, 1024), 1 << 20
 CUDA_TILE, CUDA_SCORES = (2048, 4096), 1 << 28
-# The group of first tokens in `Sight.groups`.
+# The group of first tokens in `Visibility.groups`.
 FIRST = -1
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -33,7 +29,7 @@ class Layer:
     scale: float  # of the scores
     window: int | None = None
     softcap: float | None = None
-    sinks: Tensor | None = None  # [H]: take part in the softmax and have nothing to say
+    sinks: Tensor | None = None  # [H]: extra logits in the softmax, without a value
 
     @classmethod
     def of(cls, inputs: AttentionInputs) -> "Layer":
@@ -64,72 +60,78 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
-    """What the tokens of a text see, and what of it counts as far."""
+class Visibility:
+    """Which tokens each token can attend to, and which of them are far."""
 
-    starts: Tensor  # int64[S]: the first token that each one sees; never falls
-    docs: Tensor  # int64[S]: its document, counted from 0
-    groups: Tensor  # int64[S]: its document, or `FIRST` for tokens that heads rest on when they look for nothing
-    beyond: int  # far is what is more tokens back than this
+    starts: Tensor  # int64[S]: the first visible token of each; never decreases
+    docs: Tensor  # int64[S]: document of each token, from 0
+    groups: Tensor  # int64[S]: document, or `FIRST` for the first tokens, which act as attention sinks
+    beyond: int  # tokens farther back than this are far
 
-    def to(self, device: torch.device) -> "Sight":
+    def to(self, device: torch.device) -> "Visibility":
         moved = {name: getattr(self, name).to(device) for name in ("starts", "docs", "groups")}
-        return Sight(**moved, beyond=self.beyond)
+        return Visibility(**moved, beyond=self.beyond)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Far:
-    """Means over all queries that have anything far back to look at; None where a layer's window leaves none."""
+class LongRange:
+    """Means over all queries with a visible far token; None if a layer's window leaves none."""
 
-    far: list[float] | None  # of each head: probability on far tokens, without the first ones
+    far: list[float] | None  # per head: probability on far tokens, without the first ones
     same: list[float] | None  # the part of it that is on the query's own document
-    first: list[float] | None  # probability on the first tokens, where they are far
-    log_sums: Tensor  # [H, S], which a map needs
+    first: list[float] | None  # probability on the first tokens, if they are far
+    log_sums: Tensor  # [H, S], needed to draw maps
 
 
-def build_sight(doc_lens: Sequence[int], chunk_ids: Sequence[int], *, masked: bool, beyond: int, first: int) -> Sight:
-    """Pieces in order, each of a document; `masked`: a piece sees only itself. `first` tokens count apart."""
+def build_visibility(
+    doc_lens: Sequence[int], chunk_ids: Sequence[int], *, masked: bool, beyond: int, first: int
+) -> Visibility:
+    """Visibility of consecutive pieces; if `masked`, a piece sees only itself. `first` tokens form their own group."""
     lens = torch.tensor(doc_lens)
     begins = torch.repeat_interleave(lens.cumsum(0) - lens, lens)
     docs = torch.repeat_interleave(torch.tensor(chunk_ids), lens)
     starts = begins if masked else torch.zeros_like(begins)
     into = torch.arange(int(lens.sum())) - starts
-    return Sight(starts=starts, docs=docs, groups=docs.masked_fill(into < first, FIRST), beyond=beyond)
+    return Visibility(starts=starts, docs=docs, groups=docs.masked_fill(into < first, FIRST), beyond=beyond)
 
 
-def lowest_keys(sight: Sight, window: int | None) -> Tensor:
-    """The first key that each query sees."""
+def lowest_keys(visible: Visibility, window: int | None) -> Tensor:
+    """The first visible key of each query."""
     if window is None:
-        return sight.starts
-    places = torch.arange(len(sight.starts), device=sight.starts.device)
-    return torch.maximum(sight.starts, places - window + 1)
+        return visible.starts
+    places = torch.arange(len(visible.starts), device=visible.starts.device)
+    return torch.maximum(visible.starts, places - window + 1)
 
 
-def measure(layer: Layer, sight: Sight, *, tile: tuple[int, int] | None = None) -> Far:
-    """One pass over all tiles; sums are rescaled whenever a larger score is met."""
+def measure(layer: Layer, visible: Visibility, *, tile: tuple[int, int] | None = None) -> LongRange:
+    """Measure all heads in one pass over tiles; sums are rescaled when a larger score is met."""
     length = layer.query.shape[1]
-    low = lowest_keys(sight, layer.window)
+    low = lowest_keys(visible, layer.window)
     size = tile or _tile(layer.query)
-    at_once = max(1, _most_scores(layer.query) // (size[0] * size[1] * layer.groups))
+    at_once = max(1, _max_scores(layer.query) // (size[0] * size[1] * layer.groups))
     parts = [
-        torch.cat([_measure_queries(some, sight, low, queries, size[1]) for queries in _steps(0, length, size[0])], -1)
+        torch.cat(
+            [_measure_queries(some, visible, low, queries, size[1]) for queries in _steps(0, length, size[0])], -1
+        )
         for some in (
             layer.heads(first, min(first + at_once, len(layer.key))) for first in range(0, len(layer.key), at_once)
         )
     ]
     shares, log_sums = torch.cat([part[:3] for part in parts], dim=1), torch.cat([part[3] for part in parts])
-    counted = _has_far(sight, low)
+    counted = _has_far(visible, low)
     if not bool(counted.any()):
-        return Far(far=None, same=None, first=None, log_sums=log_sums)
+        return LongRange(far=None, same=None, first=None, log_sums=log_sums)
     means = shares[:, :, counted].double().mean(-1).tolist()
-    return Far(far=means[0], same=means[1], first=means[2], log_sums=log_sums)
+    return LongRange(far=means[0], same=means[1], first=means[2], log_sums=log_sums)
 
 
-def draw(layer: Layer, sight: Sight, log_sums: Tensor, cell: int, *, tile: tuple[int, int] | None = None) -> Tensor:
-    """float32[C, C] on the CPU: the largest probability in cells of `cell` × `cell` of one head; queries go down."""
+def draw(
+    layer: Layer, visible: Visibility, log_sums: Tensor, cell: int, *, tile: tuple[int, int] | None = None
+) -> Tensor:
+    """Largest probability in cells of `cell` × `cell` of one head, float32[C, C] on the CPU; rows are queries."""
     length = layer.query.shape[1]
     assert len(layer.query) == 1 and log_sums.shape == (length,)
-    low = lowest_keys(sight, layer.window)
+    low = lowest_keys(visible, layer.window)
     # Tiles end where cells end.
     num_queries, num_keys = (-(-size // cell) * cell for size in tile or _tile(layer.query))
     cells = -(-length // cell)
@@ -151,8 +153,8 @@ def draw(layer: Layer, sight: Sight, log_sums: Tensor, cell: int, *, tile: tuple
     return found.cpu()
 
 
-def _measure_queries(layer: Layer, sight: Sight, low: Tensor, queries: slice, num_keys: int) -> Tensor:
-    """[4, H, Q]: probability far back, on the own document, on first tokens; and the log of the sum of all."""
+def _measure_queries(layer: Layer, visible: Visibility, low: Tensor, queries: slice, num_keys: int) -> Tensor:
+    """[4, H, Q]: probability on far tokens, on those of the same document, on first tokens; and the log-sum-exp."""
     shape = (len(layer.query), queries.stop - queries.start)
     most = torch.full(shape, -torch.inf, device=layer.query.device)
     sums = torch.zeros(4, *shape, device=layer.query.device)
@@ -162,13 +164,13 @@ def _measure_queries(layer: Layer, sight: Sight, low: Tensor, queries: slice, nu
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
         new_most = torch.maximum(most, scores.amax(-1))
-        # A query that has seen nothing yet has no scale.
+        # A query without visible keys so far has no scale.
         scale = new_most.clamp(min=torch.finfo(torch.float32).min)
         weights = scores.sub_(scale[..., None]).exp_()
         sums *= (most - scale).exp_()
         most = new_most
         sums[3] += weights.sum(-1)
-        _add_far(sums, weights, sight, queries, keys)
+        _add_far(sums, weights, visible, queries, keys)
     log_sums = most + sums[3].log()
     if layer.sinks is not None:
         log_sums = torch.logaddexp(log_sums, layer.sinks.float()[:, None])
@@ -177,32 +179,32 @@ def _measure_queries(layer: Layer, sight: Sight, low: Tensor, queries: slice, nu
     return sums
 
 
-def _add_far(sums: Tensor, weights: Tensor, sight: Sight, queries: slice, keys: slice) -> None:
-    """Add what is far back to the first three of `sums`; `weights` may be changed."""
-    if keys.start >= queries.stop - 1 - sight.beyond:
+def _add_far(sums: Tensor, weights: Tensor, visible: Visibility, queries: slice, keys: slice) -> None:
+    """Add far weights to the first three of `sums`; changes `weights` in place."""
+    if keys.start >= queries.stop - 1 - visible.beyond:
         return
     places = torch.arange(queries.start, queries.stop, device=weights.device)
-    if keys.stop - 1 >= queries.start - sight.beyond:
-        near = torch.arange(keys.start, keys.stop, device=weights.device) >= places[:, None] - sight.beyond
+    if keys.stop - 1 >= queries.start - visible.beyond:
+        near = torch.arange(keys.start, keys.stop, device=weights.device) >= places[:, None] - visible.beyond
         weights.masked_fill_(near, 0)
-    names, of_keys = torch.unique(sight.groups[keys], return_inverse=True)
+    names, of_keys = torch.unique(visible.groups[keys], return_inverse=True)
     # Summed by group as a product, because the weights are large and the groups of a tile few.
     by_group = weights @ F.one_hot(of_keys, len(names)).to(weights.dtype)
-    own = names == sight.docs[queries, None]
+    own = names == visible.docs[queries, None]
     sums[0] += by_group[..., names != FIRST].sum(-1)
     sums[1] += (by_group * own).sum(-1)
     sums[2] += by_group[..., names == FIRST].sum(-1)
 
 
-def _has_far(sight: Sight, low: Tensor) -> Tensor:
-    """bool[S]: queries with at least one token to look at that is far back and not one of the first."""
-    counts = F.pad((sight.groups != FIRST).long().cumsum(0), (1, 0))
-    ends = (torch.arange(len(low), device=low.device) - sight.beyond).clamp(min=0)
+def _has_far(visible: Visibility, low: Tensor) -> Tensor:
+    """bool[S]: queries with at least one visible far token that is not one of the first."""
+    counts = F.pad((visible.groups != FIRST).long().cumsum(0), (1, 0))
+    ends = (torch.arange(len(low), device=low.device) - visible.beyond).clamp(min=0)
     return counts[torch.maximum(ends, low)] > counts[low]
 
 
 def _scores(layer: Layer, queries: slice, keys: slice) -> Tensor:
-    """float32[H, Q, K]; query heads stand beside the KV head they share, so that keys are not repeated."""
+    """float32[H, Q, K]; query heads are grouped by the KV head they share, so that keys are not repeated."""
     num_heads, _, dim = layer.query.shape
     query = layer.query[:, queries].reshape(len(layer.key), -1, dim)
     key = layer.key[:, keys].transpose(1, 2)
@@ -218,7 +220,7 @@ def _scores(layer: Layer, queries: slice, keys: slice) -> Tensor:
 
 
 def _hidden(low: Tensor, queries: slice, keys: slice) -> Tensor | None:
-    """bool[Q, K]: what a query does not see; None where all see all."""
+    """bool[Q, K]: keys a query cannot see; None if all queries see all keys."""
     if keys.stop - 1 <= queries.start and keys.start >= int(low[queries.stop - 1]):
         return None
     columns = torch.arange(keys.start, keys.stop, device=low.device)
@@ -234,5 +236,5 @@ def _tile(query: Tensor) -> tuple[int, int]:
     return CUDA_TILE if query.is_cuda else CPU_TILE
 
 
-def _most_scores(query: Tensor) -> int:
+def _max_scores(query: Tensor) -> int:
     return CUDA_SCORES if query.is_cuda else CPU_SCORES

@@ -5,6 +5,7 @@ new tokens; on CUDA a step is one graph launch where the model allows it. Every 
 A finished prompt is computed on, in a graph until the batch ends, and its tokens are ignored.
 """
 
+import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -18,9 +19,10 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from unspool.core.progress import say
 from unspool.models.attention.decode import PaddedAttention
 from unspool.models.checks import intercept_attention
+
+logger = logging.getLogger(__name__)
 
 # One decoding step as one launch: a CUDA graph.
 
@@ -80,7 +82,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @cache
 def _warn_once(reason: str) -> None:
-    say(f"generating without a CUDA graph, which is slower ({reason})")
+    logger.warning(f"generating without a CUDA graph, which is slower ({reason})")
 
 
 # The key-value cache of a batch.

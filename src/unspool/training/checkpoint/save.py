@@ -10,6 +10,7 @@ shards in the files' headers.
 """
 
 import json
+import logging
 import os
 import shutil
 import time
@@ -32,8 +33,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from unspool.core.artifacts import digest, file_digest
-from unspool.core.progress import say
 from unspool.training.parallel.dtensor import as_shard_of, local_shard
+
+logger = logging.getLogger(__name__)
 
 STATE = "state.json"
 # One more than needed, in case the newest is damaged.
@@ -108,7 +110,7 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
         try:
             return Checkpoint(path, _read_facts(path))
         except _DamagedError as damage:
-            say(f"checkpoint {path.name} is damaged ({damage}); rolling back to the previous one")
+            logger.warning(f"checkpoint {path.name} is damaged ({damage}); rolling back to the previous one")
     return None
 
 
@@ -272,7 +274,7 @@ class Saver:
         self.wait()
         waited = time.perf_counter() - began
         if waited > SHORT_S:
-            say(
+            logger.warning(
                 f"stage {self._stage}: step {facts['step']} waited {waited:.0f} s for the checkpoint of step "
                 f"{self._step}; a larger checkpoint_every or a faster disk avoids this"
             )
@@ -302,7 +304,7 @@ class Saver:
         except OSError as error:
             last = checkpoints(self._folder)
             newest = f"the newest is {last[-1].name}" if last else "there is none yet"
-            say(
+            logger.warning(
                 f"stage {self._stage}: cannot write the checkpoint of step {facts['step']} "
                 f"({error.strerror or error}); {newest}; training continues and will try the next one"
             )

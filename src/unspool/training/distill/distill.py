@@ -12,6 +12,7 @@ of the fitted parameters.
 """
 
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 
 from unspool.core.artifacts import write_atomic
 from unspool.core.errors import ConfigError, UnspoolError
-from unspool.core.progress import long_bar, say
+from unspool.core.progress import long_bar
 from unspool.core.sizes import format_count, format_size
 from unspool.data.mixture import Mix
 from unspool.data.packing.store import RowSet
@@ -41,6 +42,8 @@ from unspool.training.metrics.logger import JsonlLog
 from unspool.training.metrics.validation import eval_mode
 from unspool.training.optim.updater import Updater
 from unspool.training.schedule import StoppedError, catch_stop_signals
+
+logger = logging.getLogger(__name__)
 
 # Adds to the gradient of a training step, given its number; returns the loss.
 AuxLoss = Callable[[int], float]
@@ -150,7 +153,7 @@ class AttentionDistillation:
     def _run(self, phase: str, steps: int, *, lr: float, first: int) -> dict[str, Tensor]:
         """Fit the model in place, and return its weights in fp32. `first` is the first slot of rows."""
         name = f"stage {self.stage.name}"
-        say(f"{name}: distillation {phase} training, {steps} steps, {format_count(steps * self._batch)} tokens")
+        logger.info(f"{name}: distillation {phase} training, {steps} steps, {format_count(steps * self._batch)} tokens")
         _drop_lines(self.work / FILE, phase)
         weights = self._masters()
         adam = torch.optim.Adam(list(weights.values()), lr=lr, betas=BETAS)
@@ -178,7 +181,9 @@ class AttentionDistillation:
                 lines.append(json.dumps(line | {"seconds": round(time.perf_counter() - began, 4)}) + "\n")
                 advance(1, f"attention KL {loss:.4f}")
                 if stop.signal is not None:
-                    say(f"{name}: stopped by {stop.signal.name}; rerunning the same command restarts this distillation")
+                    logger.warning(
+                        f"{name}: stopped by {stop.signal.name}; rerunning the same command restarts this distillation"
+                    )
                     raise StoppedError(stop.signal)
         return {key: weight.detach() for key, weight in weights.items()}
 

@@ -4,6 +4,7 @@ A resumed stage continues logs that end at its checkpoint. Nothing here changes 
 """
 
 import json
+import logging
 import math
 import shutil
 import time
@@ -17,7 +18,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from unspool.core.artifacts import write_atomic
-from unspool.core.progress import Advance, long_bar, say
+from unspool.core.progress import Advance, long_bar
 from unspool.core.sizes import format_size
 from unspool.training.config import StageConfig, is_due
 from unspool.training.metrics.flops import MfuCounter, SpeedMeter, count_flops, peak_flops, peak_memory_gib
@@ -34,6 +35,8 @@ from unspool.training.metrics.validation import (
 )
 from unspool.training.parallel.dtensor import compute_device
 from unspool.training.parallel.mesh import DistContext
+
+logger = logging.getLogger(__name__)
 
 
 class JsonlLog:
@@ -65,7 +68,9 @@ class JsonlLog:
             self._write()
         except OSError as error:
             if not was_waiting:
-                say(f"cannot write {self._path.name} ({error.strerror or error}); keeping its lines in memory")
+                logger.warning(
+                    f"cannot write {self._path.name} ({error.strerror or error}); keeping its lines in memory"
+                )
 
     @property
     def content(self) -> bytes:
@@ -262,7 +267,7 @@ class MetricsLogger:
         means = {bucket_name(bucket): bucket["value"] for bucket in found["buckets"] if bucket["n"]}
         text = "  ".join(f"{name} {value:.3f}" for name, value in means.items())
         if found["n"]:
-            say(f"stage {self._stage.name}: step {step}  validation loss {found['loss']:.3f}  ({text})")
+            logger.info(f"stage {self._stage.name}: step {step}  validation loss {found['loss']:.3f}  ({text})")
             by_position = {f"validation/{name}": value for name, value in means.items()}
             self._trackers.numbers(step, {"validation/loss": found["loss"], **by_position})
 
@@ -271,7 +276,9 @@ class MetricsLogger:
             return
         self._append(SAMPLES, [{"step": step, **sample} for sample in written])
         for number, sample in enumerate(written):
-            say(f"stage {self._stage.name}: step {step}  {escape(sample['prompt'], 60)} → {escape(sample['text'])}")
+            logger.info(
+                f"stage {self._stage.name}: step {step}  {escape(sample['prompt'], 60)} → {escape(sample['text'])}"
+            )
             self._trackers.text(step, f"samples/{number}", sample["prompt"] + sample["text"])
 
 

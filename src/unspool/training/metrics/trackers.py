@@ -5,6 +5,7 @@ resumed stage repeats are there twice, with equal numbers; TensorBoard drops the
 """
 
 import importlib
+import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,9 @@ from typing import Any, Protocol
 from unspool.core.artifacts import write_atomic
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
-from unspool.core.progress import say
+
+logger = logging.getLogger(__name__)
+
 
 TENSORBOARD = "tensorboard"
 WANDB_ID = "wandb_id"
@@ -142,4 +145,4 @@ _BUILDERS: dict[str, Callable[[Path, str, Mapping[str, Any], int], Tracker]] = {
 
 def _warn(name: str, error: Exception) -> None:
     reason = str(error).strip().split("\n")[0] or type(error).__name__
-    say(f"loggers: {name} failed and is dropped ({reason}); metrics.jsonl has everything")
+    logger.warning(f"loggers: {name} failed and is dropped ({reason}); metrics.jsonl has everything")

@@ -4,6 +4,7 @@ Validation uses the same rows each time, drawn by the seed, and leaves training 
 same numbers: ranks that share rows compute their parts of them, data ranks compute the same rows again.
 """
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError
-from unspool.core.progress import say
 from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size
 from unspool.data.packing.row import IGNORE, position_ids
@@ -30,6 +30,8 @@ from unspool.training.config import StageConfig
 from unspool.training.parallel.dtensor import compute_device, is_sharded, reshard
 from unspool.training.parallel.mesh import rank_coords
 from unspool.training.step import batch_loss
+
+logger = logging.getLogger(__name__)
 
 VALIDATION, SAMPLES = "validation.jsonl", "samples.jsonl"
 
@@ -145,7 +147,7 @@ def warn_if_trained_on(stage: StageConfig, folder: Path, trained: Mapping[str, P
     known = {digest for rows in trained.values() for digest in _corpora(rows).values()}
     shared = sorted(source for source, digest in _corpora(folder).items() if digest in known)
     if shared and stage.validation:
-        say(
+        logger.warning(
             f"stage {stage.name}: validation.dataset {stage.validation.dataset} is packed from {', '.join(shared)}, "
             "which is trained on too; its loss may be that of training text"
         )

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from unspool.core.config import FromRegistry
+from unspool.core.config import FromRegistry, register, tag_value
 from unspool.training.optim.base import BF16_BYTES, FP32_BYTES, OptimizerConfig
 
 if TYPE_CHECKING:
@@ -51,10 +51,10 @@ class AdamWConfig(OptimizerConfig):
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"adamw": AdamWConfig}
 
 
-def register_optimizer(config: type[OptimizerConfig]) -> type[OptimizerConfig]:
-    """Add an optimizer from outside this package, under the default of its `name`."""
-    OPTIMIZERS[config.model_fields["name"].default] = config
-    return config
+def register_optimizer(cls: type[OptimizerConfig]) -> type[OptimizerConfig]:
+    """Add an optimizer to `OPTIMIZERS`. Call it, or use it as a decorator, before a recipe is read."""
+    register(OPTIMIZERS, tag_value(cls, "name"), cls, kind="optimizer")
+    return cls
 
 
 # The type of a config field that takes any registered optimizer.

@@ -1,7 +1,7 @@
-"""Attribute inclusion: things with sets of attributes; asked is which have some of them, how many, or whether one has.
+"""Attribute inclusion: things with sets of attributes, and questions about which, how many, or whether one has some.
 
-Promise: things differ in name, and lists are asked for in the order of the document, so there is one right answer.
-Half of the questions for one thing are answered with yes.
+Things differ in name, and lists are asked for in the order of the document, so there is one right answer. Half of the
+questions about one thing are answered with yes.
 """
 
 from collections.abc import Iterator
@@ -9,11 +9,23 @@ from functools import partial
 
 import numpy as np
 
-from unspool.data.sources.synthetic.draft import Builder, Draft, Question, labels, names, pick, shuffled_words
+from unspool.data.sources.synthetic.draft import (
+    LABEL,
+    NAME,
+    WORD,
+    Builder,
+    Draft,
+    Question,
+    labels,
+    lines_like,
+    names,
+    pick,
+    shuffled_words,
+)
 
 ATTRIBUTES = (12, 40)  # how many there are to choose from
 MEAN_ATTRIBUTES = 4.0
-# A question for all that match is asked if they are no more than this.
+# Questions ask to list all matches only up to this many.
 MOST_LISTED = 8
 NONE = "none"
 
@@ -50,6 +62,9 @@ INCLUDES = (
     "Does {thing} have {mark}?",
     "Yes or no: {thing} bears {mark}.",
 )
+THING = f"{NAME}|{LABEL}"
+MARKS = f"{WORD}(?:, {WORD})*"
+LINE = lines_like(FACTS, thing=THING, marks=MARKS)
 
 
 def choose(style: np.random.Generator) -> Builder:
@@ -82,10 +97,10 @@ def _questions(things: list[str], marks: list[str], has: np.ndarray, rng: np.ran
             wanted = rng.random() < 0.5
             choices = np.flatnonzero(has[thing] == wanted)
             if len(choices):
-                said = pick(rng, INCLUDES).format(thing=things[thing], mark=marks[int(rng.choice(choices))])
-                yield Question(said, "yes" if wanted else "no")
+                text = pick(rng, INCLUDES).format(thing=things[thing], mark=marks[int(rng.choice(choices))])
+                yield Question(text, "yes" if wanted else "no")
             continue
-        # Marks of one thing, so that at least one has them together; now and then any marks.
+        # Marks of one thing, so that at least one has them together; sometimes any marks.
         pool = np.flatnonzero(has[thing]) if rng.random() < 0.9 else np.arange(len(marks))
         chosen = rng.permutation(pool)[: int(rng.integers(2, 5))]
         if len(chosen) < 2:
@@ -99,13 +114,13 @@ def _questions(things: list[str], marks: list[str], has: np.ndarray, rng: np.ran
             count = int(has[:, chosen[:2]].any(axis=1).sum())
             yield Question(pick(rng, COUNT_ANY).format(marks=either), str(count))
         else:
-            said = pick(rng, HAS_ALL).format(marks=both)
+            text = pick(rng, HAS_ALL).format(marks=both)
             if form == 5:
                 other = int(rng.integers(len(marks)))
                 if other in chosen:
                     continue
                 matching = matching & ~has[:, other]
-                said = pick(rng, HAS_ALL_BUT).format(marks=both, other=marks[other])
+                text = pick(rng, HAS_ALL_BUT).format(marks=both, other=marks[other])
             if matching.sum() <= MOST_LISTED:
                 listed = [things[at] for at in np.flatnonzero(matching).tolist()]
-                yield Question(said, ", ".join(listed) or NONE)
+                yield Question(text, ", ".join(listed) or NONE)

@@ -1,14 +1,13 @@
-"""What the tasks have in common: a draft of facts and questions, made into one text of about the asked size.
+"""What all tasks share: a draft of facts and questions, written out as one text of about the requested size.
 
-In: a task's builder, a number of characters, optional prose. Out: text: an opening, facts one to a line, perhaps
-with lines of prose between them, then questions, each followed by its answer.
-Promise: what stays the same when a document is made again at another size (theme, wording, layout) is drawn from
-`style`; what fills it is drawn from `rng`. No question stands twice in a document.
-Price: the size is met to within about one question.
-Elsewhere: sizes in tokens (make.py), reading a document back (solvers/reading.py).
+A text has an opening, facts one per line, perhaps with lines of prose between them, then questions, each followed by
+its answer. What stays the same when a document is written again at another size (theme, wording, layout) is drawn
+from `style`; its content is drawn from `rng`. No question occurs twice in a document. The size is met to within about
+one question.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple, TypeVar
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from unspool.data.facts import word_list
 
-# What opens a question, what opens its answer.
+# What precedes a question, and its answer.
 LABELS = (
     ("Question: ", "Answer: "),
     ("Q: ", "A: "),
@@ -26,15 +25,23 @@ LABELS = (
     ("Exercise: ", "Key: "),
 )
 GAPS = ("\n", "\n\n")
+QUESTION_START = re.compile("^(?:" + "|".join(re.escape(label) for label, _ in LABELS) + ")", re.MULTILINE)
 
-# A trial of so many facts tells how long a fact is.
+# What the slots of wordings may hold.
+NAME = r"[A-Z][a-z]+(?: [A-Z][a-z]+)+"
+LABEL = r"[a-z]+(?:-[a-z]+)+"
+WORD = r"[a-z]+"
+NUMBER = r"-?[0-9]+"
+_SLOT = re.compile(r"\{(\w+)\}")
+
+# Facts of the draft that measures how long a fact is.
 TRIAL_FACTS = 24
 TRIAL_STEP = 8  # for many facts a second trial has this many times fewer
 FEWEST_FACTS = 4
 MOST_BUILDS = 3
 FEWEST_QUESTIONS = 2
 QUESTION_CHARS = 110
-# Questions that were asked already, or are too long for the room that is left, before a document is full.
+# A document is full after this many questions that were asked already or do not fit.
 MOST_MISSES = 5
 
 Choice = TypeVar("Choice")
@@ -48,8 +55,8 @@ class Question(NamedTuple):
 class Draft(NamedTuple):
     opening: str
     facts: list[str]
-    questions: Iterator[Question]  # without end, perhaps the same one again
-    echo: int = 0  # characters of the first answer, where it is as long as the facts
+    questions: Iterator[Question]  # endless; may repeat
+    echo: int = 0  # characters of the first answer, if it is as long as the facts
 
     @property
     def size(self) -> int:
@@ -57,7 +64,7 @@ class Draft(NamedTuple):
         return len(self.opening) + sum(map(len, self.facts)) + len(self.facts) + self.echo
 
 
-Builder = Callable[[np.random.Generator, int], Draft]  # so many facts
+Builder = Callable[[np.random.Generator, int], Draft]  # called with the number of facts
 
 
 class Layout(NamedTuple):
@@ -75,22 +82,22 @@ def draw_layout(style: np.random.Generator, *, with_prose: bool) -> Layout:
 def compose(
     build: Builder, layout: Layout, chars: int, prose: Sequence[str], rng: np.random.Generator
 ) -> tuple[str, int]:
-    """A document of about `chars` characters, and how many of them come before the questions."""
+    """Write a document of about `chars` characters; also returns how many of them precede the questions."""
     question_room = min(0.3 * chars, (4 + layout.questions * min(60, chars / 1500)) * QUESTION_CHARS)
     question_room = max(question_room, 0.01 * chars)
     slack = max(question_room / 4, 0.01 * chars)
-    draft = _filled(build, (chars - question_room) * (1 - layout.prose), slack * (1 - layout.prose), rng)
+    draft = _build_draft(build, (chars - question_room) * (1 - layout.prose), slack * (1 - layout.prose), rng)
     lines = draft.facts
     if layout.prose:
         size = draft.size * layout.prose / (1 - layout.prose)
         lines = scatter(lines, prose_lines(prose, size, rng), rng)
     context = "\n".join([draft.opening, *lines]) + "\n"
-    asked = _ask(draft.questions, layout, chars - len(context))
+    asked = _write_questions(draft.questions, layout, chars - len(context))
     return context + asked, len(context)
 
 
-def _filled(build: Builder, room: float, slack: float, rng: np.random.Generator) -> Draft:
-    """A draft of about `room` characters: the length of a fact is known from trials, and grows with their number."""
+def _build_draft(build: Builder, room: float, slack: float, rng: np.random.Generator) -> Draft:
+    """Build a draft of about `room` characters. Trials measure the length of a fact, which grows with their number."""
     draft = build(rng, TRIAL_FACTS)
     num = max(FEWEST_FACTS, round(TRIAL_FACTS * room / draft.size))
     if num > TRIAL_FACTS * TRIAL_STEP**2:
@@ -100,14 +107,14 @@ def _filled(build: Builder, room: float, slack: float, rng: np.random.Generator)
         num = round(room / (later + growth * np.log(TRIAL_STEP)))
     for _ in range(MOST_BUILDS):
         draft = build(rng, num)
-        if room - slack <= draft.size <= room + slack / 2:  # questions make up for the rest
+        if room - slack <= draft.size <= room + slack / 2:  # questions fill the rest
             break
         num = max(FEWEST_FACTS, round(num * room / draft.size))
     return draft
 
 
-def _ask(questions: Iterator[Question], layout: Layout, room: int) -> str:
-    """Questions with their answers until the room is used up, at least a few."""
+def _write_questions(questions: Iterator[Question], layout: Layout, room: int) -> str:
+    """Write questions with their answers until the room is used up, at least a few."""
     parts: list[str] = []
     known: set[str] = set()
     misses = 0
@@ -126,7 +133,7 @@ def _ask(questions: Iterator[Question], layout: Layout, room: int) -> str:
 
 
 def prose_lines(sentences: Sequence[str], chars: float, rng: np.random.Generator) -> list[str]:
-    """Consecutive sentences from a random place on, one to four in a line."""
+    """Consecutive sentences from a random start, one to four per line."""
     lines: list[str] = []
     at = int(rng.integers(len(sentences)))
     while chars > 0:
@@ -138,7 +145,7 @@ def prose_lines(sentences: Sequence[str], chars: float, rng: np.random.Generator
 
 
 def scatter(facts: list[str], others: list[str], rng: np.random.Generator) -> list[str]:
-    """Both in their own order, mixed at random."""
+    """Mix both lists at random, each in its own order."""
     from_facts = np.ones(len(facts) + len(others), dtype=bool)
     from_facts[rng.choice(len(from_facts), size=len(others), replace=False)] = False
     left, right = iter(facts), iter(others)
@@ -164,7 +171,7 @@ def pick_each(rng: np.random.Generator, choices: Sequence[Choice], count: int) -
 
 
 def name_parts(rng: np.random.Generator, count: int) -> list[list[str]]:
-    """`count` different groups of words: pairs, or more words where there are too few pairs."""
+    """Draw `count` different groups of words: pairs, or more words if there are too few pairs."""
     known = words()
     size = len(known)
     joined = 2
@@ -188,3 +195,17 @@ def names(rng: np.random.Generator, count: int) -> list[str]:
 def numbers(rng: np.random.Generator, count: int, *, smallest: int = 100) -> np.ndarray:
     """Different whole numbers in random order."""
     return smallest + rng.choice(max(10 * count, 10_000 - smallest), size=count, replace=False)
+
+
+def to_pattern(wording: str, slots: Mapping[str, str], *, named: bool = True) -> str:
+    """Turn a wording into a regular expression in which each slot, such as {thing}, is a group."""
+    parts = _SLOT.split(wording)
+    groups = [f"(?P<{name}>{slots[name]})" if named else f"(?:{slots[name]})" for name in parts[1::2]]
+    return re.escape(parts[0]) + "".join(
+        group + re.escape(text) for group, text in zip(groups, parts[2::2], strict=True)
+    )
+
+
+def lines_like(wordings: Iterable[str], **slots: str) -> re.Pattern[str]:
+    """Match any line that could be read as one of `wordings`."""
+    return re.compile("(?:" + "|".join(to_pattern(wording, slots, named=False) for wording in wordings) + ")$")

@@ -1,63 +1,123 @@
-"""Make the documents of a synthetic source: how many, how long, of which task, and each one fitted to its length.
+"""Generate the documents of a `synthetic` source: how many, how long, of which task, each fitted to its length.
 
-In: a source, an encoder, sentences. Out: documents with their tokens.
-Promise: document i depends on the seed, i, the source's settings, the tokenizer and the prose alone, so parts can be
-made anywhere in any order. None is longer than planned, and nearly all have at least `LEAST` of the planned tokens.
-One in `VERIFY_EVERY` is solved again (verify.py); a wrong one ends the work.
-Price: a document is made and tokenised again until its length is right: short ones two or three times, long ones once
-or twice.
-Elsewhere: what a document says (draft.py and the tasks), running parts (data/steps.py).
+Document i depends only on the seed, i, the source's settings, the tokenizer and the prose, so parts can be generated
+anywhere in any order. No document is longer than planned, and nearly all have at least `LEAST` of the planned tokens.
+A document is written and tokenized again until its length is right: short ones two or three times, long ones once or
+twice. The tests solve generated documents a second way and compare all answers.
 """
 
-import re
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from pathlib import Path
+from re import Pattern
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from unspool.core.errors import DataError
 from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size
-from unspool.data.sources.config import SyntheticSource
-from unspool.data.sources.synthetic import TASKS
-from unspool.data.sources.synthetic.draft import compose, draw_layout
-from unspool.data.sources.synthetic.solvers.reading import starts_question
-from unspool.data.sources.synthetic.verify import verify
+from unspool.data.sources.base import SAMPLE_CHARS, SAMPLE_UNITS, Document, Item
+from unspool.data.sources.generated import GeneratedSource, split_sentences
+from unspool.data.sources.synthetic import attributes, hops, similarity, sorting, states
+from unspool.data.sources.synthetic.draft import QUESTION_START, Builder, compose, draw_layout
 
-# Tokens of one part: enough to outweigh a worker's start, small enough to lose little when killed.
+if TYPE_CHECKING:
+    from unspool.data.tokenize.encoder import Encoder
+
+# Tokens of one task of the pipeline: enough to outweigh a worker's start, small enough to lose little when killed.
 PART_TOKENS = 2 << 20
 # Share of the planned tokens that a document must have, and that is aimed at.
 LEAST, AIM = 0.96, 0.983
 MOST_ATTEMPTS = 40
-VERIFY_EVERY = 100
 # Documents are planned in blocks, so that the plan of the first ones does not depend on how many there are.
 PLAN_BLOCK = 4096
 SAMPLED_THEMES = 8
-# Before anything is known of a document.
-CHARS_PER_TOKEN = 3.0
-# A longer document is preceded by a small one, which tells how many characters its tokens have.
+CHARS_PER_TOKEN = 3.0  # assumed for the first attempt
+# A longer document is preceded by a small one, which measures the characters per token.
 PROBE_ABOVE = 4096
 PROBE_SHARE = 1 / 12
+# Enough prose for variety; more would only cost start-up time, in every worker.
+PROSE_CHARS = 2_000_000
 
 Encode = Callable[[str], np.ndarray]
 
 
+class Task(NamedTuple):
+    choose: Callable[[np.random.Generator], Builder]  # draws a theme and its wording
+    line: Pattern[str]  # matches lines that could be read as facts
+
+
+TASKS: dict[str, Task] = {
+    "sorting": Task(sorting.choose, sorting.LINE),
+    "hops": Task(hops.choose, hops.LINE),
+    "states": Task(states.choose, states.LINE),
+    "similar": Task(similarity.choose, similarity.LINE),
+    "attributes": Task(attributes.choose, attributes.LINE),
+}
+TaskName = Literal["sorting", "hops", "states", "similar", "attributes"]
+
+
+class SyntheticSource(GeneratedSource):
+    """Generated documents of tasks whose answers can be checked."""
+
+    kind: Literal["synthetic"]
+    prose: str | None = Field(None, description="JSONL or text files whose sentences are put between the facts")
+    tasks: dict[TaskName, float] = Field(
+        {"sorting": 1, "hops": 1, "states": 1, "similar": 1, "attributes": 1}, description="tasks with their shares"
+    )
+
+    min_length: ClassVar[int] = 512
+    example_length: ClassVar[str] = "[1K, 32K]"
+
+    @model_validator(mode="after")
+    def _check_tasks(self) -> SyntheticSource:
+        if not self.tasks or min(self.tasks.values()) <= 0:
+            raise ValueError("tasks needs shares above 0, such as {sorting: 1, hops: 2}")
+        return self
+
+    def divide(self, units: list[Path], seed: int) -> list[tuple[list[Path], range]]:
+        return [(units, part) for part in split_plan(plan_documents(self, seed))]
+
+    def read(self, task: tuple[list[Path], range], seed: int, encoder: Encoder | None = None) -> Iterator[Item]:
+        assert encoder is not None, "generating needs a tokenizer"
+        units, part = task
+        plan = plan_documents(self, seed)
+        prose = load_prose(self.read_prose(units)) if self.prose is not None else []
+        for index in part:
+            name = plan.tasks[index]
+            # Fitting the length needs the tokens, so the document keeps them.
+            text, tokens = generate_document(
+                name, int(plan.lengths[index]), lambda text: encoder.encode([text])[0], prose, seed, index
+            )
+            yield Document(f"{name}:{index}", text, tokens)
+
+    def sample(self, units: list[Path], seed: int) -> Iterator[str]:
+        for task in self.tasks:
+            for number in range(SAMPLED_THEMES):
+                style = rng_for(seed, "synthetic", "sample", task, number)
+                layout = draw_layout(style, with_prose=False)
+                yield compose(TASKS[task].choose(style), layout, SAMPLE_CHARS // SAMPLE_UNITS, [], style)[0]
+        yield from super().sample(units, seed)
+
+
 class Plan(NamedTuple):
-    """For each document its length in tokens and its task."""
+    """The length in tokens and the task of each document."""
 
     lengths: np.ndarray
     tasks: list[str]
 
 
-class Made(NamedTuple):
-    task: str
+class Generated(NamedTuple):
     text: str
     tokens: np.ndarray
 
 
 def plan_documents(source: SyntheticSource, seed: int) -> Plan:
-    """Lengths spread evenly over their logarithm, until `source.tokens` are expected."""
+    """Plan documents, their lengths log-uniform, until `source.tokens` are expected."""
     names = list(source.tasks)
     shares = np.array([source.tasks[name] for name in source.tasks])
     shortest, longest = source.length
@@ -75,35 +135,15 @@ def plan_documents(source: SyntheticSource, seed: int) -> Plan:
     return Plan(every[:count], [names[at] for at in np.concatenate(tasks)[:count].tolist()])
 
 
-def sample_texts(source: SyntheticSource, chars: int, seed: int) -> Iterator[str]:
-    """A document of each task and a few themes, for trying out tokenizers."""
-    for task in source.tasks:
-        for number in range(SAMPLED_THEMES):
-            style = rng_for(seed, "synthetic", "sample", task, number)
-            layout = draw_layout(style, with_prose=False)
-            yield compose(TASKS[task].choose(style), layout, chars, [], style)[0]
-
-
-def divide(plan: Plan) -> list[range]:
-    """Consecutive documents of about `PART_TOKENS` together."""
+def split_plan(plan: Plan) -> list[range]:
+    """Divide a plan into consecutive documents of about `PART_TOKENS` together."""
     parts = (np.cumsum(plan.lengths) - plan.lengths) // PART_TOKENS
     starts = [0, *(np.flatnonzero(np.diff(parts)) + 1).tolist(), len(parts)]
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
-def make_documents(
-    plan: Plan, part: Sequence[int], encode: Encode, prose: Sequence[str], seed: int
-) -> Iterator[tuple[int, Made]]:
-    """The documents of one part, each with its number."""
-    for index in part:
-        made = make_document(plan.tasks[index], int(plan.lengths[index]), encode, prose, seed, index)
-        if index % VERIFY_EVERY == 0:
-            verify(made.task, made.text, f"{made.task}:{index}")
-        yield index, made
-
-
-def make_document(task: str, length: int, encode: Encode, prose: Sequence[str], seed: int, index: int) -> Made:
-    """One document of at most `length` tokens and not much less."""
+def generate_document(task: str, length: int, encode: Encode, prose: Sequence[str], seed: int, index: int) -> Generated:
+    """Generate one document of at most `length` tokens and not much less."""
     style = rng_for(seed, "synthetic", index, "style")
     layout = draw_layout(style, with_prose=bool(prose))
     build = TASKS[task].choose(style)
@@ -115,13 +155,13 @@ def make_document(task: str, length: int, encode: Encode, prose: Sequence[str], 
     if length > PROBE_ABOVE:
         text, context = attempt(0, max(PROBE_ABOVE * CHARS_PER_TOKEN, PROBE_SHARE * chars))
         chars = AIM * length * context / len(encode(text[:context]))
-    best: Made | None = None
-    tried: dict[bool, tuple[float, int]] = {}  # the last attempt that was too long, and the last that was not
+    best: Generated | None = None
+    tried: dict[bool, tuple[float, int]] = {}  # the last attempt that was too long (True), and the last that was not
     for number in range(1, MOST_ATTEMPTS + 1):
         text, _ = attempt(number, chars)
         tokens = encode(text)
         if len(tokens) <= length and (best is None or len(tokens) > len(best.tokens)):
-            best = Made(task, text, tokens)
+            best = Generated(text, tokens)
             if len(tokens) >= LEAST * length:
                 break
         tried[len(tokens) > length] = (chars, len(tokens))
@@ -144,35 +184,10 @@ def _next_size(chars: float, num_tokens: int, wanted: float, tried: dict[bool, t
     return chars * wanted / num_tokens
 
 
-# Sentences to stand between the facts of a document.
-
-
-# Enough for variety; more would only cost start-up time, in every worker.
-PROSE_CHARS = 2_000_000
-SENTENCE_CHARS = (20, 400)
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
-
-
 def load_prose(texts: Iterable[str]) -> list[str]:
-    sentences: list[str] = []
-    chars = 0
-    for text in texts:
-        flat = " ".join(text[: PROSE_CHARS - chars].split())
-        sentences += [sentence for sentence in _SENTENCE_END.split(flat) if _is_plain(sentence)]
-        chars += len(text)
-        if chars >= PROSE_CHARS:
-            break
-    if not sentences:
-        shortest, longest = SENTENCE_CHARS
-        raise DataError(
-            f"synthetic: the prose holds no sentence of {shortest} to {longest} characters; give it ordinary text."
-        )
-    return sentences
+    """Collect sentences to put between facts; none of them could be read as a question or a fact."""
 
+    def is_plain(sentence: str) -> bool:
+        return not QUESTION_START.match(sentence) and not any(task.line.match(sentence) for task in TASKS.values())
 
-def _is_plain(sentence: str) -> bool:
-    return (
-        SENTENCE_CHARS[0] <= len(sentence) <= SENTENCE_CHARS[1]
-        and not starts_question(sentence)
-        and not any(task.reads(sentence) for task in TASKS.values())
-    )
+    return split_sentences(texts, kind="synthetic", max_chars=PROSE_CHARS, keep=is_plain)

@@ -1,7 +1,7 @@
-"""Multi-hop reasoning: facts that lead from one thing to the next, scattered; a question follows several of them.
+"""Multi-hop reasoning: scattered facts that lead from one thing to the next, and questions that follow several.
 
-Who reports to whom, which box holds the key to which, which town comes after which, which variable equals which.
-Promise: everything leads to one thing at most, and one thing at most leads to it, so there is one right answer.
+Who reports to whom, which box holds the key to which, which town comes after which, which variable equals which. A
+thing leads to at most one thing, and at most one leads to it, so there is one right answer.
 """
 
 from collections.abc import Iterator
@@ -11,17 +11,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-from unspool.data.sources.synthetic.draft import Builder, Draft, Question, labels, names, numbers, pick, pick_each
+from unspool.data.sources.synthetic.draft import (
+    LABEL,
+    NAME,
+    Builder,
+    Draft,
+    Question,
+    labels,
+    lines_like,
+    names,
+    numbers,
+    pick,
+    pick_each,
+)
 
 MOST_HOPS = 5
-# Things in a chain: enough for the longest question, and for shorter ones that start in the middle.
+# Things per chain: enough for the longest question, and for shorter ones that start in the middle.
 CHAIN = (3, 9)
 
 
 class Theme(NamedTuple):
     openings: tuple[str, ...]
     facts: tuple[str, ...]
-    reach: tuple[str, ...]  # {start} and {hops}; or, with {nested}, as many times what `nested` says
+    reach: tuple[str, ...]  # with {start} and {hops}, or with {nested}: `nested` repeated per hop
     nested: str = ""
     back: tuple[str, ...] = ()
     distance: tuple[str, ...] = ()
@@ -100,6 +112,9 @@ THEMES = {
         ),
     ),
 }
+VARIABLE = r"[a-z]+(?:_[a-z]+)+"
+_ANY = f"{NAME}|{LABEL}|{VARIABLE}"
+LINE = lines_like([wording for theme in THEMES.values() for wording in theme.facts], a=_ANY, b=f"{_ANY}|[0-9]+")
 
 
 def choose(style: np.random.Generator) -> Builder:
@@ -117,8 +132,8 @@ def _build(name: str, opening: str, rng: np.random.Generator, num: int) -> Draft
         last = map(str, numbers(rng, len(chains)).tolist())
         chains = [[*chain[:-1], value] for chain, value in zip(chains, last, strict=True)]
     links = [link for chain in chains for link in pairwise(chain)]
-    said = pick_each(rng, theme.facts, len(links))
-    facts = [said[at].format(a=links[at][0], b=links[at][1]) for at in rng.permutation(len(links)).tolist()]
+    wordings = pick_each(rng, theme.facts, len(links))
+    facts = [wordings[at].format(a=links[at][0], b=links[at][1]) for at in rng.permutation(len(links)).tolist()]
     return Draft(opening, facts, _questions(theme, chains, rng))
 
 
@@ -148,8 +163,8 @@ def _questions(theme: Theme, chains: list[list[str]], rng: np.random.Generator) 
         start, end = chain[first], chain[first + hops]
         form = rng.integers(4)
         if form < 2:
-            said = pick(rng, theme.reach).format(start=start, hops=hops, nested=theme.nested * hops)
-            yield Question(said, end)
+            text = pick(rng, theme.reach).format(start=start, hops=hops, nested=theme.nested * hops)
+            yield Question(text, end)
         elif form == 2:
             yield Question(pick(rng, theme.back).format(end=end, hops=hops), start)
         else:

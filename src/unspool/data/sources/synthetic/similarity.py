@@ -1,8 +1,7 @@
 """Similarity retrieval: many entries, and a query that is close to one of them in a way that can be counted.
 
 Notes that share words with the query, records that agree with it in all fields but one, codes that differ from it in
-few letters.
-Promise: exactly one entry is closest; near misses are planted beside it.
+few letters. Exactly one entry is closest, and there are near misses.
 """
 
 from collections.abc import Iterator
@@ -10,11 +9,11 @@ from functools import partial
 
 import numpy as np
 
-from unspool.data.sources.synthetic.draft import Builder, Draft, Question, numbers, pick, shuffled_words
+from unspool.data.sources.synthetic.draft import Builder, Draft, Question, lines_like, numbers, pick, shuffled_words
 
 NOTE_WORDS = 8
 CHANGED_WORDS = (1, 3)  # of a query
-FAMILY = 3  # entries that share more with each other than chance would have it
+FAMILY = 3  # entries that share words with each other
 FIELDS = ("owner", "town", "colour", "tool", "fruit")
 CODE_LETTERS = "ABCDEFGH"
 CODE_LEN = 10
@@ -51,6 +50,7 @@ CODE_QUERIES = (
     "Find the entry that has most letters in the same places as {content}.",
 )
 CODE_COUNTS = ("In how many letters does entry {id} differ from {content}?",)
+LINE = lines_like(IDS, id="[0-9]+", content=".*")
 
 
 def choose(style: np.random.Generator) -> Builder:
@@ -63,7 +63,7 @@ def _notes(opening: str, wording: str, known: list[str], rng: np.random.Generato
     seeds = _distinct_rows(rng, count, NOTE_WORDS, len(known))
     notes = np.repeat(seeds, FAMILY, axis=0)[:num]
     fresh = _distinct_rows(rng, num, NOTE_WORDS, len(known))
-    # A relative keeps the first half of its family's words, as far as the fresh ones do not have them already.
+    # A family member keeps the first half of its family's words, unless its own words include one of them.
     half = NOTE_WORDS // 2
     clash = (fresh[:, half:, None] == notes[:, None, :half]).any(axis=(1, 2))
     related = ~clash & (np.arange(num) % FAMILY > 0)
@@ -88,15 +88,15 @@ def _note_questions(
         wanted[:] = 0
         wanted[query] = 1
         shared = wanted[notes].sum(axis=1)
-        said = " ".join(known[at] for at in rng.permuted(query).tolist())
+        query_text = " ".join(known[at] for at in rng.permuted(query).tolist())
         if rng.random() < 0.2:
-            yield Question(pick(rng, NOTE_COUNTS).format(content=said, id=ids[target]), str(shared[target]))
+            yield Question(pick(rng, NOTE_COUNTS).format(content=query_text, id=ids[target]), str(shared[target]))
         elif (shared == shared.max()).sum() == 1:
-            yield Question(pick(rng, NOTE_QUERIES).format(content=said), str(ids[int(shared.argmax())]))
+            yield Question(pick(rng, NOTE_QUERIES).format(content=query_text), str(ids[int(shared.argmax())]))
 
 
 def _records(opening: str, wording: str, known: list[str], rng: np.random.Generator, num: int) -> Draft:
-    # As few values to choose from as keep most records apart in two fields.
+    # Few values, but enough that most records differ in two fields.
     values = int(np.clip(2 * num**0.4, 6, len(known) // len(FIELDS)))
     spelled = [[f"{field} {word}" for word in known[at :: len(FIELDS)][:values]] for at, field in enumerate(FIELDS)]
     records = rng.integers(values, size=(num, len(FIELDS)))
@@ -120,12 +120,12 @@ def _record_questions(
         field = int(rng.integers(num_fields))
         query = records[target].copy()
         query[field] = (query[field] + rng.integers(1, num_values)) % num_values
-        said = _spell(spelled, query.tolist())
+        query_text = _spell(spelled, query.tolist())
         agree = (records == query).sum(axis=1)
         if rng.random() < 0.2:
-            yield Question(pick(rng, RECORD_FIELDS).format(content=said, id=ids[target]), FIELDS[field])
+            yield Question(pick(rng, RECORD_FIELDS).format(content=query_text, id=ids[target]), FIELDS[field])
         elif (agree >= num_fields - 1).sum() == 1:
-            yield Question(pick(rng, RECORD_QUERIES).format(content=said), str(ids[target]))
+            yield Question(pick(rng, RECORD_QUERIES).format(content=query_text), str(ids[target]))
 
 
 def _codes(opening: str, wording: str, known: list[str], rng: np.random.Generator, num: int) -> Draft:
@@ -147,16 +147,16 @@ def _code_questions(
         query[places] = letters[
             (query[places] - letters[0] + rng.integers(1, len(letters), len(places))) % len(letters)
         ]
-        said = query.tobytes().decode()
+        query_text = query.tobytes().decode()
         differ = (codes != query).sum(axis=1)
         if rng.random() < 0.2:
-            yield Question(pick(rng, CODE_COUNTS).format(content=said, id=ids[target]), str(differ[target]))
+            yield Question(pick(rng, CODE_COUNTS).format(content=query_text, id=ids[target]), str(differ[target]))
         elif (differ == differ.min()).sum() == 1:
-            yield Question(pick(rng, CODE_QUERIES).format(content=said), str(ids[int(differ.argmin())]))
+            yield Question(pick(rng, CODE_QUERIES).format(content=query_text), str(ids[int(differ.argmin())]))
 
 
 def _distinct_rows(rng: np.random.Generator, num: int, width: int, size: int) -> np.ndarray:
-    """Rows of `width` different numbers below `size`: those with two alike are drawn again."""
+    """Draw rows of `width` different numbers below `size`; rows with duplicates are drawn again."""
     rows = rng.integers(size, size=(num, width))
     while True:
         ordered = np.sort(rows, axis=1)

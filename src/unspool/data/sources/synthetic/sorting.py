@@ -1,19 +1,32 @@
-"""Sorting: a list in random order, asked for by its place in a stated order.
+"""Sorting: a list in random order, and questions about positions in a stated order.
 
-Numbers, words, dates or names with scores. Asked are the first few, the entry at a place, the place of an entry,
-and in some documents the whole list.
-Promise: entries differ, and every order says how ties are broken, so there is one right answer.
+Numbers, words, dates or names with scores. Questions ask for the first few entries, the entry at a position, the
+position of an entry, and in some documents the whole list. Entries differ, and every order says how ties are broken,
+so there is one right answer.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
 
-from unspool.data.sources.synthetic.draft import Builder, Draft, Question, labels, names, numbers, pick
+from unspool.data.sources.synthetic.draft import (
+    LABEL,
+    NAME,
+    NUMBER,
+    Builder,
+    Draft,
+    Question,
+    labels,
+    names,
+    numbers,
+    pick,
+    to_pattern,
+)
 
 KINDS = ("numbers", "words", "dates", "scores")
-WHOLE_SHARE = 0.25  # of documents that ask for the whole list
+WHOLE_SHARE = 0.25  # share of documents that ask for the whole list
 MONTHS = (
     *("January", "February", "March", "April", "May", "June"),
     *("July", "August", "September", "October", "November", "December"),
@@ -29,7 +42,7 @@ OPENINGS = (
 )
 ENTRIES = ("- {entry}", "* {entry}", "{entry}", "({number}) {entry}", "Entry: {entry}", "Entry {number}: {entry}")
 SCORED = "{name}: {score}"
-# How an order is said: the kind it is for, what is compared, whether the largest comes first. Ties: smallest first.
+# The wording of an order: (kind of entries, sort key, largest first). Ties: smallest first.
 ORDERS = {
     "by value, smallest first": ("numbers", "value", False),
     "by value, largest first": ("numbers", "value", True),
@@ -66,6 +79,11 @@ ALL = (
     "What is the whole list, sorted {order}?",
     "Put the entries in order {order} and give all of them.",
 )
+DATE = rf"[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}|[0-9]{{1,2}} (?:{'|'.join(MONTHS)}) [0-9]{{4}}"
+_PREFIX = "|".join(to_pattern(wording.removesuffix("{entry}"), {"number": NUMBER}, named=False) for wording in ENTRIES)
+_SCORED = to_pattern(SCORED, {"name": NAME, "score": NUMBER})
+_KINDS = f"(?P<numbers>[0-9]+)|(?P<words>{LABEL})|(?P<dates>{DATE})|(?P<scores>{_SCORED})"
+LINE = re.compile(f"^(?:{_PREFIX})(?:{_KINDS})$", re.MULTILINE)
 
 
 def choose(style: np.random.Generator) -> Builder:
@@ -83,7 +101,7 @@ def _build(kind: str, opening: str, wording: str, whole: bool, iso: bool, rng: n
 def _entries(
     kind: str, iso: bool, rng: np.random.Generator, num: int
 ) -> tuple[list[str], list[str], dict[str, Callable[[], np.ndarray]]]:
-    """The entries as answers name them and as the list shows them, and what each order compares, first the tie."""
+    """The entries as in answers, as in the list, and the sort keys; the first key breaks ties."""
     if kind == "words":
         entries = labels(rng, num)
         return (
@@ -118,28 +136,28 @@ def _entries(
 def _questions(
     kind: str, entries: list[str], keys: dict[str, Callable[[], np.ndarray]], whole: bool, rng: np.random.Generator
 ) -> Iterator[Question]:
-    orders = {said: (key, down) for said, (of, key, down) in ORDERS.items() if of == kind}
+    orders = {chosen: (key, down) for chosen, (of, key, down) in ORDERS.items() if of == kind}
     sorted_by: dict[str, np.ndarray] = {}
     tie = np.argsort(np.argsort(next(iter(keys.values()))()))
     while True:
-        said = pick(rng, list(orders))
-        if said not in sorted_by:
-            key, down = orders[said]
-            # Both keys as ranks, so that one can be turned round without its ties.
+        chosen = pick(rng, list(orders))
+        if chosen not in sorted_by:
+            key, down = orders[chosen]
+            # Both keys as ranks, so that one can be reversed without its ties.
             rank = np.unique(keys[key](), return_inverse=True)[1]
-            sorted_by[said] = np.lexsort((tie, -rank if down else rank))
-        order = sorted_by[said]
+            sorted_by[chosen] = np.lexsort((tie, -rank if down else rank))
+        order = sorted_by[chosen]
         form = rng.integers(5)
         if whole:
             whole = False
-            yield Question(pick(rng, ALL).format(order=said), ", ".join(entries[at] for at in order.tolist()))
+            yield Question(pick(rng, ALL).format(order=chosen), ", ".join(entries[at] for at in order.tolist()))
         elif form == 0:
             count = int(rng.integers(2, 8))
             first = ", ".join(entries[at] for at in order[:count].tolist())
-            yield Question(pick(rng, FIRST).format(order=said, count=count), first)
+            yield Question(pick(rng, FIRST).format(order=chosen, count=count), first)
         elif form < 3:
             place = int(rng.integers(len(entries)))
-            yield Question(pick(rng, PLACE).format(order=said, place=place + 1), entries[order[place]])
+            yield Question(pick(rng, PLACE).format(order=chosen, place=place + 1), entries[order[place]])
         else:
             place = int(rng.integers(len(entries)))
-            yield Question(pick(rng, RANK).format(order=said, entry=entries[order[place]]), str(place + 1))
+            yield Question(pick(rng, RANK).format(order=chosen, entry=entries[order[place]]), str(place + 1))

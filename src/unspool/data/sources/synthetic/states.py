@@ -1,9 +1,8 @@
-"""State tracking: numbered steps that change things; asked is what holds at the end, or after a step in the middle.
+"""State tracking: numbered steps that change things, and questions about the state at the end or after some step.
 
 People who walk between rooms, things moved between boxes, doors opened, closed and locked, counters that are set,
-raised and lowered.
-Promise: a step always changes the state it speaks of. Which things are asked about does not tell where in the
-document their last change stands: it is equally likely to be anywhere.
+raised and lowered. A step always changes the state it names. Which things are asked about does not tell where in the
+document their last change is: it is equally likely to be anywhere.
 """
 
 from collections.abc import Iterator
@@ -17,15 +16,16 @@ from unspool.data.sources.synthetic.draft import (
     Draft,
     Question,
     labels,
+    lines_like,
     names,
     pick,
     pick_each,
     shuffled_words,
 )
 
-# Steps per thing, on average: with more, hardly any thing would change for the last time early on.
+# Mean steps per thing; with more, hardly any thing would have its last change early.
 STEPS_EACH = 2
-# A question for all things in one state is asked if they are no more than this.
+# Questions ask to list all things in one state only up to this many.
 MOST_LISTED = 6
 
 PREFIXES = ("Step {step}: ", "{step}) ", "[{step}] ", "After step {last}, step {step}: ", "#{step} ")
@@ -40,7 +40,7 @@ OPENINGS = (
 
 
 class Theme(NamedTuple):
-    states: int  # how many there are to choose from; 0: as `FIXED` says
+    states: int  # how many there are to choose from; 0: those of `FIXED`
     facts: tuple[str, ...]
     final: tuple[str, ...]
     after: tuple[str, ...]
@@ -101,6 +101,8 @@ LOWERS = ("{thing} is decreased by {value}.", "Take {value} from {thing}.", "{th
 COUNTER_FINAL = ("What is the value of {thing} at the end?", "Which number does {thing} hold after the last step?")
 COUNTER_AFTER = ("What is the value of {thing} after step {step}?", "Step {step} is done: what is {thing}?")
 COUNTER_TIMES = ("How many steps change {thing}?", "In how many steps is {thing} written to?")
+STEPS = {"step": "[0-9]+", "last": "[0-9]+"}
+LINE = lines_like([prefix + "{rest}" for prefix in PREFIXES], **STEPS, rest=".*")
 
 
 def choose(style: np.random.Generator) -> Builder:
@@ -112,7 +114,7 @@ def choose(style: np.random.Generator) -> Builder:
 
 
 class Log(NamedTuple):
-    """Who changed in each step, and how the thing stood after it."""
+    """Which thing changed in each step, and its state afterwards."""
 
     things: list[str]
     who: np.ndarray
@@ -122,13 +124,13 @@ class Log(NamedTuple):
 def _moves(name: str, kinds: list[str], prefix: str, opening: str, rng: np.random.Generator, num: int) -> Draft:
     theme = MOVES[name]
     who, things = _who(name, rng, num)
-    # A shift that is never 0 from one step of a thing to its next, so that every step changes something.
+    # Never 0 between two steps of a thing, so that every step changes something.
     shifts = np.empty(num, dtype=np.int64)
     shifts[np.argsort(who, kind="stable")] = np.cumsum(rng.integers(1, len(kinds), size=num))
     states = [kinds[at] for at in (shifts % len(kinds)).tolist()]
-    said = pick_each(rng, theme.facts, num)
+    wordings = pick_each(rng, theme.facts, num)
     facts = [
-        prefix.format(step=at + 1, last=at) + said[at].format(thing=things[thing], state=states[at])
+        prefix.format(step=at + 1, last=at) + wordings[at].format(thing=things[thing], state=states[at])
         for at, thing in enumerate(who.tolist())
     ]
     return Draft(opening, facts, _move_questions(theme, Log(things, who, states), rng))
@@ -137,7 +139,7 @@ def _moves(name: str, kinds: list[str], prefix: str, opening: str, rng: np.rando
 def _counters(prefix: str, opening: str, rng: np.random.Generator, num: int) -> Draft:
     who, things = _who("counters", rng, num)
     amounts, forms = rng.integers(1, 100, size=num).tolist(), rng.integers(5, size=num).tolist()
-    said = rng.integers(3, size=num).tolist()
+    picks = rng.integers(3, size=num).tolist()
     values: dict[int, int] = {}
     states, facts = [], []
     for at, thing in enumerate(who.tolist()):
@@ -150,12 +152,12 @@ def _counters(prefix: str, opening: str, rng: np.random.Generator, num: int) -> 
         else:
             wording, values[thing] = LOWERS, old - value
         states.append(str(values[thing]))
-        facts.append(prefix.format(step=at + 1, last=at) + wording[said[at]].format(thing=things[thing], value=value))
+        facts.append(prefix.format(step=at + 1, last=at) + wording[picks[at]].format(thing=things[thing], value=value))
     return Draft(opening, facts, _counter_questions(Log(things, who, states), rng))
 
 
 def _who(name: str, rng: np.random.Generator, num: int) -> tuple[np.ndarray, list[str]]:
-    """Which thing changes in each step, and what the things are called."""
+    """Draw which thing changes in each step, and the names of the things."""
     count = max(3, num // STEPS_EACH)
     make = names if name == "people" else labels
     return rng.integers(count, size=num), make(rng, count)
@@ -185,7 +187,7 @@ def _counter_questions(log: Log, rng: np.random.Generator) -> Iterator[Question]
 def _single_questions(
     log: Log, final: tuple[str, ...], after: tuple[str, ...], times: tuple[str, ...], rng: np.random.Generator
 ) -> Iterator[Question]:
-    """About one thing: at the end, after a step, or how often it changed."""
+    """Yield questions about one thing: its state at the end or after a step, or how often it changed."""
     things, steps = _last_steps(log.who)
     by_step = np.argsort(steps)
     things, steps = things[by_step], steps[by_step]
@@ -194,24 +196,24 @@ def _single_questions(
     while True:
         form = rng.random()
         if form < 0.5:
-            # Drawn by the step, not by the thing: most things change again late.
+            # Drawn by step, not by thing, because most things change again late.
             near = int(np.abs(steps - rng.integers(num)).argmin())
             thing = log.things[things[near]]
             yield Question(pick(rng, final).format(thing=thing), log.states[steps[near]])
         elif form < 0.9:
             at = int(rng.integers(num))
-            # The next change of the same thing, or the end, bounds the steps after which this one still counts.
+            # This change holds until the next change of the same thing, or the end.
             later = np.flatnonzero(log.who[at + 1 :] == log.who[at])
             until = at + 1 + int(later[0]) if len(later) else num
             asked = int(rng.integers(at, until)) + 1
-            said = pick(rng, after).format(thing=log.things[log.who[at]], step=asked)
-            yield Question(said, log.states[at])
+            text = pick(rng, after).format(thing=log.things[log.who[at]], step=asked)
+            yield Question(text, log.states[at])
         else:
             thing_at = int(rng.choice(things))
             yield Question(pick(rng, times).format(thing=log.things[thing_at]), str(counts[thing_at]))
 
 
 def _last_steps(who: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The things that change at all, and each one's last step."""
+    """The things that change, and the last step of each."""
     things, from_end = np.unique(who[::-1], return_index=True)
     return things, len(who) - 1 - from_end

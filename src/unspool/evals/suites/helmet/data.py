@@ -10,18 +10,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
-from unspool.data.strategies.retrieval import BM25, best
 from unspool.evals.fill import Meter
 from unspool.evals.scoring.answers import normalize
 from unspool.evals.suites import generated
 from unspool.evals.suites.records import Item, Passage, Record, first_field, flatten, read_records
 from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text, Wording
+
+if TYPE_CHECKING:
+    from unspool.data.strategies.retrieval import BM25
 
 RAG = ("nq", "triviaqa", "hotpotqa", "popqa")
 CITE = ("asqa", "qampari")
@@ -130,7 +132,10 @@ class Pool:
         self._more = more
 
     @cached_property
-    def _index(self) -> tuple[BM25, dict[str, int]]:
+    def _index(self) -> tuple["BM25", dict[str, int]]:
+        # Late, because suites are imported to check recipes, and bm25s takes long to import.
+        from unspool.data.strategies.retrieval import BM25
+
         words: dict[str, int] = {}
         chunks = [
             np.array([words.setdefault(word, len(words)) for word in _WORD.findall(f"{title} {text}".lower())])
@@ -140,6 +145,8 @@ class Pool:
 
     def ranked(self, question: str) -> Iterator[Passage]:
         """Yield all passages: the most similar ones first (BM25), the rest in their own order, then generated ones."""
+        from unspool.data.strategies.retrieval import best
+
         bm25, words = self._index
         query = np.array([words[word] for word in _WORD.findall(question.lower()) if word in words], dtype=np.int64)
         scores = np.round(bm25.scores(query).astype(np.float64) * STEPS) if len(query) else np.zeros(len(self.passages))

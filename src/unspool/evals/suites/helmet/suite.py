@@ -6,13 +6,15 @@ A category is the mean of its tasks, the overall score the mean of the seven cat
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from unspool.core.config import lookup
-from unspool.evals.suite import Ask, Question, Suite, Task
+from unspool.evals.config import WordedEval
+from unspool.evals.suite import Ask, Question, Task
 from unspool.evals.suites import generated, ruler
 from unspool.evals.suites.helmet import alce, books, icl, json_kv, rag, rerank
 from unspool.evals.suites.helmet.data import BOOKS, CITE, LABELS, PATHS, RAG, Sources
+from unspool.evals.task_suite import TaskSuite
 from unspool.evals.wording import Form, Wording
 
 # HELMET's needle tasks are RULER's, with fewer tokens for the answer and never through the chat template.
@@ -140,4 +142,21 @@ TASKS: dict[str, Task] = {
     **{name: _book(name) for name in BOOKS},
     **{name: _icl(name) for name in LABELS},
 }
-SUITE = Suite(name="helmet", version=1, tasks=TASKS, load=load, categories=CATEGORIES, wording=FORMS)
+
+
+class HelmetEval(WordedEval):
+    """HELMET: recall, RAG, re-ranking, citations, long questions, summaries, many-shot labels."""
+
+    suite: Literal["helmet"]
+
+
+SUITE = TaskSuite(
+    name="helmet",
+    title="HELMET",
+    config=HelmetEval,
+    version=1,
+    tasks=TASKS,
+    load=load,
+    categories=CATEGORIES,
+    wording=FORMS,
+)

@@ -1,5 +1,5 @@
 """RULER's thirteen tasks at any length; docs/ruler.md compares both modes with RULER's own code."""
 
-from unspool.evals.suites.ruler.suite import SUITE
+from unspool.evals.suites.ruler.suite import SUITE, RulerEval
 
-__all__ = ["SUITE"]
+__all__ = ["SUITE", "RulerEval"]

@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
-from unspool.evals.suite import Ask, Question, Suite, Task
+from unspool.evals.config import WordedEval
+from unspool.evals.suite import Ask, Question, Task
 from unspool.evals.suites.ruler import needles, qa, tracing, word_counts
 from unspool.evals.suites.ruler.fitting import TaskSpec
 from unspool.evals.suites.ruler.haystacks import Sources
+from unspool.evals.task_suite import TaskSuite
 from unspool.evals.wording import Form, Wording
 
 FORMS: dict[str, Form] = {**needles.FORMS, **tracing.FORMS, **word_counts.FORMS, **qa.FORMS}
@@ -73,4 +75,20 @@ TASKS = (
     _task(word_counts.FWE, word_counts.build_fwe),
     *(_task(task.spec, task.build) for task in qa.TASKS),
 )
-SUITE = Suite(name="ruler", version=1, tasks={task.name: task for task in TASKS}, load=load, wording=FORMS)
+
+
+class RulerEval(WordedEval):
+    """RULER: needles, variable tracing, word counting and questions at any length."""
+
+    suite: Literal["ruler"]
+
+
+SUITE = TaskSuite(
+    name="ruler",
+    title="RULER",
+    config=RulerEval,
+    version=1,
+    tasks={task.name: task for task in TASKS},
+    load=load,
+    wording=FORMS,
+)

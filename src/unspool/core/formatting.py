@@ -1,0 +1,109 @@
+"""Numbers, lists and foreign text as people read them, on pages, in tables and in the terminal."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+MISSING = "–"
+NEWLINE = "↵"
+_TAB = "⇥   "
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+# C1 controls, line separators, zero-width spaces, marks that change the direction of writing, and tags, which spell
+# invisible text. Joiners stay: words of Persian and Hindi and many emoji need them.
+_INVISIBLE = re.compile(
+    "[\u0080-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
+
+
+def printable(text: str) -> str:
+    """Replace control characters by signs and invisible characters by their numbers; line breaks and tabs stay."""
+    text = _CONTROL.sub(lambda found: "\u2421" if found[0] == "\x7f" else chr(0x2400 + ord(found[0])), text)
+    return _INVISIBLE.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
+
+
+def visible(text: str) -> str:
+    """Make tabs visible too; only line breaks stay."""
+    return printable(text.replace("\t", _TAB))
+
+
+def one_line(text: str) -> str:
+    return visible(text).replace("\n", NEWLINE)
+
+
+def excerpt(text: str, limit: int = 240) -> str:
+    """The beginning of a text from a model or from data, printable, with the number of characters left out."""
+    text = text.strip()
+    shown = printable(text[:limit])
+    return f"{shown}… (+{len(text) - limit:,} characters)" if len(text) > limit else shown
+
+
+def clip(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def join_words(parts: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]])) if parts else ""
+
+
+def format_percent(value: float | None) -> str:
+    """Whole percents, except where rounding would claim all or nothing."""
+    if value is None:
+        return MISSING
+    rounded = f"{100 * value:.0f}%"
+    return f"{100 * value:.1f}%" if rounded in ("0%", "100%") and value not in (0, 1) else rounded
+
+
+def format_share(share: float | None, *, two_digits_below: float = 0.01) -> str:
+    """Percents with one or two digits after the point; a share above 0 never reads as 0."""
+    if share is None:
+        return MISSING
+    if 0 < share < 0.0001:
+        return "<0.01%"
+    return f"{100 * share:.1f}%" if share >= two_digits_below or not share else f"{100 * share:.2f}%"
+
+
+def format_signed(value: float, digits: int) -> str:
+    """A difference with its sign, `+12` or `−0.05`, with a real minus sign."""
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def format_exponent(value: float) -> str:
+    """`2.5e-4` rather than `0.00025`."""
+    if value == 0:
+        return "0"
+    digits, exponent = f"{value:.1e}".split("e")
+    return f"{digits.removesuffix('.0')}e{int(exponent)}"
+
+
+def format_duration(seconds: float) -> str:
+    if seconds < 59.95:  # what rounds to 60.0 is a minute
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def format_bytes(size: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def format_manifest_count(value: Any, name: str = "") -> str:
+    """One entry of a manifest's `counts`: `{"tail": 12, "short": 3}` reads `tail 12, short 3`, a list its length."""
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{excerpt(str(key))} {format_manifest_count(part)}" for key, part in value.items()) or "none"
+    if isinstance(value, list):
+        return f"{len(value)}"
+    if name.endswith("_rate") and isinstance(value, int | float):
+        return format_percent(value)
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) else excerpt(str(value))

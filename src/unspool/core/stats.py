@@ -1,0 +1,85 @@
+"""Intervals and tests that several packages use. Distributions come from `scipy.stats`."""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+ALPHA = 0.05
+Z = 1.96  # normal quantile of a two-sided 95% interval
+
+
+def wilson(successes: float, n: int) -> tuple[float, float]:
+    """Return Wilson's 95% score interval, which has a width even at 0 or n successes."""
+    share = successes / n
+    center = share + Z**2 / (2 * n)
+    spread = Z * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
+    scale = 1 + Z**2 / n
+    # Rounding may push the bounds past the share by a last digit at 0 and 1.
+    return max(0.0, min(share, (center - spread) / scale)), min(1.0, max(share, (center + spread) / scale))
+
+
+def bootstrap(scores: Sequence[float], *, draws: int = 2000) -> tuple[float, float]:
+    """Return the middle 95% of bootstrap means, with a fixed seed."""
+    values = np.asarray(scores, dtype=np.float64)
+    rng = np.random.default_rng(len(values))
+    means = values[rng.integers(len(values), size=(draws, len(values)))].mean(axis=1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    mean = float(values.mean())
+    return min(mean, float(low)), max(mean, float(high))
+
+
+def score_interval(scores: Sequence[float]) -> tuple[float, float]:
+    """Return Wilson's interval for scores of 0 and 1, else a bootstrap; one graded score tells nothing of others."""
+    if all(score in (0.0, 1.0) for score in scores):
+        return wilson(sum(scores), len(scores))
+    return bootstrap(scores) if len(scores) > 1 else (0.0, 1.0)
+
+
+def standard_error(values: np.ndarray) -> tuple[float, float]:
+    """Return mean and standard error; a single value has error 0."""
+    error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return float(values.mean()), error
+
+
+def agresti_min(differences: np.ndarray) -> tuple[float, float]:
+    """Return mean and standard error of paired differences in [-1, 1] by Agresti and Min.
+
+    Half an observation is added to each of the four outcomes of a pair. Without this, n pairs that all agree would
+    count as certainty, however few they are.
+    """
+    n = len(differences)
+    mean = float(differences.sum()) / (n + 2)
+    variance = max(0.0, (float((differences**2).sum()) + 1) / (n + 2) - mean**2)
+    return mean, math.sqrt(variance / (n + 2))
+
+
+def agresti_min_interval(differences: np.ndarray, quantile: float = Z) -> tuple[float, float]:
+    """Return the interval of `agresti_min`, widened where needed so that it contains the observed mean."""
+    mean, error = agresti_min(differences)
+    observed = float(differences.mean())
+    half = quantile * error
+    return max(-1.0, min(observed, mean - half)), min(1.0, max(observed, mean + half))
+
+
+@cache
+def t_quantile(degrees: int, level: float = 1 - ALPHA / 2) -> float:
+    """Return a quantile of Student's t distribution; by default of a two-sided 95% interval."""
+    from scipy.stats import t  # import late: scipy takes a second, and only comparisons need it
+
+    return float(t.ppf(level, degrees))
+
+
+def t_p_value(statistic: float, degrees: int) -> float:
+    """Return the two-sided p-value of a t statistic."""
+    from scipy.stats import t
+
+    return float(2 * t.sf(abs(statistic), degrees))
+
+
+def sign_test(lead: int, n: int) -> float:
+    """Return the two-sided p-value of n coin flips in which heads lead tails by `lead`."""
+    from scipy.stats import binomtest
+
+    return float(binomtest((n + lead) // 2, n).pvalue)

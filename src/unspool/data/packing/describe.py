@@ -1,0 +1,43 @@
+"""How a dataset was packed, in words, from its settings as a recipe or a manifest records them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from unspool.data.packing.config import STRATEGIES
+from unspool.data.strategies.base import StrategyConfig
+
+# Modes with a meaning for viewers: one continues documents in the next row, one pads rows at their end.
+CONTINUING_MODE, PADDING_MODE = "concat", "best_fit"
+
+
+def packing_mode(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("packing") or "")
+
+
+def recorded_strategies(settings: Mapping[str, Any]) -> list[StrategyConfig]:
+    """The strategies of a dataset; settings that this version rejects are taken without validation."""
+    found = []
+    for name, strategy in STRATEGIES.items():
+        given = settings.get(name)
+        if not isinstance(given, dict):
+            continue
+        try:
+            found.append(strategy.model_validate(given))
+        except ValidationError:
+            found.append(strategy.model_construct(**given))
+    return found
+
+
+def strategy_titles(settings: Mapping[str, Any]) -> list[str]:
+    titles = [strategy.title for name, strategy in STRATEGIES.items() if settings.get(name)]
+    return [*titles, *(["with synthetic tasks"] if settings.get("replace") else [])]
+
+
+def summarize_packing(settings: Mapping[str, Any]) -> list[str]:
+    """The packing mode of a dataset and its strategies, one phrase each."""
+    phrases = [packing_mode(settings), *(strategy.summary() for strategy in recorded_strategies(settings))]
+    replaced = settings.get("replace")
+    phrases += [f"a share of {replaced.get('with')}"] if isinstance(replaced, dict) else []
+    return [phrase for phrase in phrases if phrase]

@@ -1,1 +1,0 @@
-"""One solver per task: reads a document's text alone and works out every answer in its own way."""

@@ -1,0 +1,217 @@
+"""A model in this process, or in several processes with one GPU each where there are enough."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from unspool.core.errors import ConfigError, UnspoolError
+from unspool.evals.backends.base import ROW_TOKENS, Backend, BackendOptions, RopeOverride
+from unspool.evals.prompts import Prompt
+from unspool.models.fuse import fuse_for_reading, pays_to_fuse
+from unspool.models.generation.generate import answer
+from unspool.models.load import load_model
+from unspool.models.loss import read_head, token_losses
+from unspool.models.tokenizer import load_tokenizer
+
+Result = TypeVar("Result")
+# Decoding takes a step for every token of an answer; prompts that are answered together share these steps. With so many
+# tokens a step of SmolLM2-135M reads 24 GB of keys, 5 ms on an H200, which is more than all else in it; larger models
+# have more per token. A killed run loses them: seconds of reading, 90 s at 8B.
+GPU_ROW_TOKENS = 1 << 20
+# Positions whose logits exist at the same time.
+HEAD_CHUNK = 1024
+
+
+def build(options: BackendOptions) -> Backend:
+    settings: Any = {"device": options.device, "dtype": options.dtype, "rope": options.rope}
+    if options.processes > 1:
+        return ProcessesBackend(options.model, width=options.processes, **settings)
+    return ModelBackend(options.model, **settings)
+
+
+class ModelBackend(Backend):
+    """A model on one device; its weights are loaded with the first prompt."""
+
+    packs_contexts = True
+    has_losses = True
+
+    def __init__(self, ref: str, *, device: torch.device, dtype: torch.dtype, rope: RopeOverride | None = None) -> None:
+        self.ref, self.device, self.dtype, self.rope = ref, device, dtype, rope
+        self.row_tokens = GPU_ROW_TOKENS if device.type == "cuda" else ROW_TOKENS
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.ref)
+
+    @cached_property
+    def model(self) -> Any:
+        model = load_model(self.ref, device=self.device, dtype=self.dtype)
+        if self.rope is not None:
+            self.rope.apply(model)
+        if pays_to_fuse(model, self.planned_tokens):
+            fuse_for_reading(model)
+        return model
+
+    @cached_property
+    def stop_ids(self) -> set[int]:
+        # Chat models may end a turn with another token than the tokenizer's end of text.
+        ends = self.model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        return {end for end in [*ends, self.tokenizer.eos_token_id] if end is not None}
+
+    def answers(self, prompt: Prompt) -> list[str]:
+        generated = answer(
+            self.model,
+            prompt.context_ids,
+            [question.ids for question in prompt.questions],
+            max_new_tokens=prompt.answer_tokens,
+            stop_ids=self.stop_ids,
+        )
+        return [
+            self.tokenizer.decode(ids[: question.answer_tokens], skip_special_tokens=True)
+            for ids, question in zip(generated, prompt.questions, strict=True)
+        ]
+
+    def window_losses(self, ids: np.ndarray) -> np.ndarray:
+        return window_losses(self.model, ids)
+
+
+@torch.inference_mode()
+def window_losses(model: Any, ids: np.ndarray) -> np.ndarray:
+    """−log p of every token but the first, in nats: float64 [len(ids) − 1], without a [tokens, vocabulary] tensor."""
+    tokens = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
+    _check_head(model, tokens[:, :8])
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    hidden = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state[0, :-1]
+    losses = token_losses(hidden, read_head(model), tokens[0, 1:], chunk=HEAD_CHUNK)
+    return losses.double().cpu().numpy()
+
+
+def _check_head(model: Any, tokens: torch.Tensor) -> None:
+    """Refuse architectures that change the logits after their head in ways that no config names."""
+    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, -1:]
+    plain = read_head(model).logits(hidden)
+    own = model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits.float()
+    if not torch.allclose(plain, own, rtol=1e-2, atol=1e-2):
+        raise ConfigError(
+            f"perplexity: {type(model).__name__} changes its logits after the head, which this suite cannot follow. "
+            "Leave the suite out."
+        )
+
+
+class ProcessesBackend(Backend):
+    """The same model in `width` processes, which start with the first prompts; each holds the whole model.
+
+    Every prompt gets the answer that one process would give. A process that dies ends the run with an error, and no
+    process outlives the command.
+    """
+
+    packs_contexts = True
+    has_losses = True
+
+    def __init__(
+        self, ref: str, *, device: torch.device, dtype: torch.dtype, width: int, rope: RopeOverride | None = None
+    ) -> None:
+        self.width = width
+        # For its settings and tokenizer; its weights are never loaded.
+        self._model = ModelBackend(ref, device=device, dtype=dtype, rope=rope)
+        self.row_tokens = self._model.row_tokens
+        self._lock = threading.Lock()
+        self._others = set(multiprocessing.active_children())
+        self._children: list[Any] = []
+        self._is_stopped = False
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return self._model.tokenizer
+
+    def answers(self, prompt: Prompt) -> list[str]:
+        return self._run(_answers, prompt)
+
+    def window_losses(self, ids: np.ndarray) -> np.ndarray:
+        return self._run(_window_losses, ids)
+
+    def stop(self) -> None:
+        """Terminate all processes at once; no new one starts."""
+        with self._lock:
+            self._is_stopped = True
+        for child in self._children:
+            child.terminate()
+        for child in self._children:
+            child.join()
+
+    def _run(self, function: Callable[[Any], Result], argument: Any) -> Result:
+        try:
+            with self._lock:
+                if self._is_stopped:
+                    raise BrokenProcessPool
+                future = self._pool.submit(function, argument)
+                # The pool starts processes one by one, when a prompt finds none idle.
+                self._children = [child for child in multiprocessing.active_children() if child not in self._others]
+            return future.result()
+        except BrokenProcessPool:
+            raise UnspoolError(
+                f"one of {self.width} processes that answer prompts died, perhaps for lack of memory: each holds the "
+                "whole model. Finished answers are kept; run the same command with fewer --processes."
+            ) from None
+
+    @cached_property
+    def _pool(self) -> ProcessPoolExecutor:
+        # Not forked: this process has threads, and a fork could not use CUDA.
+        context = multiprocessing.get_context("spawn")
+        model = {key: getattr(self._model, key) for key in ("ref", "device", "dtype", "rope")}
+        threads = max(1, torch.get_num_threads() // self.width)
+        counter = context.Value("i", 0)
+        return ProcessPoolExecutor(
+            self.width,
+            mp_context=context,
+            initializer=_start_worker,
+            initargs=(model, self.planned_tokens, threads, os.getpid(), counter),
+        )
+
+
+_backend: ModelBackend | None = None
+"""Of a worker process."""
+
+
+def _start_worker(model: dict[str, Any], planned_tokens: int, threads: int, parent: int, counter: Any) -> None:
+    global _backend
+    # Ctrl-C reaches all processes; the parent ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    with counter.get_lock():
+        number = counter.value
+        counter.value += 1
+    if model["device"].type == "cuda":
+        model["device"] = torch.device("cuda", number % torch.cuda.device_count())
+        torch.cuda.set_device(model["device"])
+    else:
+        torch.set_num_threads(threads)
+    _backend = ModelBackend(**model)
+    _backend.planned_tokens = planned_tokens
+
+
+def _exit_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _answers(prompt: Prompt) -> list[str]:
+    assert _backend is not None
+    return _backend.answers(prompt)
+
+
+def _window_losses(ids: np.ndarray) -> np.ndarray:
+    assert _backend is not None
+    return _backend.window_losses(ids)

@@ -1,0 +1,96 @@
+"""Suites of generated contexts with one or more questions each, such as niah and key_value."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from unspool.evals.heldout import PlanInputs
+from unspool.evals.prompts import Prompt, excerpt, group_prompts, merge_prompts, prompt_hash
+from unspool.evals.scoring.answers import score_answer
+from unspool.evals.suite import Cell, PlannedEval, Sample, Suite, Unit
+from unspool.evals.summary import accuracy_cells
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextSuite(Suite):
+    build: Callable[..., Prompt]
+    """From config and materials, and length, seed and index by name."""
+    questions_per_context: Callable[[Any], int]
+    depths: Callable[[Any], list[float]] = lambda config: []
+    """The depth grid; empty where depth is not measured."""
+
+    def plan(self, config: Any, inputs: PlanInputs) -> "PlannedContexts":
+        return PlannedContexts(self, config, inputs)
+
+    def cells(self, config: Any, samples: Sequence[Sample]) -> list[Cell]:
+        return [
+            cell
+            for length in config.lengths
+            for cell in accuracy_cells(self.name, length, self.depths(config), samples)
+        ]
+
+
+class PlannedContexts(PlannedEval):
+    def __init__(self, suite: ContextSuite, config: Any, inputs: PlanInputs) -> None:
+        self.suite: ContextSuite = suite
+        self.config, self._inputs = config, inputs
+        self._materials = inputs.materials(suite.heldout(config))
+        self._per_context = suite.questions_per_context(config)
+        self.units = [
+            Unit(
+                planned=self,
+                length=length,
+                index=index,
+                num_samples=min(self._per_context, config.samples - index * self._per_context),
+                tokens=length,
+            )
+            for length in config.lengths
+            for index in range(-(-config.samples // self._per_context))
+        ]
+
+    def check(self) -> None:
+        for length in self.config.lengths:
+            self._build(length, 0)
+
+    def prepare(self, unit: Unit) -> Prompt:
+        count = unit.num_samples if self._per_context == 1 else 1
+        prompts = [self._build(unit.length, unit.index + at) for at in range(count)]
+        return prompts[0] if count == 1 else merge_prompts(prompts)
+
+    def _build(self, length: int, index: int) -> Prompt:
+        return self.suite.build(self.config, self._materials, length=length, seed=self._inputs.seed, index=index)
+
+    def samples(self, unit: Unit, prepared: Prompt, answers: Sequence[str]) -> list[Sample]:
+        first = unit.index * self._per_context
+        tokenizer, context = self._inputs.tokenizer, prepared.context_ids
+        return [
+            {
+                "suite": self.suite.name,
+                "length": unit.length,
+                "depth": question.depth,
+                "index": first + at,
+                "hash": prompt_hash(context, question.ids),
+                "prompt_tokens": len(context) + len(question.ids),
+                "reference": question.reference,
+                "output": output,
+                "score": score_answer(output, question.reference, prepared.match),
+                **excerpt(tokenizer, unit.length, self.config.lengths, context, question.ids),
+            }
+            for at, (question, output) in enumerate(zip(prepared.questions, answers, strict=True))
+        ]
+
+    def texts(self, unit: Unit) -> Iterator[str]:
+        for question in self.prepare(unit).questions:
+            yield str(self._inputs.tokenizer.decode(question.ids, skip_special_tokens=True))
+            yield question.reference
+
+    def pack_contexts(self, row_tokens: int) -> None:
+        if self._per_context > 1:
+            return
+        packed: list[Unit] = []
+        for length, group in groupby(self.units, key=lambda unit: unit.length):
+            units = list(group)
+            for row in group_prompts([str(unit.index) for unit in units], [length] * len(units), row_tokens):
+                packed.append(replace(units[row[0]], num_samples=len(row), tokens=len(row) * length))
+        self.units = packed

@@ -1,0 +1,310 @@
+"""Suites that consist of tasks: which questions are asked, their prompts, and their samples."""
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from unspool.core.artifacts import digest, file_digest, folder_digest
+from unspool.core.config import lookup
+from unspool.core.errors import ConfigError, DataError
+from unspool.core.rng import rng_for
+from unspool.core.sizes import format_size
+from unspool.evals.config import TaskEval
+from unspool.evals.heldout import PlanInputs
+from unspool.evals.prompts import (
+    EncodedQuestion,
+    Prompt,
+    PromptCache,
+    PromptEncoder,
+    PromptQuestion,
+    PromptText,
+    excerpt,
+    group_prompts,
+    prompt_hash,
+)
+from unspool.evals.suite import Ask, Cell, PlannedEval, PromptLine, Question, QuestionId, Sample, Suite, Task, Unit
+from unspool.evals.summary import suite_summary, task_cells
+from unspool.evals.wording import Forms, Wording, read_wording
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSuite(Suite):
+    """A suite of tasks. Every question is named by its hash in prompts.jsonl before the first one is asked.
+
+    `fixed`, the default mode, does the right thing. `reference` follows the suite's own code, defects included where
+    they change scores, to reproduce published numbers. Results record the mode.
+    """
+
+    measure: Literal["accuracy", "score", "loss"] = "score"
+    load: Callable[..., Any]
+    """From the tokenizer, the user's paths by name and, if there is one, a wording: the sources of tasks."""
+    categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # names of tasks
+    wording: Forms = field(default_factory=dict)  # texts that a user may replace
+
+    def chosen_tasks(self, config: TaskEval) -> list[Task]:
+        names = list(dict.fromkeys(config.tasks)) or list(self.tasks)
+        return [lookup(self.tasks, name, kind=f"evals: task of {self.name}") for name in names]
+
+    def labels(self, config: TaskEval) -> list[str]:
+        return [f"{self.name} ({task.name})" for task in self.chosen_tasks(config)]
+
+    def chosen_wording(self, config: TaskEval, root: Path) -> Wording | None:
+        """Read and check the entry's wording file; None if it has none."""
+        path: str | None = getattr(config, "wording", None)
+        return None if path is None else read_wording(_resolve(path, root), self.name, self.wording)
+
+    def inputs(self, config: TaskEval, root: Path) -> dict[str, dict[str, Any]]:
+        wording = self.chosen_wording(config, root)
+        return {
+            "paths": {name: _path_digest(root / path) for name, path in config.paths.items()},
+            "wording": {} if wording is None else {self.name: wording.hash},
+        }
+
+    def plan(self, config: TaskEval, inputs: PlanInputs) -> "PlannedTasks":
+        return PlannedTasks(self, config, inputs)
+
+    def cells(self, config: TaskEval, samples: Sequence[Sample]) -> list[Cell]:
+        return task_cells(config, self.chosen_tasks(config), samples, of_tasks=len(self.tasks))
+
+    def summary(self, config: TaskEval, cells: Sequence[Cell], samples: Sequence[Sample]) -> dict[str, Any]:
+        return suite_summary(config, self.categories, cells, samples)
+
+
+class PlannedTasks(PlannedEval):
+    def __init__(self, suite: TaskSuite, config: TaskEval, inputs: PlanInputs) -> None:
+        self.suite: TaskSuite = suite
+        self.config, self.seed = config, inputs.seed
+        self.tasks = {task.name: task for task in suite.chosen_tasks(config)}
+        self.encoder = PromptEncoder(inputs.tokenizer)
+        self.chat = {name: self.encoder.uses_chat(task, config.chat) for name, task in self.tasks.items()}
+        self.wording = suite.chosen_wording(config, inputs.root)
+        paths = {name: _resolve(path, inputs.root) for name, path in config.paths.items()}
+        self.sources = suite.load(inputs.tokenizer, paths, *([] if self.wording is None else [self.wording]))
+        indices = {name: self._indices(task) for name, task in self.tasks.items()}
+        # Short ones first, so that there are results early; a task's questions stay together.
+        self.question_ids = [
+            QuestionId(task=name, length=length, index=index)
+            for length in sorted(config.lengths)
+            for name in self.tasks
+            for index in indices[name]
+        ]
+        self.units = [
+            Unit(planned=self, length=one.length, index=one.index, tokens=one.length, questions=(one,))
+            for one in self.question_ids
+        ]
+        self._cache: PromptCache | None = None
+        self._is_listed = False
+
+    def answer_tokens(self, task: Task) -> int:
+        worded = None if self.wording is None else self.wording.answer_tokens.get(task.name)
+        return self.config.answer_tokens or worded or task.answer_tokens
+
+    def question(self, question: QuestionId) -> Question:
+        task = self.tasks[question.task]
+        # A task leaves room for its own number of answer tokens; the difference is taken off the length.
+        overhead = self.encoder.overhead(chat=self.chat[task.name]) + self.answer_tokens(task) - task.answer_tokens
+        ask = Ask(
+            length=question.length, seed=self.seed, index=question.index, mode=self.config.mode, overhead=overhead
+        )
+        return task.build(self.sources, ask)
+
+    def prompt_line(self, question: QuestionId, cache: PromptCache | None = None) -> PromptLine:
+        asked, ids = encoded = self._encode(question)
+        if cache is not None:
+            self._cache = cache
+            cache.put((id(self), question), encoded)
+        return {
+            "suite": self.suite.name,
+            "task": question.task,
+            "length": question.length,
+            "index": question.index,
+            "hash": prompt_hash(ids),
+            "context": hashlib.sha256(asked.context.encode()).hexdigest()[:16],
+            "prompt_tokens": len(ids),
+            "answer_tokens": self.answer_tokens(self.tasks[question.task]),
+            "depth": asked.depth,
+            **self._wording_hash,
+        }
+
+    def group_questions(self, lines: Sequence[PromptLine], row_tokens: int) -> None:
+        by_id = {
+            QuestionId(task=line["task"], length=line["length"], index=line["index"]): line
+            for line in lines
+            if line["suite"] == self.suite.name
+        }
+        self.units = []
+        for (length, _), group in groupby(self.question_ids, key=_block):
+            questions = list(group)
+            found = [by_id[question] for question in questions]
+            contexts = [line["context"] for line in found]
+            for places in group_prompts(contexts, [line["prompt_tokens"] for line in found], row_tokens):
+                self.units.append(
+                    Unit(
+                        planned=self,
+                        length=length,
+                        index=questions[places[0]].index,
+                        num_samples=len(places),
+                        tokens=length * len({contexts[at] for at in places}),
+                        questions=tuple(questions[at] for at in places),
+                        hashes=tuple(found[at]["hash"] for at in places),
+                    )
+                )
+        self._is_listed = True
+
+    def check(self) -> None:
+        """Build the first prompt of every task and length, unless all of them were built for prompts.jsonl."""
+        for _, questions in () if self._is_listed else groupby(self.question_ids, key=_block):
+            self._encode(next(questions))
+
+    def prepare(self, unit: Unit) -> Prompt:
+        """One prompt with all questions of the unit; the ids that they share are its context."""
+        task = self.tasks[unit.questions[0].task]
+        encoded = [self._cached(question) or self._encode(question) for question in unit.questions]
+        # Short prompts only share a row, not a context.
+        has_one_context = len({asked.context for asked, _ in encoded}) == 1
+        shared = common_prefix([ids for _, ids in encoded]) if has_one_context else 0
+        return Prompt(
+            suite=self.suite.name,
+            length=unit.length,
+            index=unit.index,
+            context_ids=encoded[0][1][:shared],
+            questions=[
+                PromptQuestion(
+                    ids=ids[shared:],
+                    reference="; ".join(asked.references),
+                    depth=asked.depth,
+                    text=PromptText(question=asked, chat=self.chat[task.name]),
+                )
+                for asked, ids in encoded
+            ],
+            answer_tokens=self.answer_tokens(task),
+            match="contains",
+        )
+
+    def samples(self, unit: Unit, prepared: Prompt, answers: Sequence[str]) -> list[Sample]:
+        return [
+            self._sample(question_id, prepared, question, output)
+            for question_id, question, output in zip(unit.questions, prepared.questions, answers, strict=True)
+        ]
+
+    def texts(self, unit: Unit) -> Iterator[str]:
+        for question in unit.questions:
+            asked = self.question(question)
+            yield asked.context
+            yield asked.question
+            yield from asked.references
+
+    def _sample(self, question_id: QuestionId, prompt: Prompt, question: PromptQuestion, output: str) -> Sample:
+        assert question.text is not None
+        asked, task = question.text.question, self.tasks[question_id.task]
+        length, context = question_id.length, prompt.context_ids
+        score = task.score(output, asked)
+        sample: Sample = {
+            "suite": self.suite.name,
+            "task": task.name,
+            "length": length,
+            "depth": asked.depth,
+            "index": question_id.index,
+            "hash": prompt_hash(context, question.ids),
+            "prompt_tokens": len(context) + len(question.ids),
+            "reference": question.reference,
+            "output": output,
+            "score": None if score is None else float(score),
+            **excerpt(self.encoder.tokenizer, length, self.config.lengths, context, question.ids),
+            **self._wording_hash,
+        }
+        if "pair" in asked.meta:
+            sample["pair"] = asked.meta["pair"]
+        if score is None:
+            # Everything that a judge needs, so that it can be asked later without the sources.
+            sample["judge"] = {
+                "protocol": task.judge or "qa",
+                "question": str(asked.meta.get("question") or asked.question),
+                "references": list(asked.references),
+                "key_points": [str(point) for point in asked.meta.get("key_points") or []],
+            }
+        return sample
+
+    @property
+    def _wording_hash(self) -> dict[str, Any]:
+        return {} if self.wording is None else {"wording": self.wording.hash}
+
+    def _cached(self, question: QuestionId) -> EncodedQuestion | None:
+        return None if self._cache is None else self._cache.take((id(self), question))
+
+    def _encode(self, question: QuestionId) -> EncodedQuestion:
+        asked = self.question(question)
+        ids = self.encoder.ids(asked, chat=self.chat[question.task])
+        used = len(ids) + self.answer_tokens(self.tasks[question.task])
+        if used > question.length:
+            raise DataError(
+                f"{self.suite.name} {question.task}: question {question.index} takes {used} tokens of "
+                f"{format_size(question.length)}, its answer included. Use a greater length or leave the task out."
+            )
+        return asked, ids
+
+    def _indices(self, task: Task) -> list[int]:
+        size = None if task.size is None else task.size(self.sources)
+        if size == 0:
+            raise ConfigError(f"{self.suite.name}: task {task.name} has no questions in the data given; leave it out.")
+        if size is None:
+            return list(range(max(1, self.config.samples // task.together) * task.together))
+        strata = [None if task.stratum is None else task.stratum(self.sources, at) for at in range(size)]
+        return stratified_subset(strata, self.config.samples, self.seed, together=task.together)
+
+
+def _block(question: QuestionId) -> tuple[int, str]:
+    """Questions that may be answered together."""
+    return question.length, question.task
+
+
+def stratified_subset(strata: Sequence[Hashable], count: int, seed: int, *, together: int = 1) -> list[int]:
+    """Draw `count` indices, as equally from all strata as their sizes allow, in rising order.
+
+    `together` consecutive indices are drawn all or not at all, and at least one such group is; the stratum of its
+    first index counts.
+    """
+    firsts = strata[::together]
+    groups = _subset(firsts, max(1, count // together), seed)
+    return [at for group in groups for at in range(group * together, min((group + 1) * together, len(strata)))]
+
+
+def _subset(strata: Sequence[Hashable], count: int, seed: int) -> list[int]:
+    if count >= len(strata):
+        return list(range(len(strata)))
+    order = rng_for(seed, "subset", len(strata)).permutation(len(strata)).tolist()
+    seen: dict[Hashable, int] = {}
+    ranked = []
+    for at in order:
+        # Index within its stratum: every first comes before any second.
+        ranked.append((seen.setdefault(strata[at], 0), at))
+        seen[strata[at]] += 1
+    ranked.sort(key=lambda one: one[0])
+    return sorted(at for _, at in ranked[:count])
+
+
+def common_prefix(rows: Sequence[np.ndarray]) -> int:
+    """Count the ids that all rows begin with, leaving each row at least one of its own."""
+    shortest = min(map(len, rows)) - 1
+    first = rows[0][:shortest]
+    same = np.ones(shortest, dtype=bool)
+    for row in rows[1:]:
+        same &= row[:shortest] == first
+    return int(np.argmin(same)) if not same.all() else shortest
+
+
+def _resolve(path: str, root: Path) -> str:
+    """Resolve a path from the recipe's folder; what does not exist may be a name that the suite knows (a Hub id)."""
+    return str(root / path) if (root / path).exists() else path
+
+
+def _path_digest(path: Path) -> str:
+    """Digest a file or folder; where neither exists here, its name."""
+    if path.is_dir():
+        return folder_digest(path)
+    return file_digest(path) if path.is_file() else digest(str(path))

@@ -1,1 +1,0 @@
-"""Distances between tokens of one document in packed rows."""

@@ -1,0 +1,3 @@
+from recipe.conftest import valid
+
+__all__ = ["valid"]
