@@ -54,17 +54,19 @@ def lookup(registry: Mapping[str, Entry], name: str, *, kind: str) -> Entry:
 
 
 # Registries that classes were added to after import, by the name of their kind.
-_extended: dict[str, Mapping[str, type]] = {}
+_extended: dict[str, Mapping[str, object]] = {}
 
 
-def registry_version() -> tuple[tuple[type, ...], ...]:
-    """Return a value that changes whenever a class is registered, for caches that depend on what is registered."""
-    return tuple(tuple(registry.values()) for registry in _extended.values())
+def registry_version() -> tuple[tuple[int, ...], ...]:
+    """Return a value that changes whenever something is registered, for caches that depend on the registries."""
+    return tuple(tuple(map(id, registry.values())) for registry in _extended.values())
 
 
-def register(registry: dict[str, Any], name: str, cls: type, *, kind: str) -> None:
-    """Add a class to a registry; ConfigError if another class already has the name."""
-    if registry.setdefault(name, cls) is not cls:
+def register(registry: dict[str, Any], name: str, entry: object, *, kind: str, replace: bool = False) -> None:
+    """Add an entry to a registry; ConfigError if another one already has the name, unless it may be replaced."""
+    if replace:
+        registry[name] = entry
+    if registry.setdefault(name, entry) is not entry:
         raise ConfigError(f"{kind} {name!r} is already registered ({registry[name].__name__}); use another name.")
     _extended[kind] = registry
 
@@ -105,8 +107,11 @@ class FromRegistry(Current):
         self._classes: tuple[type[BaseModel], ...] = ()
         self._union: TypeAdapter[Any]
 
+    def classes(self) -> tuple[type[BaseModel], ...]:
+        return tuple(self._registry.values())
+
     def adapter(self) -> TypeAdapter[Any]:
-        classes = tuple(self._registry.values())
+        classes = self.classes()
         if classes != self._classes:
             self._classes = classes
             union: Any = reduce(or_, classes)

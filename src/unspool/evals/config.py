@@ -1,13 +1,10 @@
 """Base classes of the entries of a recipe's `evals`. Every suite has its own class, beside its code."""
 
-from functools import cache
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, core_schema
+from pydantic import Field, TypeAdapter
 
-from unspool.core.config import Config
+from unspool.core.config import Config, FromRegistry
 from unspool.core.sizes import Size
 
 Lengths = Annotated[list[Size], Field(min_length=1)]
@@ -47,26 +44,20 @@ class WordedEval(TaskEval):
     )
 
 
-@cache
-def _union(classes: tuple[type[EvalConfig], ...]) -> TypeAdapter[Any]:
-    entry: Any = Annotated[Union[classes], Field(discriminator="suite")]  # noqa: UP007
-    return TypeAdapter(entry)
+class _SuiteConfigs(FromRegistry):
+    """Looks an entry's class up by its suite, also of suites that are registered later."""
+
+    def classes(self) -> tuple[type[EvalConfig], ...]:
+        # Import late: suites import their base classes from here.
+        from unspool.evals.suites import SUITES
+
+        return tuple(suite.config for suite in SUITES.values())
+
+
+_BY_SUITE = _SuiteConfigs({}, "suite")
+Eval = Annotated[EvalConfig, _BY_SUITE]
 
 
 def eval_adapter() -> TypeAdapter[Any]:
-    """Validates an entry by the config class of the suite that it names, also of suites registered later."""
-    # Late, because suites import their base classes from here.
-    from unspool.evals.suites import SUITES
-
-    return _union(tuple(suite.config for suite in SUITES.values()))
-
-
-class _BySuite:
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(lambda value: eval_adapter().validate_python(value))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return handler(eval_adapter().core_schema)
-
-
-Eval = Annotated[EvalConfig, _BySuite()]
+    """Validates an entry by the config class of the suite that it names."""
+    return _BY_SUITE.adapter()

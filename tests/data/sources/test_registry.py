@@ -16,7 +16,7 @@ from unspool.data.corpus.store import open_corpus
 from unspool.data.sources import registry
 from unspool.data.sources.base import Document, FileSource, Item
 from unspool.data.sources.registry import SOURCES, build_source, register_source, source_for_file
-from unspool.planning.token_counts import plan_data
+from unspool.planning.recipe_inputs import plan_data
 from unspool.recipe.json_schema import recipe_schema
 from unspool.recipe.load import check_inputs, load_recipe
 from unspool.recipe.schema import dump_recipe

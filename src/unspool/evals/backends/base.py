@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unspool.core.artifacts import digest
-from unspool.core.config import lookup
+from unspool.core.config import lookup, register
 from unspool.core.errors import ConfigError
 from unspool.rope.tables import RopeMethod
 
@@ -119,7 +119,7 @@ BACKENDS: dict[str, str | BuildBackend] = {
 
 def register_backend(name: str, build: BuildBackend) -> None:
     """Make a backend available as `--backend NAME`; an existing one of this name is replaced."""
-    BACKENDS[name] = build
+    register(BACKENDS, name, build, kind="backend", replace=True)
 
 
 def build_backend(options: BackendOptions) -> Backend:

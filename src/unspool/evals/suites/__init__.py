@@ -4,7 +4,7 @@ Recipes are checked against the suites' config classes, so importing a suite mus
 datatrove or pyarrow.
 """
 
-from unspool.core.config import lookup
+from unspool.core.config import lookup, register
 from unspool.evals.config import EvalConfig
 from unspool.evals.suite import Suite
 from unspool.evals.suites import helmet, infbench, key_value, lveval, niah, nocha, perplexity, ruler
@@ -24,9 +24,9 @@ SUITES: dict[str, Suite] = {
 def register_suite(suite: Suite) -> None:
     """Make a suite available in recipes, on the command line and in reports.
 
-    Call it before the first recipe is loaded. A suite of the same name is replaced.
+    A suite of the same name is replaced.
     """
-    SUITES[suite.name] = suite
+    register(SUITES, suite.name, suite, kind="suite", replace=True)
 
 
 def suite_of(config: EvalConfig) -> Suite:
