@@ -127,7 +127,7 @@ def test_an_earlier_export_is_replaced_and_nothing_else(run_dir, tmp_path, in_th
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     done = run(run_dir, tmp_path / "mine")
     assert done.exit_code == 2
-    assert "holds no export of ours; give a new folder" in done.stderr
+    assert "is not an export of Unspool; give a new folder" in done.stderr
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["letter.txt"]
 
     assert run(run_dir, tmp_path / "out").exit_code == 0

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from unspool.cli import launch as launch_file
 from unspool.cli.main import build_app
-from unspool.recipe.launch import Ask, ray_words, slurm_script, torchrun_words
+from unspool.recipe.launch import LaunchOptions, ray_command, slurm_script, torchrun_command
 
 SECONDS = 300  # of a job; far beyond what one needs, so that only those that hang reach it
 AWKWARD = 'it\'s "$(touch hacked)" `touch hacked` \\ ; & #'
@@ -68,9 +68,9 @@ def cluster(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def ask(folder: Path, **changes) -> Ask:
+def ask(folder: Path, **changes) -> LaunchOptions:
     plain = {"recipe": "my recipe.yaml", "folder": folder, "logs": folder, "python": str(folder / "bin" / "python")}
-    return Ask(**plain | changes)
+    return LaunchOptions(**plain | changes)
 
 
 def batch(folder: Path, script: str, **options) -> "subprocess.Popen[str]":
@@ -148,7 +148,7 @@ def test_without_slurm_the_script_is_left_to_be_submitted_elsewhere(tmp_path, mo
     monkeypatch.setenv("PATH", str(tmp_path))
     done = run("--gpus", "2", *fits, "--via", "slurm", "--set", f"out={tmp_path / 'out'}")
     assert done.exit_code == 2
-    assert "there is no sbatch here" in done.stderr
+    assert "sbatch is not installed here" in done.stderr
 
 
 def test_a_job_script_hands_every_value_on_as_it_was_given(cluster):
@@ -220,7 +220,7 @@ def test_a_command_that_fails_gives_its_exit_code(fits):
 
 
 def test_torchrun_starts_as_many_ranks_as_asked(tmp_path):
-    words = torchrun_words(ask(tmp_path, gpus=2, python=sys.executable, restarts=0))
+    words = torchrun_command(ask(tmp_path, gpus=2, python=sys.executable, restarts=0))
     at = words.index("-m", words.index("torch.distributed.run"))
     # A file each: what two processes print to one pipe may come mixed.
     code = "import os, pathlib, sys; pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(os.environ['WORLD_SIZE'])"
@@ -254,7 +254,7 @@ def test_ray_starts_all_ranks_again_when_one_fails(tmp_path):
         "import os, pathlib, sys; place = pathlib.Path(os.environ['PLACE']); rank = os.environ['RANK'];"
         "first = not (place / rank).exists(); (place / rank).touch(); sys.exit(3 if first and rank == '1' else 0)"
     )
-    words = ray_words(
+    words = ray_command(
         ask(tmp_path, gpus=2, on_gpus=False, restarts=1, python=sys.executable, env={"PLACE": str(tmp_path)})
     )
     done = subprocess.run(

@@ -230,7 +230,7 @@ def test_a_change_is_named(inputs, settings, reason, tmp_path):
 
 def test_another_kind_or_format_is_not_taken_for_this_one(tmp_path, monkeypatch):
     make(tmp_path / "rows")
-    another = "it was made by another version of the format"
+    another = "it has another format version"
     assert stale_reason(tmp_path / "rows", **(IDENTITY | {"kind": "corpus"})) == another
     monkeypatch.setattr(artifacts, "FORMAT", artifacts.FORMAT + 1)
     assert stale_reason(tmp_path / "rows", **IDENTITY) == another

@@ -1,4 +1,4 @@
-"""`unspool export`: a trained model as a folder for others, checked in plain `transformers`."""
+"""`unspool export`: write a trained model for plain `transformers`, and check it."""
 
 import json
 from dataclasses import asdict
@@ -14,27 +14,25 @@ if TYPE_CHECKING:
 def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="A run, one of its stages/, or a model folder.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
-    stage: Annotated[
-        str | None, typer.Option(help="Which stage of a run; by default the last that is trained.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp32 or fp16; by default what the checkpoint has.")] = None,
+    stage: Annotated[str | None, typer.Option(help="Stage of the run; default: the last trained one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp32 or fp16; default: that of the checkpoint.")] = None,
     run: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="The run whose recipe and scores the card of a model shows.")
+        Path | None, typer.Option(metavar="RUN", help="Run whose recipe and scores the model card shows.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda: where the check runs.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was written and checked as JSON.")] = False,
+    device: Annotated[str, typer.Option(help="Device of the check: auto, cpu or cuda.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Write a model folder that others can load: weights, config, tokenizer and model card.
+    """Write a model folder that plain transformers loads: weights, config, tokenizer and model card.
 
-    Before the folder appears, a fresh process with plain transformers
-    loads it and computes logits, also at positions beyond the old
-    context; they must equal ours.
+    Before the folder appears, a fresh process loads it with plain
+    transformers and computes logits, also at positions beyond the old
+    context. They must equal ours.
 
         unspool export runs/tiny exported/tiny-2k
 
         unspool export runs/tiny exported/abf --stage abf --dtype bf16
     """
-    # Here and not above: torch and transformers take seconds to import, which `--help` should not.
+    # Import late, so that --help is fast: these load torch.
     from unspool.recipe.export import check_out, find_checkpoint
     from unspool.recipe.export import export as write
     from unspool.recipe.run import pick_device
@@ -49,7 +47,7 @@ def export(
 
 
 def as_plain(exported: "Exported") -> dict[str, Any]:
-    """What `--json` prints."""
+    """The JSON of `--json`."""
     return {
         "folder": str(exported.folder),
         "model": str(exported.checkpoint.model),
@@ -77,5 +75,5 @@ def _print(exported: "Exported") -> None:
     Console().print(table)
     typer.echo("Plain transformers computes the same logits (error: share of the largest logit).")
     if exported.own_code:
-        typer.echo("A base per head needs the code beside the weights: load with trust_remote_code=True.")
+        typer.echo("HARPE needs the code beside the weights: load the model with trust_remote_code=True.")
     typer.echo(f"Exported: {exported.folder} ({exported.dtype}, {format_bytes(exported.num_bytes)})")

@@ -1,8 +1,7 @@
-"""The `unspool` command: registers the verbs and decides how an error reaches the user.
+"""The `unspool` command: its subcommands, log level and error messages.
 
-Each verb is a plain function in its own file of this package. Help must answer at once, so no
-verb's file imports torch, transformers or the recipe schema at its top: a verb imports what it
-needs when it is called. This is the only package where imports may stand inside functions.
+Each subcommand is a function in its own file. So that --help is fast, no file imports torch, transformers or the recipe
+schema at its top: a command imports what it needs when it is called.
 """
 
 import logging
@@ -18,11 +17,11 @@ from unspool.core.errors import UnspoolError
 from unspool.core.logging import set_up_logging
 
 USER_ERROR = 2
-INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
+INTERRUPTED = 130  # exit code of a command ended by Ctrl-C, as in shells
 
 
-class Verbs(TyperGroup):
-    """Turns errors the user can fix into plain lines, without a traceback."""
+class Commands(TyperGroup):
+    """Prints errors that the user can fix without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -56,14 +55,13 @@ def unspool(
 def build_app() -> typer.Typer:
     app = typer.Typer(
         name="unspool",
-        cls=Verbs,
+        cls=Commands,
         callback=unspool,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    # Verbs, in the order of a run.
     app.command("plan")(plan.plan)
     app.command("rope")(rope.rope)
     app.command("run")(run.run)

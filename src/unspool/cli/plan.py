@@ -228,7 +228,7 @@ def _print_stage(console: "Console", found: "Plan", planned: "StagePlan", price:
 def _print_estimate(console: "Console", planned: "StagePlan", chosen: "Estimate", price: float | None) -> None:
     from unspool.planning.fit import set_arguments
     from unspool.planning.footprint import PARTS
-    from unspool.recipe.launch import told
+    from unspool.recipe.launch import describe_layout
 
     held, machine, seconds = chosen.footprint, chosen.machine, chosen.seconds
     parts = ", ".join(f"{part} {getattr(held, part) / GIB:.1f}" for part in PARTS if getattr(held, part) >= 0.05 * GIB)
@@ -237,7 +237,7 @@ def _print_estimate(console: "Console", planned: "StagePlan", chosen: "Estimate"
     console.print(
         f"           {parts}; host {held.host / GIB:.1f} of {machine.host_room / GIB:.0f} GiB", soft_wrap=True
     )
-    console.print(f"layout     {told(chosen.layout)}", soft_wrap=True)
+    console.print(f"layout     {describe_layout(chosen.layout)}", soft_wrap=True)
     console.print(f"policy     {_policy(chosen)}", soft_wrap=True)
     parts = ", ".join(f"{name} {value:.3g}" for name, value in vars(seconds).items() if value >= 0.005 * seconds.step)
     console.print(f"step       {seconds.step:.3g} s ({parts})", soft_wrap=True)

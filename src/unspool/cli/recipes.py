@@ -17,7 +17,7 @@ def list_recipes(
     ctx: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
 ) -> None:
-    """List the bundled recipes; `show`, `check` and `schema` do more."""
+    """List the bundled recipes, print one, check a recipe, or print the JSON schema."""
     if ctx.invoked_subcommand:
         return
     from unspool.recipe.load import load_recipe
@@ -53,11 +53,11 @@ def _print_table(entries: list[dict[str, Any]]) -> None:
         tokens = [format_size(stage["tokens"]) for stage in entry["stages"]]
         table.add_row(entry["name"], " ".join(contexts), " + ".join(tokens), entry["summary"])
     Console(highlight=False).print(table)
-    print("\nunspool recipes show NAME > my.yaml   makes one your own.")
+    print("\nunspool recipes show NAME > my.yaml   copies one to edit.")
 
 
 def show(name: Annotated[str, typer.Argument(help="A bundled recipe.")]) -> None:
-    """Print a bundled recipe, to read or to start your own from."""
+    """Print a bundled recipe."""
     from unspool.recipe.paths import find_bundled
 
     print(find_bundled(name).path.read_text(encoding="utf-8"), end="")
@@ -66,9 +66,9 @@ def show(name: Annotated[str, typer.Argument(help="A bundled recipe.")]) -> None
 def check(
     recipe: Annotated[str, typer.Argument(help="A recipe file or a bundled recipe.")],
     overrides: Override = None,
-    inputs: Annotated[bool, typer.Option("--inputs", help="Also look for its files and its model.")] = False,
+    inputs: Annotated[bool, typer.Option("--inputs", help="Also check that its files and its model exist.")] = False,
 ) -> None:
-    """Check a recipe whole without running it."""
+    """Check a recipe without running it."""
     from unspool.recipe.load import check_inputs, load_recipe
 
     loaded = load_recipe(recipe, overrides)
@@ -80,11 +80,11 @@ def check(
 def schema() -> None:
     """Print the JSON schema of recipes, for editors.
 
-    Save it with `unspool recipes schema > unspool.schema.json` and begin a recipe with the line
+    Save it with `unspool recipes schema > unspool.schema.json` and start a recipe with the line
 
     # yaml-language-server: $schema=unspool.schema.json
 
-    Editors with a YAML language server (VS Code, Neovim, …) then complete keys and mark mistakes.
+    Editors with a YAML language server (VS Code, Neovim, …) then complete keys and mark errors.
     """
     from unspool.recipe.json_schema import recipe_schema
 

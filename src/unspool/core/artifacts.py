@@ -1,9 +1,7 @@
-"""Artifacts: folders published whole or not at all, each with a manifest.
+"""Artifacts: folders that are published complete or not at all, each with a `manifest.json`.
 
-In: a kind, the hashes of its inputs, its settings. Out: a folder with `manifest.json`.
-Promise: a folder that carries a manifest is complete; work in progress stands beside it under
-a `.partial` name and is never taken for it. A re-run skips a folder whose manifest still matches.
-A kill while a folder is being replaced loses neither the old one nor the new one: the next look at it mends that.
+A folder with a manifest is complete; unfinished work is beside it under a `.partial` name. A rerun skips a folder whose
+manifest matches its inputs and settings. A kill while a folder is replaced loses neither the old nor the new one.
 """
 
 import hashlib
@@ -19,10 +17,9 @@ from typing import Any
 from unspool import __version__
 
 MANIFEST = "manifest.json"
-# Raised when files of a kind change their meaning, so that older folders are rebuilt.
+# Increased when the meaning of files changes, so that older folders are rebuilt.
 FORMAT = 1
-# Up to this size a re-run also compares checksums; above it only names and sizes, so that
-# skipping a terabyte of rows stays instant.
+# Up to this size a rerun also compares checksums; above, only names and sizes, so that skipping a terabyte is instant.
 CHECKSUM_LIMIT = 256 << 20
 
 
@@ -52,15 +49,15 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def stale_reason(folder: Path, *, kind: str, inputs: dict[str, Any], settings: dict[str, Any]) -> str | None:
-    """None if `folder` still is what these inputs and settings give, else why it must be redone."""
-    _mend(folder)
+    """Return why `folder` must be rebuilt from these inputs and settings; None if it is up to date."""
+    _repair(folder)
     if not folder.exists():
         return "not built yet"
     manifest = read_manifest(folder)
     if manifest is None:
         return "its manifest is missing or unreadable"
     if manifest.get("kind") != kind or manifest.get("format") != FORMAT:
-        return "it was made by another version of the format"
+        return "it has another format version"
     for name, new in (("inputs", inputs), ("settings", settings)):
         old = manifest.get(name, {})
         changed = sorted(key for key in {*old, *new} if digest(old.get(key)) != digest(new.get(key)))
@@ -83,7 +80,7 @@ def _damage(folder: Path, manifest: dict[str, Any]) -> str | None:
 
 @dataclass
 class Draft:
-    """A folder being written; `counts` ends up in the manifest."""
+    """A folder being written; `counts` are stored in the manifest."""
 
     folder: Path
     counts: dict[str, Any] = field(default_factory=dict)
@@ -92,7 +89,7 @@ class Draft:
 @contextmanager
 def publish(out_dir: Path, *, kind: str, inputs: dict[str, Any], settings: dict[str, Any]) -> Iterator[Draft]:
     """Write into `Draft.folder`; when the block ends without error the folder appears as `out_dir`."""
-    _mend(out_dir)
+    _repair(out_dir)
     partial = out_dir.with_name(out_dir.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -127,7 +124,7 @@ def seal(
     }
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True, default=str) + "\n")
     if out_dir.exists():
-        # Two renames instead of delete-then-rename: at no moment is a half-deleted folder in place.
+        # Two renames instead of delete and rename: a half-deleted folder is never in place.
         old = _old(out_dir)
         shutil.rmtree(old, ignore_errors=True)
         out_dir.rename(old)
@@ -141,11 +138,10 @@ def _old(out_dir: Path) -> Path:
     return out_dir.with_name(out_dir.name + ".old")
 
 
-def _mend(out_dir: Path) -> None:
-    """Finish what a kill left half done while `out_dir` was being replaced.
+def _repair(out_dir: Path) -> None:
+    """Finish a replacement of `out_dir` that was killed between the two renames of `seal`.
 
-    Between the two renames of `seal` nothing stands under the name. A draft that has its manifest is complete and
-    takes the place; where the new folder was made under another name, the old one comes back.
+    A draft with a manifest is complete and becomes `out_dir`; otherwise the old folder is restored.
     """
     old = _old(out_dir)
     if not old.is_dir():
@@ -157,7 +153,7 @@ def _mend(out_dir: Path) -> None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace a file in one step, so that a reader never meets half of it."""
+    """Replace a file in one step, so that readers never see a part of it."""
     aside = path.with_name(path.name + ".tmp")
     with aside.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""Randomness is a parameter: one generator per named purpose, independent of call order."""
+"""One random generator per named purpose, independent of call order."""
 
 import hashlib
 

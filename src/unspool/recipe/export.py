@@ -1,7 +1,6 @@
-"""From a checkpoint to a folder for others: weights, config, tokenizer and card, checked, then published.
+"""Export a checkpoint: weights, config, tokenizer and model card in a folder that plain `transformers` loads.
 
-In: a run, one of its stages, or a model. Out: a folder that plain `transformers` loads, and how near it is to ours.
-Promise: published whole or not at all, and only if a fresh process computes our logits from it.
+The folder appears only after a fresh process has loaded it and computed the same logits.
 """
 
 import gc
@@ -34,7 +33,7 @@ CARD = "README.md"
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A model, and the run and stage it comes from where that is known."""
+    """A model, with its run and stage if they are known."""
 
     model: Path
     run_dir: Path | None = None
@@ -52,7 +51,7 @@ class Exported:
 
 
 def find_checkpoint(path: Path, *, stage: str | None = None, run_dir: Path | None = None) -> Checkpoint:
-    """What `path` leads to: the model itself, a stage's model, or that of a run's last finished stage."""
+    """Find the checkpoint at `path`: a model, a stage's model, or that of a run's last finished stage."""
     if (path / "model" / "config.json").is_file():
         path = path / "model"
     if (path / "config.json").is_file() or (path.suffix == ".gguf" and path.is_file()):
@@ -69,7 +68,7 @@ def find_checkpoint(path: Path, *, stage: str | None = None, run_dir: Path | Non
 
 
 def _run_of(model: Path) -> tuple[Path, str] | tuple[None, None]:
-    """The run and the stage that a model is the outcome of, by where it lies: RUN/stages/STAGE/model."""
+    """The run and stage of a model, from its path RUN/stages/STAGE/model."""
     if len(model.parents) < 3 or model.parents[1].name != "stages":
         return None, None
     run_dir = model.parents[2]
@@ -80,21 +79,23 @@ def _finished_stage(run_dir: Path, name: str | None) -> str:
     """The stage called `name`, or the last one; ConfigError if it is not trained."""
     finished = {stage.name: stage for stage in gather(run_dir).stages if stage.finished}
     if not finished:
-        raise ConfigError(f"{run_dir}: none of its stages is trained yet; run the recipe first.")
+        raise ConfigError(f"{run_dir}: no stage is trained yet; run the recipe first.")
     return lookup(finished, name or list(finished)[-1], kind="trained stage").name
 
 
 def check_out(out_dir: Path) -> None:
-    """An export replaces its folder whole, so it must not hold anything else."""
+    """Refuse a folder that holds anything but an export, since an export replaces it."""
     if not out_dir.exists():
         return
     ours = (read_manifest(out_dir) or {}).get("kind") == KIND
     if not out_dir.is_dir() or (any(out_dir.iterdir()) and not ours):
-        raise ConfigError(f"{out_dir} exists and holds no export of ours; give a new folder, so that nothing is lost.")
+        raise ConfigError(
+            f"{out_dir} exists and is not an export of Unspool; give a new folder, so that no files are lost."
+        )
 
 
 def export(checkpoint: Checkpoint, out_dir: Path, *, dtype: str | None, device: torch.device) -> Exported:
-    """Write `checkpoint` to `out_dir` in `dtype` (by default the one it has), checked before it appears there."""
+    """Write `checkpoint` to `out_dir` in `dtype` (default: its own), checked before the folder appears."""
     check_out(out_dir)
     results = gather(checkpoint.run_dir) if checkpoint.run_dir else None
     target = lookup(DTYPES, dtype, kind="--dtype") if dtype else _own_dtype(checkpoint.model)
@@ -107,7 +108,7 @@ def export(checkpoint: Checkpoint, out_dir: Path, *, dtype: str | None, device: 
     with publish(out_dir, kind=KIND, inputs=inputs, settings={"dtype": name, "stage": checkpoint.stage}) as draft:
         try:
             save_model(model, tokenizer, draft.folder, dtype=target)
-            # The other process needs the room.
+            # The other process needs the memory.
             del model
             gc.collect()
             if device.type == "cuda":
@@ -131,7 +132,7 @@ def export(checkpoint: Checkpoint, out_dir: Path, *, dtype: str | None, device: 
 
 
 def _own_dtype(model: Path) -> torch.dtype:
-    """The dtype that a folder's config names; fp32 where it names none."""
+    """The dtype in a folder's config; fp32 if it has none."""
     try:
         config = json.loads((model / "config.json").read_text())
     except (OSError, ValueError):
@@ -161,7 +162,7 @@ def _card_facts(
 
 
 def _base_model(checkpoint: Checkpoint, results: RunResults | None) -> str | None:
-    """Folder or Hub id of the model that the run began with; the checkpoint itself if no run is known."""
+    """Folder or Hub id of the base model; the checkpoint itself if the run is not known."""
     if results is None:
         return str(checkpoint.model)
     named = yaml.safe_load(results.recipe_text or "model:").get("model") or results.base_model
@@ -169,7 +170,7 @@ def _base_model(checkpoint: Checkpoint, results: RunResults | None) -> str | Non
 
 
 def _licence(base: str) -> str | None:
-    """What the card of a model says of its licence: one that lies in its folder, or on the Hub."""
+    """The license in a model's card, in its folder or on the Hub."""
     path = Path(base)
     try:
         card = path / CARD if path.exists() else Path(hf_hub_download(base, CARD, etag_timeout=5))

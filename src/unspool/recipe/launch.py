@@ -1,9 +1,6 @@
-"""A job of several ranks as the command lines or the script that start it.
+"""Build the commands and scripts that start a job of several ranks, and check its stages against the ranks.
 
-In: what the user asks for (`Ask`), already known to fit the recipe. Out: commands as lists of words, and texts in
-which every value is quoted. Nothing is run here.
-Promise: what is printed is what is run. Values that a scheduler would read as something else are refused.
-Elsewhere: whether stages fit the ranks (layouts.py), what ranks do when one fails (train/heartbeat.py).
+Every value is quoted, and values that a scheduler would misread are refused. Nothing is run here.
 """
 
 import re
@@ -23,27 +20,27 @@ from unspool.training.config import StageConfig
 from unspool.training.parallel.config import Layout, Work, check_layout, settle_layout
 
 PORT = 29400
-GRACE = 300  # seconds that a stage may take to finish its step and save, when the machine is taken away
+GRACE = 300  # seconds to finish a step and save a checkpoint when the job is preempted
 WORD = re.compile(r"[A-Za-z0-9][\w.,:@+/-]*")
 HOST = re.compile(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]")
 TIME = re.compile(r"\d+(-\d{1,2}(:\d{1,2}){0,2}|(:\d{1,2}){0,2})")
 KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# These are the launcher's own.
-TAKEN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+# Set by the launcher.
+RESERVED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
-    """What `unspool launch` was given."""
+class LaunchOptions:
+    """The options of `unspool launch`."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
     verb: str = "run"
     nodes: int = 1
     gpus: int = 1  # ranks on each node
-    on_gpus: bool = True  # False: the recipe says device: cpu
+    on_gpus: bool = True  # False: the recipe has device: cpu
     name: str = "unspool"
-    folder: Path = Path()  # where the job starts, the one that paths of the recipe are relative to
+    folder: Path = Path()  # working directory of the job; the recipe's paths are relative to it
     logs: Path = Path("logs")
     python: str = "python"
     env: dict[str, str] = field(default_factory=dict)
@@ -65,113 +62,114 @@ class Ask:
         for option in ("partition", "account", "qos"):
             value = getattr(self, option)
             if value is not None and not WORD.fullmatch(value):
-                raise ConfigError(
-                    f"--{option} {value!r} is no name that Slurm knows; use letters, digits and _.,:@+/-."
-                )
+                raise ConfigError(f"--{option} {value!r} is not a name in Slurm; use letters, digits and _.,:@+/-.")
         if self.time is not None and not TIME.fullmatch(self.time):
             raise ConfigError(
                 f"--time {self.time!r} is not a time; write minutes, hours:minutes:seconds or days-hours."
             )
         if self.host is not None and not HOST.fullmatch(self.host):
-            raise ConfigError(f"--host {self.host!r} is not the name or address of a machine.")
+            raise ConfigError(f"--host {self.host!r} is not a host name or address.")
         for option in self.sbatch:
             if not option.startswith("--") or not option.isprintable():
                 raise ConfigError(f"--sbatch {option!r} must be one option of sbatch, such as --constraint=h100.")
         for key, value in self.env.items():
-            if not KEY.fullmatch(key) or key in TAKEN or "\n" in value or "\0" in value:
+            if not KEY.fullmatch(key) or key in RESERVED or "\n" in value or "\0" in value:
                 raise ConfigError(
                     f"--env {key}={value!r} cannot be set; a name has letters, digits and _, is none of "
-                    f"{', '.join(sorted(TAKEN))}, and its value is one line."
+                    f"{', '.join(sorted(RESERVED))}, and its value is one line."
                 )
 
 
 def parse_env(given: list[str]) -> dict[str, str]:
-    """`KEY=VALUE` texts."""
-    pairs = [text.partition("=") for text in given]
-    wrong = [text for text, (_, equals, _) in zip(given, pairs, strict=True) if not equals]
-    if wrong:
-        raise ConfigError(f"--env {wrong[0]!r} has no '='; write --env KEY=VALUE.")
-    return {key: value for key, _, value in pairs}
+    """Parse `KEY=VALUE` texts."""
+    for text in given:
+        if "=" not in text:
+            raise ConfigError(f"--env {text!r} has no '='; write --env KEY=VALUE.")
+    return dict(text.split("=", 1) for text in given)
 
 
-def unspool_words(ask: Ask) -> list[str]:
-    """What every rank runs, after `python`."""
-    overrides = [word for text in ask.overrides for word in ("--set", text)]
-    return ["-m", "unspool.cli.main", ask.verb, ask.recipe, *overrides]
+def rank_command(options: LaunchOptions) -> list[str]:
+    """The arguments of `python` on every rank."""
+    overrides = [word for text in options.overrides for word in ("--set", text)]
+    return ["-m", "unspool.cli.main", options.verb, options.recipe, *overrides]
 
 
-def torchrun_words(ask: Ask) -> list[str]:
-    """The command of one machine of the job."""
-    if ask.nodes == 1:
-        meeting = ["--standalone"]
+def torchrun_command(options: LaunchOptions) -> list[str]:
+    """The command of one node."""
+    if options.nodes == 1:
+        rendezvous = ["--standalone"]
     else:
-        if ask.host is None:
+        if options.host is None:
             raise ConfigError(
-                f"--via torchrun on {ask.nodes} nodes needs --host, the name of the first machine as the others know "
-                "it; or use --via slurm, which knows it by itself."
+                f"--via torchrun on {options.nodes} nodes needs --host, the name of the first node; or use "
+                "--via slurm, which finds it by itself."
             )
-        meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={ask.host}:{ask.port}", f"--rdzv-id={ask.name}"]
+        rendezvous = [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={options.host}:{options.port}",
+            f"--rdzv-id={options.name}",
+        ]
     return [
-        *(ask.python, "-m", "torch.distributed.run"),
-        *(f"--nnodes={ask.nodes}", f"--nproc-per-node={ask.gpus}", f"--max-restarts={ask.restarts}"),
-        *meeting,
-        *unspool_words(ask),
+        *(options.python, "-m", "torch.distributed.run"),
+        *(f"--nnodes={options.nodes}", f"--nproc-per-node={options.gpus}", f"--max-restarts={options.restarts}"),
+        *rendezvous,
+        *rank_command(options),
     ]
 
 
-def torchrun_lines(ask: Ask) -> list[str]:
-    """One line for each machine, to be run in the same folder on all of them."""
-    settings = [f"{key}={shlex.quote(value)}" for key, value in ask.env.items()]
-    line = " ".join([*settings, shlex.join(torchrun_words(ask))])
-    return [line] * ask.nodes
+def torchrun_lines(options: LaunchOptions) -> list[str]:
+    """One line per node, to run in the same folder on each."""
+    settings = [f"{key}={shlex.quote(value)}" for key, value in options.env.items()]
+    line = " ".join([*settings, shlex.join(torchrun_command(options))])
+    return [line] * options.nodes
 
 
-def ray_words(ask: Ask) -> list[str]:
-    """Run on a machine of the cluster, or handed to `ray job submit -- …`."""
-    settings = [word for key, value in ask.env.items() for word in ("--env", f"{key}={value}")]
+def ray_command(options: LaunchOptions) -> list[str]:
+    """The command to run on a node of the cluster, or to pass to `ray job submit -- …`."""
+    settings = [word for key, value in options.env.items() for word in ("--env", f"{key}={value}")]
     return [
-        *(ask.python, "-m", "unspool.recipe.ray_job", f"--workers={ask.world_size}"),
-        *(["--gpu"] if ask.on_gpus else []),
-        *(f"--restarts={ask.restarts}", f"--folder={ask.folder}", *settings),
-        *("--", *unspool_words(ask)),
+        *(options.python, "-m", "unspool.recipe.ray_job", f"--workers={options.world_size}"),
+        *(["--gpu"] if options.on_gpus else []),
+        *(f"--restarts={options.restarts}", f"--folder={options.folder}", *settings),
+        *("--", *rank_command(options)),
     ]
 
 
-def slurm_script(ask: Ask) -> str:
-    """An sbatch script: one torchrun per node, tried again when a rank fails, requeued when the machines are taken."""
-    if any(character.isspace() for character in str(ask.logs)):
+def slurm_script(options: LaunchOptions) -> str:
+    """An sbatch script: one torchrun per node, restarted when a rank fails, requeued when the job is preempted."""
+    if any(character.isspace() for character in str(options.logs)):
         raise ConfigError(
-            f"{ask.logs}: Slurm needs a folder for its logs whose path has no spaces; change the recipe's out."
+            f"{options.logs}: the path of Slurm's log folder must not contain spaces; change the recipe's out."
         )
-    options = {
-        "job-name": ask.name,
-        "nodes": ask.nodes,
+    directives = {
+        "job-name": options.name,
+        "nodes": options.nodes,
         "ntasks-per-node": 1,
-        "gpus-per-node": ask.gpus if ask.on_gpus else None,
-        "cpus-per-task": ask.cpus,
-        "partition": ask.partition,
-        "account": ask.account,
-        "qos": ask.qos,
-        "time": ask.time,
-        "output": f"{ask.logs}/%x-%j.log",
+        "gpus-per-node": options.gpus if options.on_gpus else None,
+        "cpus-per-task": options.cpus,
+        "partition": options.partition,
+        "account": options.account,
+        "qos": options.qos,
+        "time": options.time,
+        "output": f"{options.logs}/%x-%j.log",
         "open-mode": "append",
-        # To the script alone, which hands it on; early enough for a checkpoint.
+        # To the script only, which forwards it; early enough to save a checkpoint.
         "signal": f"B:TERM@{GRACE}",
     }
-    lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
-    lines += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in ask.sbatch)]
-    exports = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in ask.env.items())
+    lines = [f"#SBATCH --{key}={value}" for key, value in directives.items() if value is not None]
+    lines += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in options.sbatch)]
+    exports = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in options.env.items())
     return SCRIPT.format(
         options="\n".join(lines),
-        folder=shlex.quote(str(ask.folder)),
+        folder=shlex.quote(str(options.folder)),
         exports=exports,
-        python=shlex.quote(ask.python),
-        nodes=ask.nodes,
-        gpus=ask.gpus,
-        tries=ask.restarts + 1,
+        python=shlex.quote(options.python),
+        nodes=options.nodes,
+        gpus=options.gpus,
+        tries=options.restarts + 1,
         grace=GRACE,
         port=PORT,
-        command=shlex.join(unspool_words(ask)),
+        command=shlex.join(rank_command(options)),
     )
 
 
@@ -189,7 +187,7 @@ code=143
 stop() {{ stopped=1; kill -TERM "$step" 2> /dev/null; }}
 trap stop TERM
 
-# SIGTERM to torchrun reaches every rank: the running step is finished and saved. Older ones always wait 30 seconds.
+# torchrun forwards SIGTERM to every rank, which saves after its step. Older versions always wait 30 seconds.
 grace=()
 "$python" -m torch.distributed.run --help | grep -q -e --shutdown-timeout && grace=(--shutdown-timeout={grace})
 
@@ -200,9 +198,9 @@ for try in $(seq {tries}); do
     --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-id="$SLURM_JOB_ID-$try" \\
     {command} &
   step=$!
-  # A signal that came just before found nothing to end.
+  # A signal may have arrived before the step existed.
   [ "$stopped" = 1 ] && stop
-  # A signal ends the wait, not what is waited for.
+  # A signal ends the wait, not the step.
   while true; do wait "$step"; code=$?; kill -0 "$step" 2> /dev/null || break; done
   [ "$code" = 0 ] && exit 0
   [ "$stopped" = 1 ] && break
@@ -213,11 +211,8 @@ exit "$code"
 """
 
 
-# Whether the stages of a recipe fit so many ranks, before anything is started.
-
-
 def check_layouts(loaded: LoadedRecipe, world_size: int) -> list[str]:
-    """Refuse a stage that cannot be spread over `world_size` ranks."""
+    """Describe the layout of every stage on `world_size` ranks; ConfigError if a stage does not fit."""
     heads = model_heads(loaded)
     lines = []
     for stage in loaded.recipe.stages:
@@ -226,12 +221,12 @@ def check_layouts(loaded: LoadedRecipe, world_size: int) -> list[str]:
             check_layout(layout, work_of(loaded, stage, heads))
         except ConfigError as error:
             raise ConfigError(f"stage {stage.name} on {world_size} ranks: {error}") from None
-        lines.append(f"stage {stage.name}: {told(layout)}")
+        lines.append(f"stage {stage.name}: {describe_layout(layout)}")
     return lines
 
 
 def model_heads(loaded: LoadedRecipe) -> tuple[int, int] | None:
-    """Query and KV heads of the recipe's model; None where its config is not on this machine."""
+    """Query and KV heads of the recipe's model; None if its config is not on this machine."""
     model = loaded.recipe.model
     if not isinstance(model, str):
         shape = SIZES[model.size]
@@ -245,8 +240,9 @@ def model_heads(loaded: LoadedRecipe) -> tuple[int, int] | None:
 
 
 def cached_config(ref: str) -> dict[str, Any] | None:
+    """The config of a model folder or of a Hub model in the local cache; None if there is none."""
     if not path_exists(ref):
-        # Not the Hub itself: a launcher stands on a login node and must answer at once.
+        # Not from the Hub: login nodes may have no network.
         cached = try_to_load_from_cache(ref, "config.json") if HUB_ID.fullmatch(ref) else None
         if not isinstance(cached, str):
             return None
@@ -258,9 +254,8 @@ def cached_config(ref: str) -> dict[str, Any] | None:
 
 
 def work_of(loaded: LoadedRecipe, stage: StageConfig, heads: tuple[int, int] | None) -> Work:
-    degree = stage.parallel.ulysses
-    # As many as there are ranks fit any check of heads that cannot be made.
-    num_heads, num_kv_heads = heads or (degree, degree)
+    # If the heads are unknown, one per rank passes their check.
+    num_heads, num_kv_heads = heads or (stage.parallel.ulysses, stage.parallel.ulysses)
     rows = [loaded.recipe.datasets[name] for name in stage.mix]
     masks = stage.attention == "intra_document" and not all(
         entry.attention == "full" or entry.chunk_strategy is not None for entry in rows
@@ -276,7 +271,7 @@ def work_of(loaded: LoadedRecipe, stage: StageConfig, heads: tuple[int, int] | N
     )
 
 
-def told(layout: Layout) -> str:
+def describe_layout(layout: Layout) -> str:
     axes = {name: getattr(layout, name) for name in ("replicate", "shard", "ring", "ulysses")}
     spread = " × ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one rank"
     groups, ranks = format_size(layout.data_ranks), layout.sequence_ranks
