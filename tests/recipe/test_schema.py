@@ -57,7 +57,7 @@ def test_positions_beyond_the_context_of_a_stage_are_refused(valid, problems):
 def test_positions_of_documents_are_refused_where_the_row_is_one(valid, problems):
     skips, full = "datasets.short.pose={target: 4K}", "stages.0.attention=full"
     (sentence,) = problems(sets=[skips, full])
-    assert "positions begin anew in every document" in sentence
+    assert "positions restart in every document" in sentence
     assert "datasets.short.attention: full" in sentence
     assert load_recipe(valid, [skips, full, "datasets.short.attention=full"])
     assert load_recipe(valid, [skips, full, "datasets.short.cip={}"])

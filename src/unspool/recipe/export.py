@@ -154,7 +154,7 @@ def _card_facts(
         config=config,
         checks=[Check(**asdict(check)) for check in checks],
         versions=versions(),
-        licence=_licence(base) if base else None,
+        licence=_license(base) if base else None,
         base_id=base if base and "/" in base and not Path(base).exists() else None,
         results=results,
         stage=checkpoint.stage,
@@ -169,7 +169,7 @@ def _base_model(checkpoint: Checkpoint, results: RunResults | None) -> str | Non
     return resolve_path(named, results.run_dir) if isinstance(named, str) else None
 
 
-def _licence(base: str) -> str | None:
+def _license(base: str) -> str | None:
     """The license in a model's card, in its folder or on the Hub."""
     path = Path(base)
     try:

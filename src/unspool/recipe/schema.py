@@ -191,7 +191,7 @@ def _pose_problems(index: int, stage: Mapping[str, Any], name: str, entry: Mappi
     moves_chunks = any(entry.get(key) for key, strategy in STRATEGIES.items() if strategy.moves_chunks)
     is_full = entry.get("attention") == "full" or moves_chunks
     if stage.get("attention") == "full" and not is_full:
-        text = "its positions begin anew in every document (pose), and the stage attends across documents"
+        text = "its positions restart in every document (pose), and the stage attends across documents"
         way_out = f"set datasets.{name}.attention: full, or leave stages.{index}.attention out."
         yield Problem(place=place, text=f"{text}; {way_out}")
 

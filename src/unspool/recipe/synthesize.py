@@ -1,4 +1,4 @@
-"""The `synth` part of a recipe: corpora, then one folder of conversations per set.
+"""Generate the `synth` sets of a recipe: tokenize their sources, then write one folder of conversations per set.
 
 Everything that can be checked is checked before any request is sent. A set whose inputs and settings have not changed
 is not generated again.

@@ -10,6 +10,7 @@ from unspool import __version__
 from unspool.core.artifacts import write_atomic
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.core.stats import ALPHA
+from unspool.core.tables import markdown_lines
 from unspool.recipe.load import load_recipe
 from unspool.recipe.run import REPORT
 from unspool.reporting.page import write_report
@@ -168,7 +169,7 @@ def _ranking(result: dict[str, Any]) -> Iterator[str]:
             yield ""
     yield seeds_sentence(result)
     yield ""
-    yield from _table(*ranking_rows(result))
+    yield from markdown_lines(*ranking_rows(result))
 
 
 def seeds_sentence(result: dict[str, Any]) -> str:
@@ -196,14 +197,12 @@ def ranking_rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return ["rank", "arm", *kinds, "n", "seeds", "against", "in", "difference", "p", "verdict"], rows
 
 
-def _measure(table: dict[str, Any]) -> Iterator[str]:
+def _measure(table: dict[str, Any]) -> list[str]:
     kind = table["kind"]
     known = [arm for arm, entry in table["arms"].items() if entry["mean"] is not None]
-    sign = -1 if table["higher_is_better"] else 1
-    order = sorted(known, key=lambda arm: sign * table["arms"][arm]["mean"])
-    order += [arm for arm in table["arms"] if arm not in known]
+    order = sorted(known, key=lambda arm: table["arms"][arm]["mean"], reverse=table["higher_is_better"])
     rows = []
-    for arm in order:
+    for arm in [*order, *(arm for arm in table["arms"] if arm not in known)]:
         entry = table["arms"][arm]
         first = [arm, show_mean(entry, kind), str(entry["n"])]
         compared = [one for one in table["comparisons"] if one["arm"] == arm]
@@ -212,20 +211,12 @@ def _measure(table: dict[str, Any]) -> Iterator[str]:
         for at, one in enumerate(compared):
             cells = [one["against"], show_gap(one, kind), show_p(one), one["says"]]
             rows.append([*(first if at == 0 else ["", "", ""]), *cells])
-    yield from _table(["arm", table["measure"], "n", "against", "difference", "p", "verdict"], rows)
+    return markdown_lines(["arm", table["measure"], "n", "against", "difference", "p", "verdict"], rows)
 
 
-def _runs(result: dict[str, Any]) -> Iterator[str]:
+def _runs(result: dict[str, Any]) -> list[str]:
     rows = [
         [entry["run"], entry["state"], "yes" if entry["compared"] else "no", (entry["error"] or "").split("\n")[0]]
         for entry in result["runs"]
     ]
-    return _table(["run", "state", "compared", "error"], rows)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield f"| {' | '.join('---' for _ in head)} |"
-    for row in rows:
-        cells = [cell.replace("|", "\\|") for cell in row]
-        yield f"| {' | '.join(cells)} |"
+    return markdown_lines(["run", "state", "compared", "error"], rows)
