@@ -6,7 +6,7 @@ import pytest
 import typer
 
 from unspool import __version__
-from unspool.cli.main import Verbs, build_app
+from unspool.cli.main import Commands, build_app
 from unspool.core.errors import ConfigError, DataError
 
 RECIPE = """\
@@ -115,7 +115,7 @@ def test_version_is_printed(capsys):
 
 
 def app_that_raises(error: BaseException) -> typer.Typer:
-    app = typer.Typer(cls=Verbs)
+    app = typer.Typer(cls=Commands)
 
     @app.command()
     def fail() -> None:

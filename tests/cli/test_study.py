@@ -100,7 +100,7 @@ def test_what_arms_have_in_common_is_made_once(whole):
     out, result = whole
 
     assert result.stderr.count("corpus books: tokenizing") == 1
-    assert result.stderr.count("rows long: packing") == 3, "two seeds, and the tangled rows of one"
+    assert result.stderr.count("dataset long: packing") == 3, "two seeds, and the tangled rows of one"
     assert result.stderr.count("scores of base (not built yet)") == 2, "prompts depend on the seed"
     files = [next((out / name / "corpus" / "books").glob("*.arrow")) for name in RUNS]
     assert len({path.stat().st_ino for path in files}) == 1, "the same file, not five"
@@ -234,7 +234,7 @@ def test_a_run_that_another_process_is_at_is_passed_over(study, tmp_path):
         fcntl.flock(file, fcntl.LOCK_EX)
         result = invoke("study", str(study), "--out", str(out), "--only", "plain-s0")
     assert result.exit_code == 0
-    assert "another process is at it" in result.stderr
+    assert "locked by another process; skipping" in result.stderr
     assert not (out / "plain-s0").exists()
 
 
@@ -284,7 +284,7 @@ def test_what_was_run_elsewhere_is_compared_without_its_data(study, finished, tm
             ["--set", "stages.0.lr=fast"],
             "error: --set stages.0.lr=fast: arm plain: stages.0.lr = fast: must be a number",
         ),
-        (["--only", "tangle"], "error: --only utk: no arm is called 'tangle'; did you mean 'tangled'?"),
+        (["--only", "tangle"], "error: --only tangle: no arm is called 'tangle'; did you mean 'tangled'?"),
         (["--set", "device=cuda"], "device: cuda is not available here"),
     ],
 )

@@ -120,4 +120,4 @@ def test_what_is_registered_after_a_recipe_was_loaded_is_known_to_the_checker(va
         methods.ROPE_METHODS.pop("squared", None)
         monkeypatch.undo()
         DatasetConfig.model_rebuild(force=True)
-    assert "reversed" not in recipe_schema()["properties"]["datasets"]["additionalProperties"]["properties"]
+    assert "reversed" not in recipe_schema()["$defs"]["DatasetConfig"]["properties"]

@@ -92,7 +92,13 @@ class Current:
         return core_schema.no_info_plain_validator_function(lambda value: self.adapter().validate_python(value))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return handler(self.adapter().core_schema)
+        return handler(self.json_core_schema())
+
+    def json_core_schema(self) -> CoreSchema:
+        # By reference, so that the class has an entry of its own in the JSON schema's `$defs`.
+        ref = f"{self._cls.__module__}.{self._cls.__qualname__}:{id(self._cls)}"
+        named: Any = {**self.adapter().core_schema, "ref": ref}
+        return core_schema.definitions_schema(core_schema.definition_reference_schema(ref), [named])
 
 
 class FromRegistry(Current):
@@ -119,6 +125,10 @@ class FromRegistry(Current):
             union = Annotated[union, Field(discriminator=self._tag)] if len(classes) > 1 else union
             self._union = TypeAdapter(Annotated[union, BeforeValidator(self._add_default)])
         return self._union
+
+    def json_core_schema(self) -> CoreSchema:
+        schema: CoreSchema = self.adapter().core_schema
+        return schema
 
     def _add_default(self, value: Any) -> Any:
         is_missing = self._default is not None and isinstance(value, dict) and self._tag not in value
