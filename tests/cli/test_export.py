@@ -196,5 +196,5 @@ def test_the_other_process_refuses_to_be_anything_but_plain(tmp_path, monkeypatc
     monkeypatch.setattr("sys.stdin", [json.dumps(request)])
     monkeypatch.setattr("sys.stdout", sys.stdout)
     plain_logits.main()
-    assert "not a plain process: unspool" in json.loads(capsys.readouterr().out)["error"]
+    assert "unspool is loaded, so this is not plain transformers" in json.loads(capsys.readouterr().out)["error"]
     assert not out.exists()
