@@ -16,7 +16,7 @@ from unspool.data.packing.store import open_rows
 from unspool.models.config import SIZES
 from unspool.studies.load import check_study_inputs, load_study
 
-STAGE = {"name": "sft", "context": 512, "mix": {"talks": 1}, "tokens": 1024, "batch": 512, "lr": 1e-3}
+STAGE = {"name": "sft", "context_length": 512, "mix": {"talks": 1}, "tokens": 1024, "batch_tokens": 512, "lr": 1e-3}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,7 +64,7 @@ def test_one_command_generates_packs_and_trains_and_does_it_once(tmp_path):
     ("changes", "sentence"),
     [
         ({"path": "synth:lnog"}, "'lnog' is no set of `synth`; did you mean 'long'? sets here: long."),
-        ({"kind": "jsonl"}, "read by sources of kind: chat only."),
+        ({"kind": "jsonl"}, "only sources of kind: chat can read the conversations of `synth`."),
     ],
 )
 def test_a_source_that_cannot_be_made_so_is_refused_before_any_work(changes, sentence, tmp_path):
