@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from unspool.training.optim.adamw import ParamState, Rates, build_trained, collect, update_all
-from unspool.training.optim.adamw8bit import Quantized
+from unspool.training.optim.adamw import AdamW
+from unspool.training.optim.base import ParamState, Rates
 
 RESULTS = Path(__file__).parent / "results" / "optimizers.json"
 MODES = [(weights, states) for weights in ("fp32", "bf16") for states in ("fp32", "8bit")]
@@ -57,19 +57,22 @@ def time_update(
     if device.type == "cuda":
         shapes = _fitting(shapes, 12 if weights == "bf16" else 18, torch.cuda.mem_get_info(device)[0] * 0.9)
     in_bf16 = device.type == "cuda" or weights == "bf16"
-    trained = [_parameter(number, shape, weights, states, in_bf16, device) for number, shape in enumerate(shapes)]
-    for one in trained:
-        collect(one, torch.randn(one.weight.shape, device=device, dtype=torch.bfloat16))
+    optimizer = AdamW(in_8bit=states == "8bit")
+    params = [_parameter(number, shape, weights, in_bf16, device) for number, shape in enumerate(shapes)]
+    for param in params:
+        param.state = optimizer.init_state(param)
+        grad = torch.randn(param.weight.shape, device=device, dtype=torch.bfloat16)
+        param.grad = grad.float() if optimizer.takes_fp32_grad(param) else grad
     rates = Rates(lr=1e-5, betas=(0.9, 0.95), seed=0, scale=1.0)
     seconds = []
     for _ in range(repeats + 1):
         _wait(device)
         began = time.perf_counter()
-        update_all(trained, rates)
+        optimizer.step(params, rates)
         _wait(device)
         seconds.append(time.perf_counter() - began)
-    parameters = sum(one.weight.numel() for one in trained)
-    moved = sum(_bytes(one) for one in trained)
+    parameters = sum(param.weight.numel() for param in params)
+    moved = sum(_bytes(optimizer, param) for param in params)
     return {
         "weights": weights,
         "states": states,
@@ -94,13 +97,11 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * len(source) / min(seconds)
 
 
-def _parameter(
-    number: int, shape: tuple[int, ...], weights: str, states: str, in_bf16: bool, device: torch.device
-) -> ParamState:
+def _parameter(number: int, shape: tuple[int, ...], weights: str, in_bf16: bool, device: torch.device) -> ParamState:
     weight = torch.zeros(shape, device=device, dtype=torch.bfloat16 if weights == "bf16" else torch.float32)
     computed = weight.to(torch.bfloat16) if in_bf16 and weights == "fp32" else None
-    return build_trained(
-        f"parameter {number}", weight, computed, share=1.0, decay=0.1 * (len(shape) > 1), in_8bit=states == "8bit"
+    return ParamState(
+        name=f"parameter {number}", weight=weight, bf16_copy=computed, weight_decay=0.1 * (len(shape) > 1)
     )
 
 
@@ -114,12 +115,10 @@ def _fitting(shapes: list[tuple[int, ...]], per_parameter: int, room: float) -> 
     return kept
 
 
-def _bytes(one: ParamState) -> int:
-    """Weight and moments are read and written, the gradient is read, the copy written."""
-    both = [one.weight]
-    for moment in (one.first, one.second):
-        both += [moment.codes, moment.scales] if isinstance(moment, Quantized) else [moment]
-    once = [tensor for tensor in (one.grad, one.computed) if tensor is not None]
+def _bytes(optimizer: AdamW, param: ParamState) -> int:
+    """Weight and moments are read and written, the gradient is read, the bf16 copy written."""
+    both = [param.weight, *(tensor for tensor in optimizer.state_tensors(param).values() if tensor.dim())]
+    once = [tensor for tensor in (param.grad, param.bf16_copy) if tensor is not None]
     return sum(2 * part.numel() * part.element_size() for part in both) + sum(
         part.numel() * part.element_size() for part in once
     )

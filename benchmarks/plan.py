@@ -19,9 +19,9 @@ from gpu import RESULTS, in_own_process, machine, require_gpu, save
 
 from training import CASES, DEVICE, LARGE, LLAMA_8B, Case, ours
 from unspool.planning.calibration import measure
-from unspool.planning.cost import REFERENCE, Gpu, Shape, named_like
-from unspool.planning.footprint import GIB, PARTS, Held, footprint
-from unspool.planning.step_time import documents, pace_of, step_seconds
+from unspool.planning.cost import REFERENCE, Gpu, Shape, match_gpu
+from unspool.planning.footprint import GIB, PARTS, StepSetup, footprint
+from unspool.planning.step_time import device_speed, documents, step_seconds
 from unspool.training.config import StageConfig
 
 MEMORY_GOAL, TIME_GOAL = 0.10, 0.15
@@ -93,7 +93,7 @@ def measured_layers(name: str) -> dict[str, Any]:
 
 def own_gpu() -> Gpu:
     properties = torch.cuda.get_device_properties(0)
-    return named_like(properties.name, float(properties.total_memory)) or REFERENCE
+    return match_gpu(properties.name, float(properties.total_memory)) or REFERENCE
 
 
 def compared(name: str, measured: dict[str, Any] | None, *, calibrate: bool) -> dict[str, Any]:
@@ -124,18 +124,17 @@ def ratios(wanted: dict[str, Any], measured: dict[str, Any]) -> dict[str, float]
 
 def predicted(case: Case, gpu: Gpu, factors: dict[str, Any] | None = None) -> Predicted:
     shape, stage = shape_of(case), stage_of(case)
-    held = Held(
+    setup = StepSetup(
         tokens=case.length,
         micro_batches=case.rows_per_step,
         policy=stage.memory,
-        weights=stage.optimizer.weights,
-        states=stage.optimizer.states,
+        optimizer=stage.optimizer,
         compiled=True,
     )
-    pace = pace_of(gpu)
+    speed = device_speed(gpu)
     if factors is not None:
-        pace = replace(pace, layers=factors["layers"], rest=factors["rest"])
-    memory, seconds = footprint(shape, held), step_seconds(shape, held, documents([case.length]), pace)
+        speed = replace(speed, layers=factors["layers"], rest=factors["rest"])
+    memory, seconds = footprint(shape, setup), step_seconds(shape, setup, documents([case.length]), speed)
     grown = sum(getattr(memory, part) for part in ("checkpoints", "kept", "layer", "batch"))
     device = memory.device + (factors["activations"] - 1 if factors else 0) * grown
     return Predicted(

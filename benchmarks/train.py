@@ -35,7 +35,7 @@ from unspool.models.memory.checkpointing import apply_memory
 from unspool.training.config import StageConfig
 from unspool.training.loader import build_step
 from unspool.training.metrics.flops import count_flops, peak_flops
-from unspool.training.optim.base import build_updater
+from unspool.training.optim.updater import build_updater
 from unspool.training.step import train_step
 
 LLAMA_8B = {

@@ -47,10 +47,15 @@ from unspool.synthesis.config import (
     ServerGenerator,
     SynthConfig,
 )
-from unspool.training.config import AttentionDistillationConfig, SamplesConfig, StageConfig, ValidationConfig
-from unspool.training.optim.config import OptimizerConfig
+from unspool.training.config import (
+    AttentionDistillationConfig,
+    GuardConfig,
+    SamplesConfig,
+    StageConfig,
+    ValidationConfig,
+)
+from unspool.training.optim.config import AdamWConfig
 from unspool.training.parallel.config import ParallelConfig
-from unspool.training.spike_guard import GuardConfig
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "unspool"
@@ -179,7 +184,7 @@ TABLES: dict[str, type[Config]] = {
     "datasets: replace": ReplaceConfig,
     "stages": StageConfig,
     "stages: attention_distillation": AttentionDistillationConfig,
-    "stages: optimizer": OptimizerConfig,
+    "stages: optimizer": AdamWConfig,
     "stages: parallel": ParallelConfig,
     "stages: guard": GuardConfig,
     "stages: validation": ValidationConfig,

@@ -1,16 +1,18 @@
 """Write the tables of docs/scaling.md between their marks: `python tools/scaling_tables.py`; `--check` changes nothing.
 
-Everything in them is computed by unspool/train/cost.py from a model's shape, the rates measured on one H200 and the
-link speeds of its `Rates`.
+Everything in them is computed from a model's shape, the rates measured on one H200, and link speeds. Layers compute in
+bf16 and are recomputed in the backward pass, ranks keep fp32 shards of weights, moments and gradients, and one row is
+one micro-batch. The allocator's gaps, NCCL's buffers (about 1 GiB) and the CUDA context (about 0.5) are not included.
 """
 
 import re
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from unspool.core.sizes import format_size
-from unspool.planning.cost import Rates, Shape, memory, seconds, sent
+from unspool.planning.cost import FULL, HALF, LOGITS_BYTES, Links, Shape, kv_slices, own_tokens, sent
 from unspool.training.parallel.config import Layout, fits_heads
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
@@ -29,6 +31,120 @@ GIB = 1 << 30
 ROOM = 68 * GIB
 HOST_ROOM = 128 * GIB  # for one device: half of what machines with eight of them usually have
 BATCH = 8 << 20  # tokens of a step, ProLong's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Memory settings of a stage (docs/memory.md)."""
+
+    offload: bool = True
+    layers_per_checkpoint: int = 1
+    mlp_tiles: int | None = 16384
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one device, at the moment of the backward pass when a layer is computed again; and on its host."""
+
+    states: float  # this rank's parts of masters, moments and gradients
+    gathered: float  # layers that are whole: the one at work, the next, and its gradient on the way
+    head: float  # the head, whole throughout a step, and its gradient
+    checkpoints: float  # inputs of layers
+    layer: float  # what one layer has at once
+    loss: float  # a chunk of logits, gradients of states
+    host: float  # checkpoints that wait there; of this rank
+
+    @property
+    def device(self) -> float:
+        """The loss is computed when no layer is at work."""
+        return self.states + self.gathered + self.head + self.checkpoints + max(self.layer, self.loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates(Links):
+    """Operations and bytes per second, measured on one H200."""
+
+    matmul: float = 750e12
+    attention_forward: float = 617e12
+    attention_backward: float = 543e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Of one row on one rank; weights travel beside computing, keys beside attention, heads beside nothing."""
+
+    matmul: float
+    attention: float
+    weights: float
+    heads: float
+    keys: float
+
+    @property
+    def row(self) -> float:
+        """With all that can be hidden hidden."""
+        computing = self.matmul + max(self.attention, self.keys)
+        return max(computing, self.weights) + self.heads
+
+
+def memory(shape: Shape, layout: Layout, row: int, settings: Settings | None = None) -> Memory:
+    """Of a rank that trains rows of `row` tokens, one at a time."""
+    settings = settings or Settings()
+    parts = layout.shard * layout.sequence_ranks
+    tokens = own_tokens(layout, row)
+    checkpoints = shape.num_layers / settings.layers_per_checkpoint * tokens * shape.hidden * HALF
+    together = settings.layers_per_checkpoint * shape.layer_params
+    alone = parts * layout.replicate == 1
+    return Memory(
+        states=4 * FULL * shape.params / parts,
+        # One at work, one coming, and the gradient of one as it was computed and as it is summed.
+        gathered=HALF * shape.params if alone else (2 * HALF + HALF + FULL) * together,
+        head=0 if alone else (HALF + FULL) * shape.table_params,
+        checkpoints=0 if settings.offload else checkpoints,
+        layer=settings.layers_per_checkpoint * _layer(shape, layout, tokens, settings),
+        loss=min(LOGITS_BYTES, HALF * shape.vocabulary * tokens) + 2 * HALF * shape.hidden * tokens,
+        host=checkpoints if settings.offload else 0,
+    )
+
+
+def _layer(shape: Shape, layout: Layout, tokens: int, settings: Settings) -> float:
+    """The larger of attention's backward pass and the MLP's, and four states: input, gradient, norm, residual."""
+    queries = shape.num_heads * shape.head_dim
+    keys = 2 * kv_slices(shape, layout.ulysses) * shape.head_dim
+    # Queries, keys, values and output with their gradients; the kernel sums the queries' gradient in fp32.
+    attention = HALF * 2 * (2 * queries + keys) + FULL * queries
+    if layout.ulysses > 1:
+        # What is sent and what is received of the larger message.
+        attention += HALF * 2 * (queries + keys)
+    if layout.ring > 1:
+        # Keys and values of two ranks, and their gradients in fp32, each coming and going.
+        attention += 2 * (HALF + FULL) * keys
+    # Gate, up, their product, and the gradients of all three.
+    inside = HALF * 6 * shape.intermediate * min(tokens, settings.mlp_tiles or tokens)
+    return max(attention * tokens, inside) + 4 * HALF * shape.hidden * tokens
+
+
+def seconds(shape: Shape, layout: Layout, row: int, rates: Rates | None = None) -> Seconds:
+    """`row` is one document: attention of shorter ones takes less."""
+    rates = rates or Rates()
+    tokens = own_tokens(layout, row)
+    forward = attention_flops(shape, row) / layout.sequence_ranks
+    bytes_sent = sent(shape, layout, row)
+    parts = layout.shard * layout.sequence_ranks
+    # Rings over whole nodes use all their cards at once; keys go from one device to one other.
+    collective = rates.inside if parts <= rates.node else min(rates.inside, rates.node * rates.between)
+    return Seconds(
+        matmul=8 * shape.matmul_params * tokens / rates.matmul,
+        # The backward pass has five products where the forward pass has two.
+        attention=2 * forward / rates.attention_forward + 2.5 * forward / rates.attention_backward,
+        weights=bytes_sent.weights / collective,
+        heads=bytes_sent.heads / (rates.inside if layout.ulysses <= rates.node else rates.between),
+        keys=bytes_sent.keys / (rates.inside if layout.sequence_ranks <= rates.node else rates.between),
+    )
+
+
+def attention_flops(shape: Shape, row: int) -> float:
+    """Of the forward pass over one causal row: scores and sums of values, half of them."""
+    return 2.0 * row * row * shape.num_heads * shape.head_dim * shape.num_layers
 
 
 def choose(shape: Shape, context: int, devices: int, *, ring: bool = True) -> Layout | None:

@@ -83,7 +83,7 @@ def test_a_killed_rank_ends_the_job_and_a_restart_loses_and_repeats_nothing(reci
     os.kill(rank_process(1, out), signal.SIGKILL)
     _, said = killed.communicate(timeout=SECONDS)
     assert killed.returncode != 0
-    named = re.findall(r"rank 1 is gone: it stood at step (\d+)", said)
+    named = re.findall(r"rank 1 died at step (\d+)", said)
     assert len(named) == 1, said
     assert int(named[0]) >= 6
 
@@ -93,7 +93,7 @@ def test_a_killed_rank_ends_the_job_and_a_restart_loses_and_repeats_nothing(reci
     os.kill(rank_process(0, out), signal.SIGKILL)
     _, said = restarted.communicate(timeout=SECONDS)
     assert restarted.returncode == 0, said
-    assert "rank 0 is gone: it stood at step" in said
+    assert "rank 0 died at step" in said
     assert "resuming after step" in said
 
     place, wanted = out / "stages" / "first", whole / "stages" / "first"
@@ -114,7 +114,7 @@ def test_a_job_that_is_asked_to_stop_saves_and_goes_on(recipe, tmp_path):
     _, said = asked.communicate(timeout=SECONDS)
     assert asked.returncode != 0
     assert "stopped by SIGTERM, saved as step-" in said, said
-    assert "is gone" not in said
+    assert " died" not in said
 
     again = job(recipe, out, gpus=1, restarts=0)
     _, said = again.communicate(timeout=SECONDS)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from factory import save_mini
 from unspool.cli.main import build_app
 from unspool.planning.calibration import Calibration, save_calibration
-from unspool.planning.model_shape import planned_model
+from unspool.planning.recipe_inputs import planned_model
 from unspool.recipe.load import load_recipe
 
 
@@ -37,7 +37,7 @@ def test_a_person_sees_data_memory_time_and_settings():
         "120 steps",
         "books-32k",
         "epochs",
-        "FLOP a token",
+        "FLOP per token",
         "positions",
         "GiB",
         "tokens/s",
@@ -99,11 +99,11 @@ def test_json_of_what_does_not_fit_tells_the_ways_out():
     ("options", "told"),
     [
         (["tiny", "--gpu", "h999"], "--gpu 'h999' is not known"),
-        (["tiny", "--gpu", "h200", "--host-mem", "much"], "--host-mem 'much' is no size of memory"),
-        (["tiny", "--measure"], "--measure needs a GPU"),
+        (["tiny", "--gpu", "h200", "--host-mem", "much"], "--host-mem 'much' is not a size"),
+        (["tiny", "--measure"], "--measure needs a known local GPU"),
         (["nothing"], "neither a file nor a bundled recipe"),
         (["tiny", "--gpu", "h200", "--set", "stages.0.lr=no"], "stages.0.lr"),
-        (["tiny", "--gpu", "h200", "--model", "./nowhere"], "is not here"),
+        (["tiny", "--gpu", "h200", "--model", "./nowhere"], "not found, so its shape is unknown"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(options, told):
@@ -130,7 +130,7 @@ def test_a_measurement_in_the_runs_folder_is_used_and_said(mini, tmp_path):
     save_calibration(measured, tmp_path / "run")
     done = run(mini, "--gpu", "h200", "--json")
     after = json.loads(done.stdout)
-    assert "measured here" in after["machine"]["rates"]
+    assert "measured: " in after["machine"]["rates"]
     one, other = (plan["stages"][0]["chosen"] for plan in (before, after))
     assert other["seconds"]["loss"] == pytest.approx(3 * one["seconds"]["loss"])
     assert other["memory"]["parts"]["kept"] == pytest.approx(1.5 * one["memory"]["parts"]["kept"])

@@ -8,7 +8,9 @@ import torch
 from factory import build_model, build_stage, random_row
 from unspool.training.config import StageConfig
 from unspool.training.loader import build_step
-from unspool.training.optim.base import Updater, build_updater
+from unspool.training.optim.adamw import AdamW
+from unspool.training.optim.base import ParamState
+from unspool.training.optim.updater import Updater, build_updater
 from unspool.training.step import StepResult, train_step
 
 MODES = [
@@ -16,6 +18,20 @@ MODES = [
     for weights, states, step in product(("fp32", "bf16"), ("fp32", "8bit"), ("after", "in-backward"))
 ]
 ROWS: dict[str, Any] = {"long": [random_row((20, 12), seed) for seed in range(4)]}
+
+
+def adamw_param(
+    name: str,
+    weight: torch.Tensor,
+    bf16_copy: torch.Tensor | None = None,
+    *,
+    weight_decay: float = 0.0,
+    in_8bit: bool,
+) -> ParamState:
+    """A parameter with AdamW's state before the first step."""
+    param = ParamState(name=name, weight=weight, bf16_copy=bf16_copy, weight_decay=weight_decay)
+    param.state = AdamW(in_8bit=in_8bit).init_state(param)
+    return param
 
 
 def mode_name(mode: dict[str, str]) -> str:

@@ -1,10 +1,11 @@
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from factory import random_row
-from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.row import IGNORE, labels
-from unspool.data.strategies.base import finish_rows
+from unspool.data.strategies.pose import PoseConfig, skip_positions
 from unspool.training.batch import build_batch, row_sums
 
 ROWS = [random_row((5, 3), 1, mask=0.3), random_row((8,), 2), random_row((4, 4), 3, attention="full", mask=0.5)]
@@ -54,8 +55,9 @@ def test_row_sums_keep_a_small_row_beside_a_huge_one():
 
 def test_positions_of_rows_arrive_in_the_batch():
     """Rows of 8 tokens with the positions of 64, eight of them to a context of 64."""
-    config = DatasetConfig.model_validate({"from": "a", "seq_len": 8, "attention": "full", "pose": {"target": 64}})
-    skipped = finish_rows([random_row((5, 3), seed) for seed in range(7)], config, np.random.default_rng(0))
+    rows = [random_row((5, 3), seed, attention="full") for seed in range(7)]
+    positions = skip_positions(np.full(7, 8), PoseConfig(target=64), np.random.default_rng(0)).reshape(7, 8)
+    skipped = [replace(row, positions=each) for row, each in zip(rows, positions, strict=True)]
     plain = random_row((5, 3), 7)
     batch = build_batch([*skipped, plain], attention="intra_document")
 

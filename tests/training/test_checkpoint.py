@@ -11,7 +11,7 @@ from safetensors import safe_open
 from factory import build_model, build_stage, random_tokens
 from unspool.training.checkpoint import save as checkpoint_module
 from unspool.training.checkpoint.save import KEEP, STATE, checkpoints, newest_checkpoint, write_checkpoint
-from unspool.training.optim.base import build_updater
+from unspool.training.optim.updater import build_updater
 
 
 def trained(family: str = "llama", steps: int = 2, **changes):
@@ -62,7 +62,7 @@ def test_without_moments_the_next_update_would_differ(tmp_path):
     model, updater = trained()
     save(tmp_path, updater, 2)
     fresh, fresh_updater = trained(steps=0, seed=1)
-    moments = fresh_updater.moment_tensors()
+    moments = fresh_updater.optimizer_tensors()
     fresh_updater.load_state_tensors(newest_checkpoint(tmp_path).tensors() | moments)
 
     update(model, updater, seed=9)
@@ -154,7 +154,7 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_it_used(kind, tm
     assert found is not None
     assert found.step == 2
     sentence = capsys.readouterr().err
-    assert sentence.startswith("checkpoint step-000004 cannot be used (")
+    assert sentence.startswith("checkpoint step-000004 is damaged (")
     assert said in sentence
 
 

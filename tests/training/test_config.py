@@ -31,35 +31,38 @@ def test_a_last_step_that_would_not_be_full_is_left_out():
         ({"mix": {"long": 0}}, "every share must be above 0"),
         ({"lr": 0}, "greater than 0"),
         ({"lr_overrides": {"mlp": -1e-3}}, "every lr must be 0 or more"),
-        ({"export_context_length": 64}, "claim must not exceed context"),
+        ({"export_context_length": 64}, "export_context_length must not exceed context_length"),
         (
             {"export_context_length": 16, "rope": {"method": "yarn"}},
-            "claim cannot be below context with method yarn",
+            "export_context_length cannot be below context_length with method yarn",
         ),
         (
             {"attention_distillation": {"datasets": "short", "before": 8, "lr": 1e-3}},
-            r"refit\.before has nothing to do while position is",
+            r"attention_distillation\.before has no effect while rope is unchanged",
         ),
         (
             {"attention_distillation": {"datasets": "short", "lr": 1e-3}},
-            "give before or after, numbers of steps, or during, a weight",
+            r"set before or after \(steps\) or during \(a weight\)",
         ),
         (
             {"attention_distillation": {"datasets": {"short": 0}, "after": 8, "lr": 1e-3}},
-            "name rows, or rows with shares above 0",
+            "give a dataset, or datasets with shares above 0",
         ),
         (
             {"attention_distillation": {"datasets": "", "after": 8, "lr": 1e-3}},
-            "name rows, or rows with shares above 0",
+            "give a dataset, or datasets with shares above 0",
         ),
-        ({"attention_distillation": {"datasets": "short", "after": 8}}, "give lr, the highest rate of its own steps"),
+        (
+            {"attention_distillation": {"datasets": "short", "after": 8}},
+            "set lr, the peak learning rate of its own steps",
+        ),
         (
             {"attention_distillation": {"datasets": "held", "after": 8, "lr": 1e-3}, "validation": {"dataset": "held"}},
-            r"validation\.rows held are in refit\.rows",
+            r"validation\.dataset held is in attention_distillation\.datasets",
         ),
         ({"warmup_ratio": 1}, "less than 1"),
         ({"name": "../out"}, "pattern"),
-        ({"attention": "window"}, "'documents' or 'full'"),
+        ({"attention": "window"}, "'intra_document' or 'full'"),
         ({"learning_rate": 1}, "Extra inputs"),
     ],
 )
@@ -68,10 +71,12 @@ def test_impossible_stages_are_refused(changes, wanted):
         build_stage(**changes)
 
 
-def test_a_refit_has_shares_and_a_smaller_rate_after_training():
-    refit = build_stage(attention_distillation={"datasets": "short", "after": 8, "lr": 4e-3}).attention_distillation
+def test_a_distillation_has_shares_and_a_smaller_rate_after_training():
+    distillation = build_stage(
+        attention_distillation={"datasets": "short", "after": 8, "lr": 4e-3}
+    ).attention_distillation
 
-    assert (refit.shares, refit.lr_after, refit.before) == ({"short": 1.0}, 1e-3, 0)
+    assert (distillation.shares, distillation.lr_after, distillation.before) == ({"short": 1.0}, 1e-3, 0)
     assert (
         build_stage(
             attention_distillation={"datasets": {"a": 3, "b": 1}, "after": 8, "lr": 1, "after_lr": 2}

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from factory import CPU, build_model, packed_inputs, random_tokens
-from unspool.training.metrics.flops import Speed, count_flops, known_peak, peak_flops, visible_pairs
+from unspool.training.metrics.flops import MfuCounter, count_flops, known_peak, peak_flops, visible_pairs
 
 # The shape of factory.SHAPE: two layers, hidden 32, MLP 48, 4 heads of 8 (2 for keys), vocabulary 300.
 PROJECTIONS = 32 * 32 + 2 * 32 * 16 + 32 * 32
@@ -148,6 +148,6 @@ def test_an_8b_model_at_64k_comes_out_at_the_published_rate():
     # A rate that transformers with Liger reached on an H200: 427 TFLOP/s by this convention, 43% of 989.
     rate = count_flops(model).step([65536]) / 65536 * 4423
     assert rate == pytest.approx(427e12, rel=2e-3)
-    assert Speed(count_flops(model), known_peak("NVIDIA H200")).mfu([65536], 65536 / 4423) == pytest.approx(
+    assert MfuCounter(count_flops(model), known_peak("NVIDIA H200")).mfu([65536], 65536 / 4423) == pytest.approx(
         0.432, abs=1e-3
     )

@@ -65,18 +65,21 @@ def test_a_finished_stage_is_not_trained_again_for_other_memory_settings(materia
     assert read_manifest(plain) == before
 
 
-def test_a_stage_finished_before_there_were_more_settings_than_recompute_is_still_up_to_date(plain):
+def test_a_stage_finished_before_there_were_other_memory_settings_is_still_up_to_date(plain):
     stage = read_manifest(plain)["settings"]["stage"]
 
-    assert stage["recompute"] == "none"
+    assert stage["activation_checkpointing"] == "none"
     assert not {"layers_per_checkpoint", "offload", "mlp_tiles", "attention_heads_at_once"} & stage.keys()
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"offload": True}, "offload moves the checkpoints.*set recompute to full or keep-attention"),
-        ({"layers_per_checkpoint": 4}, "layers_per_checkpoint=4.*set recompute to full or keep-attention"),
+        ({"offload": True}, "offload moves the checkpoints.*set activation_checkpointing to full or keep-attention"),
+        (
+            {"layers_per_checkpoint": 4},
+            "layers_per_checkpoint=4.*set activation_checkpointing to full or keep-attention",
+        ),
         ({"activation_checkpointing": "some"}, "'none', 'keep-attention' or 'full'"),
         ({"attention_heads_at_once": 0}, "greater than or equal to 1"),
         ({"mlp_tiles": 0}, "a size must be between 1"),

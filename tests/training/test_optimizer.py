@@ -7,11 +7,11 @@ import torch
 
 from factory import build_model, build_stage
 from unspool.core.errors import ConfigError
-from unspool.training.optim import base as optimizer_module
-from unspool.training.optim.adamw import Rates, build_trained, numbers_of, update_by_operators
-from unspool.training.optim.base import build_updater
+from unspool.training.optim.adamw import AdamW, factors_of, update_by_operators
+from unspool.training.optim.base import Rates
+from unspool.training.optim.updater import build_updater
 
-from .optimizer_runs import assert_same, copied, small_model, start, take
+from .optimizer_runs import adamw_param, assert_same, copied, small_model, start, take
 
 PLAIN = {"weights": "fp32", "states": "fp32", "step": "after"}
 
@@ -59,7 +59,7 @@ def steps_of_torch(num_steps: int) -> dict[str, torch.Tensor]:
 
 
 def test_fp32_is_torchs_own_adamw_bit_for_bit():
-    model, updater, stage = start(PLAIN, batch=64, micro_batch_tokens=32, tokens=64)
+    model, updater, stage = start(PLAIN, batch_tokens=64, micro_batch_tokens=32, tokens=64)
 
     results = take(model, updater, stage, range(4))
 
@@ -71,12 +71,12 @@ def apart_from_torch(*, count_from: int) -> float:
     """Largest difference after some steps of our own formula, which 8-bit and bf16 modes use, with all in fp32."""
     rng = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(64, 64, generator=rng) * 0.02)
-    ours = build_trained("w", weight.data.clone(), None, share=1.0, decay=0.1, in_8bit=False)
+    ours = adamw_param("w", weight.data.clone(), None, weight_decay=0.1, in_8bit=False)
     optimizer = torch.optim.AdamW([weight], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     rates = Rates(lr=1e-3, betas=(0.9, 0.95), seed=0, scale=1.0)
     for step in range(5):
         weight.grad = torch.randn(64, 64, generator=rng)
-        update_by_operators(ours, weight.grad, numbers_of(rates, 1.0, 0.1, count_from + step), (0, 0))
+        update_by_operators(ours, weight.grad, factors_of(rates, 1.0, 0.1, count_from + step), (0, 0))
         optimizer.step()
     return float((ours.weight - weight.data).abs().max())
 
@@ -145,7 +145,7 @@ def test_an_lr_for_that_cannot_be_meant_is_refused(lr_overrides, says):
 
 def test_gradients_are_clipped_to_the_norm_asked_for_and_reported_as_they_were(monkeypatch):
     scales = []
-    monkeypatch.setattr(optimizer_module, "update_all", lambda trained, rates: scales.append(rates.scale))
+    monkeypatch.setattr(AdamW, "step", lambda self, params, rates: scales.append(rates.scale))
     for clip in (1e9, 2.0):
         model = build_model()
         updater = build_updater(build_stage(max_grad_norm=clip), model)

@@ -6,20 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from unspool.training.optim import adamw as adamw_module
 from unspool.training.optim.adamw import (
-    ParamState,
-    Rates,
-    build_trained,
-    numbers_of,
+    AdamW,
+    factors_of,
     rounding_key,
-    update_all,
     update_by_operators,
 )
 from unspool.training.optim.adamw8bit import Quantized
-from unspool.training.optim.base import build_updater
+from unspool.training.optim.base import ParamState, Rates
+from unspool.training.optim.updater import build_updater
 
-from .optimizer_runs import MODES, assert_same, copied, mode_name, small_model, stage_of, take
+from .optimizer_runs import MODES, adamw_param, assert_same, copied, mode_name, small_model, stage_of, take
 
 pytestmark = pytest.mark.gpu
 RATES = Rates(lr=1e-3, betas=(0.9, 0.95), seed=3, scale=0.7)
@@ -30,7 +27,7 @@ KINDS = list(product((torch.float32, torch.bfloat16), (True, False), ((96, 160),
 def build_one(dtype: torch.dtype, in_8bit: bool, shape: tuple[int, ...]) -> ParamState:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(0.02).cuda()
     computed = weight.to(torch.bfloat16) if dtype == torch.float32 else None
-    return build_trained("w", weight.to(dtype), computed, share=1.0, decay=0.1, in_8bit=in_8bit)
+    return adamw_param("w", weight.to(dtype), computed, weight_decay=0.1, in_8bit=in_8bit)
 
 
 def gradient(shape: tuple[int, ...], step: int) -> torch.Tensor:
@@ -39,8 +36,8 @@ def gradient(shape: tuple[int, ...], step: int) -> torch.Tensor:
 
 
 def parts(one: ParamState) -> dict[str, torch.Tensor]:
-    found = {"weight": one.weight} | ({} if one.computed is None else {"computed": one.computed})
-    for name, moment in (("first", one.first), ("second", one.second)):
+    found = {"weight": one.weight} | ({} if one.bf16_copy is None else {"computed": one.bf16_copy})
+    for name, moment in (("first", one.state.first), ("second", one.state.second)):
         if isinstance(moment, Quantized):
             found |= {f"{name} codes": moment.codes, f"{name} scales": moment.scales}
         else:
@@ -54,9 +51,9 @@ def test_the_kernel_computes_what_plain_operators_do(dtype, in_8bit, shape):
 
     plain, fused = (build_one(dtype, in_8bit, shape) for _ in range(2))
     for step in range(1, 6):
-        numbers, key = numbers_of(RATES, 1.0, 0.1, step), rounding_key(RATES.seed, step, "w")
-        update_by_operators(plain, gradient(shape, step), numbers, key)
-        update_in_one_pass(fused, gradient(shape, step), numbers, key, None)
+        factors, key = factors_of(RATES, 1.0, 0.1, step), rounding_key(RATES.seed, step, "w")
+        update_by_operators(plain, gradient(shape, step), factors, key)
+        update_in_one_pass(fused, gradient(shape, step), factors, key, None)
 
     # The same roundings in the same order. Should a compiler fuse two of them, a few values differ by their last bit,
     # and of codes and of bf16 fewer still.
@@ -77,11 +74,11 @@ def test_the_kernel_computes_what_plain_operators_do(dtype, in_8bit, shape):
 @pytest.mark.parametrize("in_8bit", [True, False])
 def test_the_same_update_on_the_cpu_has_the_same_random_bits(in_8bit):
     there = build_one(torch.bfloat16, in_8bit, (96, 160))
-    here = build_trained("w", there.weight.cpu().clone(), None, share=1.0, decay=0.1, in_8bit=in_8bit)
+    here = adamw_param("w", there.weight.cpu().clone(), None, weight_decay=0.1, in_8bit=in_8bit)
     there.grad, here.grad = gradient((96, 160), 1), gradient((96, 160), 1).cpu()
 
     for one in (there, here):
-        update_all([one], RATES)
+        AdamW().step([one], RATES)
 
     assert float((there.weight.cpu() != here.weight).float().mean()) < 1e-3
 
@@ -93,7 +90,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(dtype, in_8bit, shape, no
     before = copied(parts(one))
     one.grad = gradient(shape, 1).float() * norm
 
-    adamw_module.update_one(one, RATES, torch.tensor(norm, device="cuda"))
+    AdamW().step_in_backward(one, RATES, torch.tensor(norm, device="cuda"))
 
     assert_same(parts(one), before)
 

@@ -10,12 +10,14 @@ from pydantic import ValidationError
 
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.training.optim import adamw as adamw_module
-from unspool.training.optim import base as optimizer_module
-from unspool.training.optim.adamw import build_trained
+from unspool.training.optim import updater as optimizer_module
+from unspool.training.optim.adamw import AdamW
 from unspool.training.optim.adamw8bit import Quantized
-from unspool.training.optim.config import OptimizerConfig
+from unspool.training.optim.base import ParamState, Rates
+from unspool.training.optim.config import AdamWConfig
+from unspool.training.optim.updater import Updater
 
-from .optimizer_runs import MODES, assert_same, copied, mode_name, small_model, stage_of, start, take
+from .optimizer_runs import MODES, adamw_param, assert_same, copied, mode_name, small_model, stage_of, start, take
 
 every_mode = pytest.mark.parametrize("mode", MODES, ids=mode_name)
 both_weights = pytest.mark.parametrize("weights", ["fp32", "bf16"])
@@ -82,34 +84,32 @@ def test_the_seed_of_rounding_is_part_of_the_state(weights):
 def test_moments_are_handed_on_to_a_stage_of_another_kind(states):
     model, updater, stage = start({"states": states})
     take(model, updater, stage, range(3))
-    saved = copied(updater.moment_tensors())
+    saved = copied(updater.optimizer_tensors())
     other = "8bit" if states == "fp32" else "fp32"
     _, later, _ = start({"states": other})
 
-    later.load_moments(saved)
+    later.load_optimizer(saved)
 
-    for one, its in zip(updater._trained, later._trained, strict=True):
-        assert its.count == one.count == int(its.steps) == 3
+    for one, its in zip(updater._params, later._params, strict=True):
+        assert its.state.count == one.state.count == int(its.state.steps) == 3
         wanted, found = (
-            moment.read() if isinstance(moment, Quantized) else moment for moment in (one.first, its.first)
+            moment.read() if isinstance(moment, Quantized) else moment for moment in (one.state.first, its.state.first)
         )
         torch.testing.assert_close(found, wanted, rtol=0, atol=0.04 * float(wanted.abs().max()))
         assert (found != 0).any()
 
 
 def test_rows_added_to_an_embedding_start_without_moments():
-    small, large = (
-        build_trained("e", torch.zeros(rows, 64), None, share=1, decay=0, in_8bit=True) for rows in (64, 68)
-    )
-    assert isinstance(small.first, Quantized)
-    small.first.write(torch.ones(64, 64))
-    small.set_count(2)
+    small, large = (adamw_param("e", torch.zeros(rows, 64), None, weight_decay=0, in_8bit=True) for rows in (64, 68))
+    assert isinstance(small.state.first, Quantized)
+    small.state.first.write(torch.ones(64, 64))
+    small.state.set_count(2)
 
-    optimizer_module.load_moment(large, optimizer_module.moment_tensors(small))
+    AdamW().load_state(large, AdamW().state_tensors(small))
 
-    assert isinstance(large.first, Quantized)
-    assert large.first.read()[:64].eq(1).all()
-    assert large.first.read()[64:].eq(0).all()
+    assert isinstance(large.state.first, Quantized)
+    assert large.state.first.read()[:64].eq(1).all()
+    assert large.state.first.read()[64:].eq(0).all()
 
 
 # Stepping in the backward pass
@@ -122,7 +122,7 @@ def test_in_backward_is_the_same_where_nothing_is_clipped(weights, states, famil
     found, wanted = [], []
     for step, into in (("after", wanted), ("in-backward", found)):
         mode = {"weights": weights, "states": states, "step": step}
-        model, updater, stage = start(mode, family=family, clip=1e9)
+        model, updater, stage = start(mode, family=family, max_grad_norm=1e9)
         into += [take(model, updater, stage, range(3)), updater.state_tensors(), dict(model.named_parameters())]
         assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -142,7 +142,7 @@ def test_in_backward_is_the_same_where_nothing_is_clipped(weights, states, famil
 def test_in_backward_steps_no_weight_that_is_still_needed_where_layers_are_computed_again(memory):
     found = []
     for step in ("after", "in-backward"):
-        model, stage = small_model(), stage_of({"step": step}, clip=1e9, **memory)
+        model, stage = small_model(), stage_of({"step": step}, max_grad_norm=1e9, **memory)
         apply_memory(model, stage.memory)
         updater = optimizer_module.build_updater(stage, model)
         take(model, updater, stage, range(2))
@@ -155,7 +155,7 @@ def test_gradients_are_gone_before_the_backward_pass_ends():
     model, updater, stage = start({"step": "in-backward"})
     held = []
     embedding = model.get_input_embeddings().weight
-    embedding.register_hook(lambda grad: held.append(sum(one.grad is not None for one in updater._trained)))
+    embedding.register_hook(lambda grad: held.append(sum(one.grad is not None for one in updater._params)))
 
     take(model, updater, stage, range(1))
 
@@ -174,13 +174,13 @@ def test_a_tied_weight_that_gets_two_gradients_is_not_stepped_twice():
 
 def test_clipping_goes_by_the_norm_of_the_step_before(monkeypatch):
     scales = []
-    true_update = optimizer_module.update_one
+    true_step = AdamW.step_in_backward
     monkeypatch.setattr(
-        optimizer_module,
-        "update_one",
-        lambda one, rates, norm: scales.append(rates.scale) or true_update(one, rates, norm),
+        AdamW,
+        "step_in_backward",
+        lambda self, one, rates, norm: scales.append(rates.scale) or true_step(self, one, rates, norm),
     )
-    model, updater, stage = start({"step": "in-backward"}, clip=0.5)
+    model, updater, stage = start({"step": "in-backward"}, max_grad_norm=0.5)
 
     results = take(model, updater, stage, range(3))
 
@@ -207,12 +207,19 @@ def test_in_backward_a_gradient_that_is_not_finite_leaves_its_parameter_alone_an
 
 
 def test_in_backward_needs_one_micro_batch():
-    with pytest.raises(ValidationError, match=r"batch must equal micro_batch \(32 tokens\)"):
-        stage_of({"step": "in-backward"}, batch=64, tokens=64)
-    stage_of({"step": "in-backward"}, batch=64, tokens=64, micro_batch_tokens=64)
+    with pytest.raises(ValidationError, match=r"batch_tokens must equal micro_batch_tokens \(32 tokens\)"):
+        stage_of({"step": "in-backward"}, batch_tokens=64, tokens=64)
+    stage_of({"step": "in-backward"}, batch_tokens=64, tokens=64, micro_batch_tokens=64)
 
 
 # bf16
+
+
+def accumulate(param: ParamState, grad: torch.Tensor) -> None:
+    updater = Updater(
+        torch.nn.Module(), [param], AdamW(), betas=(0.9, 0.95), max_grad_norm=1.0, seed=0, in_backward=False
+    )
+    updater.add({param.name: grad})
 
 
 def test_tables_of_positions_stay_fp32():
@@ -231,9 +238,9 @@ def test_tables_of_positions_stay_fp32():
 def test_gradients_of_micro_batches_are_added_in_fp32(micro_batches):
     """2⁻⁹ at a time, which bf16 would lose beside 1."""
     weight = torch.zeros(4096, dtype=torch.bfloat16)
-    one = build_trained("w", weight, None, share=1, decay=0, in_8bit=True)
+    one = adamw_param("w", weight, None, weight_decay=0, in_8bit=True)
     for number in range(micro_batches):
-        adamw_module.collect(one, torch.full((4096,), 2.0**-9 if number else 1.0, dtype=torch.bfloat16))
+        accumulate(one, torch.full((4096,), 2.0**-9 if number else 1.0, dtype=torch.bfloat16))
 
     assert one.grad is not None
     assert one.grad.dtype == (torch.float32 if micro_batches > 1 else torch.bfloat16)
@@ -244,10 +251,10 @@ def drift(monkeypatch, *, nearest: bool) -> float:
     """Mean of weights of 1 after 50 steps down of 1e-4 each, a fortieth of what bf16 can say near 1."""
     if nearest:
         monkeypatch.setattr(adamw_module, "round_stochastic", lambda value, key: value.bfloat16())
-    one = build_trained("w", torch.ones(8192, dtype=torch.bfloat16), None, share=1, decay=0, in_8bit=True)
+    one = adamw_param("w", torch.ones(8192, dtype=torch.bfloat16), None, weight_decay=0, in_8bit=True)
     for _ in range(50):
         one.grad = torch.ones(8192, dtype=torch.bfloat16)
-        adamw_module.update_all([one], adamw_module.Rates(lr=1e-4, betas=(0.9, 0.95), seed=0, scale=1.0))
+        AdamW().step([one], Rates(lr=1e-4, betas=(0.9, 0.95), seed=0, scale=1.0))
     return float(one.weight.double().mean())
 
 
@@ -281,20 +288,18 @@ def test_every_mode_trains_to_the_same_loss(mode):
 
 def held_bytes(mode: dict[str, str], *, on_gpu: bool) -> float:
     """Bytes per parameter of a large matrix between backward and update, from the tensors themselves."""
-    config = OptimizerConfig.model_validate(mode)
+    config = AdamWConfig.model_validate(mode)
     size = 1 << 16
     in_bf16 = on_gpu or config.weights == "bf16"
     parameter = torch.zeros(size, dtype=torch.bfloat16 if in_bf16 else torch.float32)
     has_master = in_bf16 and config.weights == "fp32"
     weight = torch.zeros(size) if has_master else parameter
-    one = build_trained(
-        "w", weight, parameter if has_master else None, share=1, decay=0, in_8bit=config.states == "8bit"
-    )
+    one = adamw_param("w", weight, parameter if has_master else None, weight_decay=0, in_8bit=config.states == "8bit")
     held = [parameter, *([weight] if has_master else [])]
-    for moment in (one.first, one.second):
+    for moment in (one.state.first, one.state.second):
         held += [moment.codes, moment.scales] if isinstance(moment, Quantized) else [moment]
     if config.step == "after":
-        adamw_module.collect(one, torch.zeros_like(parameter))
+        accumulate(one, torch.zeros_like(parameter))
         assert one.grad is not None
         held.append(one.grad)
     return sum(tensor.numel() * tensor.element_size() for tensor in held) / size

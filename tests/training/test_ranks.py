@@ -18,14 +18,30 @@ import torch.distributed as dist
 
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.training.parallel import watchdog
-from unspool.training.parallel.ranks import Ranks, pick_backend, ranks, read_place
-from unspool.training.parallel.watchdog import Beat, Heartbeat, Limits, gone_sentence, hang_sentence
+from unspool.training.parallel.ranks import Ranks, init_ranks, pick_backend, read_rank_env
+from unspool.training.parallel.watchdog import Heartbeat, Limits, Watchdog, dead_message, hang_message
 
 # For ranks of which none falls silent: however slow the machine is, none is taken for one that did.
-PATIENT = Limits(beat=0.1, gone=60.0, suspected=60.0, hang=60.0, first=60.0, grace=30.0)
+PATIENT = Limits(
+    interval=0.1,
+    dead_after=60.0,
+    dead_after_lost_connection=60.0,
+    hung_after=60.0,
+    hung_after_in_first_steps=60.0,
+    grace=30.0,
+)
 SECONDS = 300  # of all ranks together; only those that wait for each other reach it
 STEPS, BAD_STEP = 8, 5
-BEAT = Beat(number=1, step=7, marks=9, doing="computing", still=31.0, stuck=False, waits=False, where="f (x.py:3)")
+BEAT = Heartbeat(
+    number=1,
+    step=7,
+    marks=9,
+    activity="computing",
+    idle=31.0,
+    is_stuck=False,
+    in_collective=False,
+    location="f (x.py:3)",
+)
 
 
 def environment(rank: int, world_size: int, port: int = 1) -> dict[str, str]:
@@ -94,7 +110,7 @@ def _fork(work: Callable[[Ranks], None], env: dict[str, str], said: Path, limits
         # Not pytest's, which would keep what is said.
         sys.stderr = os.fdopen(2, "w")
         torch.set_num_threads(1)
-        with ranks("cpu", env=env, limits=limits) as mine:
+        with init_ranks("cpu", env=env, limits=limits) as mine:
             work(mine)
         code = 0
     except SystemExit as left:
@@ -108,10 +124,10 @@ def _fork(work: Callable[[Ranks], None], env: dict[str, str], said: Path, limits
 
 def steps(mine: Ranks, at_bad: Callable[[], None], *, rank: int = 1) -> None:
     for step in range(1, STEPS + 1):
-        mine.at(step)
+        mine.enter_step(step)
         if step == BAD_STEP and mine.rank == rank:
             # The other may be a step behind, and would name that one.
-            while any(beat.step < BAD_STEP for beat in mine.heartbeat._others().values()):
+            while any(beat.step < BAD_STEP for beat in mine.watchdog._read_others().values()):
                 time.sleep(0.01)
             at_bad()
         dist.all_reduce(torch.ones(1))
@@ -119,11 +135,11 @@ def steps(mine: Ranks, at_bad: Callable[[], None], *, rank: int = 1) -> None:
 
 def test_one_rank_has_no_process_group():
     for env in ({}, environment(0, 1)):
-        with ranks("cpu", env=env) as mine:
+        with init_ranks("cpu", env=env) as mine:
             assert not dist.is_initialized()
             assert (mine.rank, mine.world_size, mine.is_leader) == (0, 1, True)
-            mine.at(1)
-            mine.outside("saving")
+            mine.enter_step(1)
+            mine.leave_step("saving")
             mine.barrier("here")
             assert mine.broadcast("name", [1]) == [1]
             assert mine.any(True) and not mine.any(False)
@@ -139,11 +155,11 @@ def test_one_rank_has_no_process_group():
 )
 def test_an_environment_that_makes_no_sense_is_refused(env, told):
     with pytest.raises(ConfigError, match=told):
-        read_place(env)
+        read_rank_env(env)
 
 
 def test_ranks_that_share_a_gpu_do_not_talk_by_nccl():
-    place = read_place(environment(1, 2))
+    place = read_rank_env(environment(1, 2))
     assert pick_backend("cuda", place, num_devices=8) == (torch.device("cuda", 1), "cpu:gloo,cuda:nccl")
     assert pick_backend("cuda", place, num_devices=1) == (torch.device("cuda", 0), "cpu:gloo,cuda:gloo")
     assert pick_backend("cpu", place, num_devices=8) == (torch.device("cpu"), "gloo")
@@ -160,7 +176,7 @@ def test_ranks_meet_agree_and_leave(tmp_path):
         assert mine.any(mine.rank == 1) and not mine.any(False)
         assert mine.is_leader == (mine.rank == 0)
         steps(mine, lambda: None)
-        mine.outside("saving")
+        mine.leave_step("saving")
 
     codes, said = start(work, tmp_path)
     assert codes == [0, 0], said
@@ -170,41 +186,43 @@ def test_a_rank_may_be_still_for_longer_at_first_and_outside_of_steps_for_ever(m
     """By a clock that only goes on here: of a real one a slow machine makes what it likes."""
     now, told = 0.0, {}
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now, sleep=time.sleep))
-    limits = Limits(hang=30.0, first=600.0)
-    mine = Heartbeat(SimpleNamespace(set=told.__setitem__), rank=1, world_size=2, limits=limits)
+    limits = Limits(hung_after=30.0, hung_after_in_first_steps=600.0)
+    mine = Watchdog(SimpleNamespace(set=told.__setitem__), rank=1, world_size=2, limits=limits)
 
     def is_stuck_after(seconds: float) -> bool:
         nonlocal now
         now += seconds
-        mine._say_where()
-        return bool(json.loads(told["beat/1"])["stuck"])
+        mine._send()
+        return bool(json.loads(told["heartbeat/1"])["is_stuck"])
 
     for step in (1, 2):
-        mine.mark(step, "computing", counts=True)
+        mine.mark(step, "computing", timed=True)
         assert not is_stuck_after(5)
     assert not is_stuck_after(590) and is_stuck_after(10)
-    mine.mark(3, "saving", counts=False)
+    mine.mark(3, "saving", timed=False)
     assert not is_stuck_after(1e6)
-    mine = Heartbeat(SimpleNamespace(set=told.__setitem__), rank=1, world_size=2, limits=limits)
+    mine = Watchdog(SimpleNamespace(set=told.__setitem__), rank=1, world_size=2, limits=limits)
     for step in (1, 2, 3):
-        mine.mark(step, "computing", counts=True)
+        mine.mark(step, "computing", timed=True)
         now += 5
     assert not is_stuck_after(20) and is_stuck_after(10)
-    mine.mark(4, "computing", counts=True)
+    mine.mark(4, "computing", timed=True)
     assert not is_stuck_after(4 * 35 - 5) and is_stuck_after(10), "four times what a step has taken"
 
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_killed_rank_is_named_with_its_step_and_ends_the_others(bad, tmp_path):
     # Its beats must be missed within four of them after the connection was lost.
-    limits = replace(PATIENT, beat=2.0, suspected=0.5, grace=3.0)
+    limits = replace(PATIENT, interval=2.0, dead_after_lost_connection=0.5, grace=3.0)
     codes, said = start(
         lambda mine: steps(mine, lambda: os.kill(os.getpid(), signal.SIGKILL), rank=bad), tmp_path, limits=limits
     )
     assert codes[bad] == -signal.SIGKILL
     assert codes[1 - bad] != 0
-    # Without torchrun rank 0 keeps the meeting point, and takes it along.
-    wanted = f"rank 1 is gone: it stood at step {BAD_STEP}" if bad else f"stood at step {BAD_STEP} (computing)"
+    # Without torchrun rank 0 hosts the store, which is gone with it.
+    wanted = (
+        f"rank 1 died at step {BAD_STEP}" if bad else f"rank 1 at step {BAD_STEP} (computing): the rendezvous store"
+    )
     assert wanted in said[1 - bad], said
 
 
@@ -212,7 +230,7 @@ def test_a_rank_that_hangs_is_named_with_its_step_and_where(tmp_path):
     def stuck() -> None:
         time.sleep(10 * SECONDS)
 
-    codes, said = start(lambda mine: steps(mine, stuck), tmp_path, limits=replace(PATIENT, hang=5.0, grace=3.0))
+    codes, said = start(lambda mine: steps(mine, stuck), tmp_path, limits=replace(PATIENT, hung_after=5.0, grace=3.0))
     assert all(codes)
     assert f"rank 1 hangs at step {BAD_STEP}" in said[0]
     assert "in stuck (test_ranks.py:" in said[0]
@@ -226,7 +244,7 @@ def test_a_rank_that_raises_says_so_itself_and_the_others_end_quietly(tmp_path):
     codes, said = start(lambda mine: steps(mine, wrong), tmp_path)
     assert codes == [1, 2]
     assert said[1].splitlines() == [
-        f"rank 1 failed at step {BAD_STEP} (computing); the job is stopped",
+        f"rank 1 failed at step {BAD_STEP} (computing); stopping the job",
         "error: the disk is full; make room.",
     ]
     assert said[0] == ""
@@ -243,21 +261,23 @@ def test_a_mistake_that_all_ranks_find_is_told_once(tmp_path):
 
 def test_without_beats_a_rank_that_hangs_would_not_be_noticed(tmp_path, monkeypatch):
     """What is shown above is the heartbeat's doing."""
-    monkeypatch.setattr(Heartbeat, "_judge", lambda self: None)
-    limits = replace(PATIENT, gone=0.5, suspected=0.5, hang=0.5, first=0.5)
+    monkeypatch.setattr(Watchdog, "_find_failure", lambda self: None)
+    limits = replace(
+        PATIENT, dead_after=0.5, dead_after_lost_connection=0.5, hung_after=0.5, hung_after_in_first_steps=0.5
+    )
     codes, said = start(lambda mine: steps(mine, lambda: time.sleep(2)), tmp_path, limits=limits)
     assert codes == [0, 0], said
 
 
 def test_of_ranks_that_stand_still_those_are_named_that_others_wait_for():
-    waits = replace(BEAT, waits=True, where="all_reduce (x.py:1)", stuck=True)
-    assert hang_sentence({0: waits, 1: BEAT, 2: waits}).startswith("rank 1 hangs at step 7 (computing), in f (x.py:3)")
+    waits = replace(BEAT, in_collective=True, location="all_reduce (x.py:1)", is_stuck=True)
+    assert hang_message({0: waits, 1: BEAT, 2: waits}).startswith("rank 1 hangs at step 7 (computing) in f (x.py:3)")
     behind = replace(waits, step=6, marks=8)
-    assert hang_sentence({0: waits, 1: waits, 2: behind}).startswith("rank 2 hangs at step 6")
-    assert "rank 0 hangs" in hang_sentence({0: waits, 1: waits})
+    assert hang_message({0: waits, 1: waits, 2: behind}).startswith("rank 2 hangs at step 6")
+    assert "rank 0 hangs" in hang_message({0: waits, 1: waits})
 
 
 def test_several_that_are_gone_are_all_named():
-    told = gone_sentence({1: BEAT, 3: replace(BEAT, step=0, doing="loading")})
-    assert "rank 1 is gone: it stood at step 7" in told
-    assert "rank 3 is gone: it stood outside of steps (loading)" in told
+    told = dead_message({1: BEAT, 3: replace(BEAT, step=0, activity="loading")})
+    assert "rank 1 died at step 7" in told
+    assert "rank 3 died outside of steps (loading)" in told

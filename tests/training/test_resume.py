@@ -96,7 +96,7 @@ def test_a_stage_with_damaged_checkpoints_goes_back_further_and_ends_the_same(
     run(materials, out)
 
     said = capsys.readouterr().err
-    assert "checkpoint step-000004 cannot be used (" in said
+    assert "checkpoint step-000004 is damaged (" in said
     assert ("resuming after step 2" in said) == (damage == "one")
     assert_same_result(out, never_killed)
 
@@ -109,12 +109,12 @@ def test_a_result_that_cannot_be_written_is_told_in_a_sentence_and_costs_nothing
 
     out = tmp_path / "one"
     with monkeypatch.context() as patched:
-        patched.setattr("unspool.training.stage.save_handover", full)
+        patched.setattr("unspool.training.stage.save_stage_state", full)
         with pytest.raises(UnspoolError) as error:
             run(materials, out)
     assert str(error.value) == (
-        "stage one: its result could not be written (No space left on device); free some space and run the same "
-        "command again, which resumes from step-000006."
+        "stage one: cannot write its result (No space left on device); free some space and rerun the same "
+        "command, which resumes from step-000006."
     )
 
     run(materials, out)

@@ -5,7 +5,7 @@ import torch
 
 from factory import build_model, build_stage, build_tokenizer
 from unspool.core.errors import ConfigError
-from unspool.training.metrics.validation import build_samples, shown
+from unspool.training.metrics.validation import build_samples, escape
 
 
 def sampling(prompts, model=None, **options):
@@ -39,7 +39,7 @@ def test_nothing_is_written_after_the_end_of_a_text():
 
 
 def test_a_prompt_that_does_not_fit_is_refused():
-    with pytest.raises(ConfigError, match=r"the prompt the river the .*… of samples has \d+ tokens, which with 6"):
+    with pytest.raises(ConfigError, match=r"the sample prompt the river the .*… has \d+ tokens; with 6 generated"):
         sampling(["the river " * 40])
 
 
@@ -49,5 +49,5 @@ def test_a_stage_needs_at_least_one_prompt():
 
 
 def test_what_a_model_writes_cannot_move_the_cursor():
-    assert shown("a\nb\x1b[2J\u202eé\t[bold]") == "a\\nb\\x1b[2J\\u202eé\\t[bold]"
-    assert shown("x" * 500) == "x" * 399 + "…"
+    assert escape("a\nb\x1b[2J\u202eé\t[bold]") == "a\\nb\\x1b[2J\\u202eé\\t[bold]"
+    assert escape("x" * 500) == "x" * 399 + "…"

@@ -75,7 +75,7 @@ def test_the_second_checkpoint_waits_for_the_first_and_says_so(gate, tmp_path, m
         assert waits, "two were being written at once"
 
     said = capsys.readouterr().err
-    assert re.search(r"stage one: step 2 waited \d+ s for the checkpoint of step 1 to be written", said), said
+    assert re.search(r"stage one: step 2 waited \d+ s for the checkpoint of step 1;", said), said
     assert [path.name for path in checkpoints(tmp_path)] == ["step-000001", "step-000002"]
 
 
@@ -115,7 +115,7 @@ def test_a_full_disk_costs_the_new_checkpoint_only_and_training_goes_on(name, tm
         saver.save(state(3.0), {"step": 3}, {})
 
     said = capsys.readouterr().err
-    assert "the checkpoint of step 2 could not be written (No space left on device); step-000001 is there" in said
+    assert "cannot write the checkpoint of step 2 (No space left on device); the newest is step-000001" in said
     assert [path.name for path in checkpoints(tmp_path)] == ["step-000001", "step-000003"]
     assert newest_checkpoint(tmp_path).step == 3
 
@@ -163,4 +163,4 @@ def test_a_disk_that_is_really_full(tmp_path):
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["['step-000001'] 50000.0", "['step-000001', 'step-000003']"]
-    assert "step 2 could not be written (No space left on device); step-000001 is there" in done.stderr
+    assert "cannot write the checkpoint of step 2 (No space left on device); the newest is step-000001" in done.stderr

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from factory import build_stage
-from unspool.training.loop import learning_rate
+from unspool.training.schedule import learning_rate
 
 
 def rates(steps: int, **changes) -> list[float]:

@@ -116,11 +116,11 @@ def test_a_changed_setting_redoes_the_stage_and_says_which(change, reason, mater
 
 def test_changed_rows_and_a_changed_model_redo_the_stage_and_say_which(materials, finished, tmp_path, capsys):
     rows = save_rows(tmp_path / "short", SHORT[:4])
-    run(StageInputs(model=materials.model, datasets=materials.rows | {"short": rows}), finished)
+    run(StageInputs(model=materials.model, datasets=materials.datasets | {"short": rows}), finished)
     assert "(changed inputs: rows short)" in capsys.readouterr().err
 
     model = save_folder(tmp_path / "model", build_model(seed=1))
-    run(StageInputs(model=str(model), datasets=materials.rows | {"short": rows}), finished)
+    run(StageInputs(model=str(model), datasets=materials.datasets | {"short": rows}), finished)
     assert "(changed inputs: model)" in capsys.readouterr().err
 
 
@@ -144,8 +144,8 @@ def test_a_step_that_is_not_a_number_stops_with_the_step_the_rows_and_the_way_ou
         run(materials, tmp_path / "one", wild)
 
     sentence = str(error.value)
-    assert "stage one: step 2: the loss or gradient is not a number (rows " in sentence
-    assert "lowering stages.one.lr" in sentence
+    assert "stage one: step 2: the loss or gradient is not finite (rows " in sentence
+    assert "lower stages.one.lr" in sentence
     mix = Mix(STAGE.mix, {"long": 7, "short": 5}, {"long": 32, "short": 16}, 32, 0)
     assert all(f"{name}[{index}]" in sentence for slot in (2, 3) for name, index in mix.slot(slot))
     assert not (tmp_path / "one").exists()
@@ -158,7 +158,7 @@ def test_a_model_that_training_would_get_wrong_is_refused_before_any_step(materi
     model = save_folder(tmp_path / "model", build_model("Granite", logits_scaling=4.0))
 
     with pytest.raises(ConfigError, match="logits after the head"):
-        run(StageInputs(model=str(model), datasets=materials.rows), tmp_path / "one")
+        run(StageInputs(model=str(model), datasets=materials.datasets), tmp_path / "one")
 
     assert not (tmp_path / "one").exists()
 

@@ -26,8 +26,8 @@ from .stage_runs import STAGE, assert_same_result, kill_after_step, metrics, run
 
 def test_moments_of_an_earlier_stage_are_carried_on_and_only_if_given(materials, never_killed, tmp_path):
     start = str(never_killed / "model")
-    cold = StageInputs(model=start, datasets=materials.rows)
-    warm = StageInputs(model=start, datasets=materials.rows, moments=never_killed / OPTIMIZER)
+    cold = StageInputs(model=start, datasets=materials.datasets)
+    warm = StageInputs(model=start, datasets=materials.datasets, moments=never_killed / OPTIMIZER)
 
     run(cold, tmp_path / "cold" / "one")
     run(warm, tmp_path / "warm" / "one")
@@ -41,7 +41,9 @@ def test_moments_of_an_earlier_stage_are_carried_on_and_only_if_given(materials,
 
 
 def test_carried_moments_survive_a_kill(materials, never_killed, tmp_path, monkeypatch):
-    inputs = StageInputs(model=str(never_killed / "model"), datasets=materials.rows, moments=never_killed / OPTIMIZER)
+    inputs = StageInputs(
+        model=str(never_killed / "model"), datasets=materials.datasets, moments=never_killed / OPTIMIZER
+    )
     run(inputs, tmp_path / "whole" / "one")
     out = tmp_path / "killed" / "one"
     for number in (1, 3):
@@ -129,15 +131,15 @@ def test_tokens_in_reserve_become_knots_that_later_stages_find_and_leave_as_they
 def test_rows_that_were_tangled_for_another_tokenizer_are_refused(materials, tmp_path):
     model = reserve_tokens(Path(materials.model), tmp_path / "model")
     knots = knot_ids(AutoTokenizer.from_pretrained(materials.model))
-    rows = {"plain": materials.rows["long"], "knotty": tangled_rows(tmp_path / "tangled", knots)}
+    rows = {"plain": materials.datasets["long"], "knotty": tangled_rows(tmp_path / "tangled", knots)}
 
-    with pytest.raises(ConfigError, match=r"rows knotty: they hold <\|knot:D\|> as token 281, which is token 299 of"):
+    with pytest.raises(ConfigError, match=r"dataset knotty: <\|knot:D\|> is token 281 there, but token 299 of"):
         run(StageInputs(model=model, datasets=rows), tmp_path / "one", build_stage(mix={"knotty": 1.0}))
 
 
 def test_a_model_of_random_weights_is_trained_and_depends_on_the_seed(materials, tmp_path):
     new = NewModel.model_validate({"size": "4M", "tokenizer": materials.model, "context_length": 32})
-    inputs = StageInputs(model=new, datasets=materials.rows)
+    inputs = StageInputs(model=new, datasets=materials.datasets)
     stage = build_stage(mix=STAGE.mix, tokens=64)
     for name, seed in (("first", 0), ("again", 0), ("other", 1)):
         run(inputs, tmp_path / name, stage, seed)

@@ -10,7 +10,7 @@ from torch.nn import functional
 from factory import build_model, build_stage, random_row
 from unspool.data.packing.row import labels
 from unspool.training.loader import build_step
-from unspool.training.optim.base import build_updater
+from unspool.training.optim.updater import build_updater
 from unspool.training.step import train_step
 
 # Rows differ much in how many labels count, so that a mean of means would be another number.

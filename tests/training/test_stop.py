@@ -12,7 +12,7 @@ import pytest
 from factory import in_child, save_mini
 from unspool.training import loop as loop_module
 from unspool.training.checkpoint.save import checkpoints
-from unspool.training.interrupt import StoppedError, listen
+from unspool.training.schedule import StoppedError, catch_stop_signals
 
 from .stage_runs import assert_same_result, run
 
@@ -43,8 +43,8 @@ def test_a_signal_saves_the_running_step_and_loses_nothing(
     assert stopped.value.code == code
     assert signal.getsignal(number) == before
     said = capsys.readouterr().err
-    assert f"stage one: {number.name}: stopping after this step; a second one stops at once" in said
-    assert f"stage one: stopped by {number.name}, saved as step-000003; the same command goes on from there" in said
+    assert f"stage one: {number.name}: stopping after this step; send it again to stop at once" in said
+    assert f"stage one: stopped by {number.name}, saved as step-000003; rerun the same command to resume" in said
     assert [path.name for path in checkpoints(tmp_path / "one.work" / "checkpoints")] == ["step-000002", "step-000003"]
 
     run(materials, out)
@@ -60,7 +60,7 @@ def test_a_second_signal_ends_the_process_at_once(materials, tmp_path, monkeypat
 
 def test_elsewhere_than_in_the_main_thread_nothing_is_listened_to():
     def listening() -> None:
-        with listen("x") as stop:
+        with catch_stop_signals("x") as stop:
             found.append(stop.signal)
 
     found: list[object] = []

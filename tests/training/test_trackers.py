@@ -94,7 +94,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_left_alone(wandb, tmp_path, ca
     tracked.close()
 
     assert capsys.readouterr().err == (
-        "loggers: wandb failed and is left out from here on (no route to host); metrics.jsonl has everything\n"
+        "loggers: wandb failed and is dropped (no route to host); metrics.jsonl has everything\n"
     )
     assert run.finished, "what was sent before is not thrown away"
 
@@ -105,7 +105,7 @@ def test_a_tracker_that_cannot_start_does_not_end_the_run(wandb, tmp_path, capsy
 
     wandb.init = refuse
     opened(tmp_path).numbers(1, {"train/loss": 1.0})
-    assert "wandb failed and is left out from here on (api key not configured)" in capsys.readouterr().err
+    assert "wandb failed and is dropped (api key not configured)" in capsys.readouterr().err
 
 
 def test_one_that_fails_does_not_silence_another(wandb, tmp_path, monkeypatch):
@@ -131,7 +131,7 @@ def test_what_is_not_installed_is_refused_before_any_work(monkeypatch):
     check_trackers([])
     for name in ("tensorboard", "wandb"):
         with pytest.raises(
-            ConfigError, match=rf"loggers: {name} cannot .*; pip install 'unspool\[track\]', or leave it"
+            ConfigError, match=rf"loggers: cannot import {name} .*; pip install 'unspool\[track\]', or remove it"
         ):
             check_trackers([name])
 

@@ -19,7 +19,7 @@ import unspool.training.loop
 import unspool.verification.interruptions
 from unspool.models.memory.offload import Offloader
 from unspool.models.rotary import rotate_heads
-from unspool.training.optim.base import Updater
+from unspool.training.optim.updater import Updater
 
 from .mistakes import average_micro_batches, cross_documents, leak_attention, set_attention_lens, weigh_loss
 
@@ -101,7 +101,7 @@ def quantities(found) -> list[str]:
 
 
 def test_moments_that_are_not_restored(monkeypatch, case, results):
-    monkeypatch.setattr(Updater, "load_moments", lambda updater, saved: None)
+    monkeypatch.setattr(Updater, "load_optimizer", lambda updater, saved: None)
     assert quantities(results("resume", case("llama"))) == ["bits"]
 
 

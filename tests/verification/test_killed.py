@@ -7,7 +7,7 @@ import torch
 
 import unspool.training.checkpoint.resume
 import unspool.verification.interruptions
-from unspool.training.optim.base import Updater
+from unspool.training.optim.updater import Updater
 from unspool.verification.case import SkippedError
 from unspool.verification.fixtures import user_model
 from unspool.verification.interruptions import run_kills
@@ -58,7 +58,7 @@ def test_twenty_kills_change_no_bit(tmp_path):
 
 
 def without_moments(monkeypatch):
-    monkeypatch.setattr(Updater, "load_moments", lambda updater, saved: None)
+    monkeypatch.setattr(Updater, "load_optimizer", lambda updater, saved: None)
 
 
 def without_cutting_the_ledger(monkeypatch):

@@ -1,4 +1,4 @@
-"""`unspool plan`: tokens, memory, hours and settings of a recipe before anything is started."""
+"""`unspool plan`: tokens, memory, time and settings of a recipe before it runs."""
 
 import json
 import logging
@@ -17,6 +17,8 @@ from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count, format_size
 from unspool.planning.cost import GPUS
 
+logger = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -25,40 +27,42 @@ if TYPE_CHECKING:
     from unspool.planning.recipe_plan import Plan, StagePlan
     from unspool.recipe.load import LoadedRecipe
 
-logger = logging.getLogger(__name__)
-
 GIB = 1 << 30
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([GT])i?B?", re.IGNORECASE)
 
 
 def plan(
     recipe: RecipeArgument,
-    gpu: Annotated[str | None, typer.Option(help=f"{', '.join(GPUS)}; this machine's when not given.")] = None,
-    count: Annotated[int, typer.Option(min=1, max=65536, help="How many of them.")] = 1,
-    host_mem: Annotated[
-        str | None, typer.Option("--host-mem", help="Memory of one machine, such as 1.9T or 512G; 128G a GPU if not.")
+    gpu: Annotated[
+        str | None, typer.Option(help=f"GPU to plan for: {', '.join(GPUS)}. Default: the local GPU.")
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0, help="Of a GPU for an hour, to show what it costs.")] = None,
+    count: Annotated[int, typer.Option(min=1, max=65536, help="Number of GPUs.")] = 1,
+    host_mem: Annotated[
+        str | None,
+        typer.Option("--host-mem", help="Host memory of one machine, such as 512G or 1.9T. Default: 128G per GPU."),
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Price of a GPU hour, to print the cost.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="Folder or Hub id whose config has the model's shape, if the model is not here.")
+        str | None,
+        typer.Option(help="Folder or Hub id to read the model's config from, if the model itself is missing."),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Take a few steps on this machine's GPU first, and plan by those.")
+        bool, typer.Option("--measure", help="Measure a few steps on the local GPU first, and use the measured rates.")
     ] = False,
     overrides: Override = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Plan a recipe: tokens and epochs, memory, hours, settings that fit.
+    """Plan a recipe: tokens and epochs, memory, time, and settings that fit.
 
-    Reads no weights and writes nothing (but for --measure). A stage that does
-    not fit as it is written is refused, with the settings that do, and exit
-    code 2; paste them, and plan again.
+    Reads no weights and writes nothing (except with --measure). If a stage
+    does not fit as written, prints settings that do and exits with code 2.
+    Add them to the command and plan again.
 
         unspool plan smollm2-32k --gpu 4090
 
         unspool plan prolong-512k --gpu h100 --count 8 --host-mem 1.9T --price 2.5
 
-        unspool plan my.yaml --measure        calibrates itself on this GPU
+        unspool plan my.yaml --measure        measure rates on the local GPU
     """
     from unspool.planning.recipe_plan import as_plain, plan_recipe
     from unspool.recipe.load import load_recipe
@@ -82,26 +86,28 @@ def _machine(gpu: str | None, count: int, host_mem: str | None, *, here: bool) -
 
     own = _own_gpu() if gpu is None or here else None
     if here and own is None:
-        raise ConfigError("--measure needs a GPU that is known, and none was found here; plan with --gpu NAME instead.")
+        raise ConfigError("--measure needs a known local GPU, and there is none; use --gpu NAME instead.")
     if here and gpu is not None and own is not None and find_gpu(gpu) != own:
-        raise ConfigError(f"--measure measures this machine's {own.name}, not --gpu {gpu}; leave one of them out.")
+        raise ConfigError(
+            f"--measure uses the local {own.name}, so --gpu {gpu} cannot be combined with it; remove one of them."
+        )
     if gpu is None and own is None:
-        logger.info(f"no GPU here and no --gpu: planning for {REFERENCE.title}")
+        logger.info(f"no local GPU and no --gpu: planning for {REFERENCE.title}")
     return Machine(gpu=find_gpu(gpu) if gpu else own or REFERENCE, count=count, host=_bytes(host_mem))
 
 
 def _own_gpu() -> Any:
-    """What stands in this machine, if anything does; torch takes seconds to ask."""
+    """The local GPU, if there is one. Importing torch takes seconds, so ask nvidia-smi first."""
     if shutil.which("nvidia-smi") is None:
         return None
     import torch
 
-    from unspool.planning.cost import named_like
+    from unspool.planning.cost import match_gpu
 
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)
-    return named_like(properties.name, float(properties.total_memory))
+    return match_gpu(properties.name, float(properties.total_memory))
 
 
 def _bytes(text: str | None) -> float | None:
@@ -109,18 +115,20 @@ def _bytes(text: str | None) -> float | None:
         return None
     match = _BYTES.fullmatch(text.strip())
     if match is None or not float(match[1]):
-        raise ConfigError(f"--host-mem {text!r} is no size of memory; write 512G or 1.9T (powers of 1024).")
+        raise ConfigError(
+            f"--host-mem {text!r} is not a size; use a number with G or T, such as 512G or 1.9T (powers of 1024)."
+        )
     return float(match[1]) * (GIB if match[2].upper() == "G" else 1024 * GIB)
 
 
 def _saved(loaded: "LoadedRecipe", machine: "Machine", model: str | None) -> "Calibration | None":
     from unspool.planning.calibration import FILE, load_calibration
-    from unspool.planning.model_shape import planned_model
+    from unspool.planning.recipe_inputs import planned_model
 
     found = load_calibration(loaded.recipe.out)
-    if found is None or not found.is_for(machine.gpu.name, planned_model(loaded, model).shape):
+    if found is None or not found.matches(machine.gpu.name, planned_model(loaded, model).shape):
         return None
-    logger.info(f"rates measured earlier: {loaded.recipe.out / FILE}")
+    logger.info(f"using measured rates from {loaded.recipe.out / FILE}")
     return found
 
 
@@ -133,11 +141,11 @@ def _measured(loaded: "LoadedRecipe", machine: "Machine", model: str | None) -> 
     first = plan_recipe(loaded, machine, model=model)
     longest = max(first.stages, key=lambda planned: planned.stage.context_length)
     stage = longest.chosen.stage if longest.chosen else longest.stage
-    logger.info(f"measuring a few layers of stage {stage.name} on {machine.gpu.title}, six steps of some seconds …")
+    logger.info(f"measuring a few layers of stage {stage.name} on {machine.gpu.title}: six steps of a few seconds each")
     docs = first.data.documents[stage.name]
     found = measure(first.model.shape, stage, docs, machine.gpu, torch.device("cuda"))
     path = save_calibration(found, loaded.recipe.out)
-    logger.info(f"measured rates are kept in {path}, and used from now on")
+    logger.info(f"wrote measured rates to {path}; later plans use them")
     return found
 
 
@@ -146,14 +154,11 @@ def _refusals(found: "Plan") -> list[str]:
     for planned in found.stages:
         if planned.problem is None:
             continue
-        lines.append(f"stage {planned.stage.name} does not fit as it is written: {planned.problem.rstrip('.')}.")
-        lines += [f"stage {planned.stage.name} fits with {way.text}" for way in planned.ways]
-        if not planned.ways:
-            lines.append(f"stage {planned.stage.name}: nothing that was tried fits; use a smaller model.")
+        lines.append(f"stage {planned.stage.name} does not fit as written: {planned.problem.rstrip('.')}.")
+        lines += [f"stage {planned.stage.name} fits with {one.text}" for one in planned.alternatives]
+        if not planned.alternatives:
+            lines.append(f"stage {planned.stage.name}: no settings fit; use a smaller model.")
     return lines
-
-
-# The terminal
 
 
 def _print(found: "Plan", price: float | None) -> None:
@@ -175,7 +180,7 @@ def _print(found: "Plan", price: float | None) -> None:
 
 
 def _print_sources(console: "Console", found: "Plan") -> None:
-    table = _table("source", "has", "how that is known", "trained on", "epochs")
+    table = _table("source", "has", "how it is known", "trained on", "epochs")
     for source in found.data.sources:
         amount = source.available
         has = "?" if amount.tokens is None else format_count(amount.tokens)
@@ -188,7 +193,7 @@ def _print_stage(console: "Console", found: "Plan", planned: "StagePlan", price:
     steps = f"{stage.steps} steps of {format_size(stage.batch_tokens)} at {format_size(stage.context_length)}"
     console.print(f"\nstage {stage.name}", style="bold", end="")
     console.print(f"  {steps}, {format_count(stage.steps * stage.batch_tokens)} tokens")
-    table = _table("rows", "share", "tokens", "epochs", "documents", "how their length is known")
+    table = _table("dataset", "share", "tokens", "epochs", "documents", "how lengths are known")
     for use in uses:
         cells = (
             f"{use.share:.0%}",
@@ -199,35 +204,35 @@ def _print_stage(console: "Console", found: "Plan", planned: "StagePlan", price:
         )
         table.add_row(use.name, *cells)
     console.print(table)
-    flops = f"{format_count(planned.flops_per_token).replace('B', 'G')}FLOP a token"
-    console.print(f"work       {flops}, {planned.flops_per_token * stage.steps * stage.batch_tokens:.3g} in all")
+    flops = f"{format_count(planned.flops_per_token).replace('B', 'G')}FLOP per token"
+    console.print(f"work       {flops}, {planned.flops_per_token * stage.steps * stage.batch_tokens:.3g} in total")
     for line in planned.rope:
         console.print(f"positions  {line}", soft_wrap=True)
     if planned.problem:
-        console.print(f"as written it does not fit: {planned.problem}", style="red", soft_wrap=True)
+        console.print(f"does not fit as written: {planned.problem}", style="red", soft_wrap=True)
     if planned.chosen is None:
         return
     _print_estimate(console, planned, planned.chosen, price)
     if planned.faster is not None:
-        from unspool.planning.fit import set_words
+        from unspool.planning.fit import set_arguments
 
-        words = shlex.join(set_words(planned.index, stage, planned.faster.stage))
+        words = shlex.join(set_arguments(planned.index, stage, planned.faster.stage))
         saved = 1 - planned.faster.seconds.step / planned.chosen.seconds.step
         console.print(f"faster     by {saved:.0%}: {words}", style="green", soft_wrap=True)
     elif not stage.compile:
         console.print(
-            "hint       compile: true makes norms and gates about three times as fast on a GPU", soft_wrap=True
+            "hint       compile: true makes norms and gates about three times faster on a GPU", soft_wrap=True
         )
 
 
 def _print_estimate(console: "Console", planned: "StagePlan", chosen: "Estimate", price: float | None) -> None:
-    from unspool.planning.fit import set_words
+    from unspool.planning.fit import set_arguments
     from unspool.planning.footprint import PARTS
     from unspool.recipe.launch import told
 
     held, machine, seconds = chosen.footprint, chosen.machine, chosen.seconds
     parts = ", ".join(f"{part} {getattr(held, part) / GIB:.1f}" for part in PARTS if getattr(held, part) >= 0.05 * GIB)
-    room = f"{held.device / GIB:.1f} of {machine.room / GIB:.1f} GiB ({machine.gpu.gib:g} less what CUDA takes)"
+    room = f"{held.device / GIB:.1f} of {machine.room / GIB:.1f} GiB ({machine.gpu.gib:g} minus the CUDA context)"
     console.print(f"memory     {room} in {held.moment}", soft_wrap=True)
     console.print(
         f"           {parts}; host {held.host / GIB:.1f} of {machine.host_room / GIB:.0f} GiB", soft_wrap=True
@@ -236,9 +241,9 @@ def _print_estimate(console: "Console", planned: "StagePlan", chosen: "Estimate"
     console.print(f"policy     {_policy(chosen)}", soft_wrap=True)
     parts = ", ".join(f"{name} {value:.3g}" for name, value in vars(seconds).items() if value >= 0.005 * seconds.step)
     console.print(f"step       {seconds.step:.3g} s ({parts})", soft_wrap=True)
-    speed = f"{format_count(chosen.tokens_per_second / machine.count)} tokens/s and GPU, MFU {planned.mfu:.0%}"
+    speed = f"{format_count(chosen.tokens_per_second / machine.count)} tokens/s per GPU, MFU {planned.mfu:.0%}"
     console.print(f"time       {_time(chosen.hours, machine.count, price)}; {speed}", soft_wrap=True)
-    words = set_words(planned.index, planned.stage, chosen.stage)
+    words = set_arguments(planned.index, planned.stage, chosen.stage)
     if words:
         console.print(f"paste      {shlex.join(words)}", style="green", soft_wrap=True)
 
@@ -250,8 +255,9 @@ def _policy(chosen: "Estimate") -> str:
     words = [
         f"{name} {value}" for name, value in own.items() if name == "activation_checkpointing" or value != plain[name]
     ]
-    optimizer = chosen.stage.optimizer
-    words.append(f"optimizer {optimizer.weights} weights, {optimizer.states} states, step {optimizer.step}")
+    words.append(
+        f"optimizer {', '.join(f'{key} {value}' for key, value in chosen.stage.optimizer.model_dump().items())}"
+    )
     if chosen.stage.compile:
         words.append("compile")
     if chosen.stage.parallel.offload:
@@ -264,7 +270,7 @@ def _time(hours: float, count: int, price: float | None) -> str:
         f"{hours * 60:.3g} minutes" if hours < 1 else f"{hours:,.1f} hours" if hours < 96 else f"{hours / 24:,.1f} days"
     )
     gpus = f", {hours * count:,.3g} GPU hours" if hours * count < 100 else f", {hours * count:,.0f} GPU hours"
-    return spent + gpus + ("" if price is None else f", {price * hours * count:,.2f} at {price:g} an hour")
+    return spent + gpus + ("" if price is None else f", {price * hours * count:,.2f} at {price:g} per hour")
 
 
 def _epochs(use: Any) -> str:

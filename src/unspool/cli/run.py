@@ -121,9 +121,9 @@ def _opened(recipe: str, overrides: list[str] | None) -> Iterator[Any]:
     loaded = _loaded(recipe, overrides)
     # Import late, so that recipe errors appear immediately: these load torch.
     from unspool.recipe.run import open_run, pick_device
-    from unspool.training.parallel.ranks import ranks
+    from unspool.training.parallel.ranks import init_ranks
 
-    with ranks(pick_device(loaded.recipe.device).type) as these:
+    with init_ranks(pick_device(loaded.recipe.device).type) as these:
         yield open_run(loaded, these)
 
 

@@ -10,7 +10,15 @@ from functools import reduce
 from operator import or_
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
@@ -89,11 +97,11 @@ class FromRegistry(Current):
     """Pydantic annotation of a config whose class is looked up in a registry by the value of its key `tag`.
 
     Errors and the JSON schema are those of a discriminated union of the registered classes. The registry is read at
-    validation, so classes that are registered later are found too.
+    validation, so classes that are registered later are found too. Without the key, the class is that of `default`.
     """
 
-    def __init__(self, registry: Mapping[str, type[BaseModel]], tag: str) -> None:
-        self._registry, self._tag = registry, tag
+    def __init__(self, registry: Mapping[str, type[BaseModel]], tag: str, *, default: str | None = None) -> None:
+        self._registry, self._tag, self._default = registry, tag, default
         self._classes: tuple[type[BaseModel], ...] = ()
         self._union: TypeAdapter[Any]
 
@@ -102,5 +110,11 @@ class FromRegistry(Current):
         if classes != self._classes:
             self._classes = classes
             union: Any = reduce(or_, classes)
-            self._union = TypeAdapter(Annotated[union, Field(discriminator=self._tag)])
+            # A single class is no union, which a discriminator needs.
+            union = Annotated[union, Field(discriminator=self._tag)] if len(classes) > 1 else union
+            self._union = TypeAdapter(Annotated[union, BeforeValidator(self._add_default)])
         return self._union
+
+    def _add_default(self, value: Any) -> Any:
+        is_missing = self._default is not None and isinstance(value, dict) and self._tag not in value
+        return {self._tag: self._default, **value} if is_missing else value

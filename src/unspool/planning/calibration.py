@@ -1,10 +1,9 @@
-"""Measure what the cost model computes: steps of a few layers of the true shape, on this machine's GPU.
+"""Correct the cost model by measured steps of a few layers on the local GPU.
 
-In: a stage, its model's shape, how long its documents are. Out: a `Calibration`.
-Two models, of few and of some more layers, take whole steps with the trainer's own code under the stage's settings.
-The difference is what layers cost, the rest is head, loss and update; both are compared with what is computed for the
-same models, so that the factors hold for the whole one.
-Price: six steps of some seconds each. Long contexts are measured at the longest length whose steps take few seconds.
+Two models with 2 and 4 layers of the true shape take whole steps with the trainer's own code and the stage's settings.
+The difference is the cost of layers, the rest is head, loss and update. Both are divided by what is computed for the
+same models, and the factors apply to the full model. It takes six steps of a few seconds each. Long contexts are
+measured at the longest length whose steps take a few seconds.
 """
 
 import gc
@@ -27,52 +26,49 @@ from unspool.models.fuse import fuse_parts
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.planning.cost import Gpu, Shape
-from unspool.planning.footprint import Footprint, Held, footprint
-from unspool.planning.step_time import Documents, Pace, StepSeconds, documents, pace_of, step_seconds
+from unspool.planning.footprint import Footprint, StepSetup, footprint
+from unspool.planning.step_time import DeviceSpeed, Documents, StepSeconds, device_speed, documents, step_seconds
 from unspool.training.config import StageConfig
 from unspool.training.loader import build_step
-from unspool.training.optim.base import build_updater
+from unspool.training.optim.updater import build_updater
 from unspool.training.step import train_step
 
-# What a short measured run says about the cost model: factors for one GPU and one model's shape, in a small file.
-
-
 FILE = "calibration.json"
-# Beyond these a measurement is of something else: another program on the GPU, or too short a run.
-LEAST, MOST = 0.5, 3.0
+# Factors outside of these mean another program on the GPU, or too short a run.
+MIN_FACTOR, MAX_FACTOR = 0.5, 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    device: str  # as its driver calls it
-    gpu: str  # as `--gpu` does
+    device: str  # name by its driver
+    gpu: str  # name for `--gpu`
     versions: str
     shape: Shape
-    tokens: int  # of a micro-batch that was measured
+    tokens: int  # per measured micro-batch
     document_len: int
-    layers: float  # measured seconds ÷ computed ones
+    layers: float  # measured ÷ computed seconds
     rest: float
-    activations: float  # likewise of bytes
-    seconds: tuple[float, float]  # of a step with the fewer and with the more layers
+    activations: float  # measured ÷ computed bytes
+    seconds: tuple[float, float]  # per step, with fewer and with more layers
     num_layers: tuple[int, int]
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         few, many = self.num_layers
         return (
             f"{few} and {many} layers, {self.tokens} tokens on {self.device} ({self.versions}); layers take "
-            f"{self.layers:.2f}, the rest {self.rest:.2f} and activations {self.activations:.2f} times what is computed"
+            f"{self.layers:.2f}, the rest {self.rest:.2f} and activations {self.activations:.2f} times the computed"
         )
 
-    def correct(self, pace: Pace) -> Pace:
-        return replace(pace, layers=self.layers, rest=self.rest)
+    def correct(self, speed: DeviceSpeed) -> DeviceSpeed:
+        return replace(speed, layers=self.layers, rest=self.rest)
 
-    def is_for(self, gpu: str, shape: Shape) -> bool:
+    def matches(self, gpu: str, shape: Shape) -> bool:
         return (self.gpu, self.shape) == (gpu, shape)
 
 
-def bounded(factor: float) -> float:
-    return min(MOST, max(LEAST, factor))
+def _bound(factor: float) -> float:
+    return min(MAX_FACTOR, max(MIN_FACTOR, factor))
 
 
 def save_calibration(found: Calibration, folder: Path) -> Path:
@@ -83,7 +79,7 @@ def save_calibration(found: Calibration, folder: Path) -> Path:
 
 
 def load_calibration(folder: Path) -> Calibration | None:
-    """None where there is none, or one that cannot be read: it is only a help."""
+    """None if there is no readable file: a calibration is optional."""
     try:
         content = json.loads((folder / FILE).read_text())
         pairs = {name: tuple(content[name]) for name in ("seconds", "num_layers")}
@@ -93,8 +89,8 @@ def load_calibration(folder: Path) -> Calibration | None:
 
 
 LAYERS = (2, 4)
-# Seconds that a step with more layers may take.
-MOST_SECONDS = 6.0
+# Limit for a step with more layers.
+MAX_SECONDS = 6.0
 STEPS = 2
 
 
@@ -109,7 +105,7 @@ class Trial:
 
 
 def measure(shape: Shape, stage: StageConfig, docs: Documents, gpu: Gpu, device: torch.device) -> Calibration:
-    """Takes the GPU for itself: nothing else should run on it."""
+    """Measure on `device`, on which nothing else should run."""
     tokens = measured_tokens(shape, stage, docs, gpu)
     document_len = max(1, min(tokens, round(docs.mean)))
     lens = [document_len] * (tokens // document_len) + [tokens % document_len] * bool(tokens % document_len)
@@ -117,8 +113,8 @@ def measure(shape: Shape, stage: StageConfig, docs: Documents, gpu: Gpu, device:
         _trial(replace(shape, num_layers=n), _small(stage, tokens, shape.num_layers, n), lens, gpu, device)
         for n in LAYERS
     )
-    layers = bounded((many.seconds - few.seconds) / max(1e-9, layer_seconds(many) - layer_seconds(few)))
-    rest = (few.seconds - layers * layer_seconds(few)) / max(1e-9, few.computed.step - layer_seconds(few))
+    layers = _bound((many.seconds - few.seconds) / max(1e-9, _layer_seconds(many) - _layer_seconds(few)))
+    rest = (few.seconds - layers * _layer_seconds(few)) / max(1e-9, few.computed.step - _layer_seconds(few))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return Calibration(
         device=name,
@@ -128,28 +124,30 @@ def measure(shape: Shape, stage: StageConfig, docs: Documents, gpu: Gpu, device:
         tokens=tokens,
         document_len=document_len,
         layers=layers,
-        rest=bounded(rest),
-        activations=1.0 if many.peak is None else bounded((many.peak - fixed(many)) / (many.held.device - fixed(many))),
+        rest=_bound(rest),
+        activations=1.0
+        if many.peak is None
+        else _bound((many.peak - _fixed_bytes(many)) / (many.held.device - _fixed_bytes(many))),
         seconds=(few.seconds, many.seconds),
         num_layers=LAYERS,
     )
 
 
 def measured_tokens(shape: Shape, stage: StageConfig, docs: Documents, gpu: Gpu) -> int:
-    """A micro-batch of the stage, or half of it, or half of that …"""
+    """Tokens of a micro-batch of the stage, halved until a step is short enough."""
     small = replace(shape, num_layers=LAYERS[1])
-    tokens = stage.micro_batch_tokens or stage.context_length
+    tokens = stage.tokens_per_pass
     while tokens > 1024:
-        held = Held(tokens=tokens, policy=few_layers(stage.memory, shape.num_layers, LAYERS[1]))
+        setup = StepSetup(tokens=tokens, policy=few_layers(stage.memory, shape.num_layers, LAYERS[1]))
         shorter = Documents(tokens=tokens, squares=tokens * min(docs.mean, tokens))
-        if step_seconds(small, held, shorter, pace_of(gpu)).step <= MOST_SECONDS:
+        if step_seconds(small, setup, shorter, device_speed(gpu)).step <= MAX_SECONDS:
             break
         tokens //= 2
     return tokens
 
 
 def few_layers(policy: MemoryPolicy, of: int, layers: int) -> MemoryPolicy:
-    """The same settings for fewer layers."""
+    """Scale the settings down to fewer layers."""
     keep = round(policy.keep_products * layers / of)
     return replace(
         policy,
@@ -159,18 +157,18 @@ def few_layers(policy: MemoryPolicy, of: int, layers: int) -> MemoryPolicy:
     )
 
 
-def layer_seconds(trial: Trial) -> float:
+def _layer_seconds(trial: Trial) -> float:
     return trial.computed.step - trial.computed.loss - trial.computed.update
 
 
-def fixed(trial: Trial) -> float:
-    """Bytes that do not grow with tokens."""
+def _fixed_bytes(trial: Trial) -> float:
+    """Bytes that do not depend on the number of tokens."""
     held = trial.held
     return held.weights + held.optimizer + held.gradients + held.loss
 
 
 def _small(stage: StageConfig, tokens: int, of: int, layers: int) -> StageConfig:
-    """The stage for one micro-batch and few layers."""
+    """The stage with one micro-batch and few layers."""
     sizes = {"context_length": tokens, "micro_batch_tokens": None, "batch_tokens": tokens, "tokens": tokens}
     policy = few_layers(stage.memory, of, layers)
     return stage.model_copy(update={**sizes, "mix": {"rows": 1.0}, "lr_overrides": {}, **vars(policy)})
@@ -178,20 +176,18 @@ def _small(stage: StageConfig, tokens: int, of: int, layers: int) -> StageConfig
 
 def _trial(shape: Shape, small: StageConfig, lens: list[int], gpu: Gpu, device: torch.device) -> Trial:
     seconds, peak = _measured(shape, small, lens, device)
-    held = Held(
+    setup = StepSetup(
         tokens=small.context_length,
         policy=small.memory,
-        weights=small.optimizer.weights,
-        states=small.optimizer.states,
-        in_backward=small.optimizer.step == "in-backward",
+        optimizer=small.optimizer,
         compiled=small.compile,
     )
-    computed = step_seconds(shape, held, documents(lens), pace_of(gpu))
-    return Trial(seconds=seconds, peak=peak, computed=computed, held=footprint(shape, held))
+    computed = step_seconds(shape, setup, documents(lens), device_speed(gpu))
+    return Trial(seconds=seconds, peak=peak, computed=computed, held=footprint(shape, setup))
 
 
 def _measured(shape: Shape, stage: StageConfig, lens: list[int], device: torch.device) -> tuple[float, float | None]:
-    """Seconds of a step, the best of some; bytes at its fullest."""
+    """Seconds of the fastest step, and peak bytes."""
     run = _step(shape, stage, lens, device)
     run()
     on_cuda = device.type == "cuda"
@@ -227,7 +223,7 @@ def _step(shape: Shape, stage: StageConfig, lens: list[int], device: torch.devic
 
 
 def _random_model(shape: Shape, stage: StageConfig, device: torch.device) -> Any:
-    """Made on the device itself, in the precision that the stage loads it in."""
+    """A model with random weights, created on the device in fp32, as a stage loads it."""
     register()
     config = LlamaConfig(
         vocab_size=shape.vocabulary,

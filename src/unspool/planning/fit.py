@@ -1,12 +1,8 @@
-"""Which settings of a stage fit a machine, and which of them are the fastest.
+"""Find settings of a stage that fit a machine, and the fastest of them.
 
-In: a stage, the shape of its model, its documents, a `Machine`. Out: an `Estimate` of the stage as it is written, and
-of the fastest settings that fit.
-Promise: a layout is refused here exactly where `check_layout` refuses it; what is chosen has been estimated by the
-same arithmetic as what is written, so that planning again with it says the same.
-Tried are, in this order, until something fits: what changes no result (memory settings, layouts); how weights and
-moments are kept (one device); weights in host memory (several).
-Elsewhere: bytes and seconds (train/cost_memory.py, train/cost_time.py), other machines (plan_refusal.py).
+Settings are tried in this order until something fits: those that change no result (memory settings, layouts), then
+cheaper settings of the optimizer (one device), then weights in host memory (several devices). What is proposed is
+estimated by the same arithmetic as what is written, so that planning again with it gives the same answer.
 """
 
 import shlex
@@ -20,30 +16,24 @@ from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.planning.cost import GPUS, Gpu, Shape
-from unspool.planning.footprint import Footprint, Held, footprint, reserve
-from unspool.planning.step_time import Documents, Pace, StepSeconds, pace_of, step_seconds
+from unspool.planning.footprint import Footprint, StepSetup, footprint, reserve
+from unspool.planning.step_time import DeviceSpeed, Documents, StepSeconds, device_speed, step_seconds
 from unspool.recipe.launch import work_of
 from unspool.recipe.load import LoadedRecipe
 from unspool.recipe.yaml_lines import CoreDumper
 from unspool.training.config import StageConfig
-from unspool.training.optim.config import OptimizerConfig
-from unspool.training.parallel.config import Layout, check_layout, fits_heads, settle_layout
+from unspool.training.parallel.config import Layout, check_layout, divisors, fits_heads, settle_layout
 
 GIB = 1 << 30
 TILE = 16 << 10
-# Of host memory, what checkpoints may take; the rest is for processes and files.
+# Share of host memory for tensors; the rest is for processes and files.
 HOST_SHARE = 0.8
-HOST_ASSUMED = 128 * GIB  # for each GPU, where --host-mem is not given
-NODE = 8  # GPUs of a machine
-# Settings are changed for no less than this share of a step's time.
-WORTH = 0.02
+HOST_ASSUMED = 128 * GIB  # per GPU, without --host-mem
+NODE = 8  # GPUs per machine
+# Smaller savings of step time are not worth a change of settings.
+MIN_SAVING = 0.02
 # From here on tensors reach 2³¹ elements (docs/memory.md).
 MANY_TOKENS = 512 << 10
-LARGE_OPTIMIZERS = (
-    {"states": "8bit"},
-    {"weights": "bf16", "states": "8bit"},
-    {"weights": "bf16", "states": "8bit", "step": "in-backward"},
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,21 +49,21 @@ class Machine:
 
     @property
     def host_room(self) -> float:
-        """Bytes for each device's share of host memory."""
+        """Bytes for tensors in each device's share of host memory."""
         whole = HOST_ASSUMED if self.host is None else self.host / min(self.count, NODE)
         return HOST_SHARE * whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A stage's surroundings, the same for all settings that are tried."""
+    """What is the same for all settings that are tried."""
 
     loaded: LoadedRecipe
     shape: Shape
-    docs: Documents  # of one micro-batch of the mix, per token
-    pace: Pace
+    docs: Documents  # of the mix, per token
+    speed: DeviceSpeed
     machine: Machine
-    activations: float = 1.0  # measured bytes ÷ those computed, of all that grows with tokens
+    activations: float = 1.0  # measured ÷ computed bytes of all that grows with tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +84,7 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices."""
+        """Tokens per second of all devices."""
         return self.stage.batch_tokens / self.seconds.step
 
     @property
@@ -103,33 +93,31 @@ class Estimate:
 
 
 def estimate(case: Case, stage: StageConfig) -> Estimate:
-    """ConfigError where the stage cannot be spread over so many devices."""
+    """Memory and time of a stage. Raises a ConfigError if it cannot be spread over the machine's devices."""
     layout = settle_layout(stage.parallel, case.machine.count)
     heads = (case.shape.num_heads, case.shape.num_kv_heads)
     check_layout(layout, work_of(case.loaded, stage, heads))
-    alone = case.machine.count == 1
-    if not alone and stage.optimizer != OptimizerConfig():
-        raise ConfigError("optimizer: several devices keep weights and moments in fp32 and step after; leave it out.")
+    is_single = case.machine.count == 1
+    problem = None if is_single else stage.optimizer.sharding_problem()
+    if problem is not None:
+        raise ConfigError(problem)
     stage.memory.check_layers(case.shape.num_layers)
-    micro_batch = stage.micro_batch_tokens or stage.context_length
-    held = Held(
-        tokens=-(-micro_batch // layout.sequence_ranks),
-        micro_batches=stage.batch_tokens // micro_batch // layout.data_ranks,
+    setup = StepSetup(
+        tokens=-(-stage.tokens_per_pass // layout.sequence_ranks),
+        micro_batches=stage.batch_tokens // stage.tokens_per_pass // layout.data_ranks,
         policy=stage.memory,
-        weights=stage.optimizer.weights,
-        states=stage.optimizer.states,
-        in_backward=stage.optimizer.step == "in-backward",
+        optimizer=stage.optimizer,
         compiled=stage.compile,
         layout=layout,
-        on_host=stage.parallel.offload and not alone,
+        on_host=stage.parallel.offload and not is_single,
     )
-    found = corrected(footprint(case.shape, held), case.activations)
-    seconds = step_seconds(case.shape, held, case.docs.of(micro_batch), case.pace)
+    found = _correct(footprint(case.shape, setup), case.activations)
+    seconds = step_seconds(case.shape, setup, case.docs.of(stage.tokens_per_pass), case.speed)
     return Estimate(stage=stage, layout=layout, footprint=found, seconds=seconds, machine=case.machine)
 
 
-def corrected(found: Footprint, factor: float) -> Footprint:
-    """With what a measured run has shown of the parts that grow with tokens."""
+def _correct(found: Footprint, factor: float) -> Footprint:
+    """Correct the parts that grow with tokens by a measured factor."""
     parts = {name: getattr(found, name) * factor for name in ("checkpoints", "kept", "layer", "batch")}
     return replace(found, **parts)
 
@@ -144,7 +132,7 @@ def fastest(case: Case, stage: StageConfig) -> Estimate | None:
 
 
 def changes(old: StageConfig, new: StageConfig) -> dict[str, Any]:
-    """Stage keys that differ, as `--set` paths below the stage."""
+    """Keys of a stage that differ, as `--set` paths below the stage."""
     before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
     found: dict[str, Any] = {}
     for key in after:
@@ -156,14 +144,14 @@ def changes(old: StageConfig, new: StageConfig) -> dict[str, Any]:
 
 
 def _nearest(found: list[Estimate], stage: StageConfig) -> Estimate:
-    """Of those that are about as fast as the fastest, the one with the fewest changes.
+    """Of the settings that are about as fast as the fastest, the one with the fewest changes.
 
-    A ring is taken only where nothing else fits: links and waiting can spoil it, and neither is measured.
+    A ring is chosen only if nothing else fits, because its waiting times are not measured.
     """
     ring = min(one.layout.ring for one in found)
     without = [one for one in found if one.layout.ring == ring]
     best = min(one.seconds.step for one in without)
-    close = [one for one in without if one.seconds.step <= best * (1 + WORTH)]
+    close = [one for one in without if one.seconds.step <= best * (1 + MIN_SAVING)]
     return min(close, key=lambda one: (len(changes(stage, one.stage)), one.seconds.step))
 
 
@@ -176,7 +164,7 @@ def _same_results(case: Case, stage: StageConfig) -> Iterator[Estimate]:
                 leanest = estimate(case, _with(spread, _leanest(case, spread)))
             except ConfigError:
                 continue
-            # Where this does not fit on the device, nothing does.
+            # If this does not fit on the device, nothing does.
             if leanest.device_bytes <= case.machine.room:
                 yield from _policies(case, spread)
 
@@ -184,11 +172,10 @@ def _same_results(case: Case, stage: StageConfig) -> Iterator[Estimate]:
 def _other_optimizers(case: Case, stage: StageConfig) -> Iterator[Estimate]:
     if case.machine.count > 1:
         return
-    whole = (stage.micro_batch_tokens or stage.context_length) == stage.batch_tokens
-    for wanted in LARGE_OPTIMIZERS:
-        if wanted.get("step") and (not whole or "skip" in (stage.guard.nan, stage.guard.spike)):
+    whole = stage.tokens_per_pass == stage.batch_tokens
+    for optimizer in stage.optimizer.alternatives():
+        if optimizer.step == "in-backward" and (not whole or "skip" in (stage.guard.nan, stage.guard.spike)):
             continue
-        optimizer = OptimizerConfig.model_validate(wanted)
         found = [one for one in _same_results(case, stage.model_copy(update={"optimizer": optimizer})) if one.fits]
         yield from found
         if found:
@@ -202,21 +189,21 @@ def _on_host(case: Case, stage: StageConfig) -> Iterator[Estimate]:
 
 
 def _parallels(case: Case, stage: StageConfig) -> Iterator[Any]:
-    """Ways to spread a stage: as it is written, and all degrees of Ulysses and ring that divide the devices."""
+    """Layouts: as written, and all degrees of Ulysses and ring that divide the devices."""
     count, written = case.machine.count, stage.parallel
     yield written
     rest = count // written.replicate if count % written.replicate == 0 else 0
-    for ulysses in _divisors(rest):
+    for ulysses in divisors(rest):
         if not fits_heads(ulysses, case.shape.num_heads, case.shape.num_kv_heads):
             continue
-        for ring in _divisors(rest // ulysses):
+        for ring in divisors(rest // ulysses):
             changed = written.model_copy(update={"shard": "auto", "ulysses": ulysses, "ring": ring})
             if changed != written:
                 yield changed
 
 
 def _policies(case: Case, stage: StageConfig) -> Iterator[Estimate]:
-    """Memory settings from the fastest on; of a number of kept layers the largest that fits."""
+    """Estimates of all memory settings; of those that keep products, with as many layers as fit."""
     yield estimate(case, stage)
     for policy in _plain_policies(case, stage):
         yield estimate(case, _with(stage, policy))
@@ -225,13 +212,13 @@ def _policies(case: Case, stage: StageConfig) -> Iterator[Estimate]:
 
 
 def _leanest(case: Case, stage: StageConfig) -> MemoryPolicy:
-    """What holds the least on the device."""
+    """The policy that needs the least device memory."""
     *_, last = (policy for policy in _plain_policies(case, stage) if policy.layers_per_checkpoint == 1)
     return last
 
 
 def _plain_policies(case: Case, stage: StageConfig) -> Iterator[MemoryPolicy]:
-    tokens = stage.micro_batch_tokens or stage.context_length
+    tokens = stage.tokens_per_pass
     tiles = (None, TILE) if tokens > TILE else (None,)
     heads = case.shape.num_kv_heads
     parts = (None, max(1, heads // 4)) if tokens >= MANY_TOKENS and heads > 1 else (None,)
@@ -251,7 +238,7 @@ def _plain_policies(case: Case, stage: StageConfig) -> Iterator[MemoryPolicy]:
 
 
 def _keeping(case: Case, stage: StageConfig, *, offload: bool) -> Iterator[Estimate]:
-    """Products kept in as many layers as fit, some of them in host memory."""
+    """Keep matrix products in as many layers as fit, some of them in host memory."""
     layers = case.shape.num_layers
     for share in (0.0, 0.25, 0.5):
         low, high = 0, layers
@@ -277,47 +264,43 @@ def _with(stage: StageConfig, policy: MemoryPolicy) -> StageConfig:
     return stage.model_copy(update=vars(policy))
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+# Alternatives for a stage that does not fit
 
 
-# What would fit where a stage does not: other settings, more GPUs, larger ones, more host memory, a shorter context.
-
-
-MOST_GPUS = 1024
-SIZES = {"context_length", "batch_tokens", "micro_batch_tokens", "mlp_tiles"}
+MAX_GPUS = 1024
+SIZE_KEYS = {"context_length", "batch_tokens", "micro_batch_tokens", "mlp_tiles"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """Something that would fit."""
+class Alternative:
+    """Settings or a machine that would fit."""
 
     kind: str  # settings | gpus | gpu | host | context
     text: str
-    arguments: tuple[str, ...]  # to add to `unspool plan RECIPE`; none where the recipe itself has to change
+    arguments: tuple[str, ...]  # to add to `unspool plan RECIPE`; empty if the recipe itself has to change
     estimate: Estimate
 
 
-def set_words(index: int, stage: StageConfig, chosen: StageConfig) -> list[str]:
-    """`--set` words that turn the recipe's stage into the chosen one."""
+def set_arguments(index: int, stage: StageConfig, chosen: StageConfig) -> list[str]:
+    """`--set` arguments that turn the recipe's stage into the chosen one."""
     words = []
     for key, value in changes(stage, chosen).items():
-        words += ["--set", f"stages.{index}.{key}={spelled(key, value)}"]
+        words += ["--set", f"stages.{index}.{key}={format_value(key, value)}"]
     return words
 
 
-def spelled(key: str, value: Any) -> str:
-    if key in SIZES and isinstance(value, int):
+def format_value(key: str, value: Any) -> str:
+    if key in SIZE_KEYS and isinstance(value, int):
         return format_size(value)
     text = yaml.dump(value, Dumper=CoreDumper, default_flow_style=True).strip()
     return text.removesuffix("...").strip()
 
 
-def ways_out(case: Case, index: int, stage: StageConfig, chosen: Estimate | None) -> Iterator[Way]:
-    """The stage's own machine first; where nothing fits there, other machines."""
+def find_alternatives(case: Case, index: int, stage: StageConfig, chosen: Estimate | None) -> Iterator[Alternative]:
+    """Settings for the given machine; if there are none, other machines and a shorter context."""
     if chosen is not None:
-        words = set_words(index, stage, chosen.stage)
-        yield Way(kind="settings", text=shlex.join(words), arguments=tuple(words), estimate=chosen)
+        words = set_arguments(index, stage, chosen.stage)
+        yield Alternative(kind="settings", text=shlex.join(words), arguments=tuple(words), estimate=chosen)
         return
     yield from _more_gpus(case, index, stage)
     yield from _larger_gpu(case, index, stage)
@@ -325,65 +308,69 @@ def ways_out(case: Case, index: int, stage: StageConfig, chosen: Estimate | None
     yield from _shorter(case, stage)
 
 
-def _more_gpus(case: Case, index: int, stage: StageConfig) -> Iterator[Way]:
+def _more_gpus(case: Case, index: int, stage: StageConfig) -> Iterator[Alternative]:
     count = 2 * case.machine.count
-    while count <= MOST_GPUS:
+    while count <= MAX_GPUS:
         machine = replace(case.machine, count=count)
         if case.machine.host is not None:
-            # A machine with as much memory for each GPU.
+            # A machine with as much memory per GPU.
             share = case.machine.host / min(case.machine.count, NODE)
             machine = replace(machine, host=share * min(count, NODE))
-        found = _found(replace(case, machine=machine), stage)
+        found = _first_fit(replace(case, machine=machine), stage)
         if found is not None:
-            words = ["--count", str(count), *_host_words(machine.host), *set_words(index, stage, found.stage)]
-            yield Way(kind="gpus", text=f"{count} of them: {shlex.join(words)}", arguments=tuple(words), estimate=found)
+            words = ["--count", str(count), *_host_arguments(machine.host), *set_arguments(index, stage, found.stage)]
+            yield Alternative(
+                kind="gpus", text=f"{count} GPUs: {shlex.join(words)}", arguments=tuple(words), estimate=found
+            )
             return
         count *= 2
 
 
-def _larger_gpu(case: Case, index: int, stage: StageConfig) -> Iterator[Way]:
+def _larger_gpu(case: Case, index: int, stage: StageConfig) -> Iterator[Alternative]:
     for gpu in sorted(GPUS.values(), key=lambda one: one.gib):
         if gpu.gib <= case.machine.gpu.gib:
             continue
         machine = replace(case.machine, gpu=gpu)
-        found = _found(replace(case, machine=machine, pace=pace_of(gpu)), stage)
+        found = _first_fit(replace(case, machine=machine, speed=device_speed(gpu)), stage)
         if found is not None:
-            words = ["--gpu", gpu.name, *set_words(index, stage, found.stage)]
-            yield Way(kind="gpu", text=f"{gpu.title}: {shlex.join(words)}", arguments=tuple(words), estimate=found)
+            words = ["--gpu", gpu.name, *set_arguments(index, stage, found.stage)]
+            yield Alternative(
+                kind="gpu", text=f"{gpu.title}: {shlex.join(words)}", arguments=tuple(words), estimate=found
+            )
             return
 
 
-def _more_host(case: Case, index: int, stage: StageConfig) -> Iterator[Way]:
+def _more_host(case: Case, index: int, stage: StageConfig) -> Iterator[Alternative]:
     count = min(case.machine.count, NODE)
     for gib in (256, 512, 1024, 2048, 4096):
         machine = replace(case.machine, host=gib * GIB * count)
         if machine.host_room <= case.machine.host_room:
             continue
-        found = _found(replace(case, machine=machine), stage)
+        found = _first_fit(replace(case, machine=machine), stage)
         if found is not None:
             needed = -(-found.footprint.host * count / HOST_SHARE // GIB)
-            words = ["--host-mem", f"{gib * count}G", *set_words(index, stage, found.stage)]
+            words = ["--host-mem", f"{gib * count}G", *set_arguments(index, stage, found.stage)]
             text = f"{needed:.0f} GiB of host memory: {shlex.join(words)}"
-            yield Way(kind="host", text=text, arguments=tuple(words), estimate=found)
+            yield Alternative(kind="host", text=text, arguments=tuple(words), estimate=found)
             return
 
 
-def _shorter(case: Case, stage: StageConfig) -> Iterator[Way]:
-    """Rows would have to be made as short, so that this is for the recipe's author to do."""
+def _shorter(case: Case, stage: StageConfig) -> Iterator[Alternative]:
+    """A shorter context needs shorter rows, so the recipe has to be edited."""
     context = stage.context_length // 2
     while context >= 1024:
         if stage.batch_tokens % context == 0:
             shorter = stage.model_copy(update={"context_length": context, "micro_batch_tokens": None})
-            found = _found(replace(case, docs=replace(case.docs, squares=min(case.docs.mean, context))), shorter)
+            found = _first_fit(replace(case, docs=replace(case.docs, squares=min(case.docs.mean, context))), shorter)
             if found is not None:
                 text = f"a context of {format_size(context)}, with rows no longer than that"
-                yield Way(kind="context", text=text, arguments=(), estimate=found)
+                yield Alternative(kind="context", text=text, arguments=(), estimate=found)
                 return
         context //= 2
 
 
-def _found(case: Case, stage: StageConfig) -> Estimate | None:
-    """As it is written if that fits, else the nearest that does."""
+def _first_fit(case: Case, stage: StageConfig) -> Estimate | None:
+    """The stage as written if it fits, else the fastest settings that do."""
     try:
         written = estimate(case, stage)
     except ConfigError:
@@ -391,5 +378,5 @@ def _found(case: Case, stage: StageConfig) -> Estimate | None:
     return written if written is not None and written.fits else fastest(case, stage)
 
 
-def _host_words(host: float | None) -> list[str]:
+def _host_arguments(host: float | None) -> list[str]:
     return [] if host is None else ["--host-mem", f"{host / GIB:.0f}G"]

@@ -1,14 +1,12 @@
-"""What one rank holds at the fullest moment of a training step, by what holds it.
+"""Memory of one rank at the peak of a training step, by what holds it.
 
-In: a model's shape, what a stage says about memory and this rank's share of it (`Held`). Out: `Footprint`.
-Every moment that can be the fullest is looked at: the loss, the backward pass of each layer, the embedding's gradient,
-the update. A moment is a list of what lives then, by the rules of recompute.py, keep.py, offload.py, tiling.py, loss.py
-and optimizer.py; a test runs those on small models and compares with the bytes that were alive.
-Convention: a GPU computes in bf16, ranks of several keep their parts in fp32 (fsdp.py).
-Promise: parts sum to the peak; more tokens never take less.
-Price: Llama's kind of decoder; cuDNN's workspace as in WORKSPACE; the allocator's gaps and the CUDA context are not in
-it (`reserve` leaves room for them).
-Elsewhere: seconds (cost_time.py), devices (cost_gpus.py), several devices in the large (cost.py).
+Every moment that can be the peak is evaluated: the loss, the backward pass of each layer, the embedding's gradient. A
+moment lists the tensors that are alive then, by the rules of models/memory, models/loss.py and training/optim; a test
+runs those on small models and compares bytes. A GPU computes in bf16, and several ranks keep fp32 shards. The parts sum
+to the peak, and more tokens never take less.
+
+This holds for Llama-like decoders with cuDNN's workspace as in WORKSPACE. Allocator gaps and the CUDA context are not
+included; `reserve` leaves memory for them.
 """
 
 from collections.abc import Iterator
@@ -17,55 +15,53 @@ from itertools import accumulate
 
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.planning.cost import FULL, HALF, LOGITS_BYTES, Shape, kv_slices
+from unspool.training.optim.base import OptimizerConfig
+from unspool.training.optim.config import AdamWConfig
 from unspool.training.parallel.config import Layout
 
 ONE = Layout(replicate=1, shard=1, ring=1, ulysses=1)
 GIB = 1 << 30
-# AdamW's moments in 8 bits: two codes, and two fp32 scales for 256 of them.
-QUANTIZED = 2 * (1 + FULL / 256)
-# What cuDNN's backward pass takes besides its results, per query number: the queries' gradient summed in fp32.
+# Bytes of cuDNN's backward workspace per query element: the queries' gradient summed in fp32.
 WORKSPACE = FULL
-# Positions: cosines and sines in fp32. Tokens, labels and positions are 64-bit numbers.
-_NUMBERS = 3 * 8
-# Results that wait for their copy to the host when the next layer begins; as offload.py bounds them.
-MOST_LEAVING = 6 * GIB
+# Tokens, labels and positions are 64-bit numbers.
+_TOKEN_BYTES = 3 * 8
+# Results that wait for their copy to the host when the next layer begins, as models/memory/offload.py bounds them.
+MAX_IN_FLIGHT = 6 * GIB
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """What decides how much is held: a stage's settings, and this rank's share of its work."""
+class StepSetup:
+    """Settings of a stage, and one rank's share of its work."""
 
-    tokens: int  # of one micro-batch, on this rank
-    micro_batches: int = 1  # of one step, on this rank
+    tokens: int  # per micro-batch, on this rank
+    micro_batches: int = 1  # per step, on this rank
     policy: MemoryPolicy = field(default_factory=MemoryPolicy)
-    weights: str = "fp32"
-    states: str = "fp32"
-    in_backward: bool = False
+    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     compiled: bool = True
     layout: Layout = ONE
     on_host: bool = False  # parallel.offload: weights, gradients and moments
 
     @property
-    def parts(self) -> int:
-        """Ranks that divide weights and states among them."""
+    def num_shards(self) -> int:
+        """Ranks that shard weights and states."""
         return self.layout.shard * self.layout.sequence_ranks
 
     @property
-    def alone(self) -> bool:
-        return self.parts * self.layout.replicate == 1
+    def is_single(self) -> bool:
+        return self.num_shards * self.layout.replicate == 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes on a device at the fullest moment, and on its host."""
+    """Bytes on a device at the peak, and on its host."""
 
     moment: str
-    weights: float  # what the model computes with, or this rank's part of it
+    weights: float  # weights that the model computes with, or this rank's shard
     optimizer: float  # masters and moments
     gradients: float
-    checkpoints: float  # inputs of layers that are computed again
-    kept: float  # results of attention and of matrix products; of layers that are not recomputed, all they need
-    layer: float  # what the layer at work has besides
+    checkpoints: float  # inputs of recomputed layers
+    kept: float  # kept results of attention and matrix products; without recomputation, all activations
+    layer: float  # temporary tensors of the current layer
     loss: float  # a chunk of logits, gradients of head and states
     batch: float  # tokens, tables of positions, hidden states before and after the layers
     host: float
@@ -78,106 +74,101 @@ class Footprint:
 PARTS = tuple(part.name for part in fields(Footprint) if part.name not in ("moment", "host"))
 
 
-def footprint(shape: Shape, held: Held) -> Footprint:
-    """The fullest moment of a step."""
-    return max(moments(shape, held), key=lambda one: one.device)
+def footprint(shape: Shape, setup: StepSetup) -> Footprint:
+    """Memory at the peak of a step."""
+    return max(moments(shape, setup), key=lambda one: one.device)
 
 
-def moments(shape: Shape, held: Held) -> Iterator[Footprint]:
-    """All moments that can be the fullest."""
-    count = _Count(shape, held)
-    yield count.at_start()
-    yield count.at_loss()
-    every = held.policy.layers_per_checkpoint
+def moments(shape: Shape, setup: StepSetup) -> Iterator[Footprint]:
+    """Memory at each moment that can be the peak."""
+    counter = _MemoryCounter(shape, setup)
+    yield counter.at_start()
+    yield counter.at_loss()
+    every = setup.policy.layers_per_checkpoint
     for first in range((shape.num_layers - 1) // every * every, -1, -every):
-        yield count.at_layer(first)
-    yield count.at_embedding()
+        yield counter.at_layer(first)
+    yield counter.at_embedding()
 
 
-def moved_bytes(shape: Shape, held: Held) -> float:
-    """That one micro-batch sends to host memory, and fetches back."""
-    return _Count(shape, held).moved()
+def moved_bytes(shape: Shape, setup: StepSetup) -> float:
+    """Bytes that one micro-batch sends to host memory and fetches back."""
+    return _MemoryCounter(shape, setup).moved()
 
 
 def reserve(memory: float) -> float:
-    """Of a device's memory, what is left to the CUDA context and to gaps between tensors."""
+    """Device memory left for the CUDA context and for gaps between tensors."""
     return 1.0 * GIB + 0.04 * memory
 
 
-class _Count:
-    def __init__(self, shape: Shape, held: Held) -> None:
-        self.shape, self.held, self.policy = shape, held, held.policy
+class _MemoryCounter:
+    def __init__(self, shape: Shape, setup: StepSetup) -> None:
+        self.shape, self.setup, self.policy = shape, setup, setup.policy
         self.hidden = HALF * shape.hidden
         self.queries = HALF * shape.num_heads * shape.head_dim
-        self.keys = HALF * kv_slices(shape, held.layout.ulysses) * shape.head_dim
+        self.keys = HALF * kv_slices(shape, setup.layout.ulysses) * shape.head_dim
         self.inner = HALF * shape.intermediate
+        self.grad_bytes = setup.optimizer.grad_bytes()
         self.recomputed = self.policy.activation_checkpointing != "none"
         self.hosts = self._host_layers()
         by_layer = [self.kept(layer) for layer in range(shape.num_layers)]
-        # What the first so many layers keep on the device.
+        # Entry n: what the first n layers keep on the device.
         self.kept_below = [0.0, *accumulate(device for device, _ in by_layer)]
         self.kept_on_host = sum(host for _, host in by_layer)
 
-    # What does not grow with the context
+    # Independent of the context length
 
     def weights(self) -> float:
-        held = self.held
-        if held.alone:
+        setup = self.setup
+        if setup.is_single:
             return HALF * self.shape.params
-        own = 0.0 if held.on_host else FULL * self.shape.params / held.parts
-        # One group of layers at work, one coming, and the gradient of one as it is computed and as it is summed;
-        # the head is whole throughout a step.
+        own = 0.0 if setup.on_host else FULL * self.shape.params / setup.num_shards
+        # Two gathered groups of layers, and the gradient of one as it is computed and as it is summed. The head stays
+        # gathered throughout a step.
         together = min(self.policy.layers_per_checkpoint, self.shape.num_layers) * self.shape.layer_params
         return own + (2 * HALF + HALF + FULL) * together + HALF * self.shape.table_params
 
     def optimizer(self) -> float:
-        """Masters of a single device; where weights are divided, the parts are the masters."""
-        held, params = self.held, self.shape.params
-        if not held.alone:
-            return 0.0 if held.on_host else 2 * FULL * params / held.parts
-        masters = FULL * params if held.weights == "fp32" else 0.0
-        return masters + (QUANTIZED if held.states == "8bit" else 2 * FULL) * params
+        """Masters and optimizer state; where weights are sharded, the shards are the masters."""
+        setup, params, config = self.setup, self.shape.params, self.setup.optimizer
+        if not setup.is_single:
+            return 0.0 if setup.on_host else config.state_bytes() * params / setup.num_shards
+        return (config.master_bytes() + config.state_bytes()) * params
 
     def gradients(self, params: float) -> float:
-        """Of so many parameters that have got theirs in this micro-batch."""
-        held = self.held
-        if held.in_backward or held.on_host:
+        """Gradients, when `params` parameters have one from this micro-batch."""
+        setup = self.setup
+        if setup.optimizer.step == "in-backward" or setup.on_host:
             return 0.0
-        if not held.alone:
-            return FULL * (self.shape.params if held.micro_batches > 1 else params) / held.parts
-        grads = (FULL if self._plain else HALF) * params
-        if held.micro_batches == 1:
+        if not setup.is_single:
+            return FULL * (self.shape.params if setup.micro_batches > 1 else params) / setup.num_shards
+        grads = self.grad_bytes * params
+        if setup.micro_batches == 1:
             return grads
-        # Of the micro-batch before as it came; from the second sum on, in fp32.
-        before = FULL if self._plain or held.micro_batches > 2 else HALF
+        # Those of the previous micro-batch; from the second sum on in fp32.
+        before = FULL if setup.micro_batches > 2 else self.grad_bytes
         return FULL * params + before * (self.shape.params - params)
-
-    @property
-    def _plain(self) -> bool:
-        """torch's own AdamW, which takes its gradients in fp32."""
-        return self.held.weights == "fp32" and self.held.states == "fp32"
 
     # Per token
 
     def attention_saved(self) -> float:
-        """What the backward pass of attention and of the norm before it needs, of one token."""
-        norm = 2 * self.hidden if self.held.compiled else 4 * self.hidden
+        """Bytes per token saved for the backward pass of attention and its norm."""
+        norm = 2 * self.hidden if self.setup.compiled else 4 * self.hidden
         if self.policy.mlp_tiles:
             norm = 2 * self.hidden
-        copies = 1 + (self.held.layout.ulysses > 1) + (self._in_parts > 1)
+        copies = 1 + (self.setup.layout.ulysses > 1) + (self._in_parts > 1)
         return norm + self.queries + 2 * self.keys + copies * self.queries + self._sums
 
     def mlp_saved(self) -> float:
-        """Likewise of the MLP and of its norm."""
+        """Bytes per token saved for the backward pass of the MLP and its norm."""
         if self.policy.mlp_tiles:
             return 2 * self.hidden
-        if self.held.compiled:
+        if self.setup.compiled:
             return 2 * self.hidden + 3 * self.inner
         return 4 * self.hidden + 4 * self.inner
 
     @property
     def _sums(self) -> float:
-        """Logarithms of attention's sums, one for each query head."""
+        """Log-sum-exp of attention, one per query head."""
         return FULL * self.shape.num_heads
 
     @property
@@ -186,44 +177,44 @@ class _Count:
         return -(-self.shape.num_kv_heads // at_once) if at_once else 1
 
     def layer_peak(self) -> float:
-        """Of one token, while a layer's backward pass is fullest: in the MLP, or in attention."""
+        """Peak bytes per token in the backward pass of a layer."""
         return max(self._mlp_peak(), self._attention_peak(), self._norm_peak())
 
     def _mlp_peak(self) -> float:
         saved = self.attention_saved() + self.mlp_saved() + self.hidden
         if self.policy.mlp_tiles:
-            tile = min(1.0, self.policy.mlp_tiles / self.held.tokens)
-            return saved + self.hidden + tile * (5 if self.held.compiled else 6) * self.inner
-        # The gate's gradients, while what they are made of is still there.
+            tile = min(1.0, self.policy.mlp_tiles / self.setup.tokens)
+            return saved + self.hidden + tile * (5 if self.setup.compiled else 6) * self.inner
+        # The gate's gradients, while their inputs are still alive.
         return saved + 2 * self.inner
 
     def _norm_peak(self) -> float:
-        """A norm that is not fused: what it keeps, and five tensors in fp32."""
-        fused = self.held.compiled or self.policy.mlp_tiles
+        """A norm that is not fused: its saved tensors, and five temporary ones in fp32."""
+        fused = self.setup.compiled or self.policy.mlp_tiles
         return 0.0 if fused else self.attention_saved() + 13 * self.hidden
 
     def _attention_peak(self) -> float:
         results = 2.0 * self.queries + 2 * self.keys
         workspace = WORKSPACE / HALF * self.queries / self._in_parts
         if self._in_parts > 1:
-            results += self.queries + 2 * self.keys  # gradients of the parts, and put together
-        if self.held.layout.ulysses > 1:
-            results += 2 * (self.queries + 2 * self.keys)  # what is sent and what is received
-        if self.held.layout.ring > 1:
-            results += 2 * (HALF + FULL) / HALF * 2 * self.keys  # coming and going, gradients in fp32
+            results += self.queries + 2 * self.keys  # gradients of the parts, and concatenated
+        if self.setup.layout.ulysses > 1:
+            results += 2 * (self.queries + 2 * self.keys)  # send and receive buffers
+        if self.setup.layout.ring > 1:
+            results += 2 * (HALF + FULL) / HALF * 2 * self.keys  # both directions, gradients in fp32
         return self.attention_saved() + self.hidden + results + workspace
 
     def weight_sums(self) -> float:
-        """Gradients of a layer's weights on their way; in tiles they are summed in fp32 first."""
+        """Gradients of a layer's weights before accumulation; tiles sum them in fp32 first."""
         mlp = 3 * self.shape.hidden * self.shape.intermediate
         largest = self.shape.hidden * self.shape.intermediate
         return (HALF + FULL) * mlp if self.policy.mlp_tiles else HALF * largest
 
-    # What layers leave for the backward pass
+    # Kept for the backward pass
 
     def kept(self, layer: int) -> tuple[float, float]:
-        """Bytes of a layer on the device and on the host, from its forward pass until its backward pass."""
-        tokens, policy = self.held.tokens, self.policy
+        """Bytes that a layer keeps on the device and on the host until its backward pass."""
+        tokens, policy = self.setup.tokens, self.policy
         if not self.recomputed:
             return tokens * (self.attention_saved() + self.mlp_saved()), 0.0
         if policy.activation_checkpointing == "full":
@@ -240,27 +231,27 @@ class _Count:
         first = self.shape.num_layers - keep
         return {first + number * keep // on_host for number in range(on_host)}
 
-    def leaving(self) -> float:
-        """The last kept results of the last host layer, which no later one has pushed out."""
-        return min(MOST_LEAVING, 2 * self.inner * self.held.tokens) if self.policy.keep_on_host else 0.0
+    def in_flight(self) -> float:
+        """Results of the last host layer that are still being copied."""
+        return min(MAX_IN_FLIGHT, 2 * self.inner * self.setup.tokens) if self.policy.keep_on_host else 0.0
 
     def checkpoints(self, until: int) -> tuple[float, float]:
-        """Bytes of inputs of the groups that begin up to layer `until`: on the device, and on the host."""
+        """Bytes of activation checkpoints up to layer `until`: on the device, and on the host."""
         if not self.recomputed:
             return 0.0, 0.0
-        every, one = self.policy.layers_per_checkpoint, self.hidden * self.held.tokens
+        every, one = self.policy.layers_per_checkpoint, self.hidden * self.setup.tokens
         groups = -(-self.shape.num_layers // every)
         begun = until // every + 1
         if not self.policy.offload:
             return begun * one, 0.0
-        # The last group's stays; of the others one is on its way, in either direction.
+        # The last one stays on the device; one other is being copied, in either direction.
         on_device = (begun == groups) + (begun > 1)
         return on_device * one + (begun < groups) * one, (groups - 1) * one
 
     # Moments
 
     def _base(self, moment: str, params: float, layers: int) -> Footprint:
-        """What is there while `layers` layers still wait for their backward pass, and `params` have had theirs."""
+        """Memory while `layers` layers wait for their backward pass and `params` parameters have gradients."""
         on_device, _ = self.checkpoints(layers - 1) if layers else (0.0, 0.0)
         tables = 2 * FULL * self.shape.head_dim
         return Footprint(
@@ -272,38 +263,39 @@ class _Count:
             kept=self.kept_below[layers],
             layer=0.0,
             loss=0.0,
-            batch=self.held.tokens * (_NUMBERS + tables),
+            batch=self.setup.tokens * (_TOKEN_BYTES + tables),
             host=self.host(),
         )
 
     def host(self) -> float:
-        states = 4 * FULL * self.shape.params / self.held.parts if self.held.on_host else 0.0
+        per_param = 2 * FULL + self.setup.optimizer.state_bytes()  # weight and gradient, states
+        states = per_param * self.shape.params / self.setup.num_shards if self.setup.on_host else 0.0
         return states + self.moved()
 
     def moved(self) -> float:
-        """Bytes that go to the host in every forward pass, and come back."""
+        """Bytes that go to the host in every forward pass and come back."""
         return self.checkpoints(self.shape.num_layers - 1)[1] + self.kept_on_host
 
     def at_start(self) -> Footprint:
-        """One device loads the model in fp32; of several, each gets its part."""
+        """One device loads the model in fp32; several load their shards."""
         base = self._base("loading the model", 0, 0)
-        loaded = FULL * self.shape.params if self.held.alone else base.weights
+        loaded = FULL * self.shape.params if self.setup.is_single else base.weights
         return replace(base, weights=loaded, optimizer=0.0, gradients=0.0, batch=0.0)
 
     def at_loss(self) -> Footprint:
-        shape, tokens = self.shape, self.held.tokens
+        shape, tokens = self.shape, self.setup.tokens
         logits = min(LOGITS_BYTES, HALF * shape.vocabulary * tokens)
         chunk = logits / (HALF * shape.vocabulary)
         base = self._base("the loss", 0, shape.num_layers)
-        # The head's gradient in fp32, that of the states, a chunk of logits and what becomes of it.
+        # The head's gradient in fp32, that of the hidden states, a chunk of logits and its gradient.
         loss = FULL * shape.table_params + self.hidden * tokens + logits + chunk * self.hidden
-        # The last layer's result, as the last norm keeps it, and the norm's own.
-        last = 2 * self.hidden if self.held.compiled else 4 * self.hidden
-        return replace(base, loss=loss, kept=base.kept + self.leaving(), batch=base.batch + last * tokens)
+        # The last layer's output, as the last norm saves it, and the norm's own.
+        last = 2 * self.hidden if self.setup.compiled else 4 * self.hidden
+        return replace(base, loss=loss, kept=base.kept + self.in_flight(), batch=base.batch + last * tokens)
 
     def at_layer(self, first: int) -> Footprint:
         """The backward pass of the group of layers that begins with `first`."""
-        shape, tokens = self.shape, self.held.tokens
+        shape, tokens = self.shape, self.setup.tokens
         every = self.policy.layers_per_checkpoint if self.recomputed else 1
         last = min(first + every, shape.num_layers) - 1
         done = shape.table_params + (shape.num_layers - 1 - last) * shape.layer_params
@@ -314,24 +306,24 @@ class _Count:
             if first - 1 in self.hosts:
                 kept += self.kept(first - 1)[1]
             elif first > max(self.hosts):
-                kept += self.leaving()
-        # Of the layers of a group all but one wait as they are.
+                kept += self.in_flight()
+        # All but one layer of a group wait with their saved tensors.
         waiting = (last - first) * (self.attention_saved() + self.mlp_saved())
         own = self.layer_peak() + waiting
-        # The group's input is counted with the checkpoints; a norm that is not fused keeps one of its own, in fp32.
-        own -= self.hidden if self.recomputed and (self.held.compiled or self.policy.mlp_tiles) else 0.0
+        # The group's input counts as a checkpoint; a norm that is not fused saves its own copy in fp32.
+        own -= self.hidden if self.recomputed and (self.setup.compiled or self.policy.mlp_tiles) else 0.0
         return replace(
             base,
             checkpoints=on_device,
             kept=kept,
             layer=own * tokens + self.weight_sums(),
-            loss=self._head_on_its_way(),
+            loss=self._head_gradient(),
         )
 
-    def _head_on_its_way(self) -> float:
-        """Where several devices share weights, the head's gradient is whole until the end; likewise a tied one."""
+    def _head_gradient(self) -> float:
+        """The head's gradient stays until the end where weights are sharded or tied."""
         table = self.shape.table_params
-        if not self.held.alone:
+        if not self.setup.is_single:
             return (HALF + FULL) * table if self.shape.tied else FULL * table
         return HALF * table if self.shape.tied else 0.0
 
@@ -339,7 +331,8 @@ class _Count:
         shape = self.shape
         layers = shape.num_layers * shape.layer_params
         base = self._base("the embedding's gradient", layers + (0 if shape.tied else shape.table_params), 0)
-        # As it comes, and in fp32 where AdamW takes it so; a tied one has the head's to be added to.
-        table = (HALF + (FULL if self._plain or self.held.micro_batches > 1 else 0)) * shape.table_params
+        # As computed, and in fp32 where the optimizer takes it so; a tied one is added to the head's.
+        in_fp32 = self.grad_bytes == FULL or self.setup.micro_batches > 1
+        table = (HALF + (FULL if in_fp32 else 0)) * shape.table_params
         tied = HALF * shape.table_params if shape.tied else 0.0
-        return replace(base, layer=table + tied + self.hidden * self.held.tokens)
+        return replace(base, layer=table + tied + self.hidden * self.setup.tokens)

@@ -1,9 +1,6 @@
-"""A recipe's plan: what it reads, what it takes and how long, stage by stage, before anything is started.
+"""The plan of a recipe: data, memory, time and settings of each stage, before anything runs.
 
-In: a loaded recipe, a `Machine`, rates of a table or of a measured run. Out: `Plan`, which the terminal and JSON show.
-Promise: nothing is written and no weight is read. A stage that does not fit as it is written is told with what would.
-Elsewhere: data (plan_data.py), the model's shape (plan_model.py), settings (plan_fit.py), ways out (plan_refusal.py),
-the words (cli/plan.py).
+Nothing is written and no weight is read. A stage that does not fit as written comes with alternatives that do.
 """
 
 from collections.abc import Callable
@@ -15,11 +12,22 @@ import numpy as np
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
 from unspool.planning.calibration import Calibration
-from unspool.planning.fit import WORTH, Case, Estimate, Machine, Way, changes, estimate, fastest, set_words, ways_out
+from unspool.planning.fit import (
+    GIB,
+    MIN_SAVING,
+    Alternative,
+    Case,
+    Estimate,
+    Machine,
+    changes,
+    estimate,
+    fastest,
+    find_alternatives,
+    set_arguments,
+)
 from unspool.planning.footprint import PARTS
-from unspool.planning.model_shape import PlannedModel, planned_model
-from unspool.planning.step_time import flops_per_token, pace_of
-from unspool.planning.token_counts import DataPlan, plan_data
+from unspool.planning.recipe_inputs import DataPlan, PlannedModel, plan_data, planned_model
+from unspool.planning.step_time import device_speed, flops_per_token
 from unspool.recipe.load import LoadedRecipe
 from unspool.rope.bound import bound, first_negative
 from unspool.rope.tables import RopeShape, config_frequencies, format_base
@@ -34,11 +42,11 @@ class StagePlan:
     stage: StageConfig
     index: int
     flops_per_token: float
-    written: Estimate | None  # None: it cannot be spread over these devices at all
-    problem: str | None  # why it does not fit as it is written
-    chosen: Estimate | None  # as written where that fits; else what would, on this machine
-    faster: Estimate | None  # other settings of the same results that would take less time
-    ways: tuple[Way, ...]
+    written: Estimate | None  # None: it cannot be spread over these devices
+    problem: str | None  # why it does not fit as written
+    chosen: Estimate | None  # as written if that fits, else settings that fit this machine
+    faster: Estimate | None  # settings with the same results that take less time
+    alternatives: tuple[Alternative, ...]
     rope: tuple[str, ...]
 
     @property
@@ -59,7 +67,7 @@ class Plan:
     loaded: LoadedRecipe
     model: PlannedModel
     machine: Machine
-    rates: str  # where they are from
+    rates: str  # origin of the rates
     data: DataPlan
     stages: tuple[StagePlan, ...]
 
@@ -69,7 +77,7 @@ class Plan:
 
     @property
     def hours(self) -> float | None:
-        """None where some stage has no settings that fit."""
+        """None if no settings fit some stage."""
         found = [stage.chosen.hours for stage in self.stages if stage.chosen is not None]
         return sum(found) if len(found) == len(self.stages) else None
 
@@ -95,10 +103,10 @@ def plan_recipe(
 
 def _rates(machine: Machine, measured: Calibration | None) -> str:
     if measured is not None:
-        return f"measured here: {measured.told}"
+        return f"measured: {measured.summary}"
     if machine.gpu.measured:
         return f"measured on one {machine.gpu.title}; several, and their links, are computed"
-    return f"estimated: an H200's, scaled by the data sheet of {machine.gpu.title}"
+    return f"estimated: those of an H200, scaled by the data sheet of {machine.gpu.title}"
 
 
 def _plan_stage(
@@ -110,17 +118,17 @@ def _plan_stage(
     data: DataPlan,
     measured: Calibration | None,
 ) -> StagePlan:
-    pace, activations = pace_of(machine.gpu), 1.0
+    speed, activations = device_speed(machine.gpu), 1.0
     if measured is not None:
-        pace, activations = measured.correct(pace), measured.activations
+        speed, activations = measured.correct(speed), measured.activations
     docs = data.documents[stage.name]
-    case = Case(loaded=loaded, shape=model.shape, docs=docs, pace=pace, machine=machine, activations=activations)
+    case = Case(loaded=loaded, shape=model.shape, docs=docs, speed=speed, machine=machine, activations=activations)
     written, problem = _written(case, stage)
     best = fastest(case, stage)
     fitting = written if problem is None else None
     chosen = fitting or best
     faster = None
-    if fitting and best and best.seconds.step < fitting.seconds.step * (1 - WORTH):
+    if fitting and best and best.seconds.step < fitting.seconds.step * (1 - MIN_SAVING):
         faster = best if best.stage.optimizer == stage.optimizer else None
     return StagePlan(
         stage=stage,
@@ -130,8 +138,8 @@ def _plan_stage(
         problem=problem,
         chosen=chosen,
         faster=faster,
-        ways=() if problem is None else tuple(ways_out(case, index, stage, best)),
-        rope=tuple(position_lines(model.values, stage)),
+        alternatives=() if problem is None else tuple(find_alternatives(case, index, stage, best)),
+        rope=tuple(rope_lines(model.values, stage)),
     )
 
 
@@ -146,19 +154,18 @@ def _written(case: Case, stage: StageConfig) -> tuple[Estimate | None, str | Non
 def _too_much(found: Estimate) -> str:
     machine, held = found.machine, found.footprint
     whose = f"each {machine.gpu.name}" if machine.count > 1 else f"the {machine.gpu.name}"
-    gib = 1 << 30
     if held.device > machine.room:
         return (
-            f"it takes {held.device / gib:.1f} GiB of {whose} in {held.moment}, where {machine.room / gib:.1f} of "
+            f"it needs {held.device / GIB:.1f} GiB of {whose} in {held.moment}, but {machine.room / GIB:.1f} of "
             f"{machine.gpu.gib:.1f} are free for tensors"
         )
     return (
-        f"it takes {held.host / gib:.1f} GiB of host memory for {whose}, where {machine.host_room / gib:.1f} are free; "
-        "say how much there is by --host-mem"
+        f"it needs {held.host / GIB:.1f} GiB of host memory for {whose}, but {machine.host_room / GIB:.1f} are free; "
+        "set --host-mem to what the machine has"
     )
 
 
-def position_lines(values: dict[str, Any], stage: StageConfig) -> list[str]:
+def rope_lines(values: dict[str, Any], stage: StageConfig) -> list[str]:
     """One or two lines on the stage's RoPE; `unspool rope` says more."""
     try:
         rope = rope_of(values)
@@ -204,8 +211,8 @@ def as_plain(plan: Plan, price: float | None) -> dict[str, Any]:
             "title": machine.gpu.title,
             "count": machine.count,
             "gib": machine.gpu.gib,
-            "room_gib": machine.room / (1 << 30),
-            "host_room_gib": machine.host_room / (1 << 30),
+            "room_gib": machine.room / GIB,
+            "host_room_gib": machine.host_room / GIB,
             "rates": plan.rates,
         },
         "model": {"origin": plan.model.origin, "parameters": plan.model.shape.params, **asdict(plan.model.shape)},
@@ -237,8 +244,8 @@ def _plain_stage(plan: Plan, planned: StagePlan, price: float | None) -> dict[st
         "chosen": _plain_estimate(planned.chosen, stage, planned.index, price),
         "faster": _plain_estimate(planned.faster, stage, planned.index, price),
         "ways": [
-            {"kind": way.kind, "text": way.text, "arguments": list(way.arguments), "hours": way.estimate.hours}
-            for way in planned.ways
+            {"kind": one.kind, "text": one.text, "arguments": list(one.arguments), "hours": one.estimate.hours}
+            for one in planned.alternatives
         ],
         "rope": list(planned.rope),
     }
@@ -250,7 +257,7 @@ def _plain_estimate(found: Estimate | None, stage: StageConfig, index: int, pric
     gpu_hours = found.hours * found.machine.count
     return {
         "settings": changes(stage, found.stage),
-        "set": set_words(index, stage, found.stage),
+        "set": set_arguments(index, stage, found.stage),
         "layout": asdict(found.layout),
         "memory": {
             "moment": found.footprint.moment,

@@ -27,10 +27,10 @@ from unspool.reporting.gather import gather
 from unspool.reporting.page import write_report
 from unspool.training.checkpoint.resume import OPTIMIZER
 from unspool.training.config import StageConfig
-from unspool.training.distill.distill import check_refit
-from unspool.training.parallel.mesh import one_rank
+from unspool.training.distill.distill import check_distillation
+from unspool.training.parallel.apply import check_fit
+from unspool.training.parallel.mesh import single_rank
 from unspool.training.parallel.ranks import Ranks
-from unspool.training.parallel.requirements import check_fit
 from unspool.training.stage import StageInputs, run_stage, stage_reason
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Outcome:
 
 def open_run(loaded: LoadedRecipe, ranks: Ranks | None = None, *, share: Share = build_in_place) -> RunContext:
     """Check everything that can be checked without work, then create the run folder."""
-    context = RunContext(loaded=loaded, ranks=ranks or one_rank(pick_device(loaded.recipe.device)), share=share)
+    context = RunContext(loaded=loaded, ranks=ranks or single_rank(pick_device(loaded.recipe.device)), share=share)
     if not context.is_leader:
         silence()  # rank 0 logs for all
     check_data_inputs(context)
@@ -143,7 +143,7 @@ def _check_layouts(context: RunContext) -> None:
         distillation = stage.attention_distillation
         seq_lens = {name: context.recipe.datasets[name].seq_len for name in distillation.shares} if distillation else {}
         start = context.model if _previous(context, stage) is None else None
-        check_refit(stage, start, seq_lens, world_size=world_size)
+        check_distillation(stage, start, seq_lens, world_size=world_size)
 
 
 def _original_context(context: RunContext) -> int:

@@ -1,6 +1,7 @@
-"""Rows to one flat batch: a single sequence in which every document sees only itself.
+"""Packed rows to one flat batch, and the parts of it that sequence ranks compute.
 
-Flattening makes one case of all: rows of one document, packed rows, several rows at once.
+A batch is a single sequence, in which `doc_lens` separate what may attend to each other. So rows of one document,
+packed rows and several rows at once need no special cases.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unspool.core.errors import ConfigError
 from unspool.data.packing.row import IGNORE, Row, attended_lens, labels, position_ids
 
 _TENSORS = ("tokens", "labels", "position_ids")
@@ -27,7 +29,7 @@ class Batch:
     num_valid: tuple[int, ...]  # labels of each row that carry loss
 
     def to(self, device: torch.device) -> "Batch":
-        """Without waiting for the copy where the arrays are pinned."""
+        """Copy to `device`, without waiting if the arrays are pinned."""
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS})
 
     def pinned(self) -> "Batch":
@@ -46,14 +48,14 @@ def build_batch(rows: Sequence[Row], *, attention: str) -> Batch:
     targets = labels(tokens, np.concatenate([row.doc_lens for row in rows]), _loss_mask(rows))
     attended = np.concatenate([attended_by(row, attention) for row in rows])
     if any(row.positions is not None for row in rows):
-        places = np.concatenate([_positions(row, attention) for row in rows])
+        positions = np.concatenate([_positions(row, attention) for row in rows])
     else:
-        places = position_ids(attended)
+        positions = position_ids(attended)
     valid = np.add.reduceat(targets != IGNORE, np.cumsum([0, *row_lens[:-1]]), dtype=np.int64)
     return Batch(
         tokens=torch.from_numpy(tokens.astype(np.int64)),
         labels=torch.from_numpy(targets),
-        position_ids=torch.from_numpy(places),
+        position_ids=torch.from_numpy(positions),
         doc_lens=tuple(attended.tolist()),
         row_lens=tuple(row_lens),
         num_valid=tuple(valid.tolist()),
@@ -61,12 +63,12 @@ def build_batch(rows: Sequence[Row], *, attention: str) -> Batch:
 
 
 def attended_by(row: Row, attention: str) -> np.ndarray:
-    """The lengths that a row's attention goes by in a stage of this `attention`."""
+    """Lengths of the spans of a row that attend to themselves, in a stage with this `attention`."""
     return attended_lens(row.doc_lens, "full" if attention == "full" else row.attention)
 
 
 def row_sums(losses: Tensor, row_lens: Sequence[int]) -> Tensor:
-    """Sum of token losses by row, float64, without a transfer per row; 0 for a row of which nothing is here."""
+    """Sum of token losses by row in float64, without a transfer per row; 0 for a row of length 0."""
     ends = torch.tensor(row_lens, device=losses.device).cumsum(0)
     until = F.pad(losses.double().cumsum(0), (1, 0))[ends]
     return torch.diff(until, prepend=until.new_zeros(1))
@@ -84,3 +86,68 @@ def _loss_mask(rows: Sequence[Row]) -> np.ndarray | None:
     return np.concatenate(
         [np.ones(len(row.tokens), dtype=bool) if row.loss_mask is None else row.loss_mask for row in rows]
     )
+
+
+# Sequence parallelism
+
+
+def split_batch(batch: Batch, rank: int, degree: int, *, ring: int = 1) -> Batch:
+    """The part of a batch that sequence rank `rank` of `degree` computes; `ring` of them form a ring.
+
+    Parts are equally long, and every label is in exactly one of them. `doc_lens` stay those of the whole batch, because
+    attention works on whole rows. Rows without tokens in this part have length 0; padding belongs to the last row.
+    """
+    if degree == 1:
+        return batch
+    if ring > 1 and len(batch.doc_lens) > 1:
+        raise ConfigError(
+            f"parallel: ring={ring} needs rows of one document, and this batch holds {len(batch.doc_lens)}; use ring 1 "
+            "and ulysses, or attention: full with one row per micro-batch."
+        )
+    padded = pad_batch(batch, degree * (2 if ring > 1 else 1), own_document=ring == 1)
+    own = sequence_part(len(padded.tokens), rank, degree, ring=ring)
+    num_rows = len(batch.row_lens)
+    row_of = torch.repeat_interleave(torch.arange(num_rows), torch.tensor(padded.row_lens))[own]
+    labels = padded.labels[own]
+    return Batch(
+        tokens=padded.tokens[own],
+        labels=labels,
+        position_ids=padded.position_ids[own],
+        doc_lens=padded.doc_lens,
+        row_lens=tuple(torch.bincount(row_of, minlength=num_rows).tolist()),
+        num_valid=tuple(torch.bincount(row_of[labels != IGNORE], minlength=num_rows).tolist()),
+    )
+
+
+def pad_batch(batch: Batch, unit: int, *, own_document: bool) -> Batch:
+    """Pad `batch` to a multiple of `unit` with tokens that carry no loss.
+
+    Padding is a document of its own, which costs next to nothing, or the end of the last document, which no other token
+    attends to.
+    """
+    extra = -len(batch.tokens) % unit
+    if not extra:
+        return batch
+    *before, last = batch.doc_lens
+    return Batch(
+        tokens=F.pad(batch.tokens, (0, extra)),
+        labels=F.pad(batch.labels, (0, extra), value=IGNORE),
+        position_ids=torch.cat([batch.position_ids, torch.arange(extra)]),
+        doc_lens=(*before, last, extra) if own_document else (*before, last + extra),
+        row_lens=(*batch.row_lens[:-1], batch.row_lens[-1] + extra),
+        num_valid=batch.num_valid,
+    )
+
+
+def sequence_part(length: int, rank: int, degree: int, *, ring: int = 1) -> Tensor:
+    """int64[length / degree]: indices of the tokens that `rank` computes, ascending.
+
+    A ring cuts the row into two pieces per rank and pairs the first with the last, the second with the last but one,
+    and so on, so that all ranks attend to equally many tokens. Each pair is then cut among the Ulysses ranks.
+    """
+    indices = torch.arange(length)
+    if ring > 1:
+        ring_rank, rank = divmod(rank, degree // ring)
+        pieces = indices.view(2 * ring, -1)
+        indices = torch.cat([pieces[ring_rank], pieces[2 * ring - 1 - ring_rank]])
+    return indices.view(degree // ring, -1)[rank]

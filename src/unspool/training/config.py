@@ -1,4 +1,4 @@
-"""What one entry of a recipe's `stages` may say."""
+"""One entry of a recipe's `stages`. Needs no torch."""
 
 from typing import Annotated, Literal
 
@@ -9,73 +9,81 @@ from unspool.core.errors import ConfigError
 from unspool.core.sizes import Size
 from unspool.models.memory.policy import MemoryPolicy, Recompute
 from unspool.rope.methods import AnyRopeMethod, Unchanged
-from unspool.training.optim.config import OptimizerConfig
+from unspool.training.optim.config import AdamWConfig, AnyOptimizer
 from unspool.training.parallel.config import ParallelConfig
-from unspool.training.spike_guard import GuardConfig
-
-# What a stage may ask to be shown while it trains. None of it changes what is trained.
-
 
 TrackerName = Literal["tensorboard", "wandb"]
 
 
 class ValidationConfig(Config):
-    """Loss on rows that are not trained on, by position."""
+    """Held-out loss by position."""
 
-    dataset: str = Field(min_length=1, description="rows that no mix of this stage holds")
-    every: int | None = Field(None, ge=1, description="steps; a tenth of the stage when not given")
+    dataset: str = Field(min_length=1, description="dataset that is not in the mix of this stage")
+    every: int | None = Field(None, ge=1, description="steps; default: a tenth of the stage")
     samples: int = Field(8, ge=1, description="rows, drawn by the seed")
 
 
 class SamplesConfig(Config):
-    """What the model writes after some prompts."""
+    """Continuations of prompts that the model writes while it trains."""
 
     prompts: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
-    every: int | None = Field(None, ge=1, description="steps; a tenth of the stage when not given")
-    tokens: Size = Field(64, description="at most, after each prompt")
+    every: int | None = Field(None, ge=1, description="steps; default: a tenth of the stage")
+    tokens: Size = Field(64, description="maximum per continuation")
 
 
 def is_due(every: int | None, step: int, steps: int) -> bool:
-    """Before the first step, then every so many, and after the last."""
+    """Whether to validate or sample now: before the first step, every `every` steps, and after the last."""
     return step % (every or max(1, steps // 10)) == 0 or step == steps
 
 
-# What a stage may say about attention distillation. Apart from distill.py: needs no torch.
+class GuardConfig(Config):
+    """What to do about a bad step. A skipped step changes no weight, and its rows are not used again."""
+
+    nan: Literal["stop", "skip"] = Field("stop", description="the loss or gradient is not finite")
+    spike: Literal["off", "stop", "skip"] = Field(
+        "off", description="the loss or gradient norm is far above its median"
+    )
+    factor: float = Field(2.0, gt=1, description="a loss above this multiple of its median is a spike")
+    grad_factor: float = Field(10.0, gt=1, description="a gradient norm above this multiple of its median is a spike")
+    window: int = Field(64, ge=2, description="good steps in the median; nothing is a spike before there are as many")
+    most_skips: int = Field(10, ge=1, description="skipped steps in a row that stop the stage")
 
 
-# Rows per step where a recipe does not say.
+# Rows per step of attention distillation, by default.
 ROWS_PER_STEP = 8
 
 
 class AttentionDistillationConfig(Config):
-    """Queries and keys are fitted so that each layer attends as it did in the model that the stage starts from."""
+    """Fit queries and keys so that each layer attends as in the model that the stage starts from."""
 
-    datasets: str | dict[str, float] = Field(description="rows, or rows with shares of tokens, within the old context")
-    before: int = Field(0, ge=0, description="steps before the first step of training")
-    during: float = Field(0.0, ge=0, description="weight of this distance beside training's loss, in each of its steps")
-    after: int = Field(0, ge=0, description="steps after the last step of training")
-    batch_tokens: Size | None = Field(None, description="tokens per step; 8 rows when not given")
-    during_batch_tokens: Size | None = Field(
-        None, description="the same beside a step of training; as batch_tokens when not given"
+    datasets: str | dict[str, float] = Field(
+        description="dataset, or datasets with shares of tokens; rows within the old context length"
     )
-    lr: float | None = Field(None, gt=0, description="Adam's highest rate, for before and after")
-    after_lr: float | None = Field(None, gt=0, description="the same after training; a quarter of lr when not given")
+    before: int = Field(0, ge=0, description="steps before the first step of training")
+    during: float = Field(0.0, ge=0, description="weight of this loss beside the training loss, in every training step")
+    after: int = Field(0, ge=0, description="steps after the last step of training")
+    batch_tokens: Size | None = Field(None, description="tokens per step; default: 8 rows")
+    during_batch_tokens: Size | None = Field(
+        None, description="tokens per training step for `during`; default: batch_tokens"
+    )
+    lr: float | None = Field(None, gt=0, description="peak learning rate of Adam, for before and after")
+    after_lr: float | None = Field(
+        None, gt=0, description="peak learning rate after training; default: a quarter of lr"
+    )
 
     @field_validator("datasets")
     @classmethod
-    def _positive(cls, datasets: str | dict[str, float]) -> str | dict[str, float]:
+    def _check_shares(cls, datasets: str | dict[str, float]) -> str | dict[str, float]:
         if not datasets or (isinstance(datasets, dict) and min(datasets.values()) <= 0):
-            raise ValueError("name rows, or rows with shares above 0, such as {short: 0.75, recall: 0.25}")
+            raise ValueError("give a dataset, or datasets with shares above 0, such as {short: 0.75, recall: 0.25}")
         return datasets
 
     @model_validator(mode="after")
-    def _does_something(self) -> "AttentionDistillationConfig":
+    def _check_phases(self) -> "AttentionDistillationConfig":
         if not self.before and not self.during and not self.after:
-            raise ValueError(
-                "give before or after, numbers of steps, or during, a weight; or leave attention_distillation out"
-            )
+            raise ValueError("set before or after (steps) or during (a weight), or remove attention_distillation")
         if (self.before and self.lr is None) or (self.after and self.lr is None and self.after_lr is None):
-            raise ValueError("give lr, the highest rate of its own steps, such as 4e-3")
+            raise ValueError("set lr, the peak learning rate of its own steps, such as 4e-3")
         return self
 
     @property
@@ -99,139 +107,127 @@ class StageConfig(Config):
     init: str = Field("previous", description="previous | base | the name of an earlier stage")
     context_length: Size
     export_context_length: Size | None = Field(
-        None, description="the context that the trained model claims; this one when not given"
+        None, description="value written to max_position_embeddings on export; default: context_length"
     )
     rope: AnyRopeMethod = Unchanged()
     attention_distillation: AttentionDistillationConfig | None = Field(
-        None, description="queries and keys fitted to what the model attended to before its positions were changed"
+        None, description="fit queries and keys to the attention before the RoPE change"
     )
     attention: Literal["intra_document", "full"] = Field(
         "intra_document",
-        description="intra_document: each sees only itself, but in rows of utk, cip or nextlong; full: rows see all",
+        description="intra_document: document mask, except in rows of utk, cip or nextlong; full: causal over the row",
     )
-    mix: dict[str, float] = Field(description="rows: share of tokens")
+    mix: dict[str, float] = Field(description="dataset: share of tokens")
     tokens: Size
     batch_tokens: Size = Field(description="tokens per optimizer step")
-    micro_batch_tokens: Size | None = Field(None, description="tokens per forward pass; one context when not given")
+    micro_batch_tokens: Size | None = Field(None, description="tokens per forward pass; default: context_length")
     lr: float = Field(gt=0)
     lr_overrides: dict[str, float] = Field(
-        {}, description="part of a parameter's name: its lr instead; 0 leaves it as it is, as in {mlp: 0, q_proj: 1e-4}"
+        {}, description="substring of parameter names: their lr; 0 freezes them, as in {mlp: 0, q_proj: 1e-4}"
     )
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="the cosine ends at this share of lr")
-    warmup_ratio: float = Field(0.1, ge=0, lt=1, description="share of steps")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate of the cosine ÷ lr")
+    warmup_ratio: float = Field(0.1, ge=0, lt=1, description="share of steps with linear warm-up")
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.1, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: AnyOptimizer = AdamWConfig()
     activation_checkpointing: Recompute = Field(
-        "none", description="activations computed again in the backward pass; keep-attention: all but attention's"
+        "none", description="full: recompute layers in the backward pass; keep-attention: recompute all but attention"
     )
-    layers_per_checkpoint: int = Field(1, ge=1, description="layers that share a checkpoint")
-    offload: bool = Field(False, description="checkpoints of recomputed layers wait in host memory")
+    layers_per_checkpoint: int = Field(1, ge=1, description="layers per activation checkpoint")
+    offload: bool = Field(False, description="keep activation checkpoints in host memory")
     keep_products: int = Field(
         0,
         ge=0,
-        description="layers, from the last, that keep matrix products; with activation_checkpointing keep-attention",
+        description="last layers that also keep matrix products; needs activation_checkpointing: keep-attention",
     )
-    keep_on_host: int = Field(0, ge=0, description="of those layers, how many have what they keep in host memory")
-    mlp_tiles: Size | None = Field(None, description="tokens that norms and MLPs compute at a time")
-    attention_heads_at_once: int | None = Field(None, ge=1, description="KV heads that attention computes at a time")
+    keep_on_host: int = Field(0, ge=0, description="how many of these layers keep them in host memory")
+    mlp_tiles: Size | None = Field(None, description="tokens per tile of norms and MLPs")
+    attention_heads_at_once: int | None = Field(None, ge=1, description="KV heads per call of the attention kernel")
     parallel: ParallelConfig = ParallelConfig()
-    compile: bool = Field(False, description="fuse norms and MLPs with torch.compile; pays on a GPU")
-    checkpoint_every: int | None = Field(None, ge=1, description="steps; a tenth of the stage when not given")
+    compile: bool = Field(False, description="fuse norms and MLPs with torch.compile; faster on a GPU")
+    checkpoint_every: int | None = Field(None, ge=1, description="steps; default: a tenth of the stage")
     guard: GuardConfig = GuardConfig()
-    validation: ValidationConfig | None = Field(None, description="loss by position on rows that are not trained on")
-    samples: SamplesConfig | None = Field(None, description="what the model writes after some prompts")
-    loggers: list[TrackerName] = Field([], description="where the numbers go besides metrics.jsonl")
+    validation: ValidationConfig | None = Field(None, description="held-out loss by position")
+    samples: SamplesConfig | None = Field(None, description="continuations of prompts while the stage trains")
+    loggers: list[TrackerName] = Field([], description="trackers that get the metrics besides metrics.jsonl")
 
     @field_validator("mix")
     @classmethod
-    def _positive(cls, mix: dict[str, float]) -> dict[str, float]:
+    def _check_shares(cls, mix: dict[str, float]) -> dict[str, float]:
         if not mix or min(mix.values()) <= 0:
             raise ValueError("every share must be above 0, such as {books-64k: 0.6, short: 0.4}")
         return mix
 
     @model_validator(mode="after")
-    def _held_out(self) -> "StageConfig":
+    def _check_validation(self) -> "StageConfig":
         if self.validation and self.validation.dataset in self.mix:
             raise ValueError(
-                f"validation.dataset {self.validation.dataset} is in the mix, so its loss would say nothing about new "
-                "text; give one that is made from another source"
+                f"validation.dataset {self.validation.dataset} is in the mix, so it is not held out; use a dataset "
+                "that is made from another source"
             )
         return self
 
     @model_validator(mode="after")
-    def _distillation_has_something_to_fit(self) -> "StageConfig":
-        if self.attention_distillation and self.attention_distillation.before and self.rope.keeps_frequencies:
+    def _check_distillation(self) -> "StageConfig":
+        distillation = self.attention_distillation
+        if distillation and distillation.before and self.rope.keeps_frequencies:
             raise ValueError(
-                "attention_distillation.before has nothing to do while rope is unchanged; give a rope method, or leave "
-                "attention_distillation.before out"
+                "attention_distillation.before has no effect while rope is unchanged; set a rope method, or remove "
+                "attention_distillation.before"
             )
-        if (
-            self.attention_distillation
-            and self.validation
-            and self.validation.dataset in self.attention_distillation.shares
-        ):
+        if distillation and self.validation and self.validation.dataset in distillation.shares:
             raise ValueError(
-                f"validation.dataset {self.validation.dataset} is in attention_distillation.datasets, so its loss "
-                "would say "
-                "little about new "
-                "text; give one that is made from another source"
+                f"validation.dataset {self.validation.dataset} is in attention_distillation.datasets, so it is not "
+                "held out; use a dataset that is made from another source"
             )
         return self
 
     @field_validator("lr_overrides")
     @classmethod
-    def _not_negative(cls, lr_overrides: dict[str, float]) -> dict[str, float]:
+    def _check_rates(cls, lr_overrides: dict[str, float]) -> dict[str, float]:
         if any(lr < 0 or not name for name, lr in lr_overrides.items()):
-            raise ValueError("every lr must be 0 or more and stand after a part of a name, such as {q_proj: 1e-4}")
+            raise ValueError("every lr must be 0 or more, after a substring of parameter names, such as {q_proj: 1e-4}")
         return lr_overrides
 
     @model_validator(mode="after")
-    def _whole_contexts(self) -> "StageConfig":
+    def _check_sizes(self) -> "StageConfig":
         if self.batch_tokens % self.context_length:
             raise ValueError(f"batch_tokens must be a multiple of context_length ({self.context_length} tokens)")
         if self.micro_batch_tokens and (
             self.micro_batch_tokens % self.context_length or self.batch_tokens % self.micro_batch_tokens
         ):
             raise ValueError("micro_batch_tokens must be a multiple of context_length and divide batch_tokens")
-        if (
-            self.optimizer.step == "in-backward"
-            and (self.micro_batch_tokens or self.context_length) != self.batch_tokens
-        ):
+        if self.optimizer.step == "in-backward" and self.tokens_per_pass != self.batch_tokens:
             raise ValueError(
-                "optimizer.step in-backward has no gradient left to add a second one to, so batch_tokens must equal "
-                f"micro_batch_tokens ({self.micro_batch_tokens or self.context_length} tokens); or set "
-                "optimizer.step to after"
+                "optimizer.step in-backward cannot accumulate gradients, so batch_tokens must equal micro_batch_tokens "
+                f"({self.tokens_per_pass} tokens); or set optimizer.step to after"
             )
         if self.tokens < self.batch_tokens:
             raise ValueError("tokens must be at least one batch")
         if self.export_context_length and self.export_context_length > self.context_length:
             raise ValueError(
-                "export_context_length must not exceed context_length: the model would claim what it never saw"
+                "export_context_length must not exceed context_length: the model was not trained on longer rows"
             )
-        if (
-            self.export_context_length
-            and self.export_context_length < self.context_length
-            and self.rope.uses_max_positions
-        ):
+        is_shorter = self.export_context_length and self.export_context_length < self.context_length
+        if is_shorter and self.rope.uses_max_positions:
             raise ValueError(
-                f"export_context_length cannot be below context_length with method {self.rope.method}, whose positions "
-                "depend on what the model claims; use abf, ntk or harpe"
+                f"export_context_length cannot be below context_length with method {self.rope.method}, whose "
+                "frequencies depend on max_position_embeddings; use abf, ntk or harpe"
             )
         return self
 
     @model_validator(mode="after")
-    def _can_skip(self) -> "StageConfig":
+    def _check_guard(self) -> "StageConfig":
         if self.optimizer.step == "in-backward" and "skip" in (self.guard.nan, self.guard.spike):
             raise ValueError(
-                "guard cannot skip a step under optimizer.step in-backward, which has changed weights before the step "
-                "is known to be wrong; use stop, or optimizer.step after"
+                "guard cannot skip a step with optimizer.step in-backward, which changes weights before the step is "
+                "checked; use stop, or optimizer.step after"
             )
         return self
 
     @model_validator(mode="after")
-    def _sensible_memory(self) -> "StageConfig":
+    def _check_memory(self) -> "StageConfig":
         try:
             _ = self.memory
         except ConfigError as error:
@@ -249,6 +245,11 @@ class StageConfig(Config):
             mlp_tiles=self.mlp_tiles,
             attention_heads_at_once=self.attention_heads_at_once,
         )
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """Tokens of one micro-batch."""
+        return self.micro_batch_tokens or self.context_length
 
     @property
     def steps(self) -> int:

@@ -1,10 +1,8 @@
-"""The rows of each step as micro-batches, prepared while the step before is being computed.
+"""Rows of each step as micro-batches, built in a thread while the previous step computes.
 
-In: a mix, its rows, the steps to come. Out: `StepBatches`, in order.
-Promise: which rows a step holds is a function of its number alone, whatever the number of ranks; the device never waits
-for a file. Ranks with rows of their own get micro-batches that cost alike (data/balance.py), and each builds only its
-own; ranks that share a row get their parts of it (split.py).
-Price: two steps of rows in memory (some bytes a token), pinned where a GPU copies them.
+The rows of a step depend on its number alone, whatever the number of ranks. Data ranks get micro-batches of about equal
+cost (data/mixture.py), and each builds only its own; ranks that share a row get their parts of it. Two steps of rows
+are in memory, pinned where a GPU copies them.
 """
 
 import json
@@ -17,21 +15,20 @@ from typing import Any
 from unspool.data.mixture import Mix, ModelShape, arrange, row_cost
 from unspool.data.packing.row import Row
 from unspool.data.packing.store import RowSet
-from unspool.training.batch import Batch, attended_by, build_batch
+from unspool.training.batch import Batch, attended_by, build_batch, split_batch
 from unspool.training.config import StageConfig
-from unspool.training.parallel.mesh import ALONE, Place
-from unspool.training.parallel.split import split_batch
+from unspool.training.parallel.mesh import SINGLE_RANK, RankCoords
 
-Picks = Sequence[Sequence[tuple[str, int]]]  # by slot of one context: rows set and number of each row
+Picks = Sequence[Sequence[tuple[str, int]]]  # by slot of one context length: dataset and index of each row
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatches:
-    """What one optimizer step trains on: its rows, and those of them that are this rank's."""
+    """Rows of one optimizer step, and this rank's micro-batches of them."""
 
     picks: Picks  # of all ranks
-    doc_lens: tuple[int, ...]  # of all documents that attend to themselves, of all ranks
-    names: tuple[str, ...]  # rows set of every row of this rank, in the order of the batches
+    doc_lens: tuple[int, ...]  # spans that attend to themselves, of all ranks
+    names: tuple[str, ...]  # dataset of every row of this rank, in the order of the batches
     batches: tuple[Batch, ...]  # one per micro-batch of this rank
 
     @property
@@ -45,36 +42,36 @@ def build_step(
     rows: dict[str, RowSet],
     picks: Picks,
     *,
-    place: Place = ALONE,
+    coords: RankCoords = SINGLE_RANK,
     shape: ModelShape | None = None,
 ) -> StepBatches:
-    """`shape` is that of the model, by which costs are known; needed where ranks have rows of their own."""
-    slots_per_micro = (stage.micro_batch_tokens or stage.context_length) // stage.context_length
+    """`shape` is the model's, for the cost of rows; required with several data ranks."""
+    slots_per_micro = stage.tokens_per_pass // stage.context_length
     micros = [
         [(name, rows[name][index]) for slot in picks[start : start + slots_per_micro] for name, index in slot]
         for start in range(0, len(picks), slots_per_micro)
     ]
     attended = [[attended_by(row, stage.attention) for _, row in micro] for micro in micros]
     mine = micros
-    if place.data_ranks > 1:
-        assert shape is not None, "rows are given to ranks by what they cost"
+    if coords.data_ranks > 1:
+        assert shape is not None, "rows are assigned to ranks by their cost"
         costs = [sum(row_cost(lens, shape) for lens in of_micro) for of_micro in attended]
-        mine = [micros[number] for number in arrange(costs, place.data_ranks)[place.data_rank].tolist()]
+        mine = [micros[number] for number in arrange(costs, coords.data_ranks)[coords.data_rank].tolist()]
     return StepBatches(
         picks=picks,
         doc_lens=tuple(length for of_micro in attended for lens in of_micro for length in lens.tolist()),
         names=tuple(name for micro in mine for name, _ in micro),
-        batches=tuple(_own_part([row for _, row in micro], stage, place) for micro in mine),
+        batches=tuple(_build_own_batch([row for _, row in micro], stage, coords) for micro in mine),
     )
 
 
-def _own_part(rows: Sequence[Row], stage: StageConfig, place: Place) -> Batch:
+def _build_own_batch(rows: Sequence[Row], stage: StageConfig, coords: RankCoords) -> Batch:
     batch = build_batch(rows, attention=stage.attention)
-    return split_batch(batch, place.sequence_rank, place.sequence_ranks, ring=place.ring)
+    return split_batch(batch, coords.sequence_rank, coords.sequence_ranks, ring=coords.ring)
 
 
 def step_picks(stage: StageConfig, mix: Mix, step: int) -> Picks:
-    """The rows of step 1, 2, …: a function of the seed and the step, so that resuming needs no state."""
+    """Rows of step 1, 2, …: a function of the seed and the step, so that resuming needs no state."""
     slots = stage.batch_tokens // stage.context_length
     return [mix.slot(index) for index in range((step - 1) * slots, step * slots)]
 
@@ -86,13 +83,13 @@ def load_steps(
     *,
     first: int,
     pin: bool,
-    place: Place = ALONE,
+    coords: RankCoords = SINGLE_RANK,
     shape: ModelShape | None = None,
 ) -> Iterator[tuple[int, StepBatches]]:
-    """Steps `first` to the stage's last, each built in a thread while the one before is trained."""
+    """Yield steps `first` to the stage's last, each built in a thread while the previous one is trained."""
 
     def build(step: int) -> StepBatches:
-        built = build_step(stage, rows, step_picks(stage, mix, step), place=place, shape=shape)
+        built = build_step(stage, rows, step_picks(stage, mix, step), coords=coords, shape=shape)
         return built if not pin else pinned(built)
 
     with ThreadPoolExecutor(1, "unspool-rows") as pool:
@@ -108,7 +105,18 @@ def pinned(step: StepBatches) -> StepBatches:
     return replace(step, batches=tuple(batch.pinned() for batch in step.batches))
 
 
-# Which rows each step was trained on: one line of `ledger.jsonl` per step.
+def model_shape(model: Any) -> ModelShape:
+    """The shape of a loaded model, for the cost of rows."""
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return ModelShape(
+        num_layers=config.num_hidden_layers,
+        attention_width=config.num_attention_heads * head_dim,
+        num_params=sum(parameter.numel() for parameter in model.parameters()),
+    )
+
+
+# The ledger: rows of each step, one line per step
 
 
 LEDGER = "ledger.jsonl"
@@ -128,9 +136,9 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
 
 
 def find_gaps(entries: Iterable[Mapping[str, Any]], sizes: Mapping[str, int], *, steps: int) -> list[str]:
-    """What is wrong with the ledger of a stage of `steps` steps over rows sets of these sizes; nothing if all is well.
+    """Problems of a stage's ledger, given its number of steps and the sizes of its datasets; empty if there are none.
 
-    Every step once and in order; in every set, each row once before any of them returns.
+    Every step must be there once and in order. Of every dataset, each row must come once before any is repeated.
     """
     entries = list(entries)
     numbers = [entry["step"] for entry in entries]
@@ -142,7 +150,7 @@ def find_gaps(entries: Iterable[Mapping[str, Any]], sizes: Mapping[str, int], *,
         drawn = [index for entry in entries for index in entry["rows"].get(name, [])]
         for epoch, begin in enumerate(range(0, len(drawn), size)):
             of_epoch = drawn[begin : begin + size]
-            # A whole epoch without a repeat has no gap either: there are as many rows as places.
+            # A full epoch without a repeat has no gap either.
             if len(set(of_epoch)) != len(of_epoch) or not set(of_epoch) <= set(range(size)):
-                problems.append(f"rows {name}: a row comes twice in epoch {epoch + 1}, so another is missing")
+                problems.append(f"dataset {name}: a row comes twice in epoch {epoch + 1}, so another is missing")
     return problems

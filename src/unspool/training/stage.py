@@ -1,11 +1,10 @@
-"""One stage, top to bottom: load, resume or start, step until done, export, publish.
+"""One stage from top to bottom: load, resume or start, train, export, publish.
 
-In: a model, the rows of a mix, a `StageConfig`. Out: `stages/<name>/` with the model as a Hugging
-Face folder, `metrics.jsonl`, `ledger.jsonl` and what a stage that follows goes on from.
-Promise: killed at any moment and run again, it ends with the same weights. On several ranks (`parallel`) all go through
-this together, on one folder that all of them reach, and the first of them writes; what comes out is what one rank makes
-up to rounding, and any number of ranks goes on from what any other has saved.
-Price: what cannot be read part by part (loading.py) every rank loads whole into host memory before it keeps its part.
+`stages/<name>/` then holds the model as a Hugging Face folder, `metrics.jsonl`, `ledger.jsonl` and the state that a
+later stage continues from. A stage that is killed at any moment and rerun ends with the same weights. With `parallel`,
+all ranks run this together on a shared folder, and the leader writes. The result is that of one rank up to rounding,
+and any number of ranks can resume from what any other number has saved. A model that cannot be read shard by shard
+(parallel/fsdp.py) is loaded in full by every rank, into host memory.
 """
 
 import errno
@@ -38,32 +37,37 @@ from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import load_tokenizer
-from unspool.training.checkpoint.resume import CHECKPOINTS, OPTIMIZER, load_trained_weights, resume, save_handover
+from unspool.training.checkpoint.resume import (
+    CHECKPOINTS,
+    OPTIMIZER,
+    load_stage_weights,
+    resume,
+    save_stage_state,
+)
 from unspool.training.checkpoint.save import checkpoints
 from unspool.training.config import StageConfig
-from unspool.training.distill.distill import FILE as REFIT
-from unspool.training.distill.distill import build_distillation, check_refit
-from unspool.training.loader import LEDGER
+from unspool.training.distill.distill import FILE as DISTILLATION
+from unspool.training.distill.distill import build_distillation, check_distillation
+from unspool.training.loader import LEDGER, model_shape
 from unspool.training.loop import Training, run_steps
-from unspool.training.metrics.logger import METRICS, build_watch, keep_watched
+from unspool.training.metrics.logger import METRICS, build_logger, copy_logs
 from unspool.training.metrics.trackers import check_trackers
-from unspool.training.optim.base import Updater, build_updater
-from unspool.training.optim.config import OptimizerConfig
-from unspool.training.parallel.apply import load_by_parts, parallelize
-from unspool.training.parallel.fsdp import gathered
-from unspool.training.parallel.mesh import Team, build_team, one_rank
+from unspool.training.optim.config import AdamWConfig
+from unspool.training.optim.updater import Updater, build_updater
+from unspool.training.parallel.apply import check_fit, load_sharded, parallelize
+from unspool.training.parallel.fsdp import unshard_model
+from unspool.training.parallel.mesh import DistContext, build_dist_context, single_rank
 from unspool.training.parallel.ranks import Ranks
-from unspool.training.parallel.requirements import check_fit, model_shape
-from unspool.training.spike_guard import Guard
+from unspool.training.schedule import SpikeGuard
 
 logger = logging.getLogger(__name__)
 
 KIND = "stage"
 
 
-# Settings that do not change a result but for rounding: how often it is saved and looked at, memory, ranks, what would
-# be done about a wrong step (so that a stage which stopped at one can be told to skip it, and goes on).
-UNCHANGING = {
+# Settings that change a result by rounding at most: saving, validation, memory, ranks. The guard is one of them, so
+# that a stage which stopped at a bad step can resume with a guard that skips it.
+NEUTRAL_SETTINGS = {
     "checkpoint_every",
     "init",
     "guard",
@@ -77,13 +81,13 @@ UNCHANGING = {
 
 @dataclass(frozen=True, kw_only=True)
 class StageInputs:
-    """What a stage starts from."""
+    """Files that a stage starts from."""
 
     model: str | NewModel  # folder, GGUF file, Hub id, or a new model
     datasets: dict[str, Path]
-    moments: Path | None = None  # an earlier stage's optimizer file
-    validation: Path | None = None  # rows that are only looked at
-    attention_distillation: dict[str, Path] = field(default_factory=dict)  # rows that queries and keys are refitted on
+    moments: Path | None = None  # optimizer file of the stage that this one continues
+    validation: Path | None = None  # held-out rows
+    attention_distillation: dict[str, Path] = field(default_factory=dict)  # rows of attention distillation
 
 
 def run_stage(
@@ -95,44 +99,45 @@ def run_stage(
     device: torch.device,
     ranks: Ranks | None = None,
 ) -> None:
-    """Train `stage` unless `out_dir` already holds what it would give. All of `ranks` call this."""
-    team = build_team(stage.parallel, ranks or one_rank(device))
-    identity = team.from_leader(lambda: _identity(stage, inputs, seed=seed, device=device))
-    reason = team.from_leader(lambda: _look(stage, out_dir, identity))
+    """Train `stage` unless `out_dir` is up to date. All of `ranks` call this."""
+    dist_context = build_dist_context(stage.parallel, ranks or single_rank(device))
+    world_size = dist_context.ranks.world_size
+    identity = dist_context.from_leader(lambda: _identity(stage, inputs, seed=seed, device=device))
+    reason = dist_context.from_leader(lambda: _find_work(stage, out_dir, identity))
     if reason is None:
         return
     rows = {name: open_rows(folder) for name, folder in inputs.datasets.items()}
-    check_fit(stage, inputs.model, rows, world_size=team.ranks.world_size)
-    refit_rows = {name: open_rows(folder) for name, folder in inputs.attention_distillation.items()}
-    refit_lens = {name: row_set.row_len for name, row_set in refit_rows.items()}
-    check_refit(stage, inputs.model, refit_lens, world_size=team.ranks.world_size)
-    team.from_leader(lambda: _prepare_work(stage, out_dir, identity))
+    check_fit(stage, inputs.model, rows, world_size=world_size)
+    distilled_rows = {name: open_rows(folder) for name, folder in inputs.attention_distillation.items()}
+    distilled_lens = {name: row_set.row_len for name, row_set in distilled_rows.items()}
+    check_distillation(stage, inputs.model, distilled_lens, world_size=world_size)
+    dist_context.from_leader(lambda: _prepare_work(stage, out_dir, identity))
     work = _work_path(out_dir)
     mix = _mix(stage, inputs, rows, seed=seed)
-    handed_on = load_file(inputs.moments) if inputs.moments else {}
-    model, tokenizer = _build(stage, inputs, handed_on, seed=seed, device=device, team=team)
-    updater, guard = build_updater(stage, model, seed=seed), Guard(stage.guard)
-    updater.load_moments(handed_on)
-    refit = build_distillation(
+    stage_state = load_file(inputs.moments) if inputs.moments else {}
+    model, tokenizer = _build(stage, inputs, stage_state, seed=seed, device=device, dist_context=dist_context)
+    updater, guard = build_updater(stage, model, seed=seed), SpikeGuard(stage.guard)
+    updater.load_optimizer(stage_state)
+    distillation = build_distillation(
         stage,
         model,
         updater,
-        refit_rows,
+        distilled_rows,
         work,
         seed=seed,
         order=_order(stage, inputs),
-        load_teacher=lambda: _load_teacher(inputs, handed_on, device),
+        load_teacher=lambda: _load_teacher(inputs, stage_state, device),
     )
-    if refit is not None:
-        with _disk_is_needed(stage, work):
-            refit.before()
-    done = resume(work, updater, guard, growing=(LEDGER, METRICS), seed=seed, stage=stage.name, team=team)
-    if team.is_leader:
-        _announce(stage, mix, reason, done=done, team=team)
-    # Files are as they were at the checkpoint before anyone looks at them.
-    team.meet()
-    with _disk_is_needed(stage, work):
-        with build_watch(
+    if distillation is not None:
+        with _require_disk(stage, work):
+            distillation.before()
+    done = resume(work, updater, guard, logs=(LEDGER, METRICS), seed=seed, stage=stage.name, dist_context=dist_context)
+    if dist_context.is_leader:
+        _announce(stage, mix, reason, done=done, dist_context=dist_context)
+    # No rank reads the logs before the leader has cut them back to the checkpoint.
+    dist_context.barrier()
+    with _require_disk(stage, work):
+        with build_logger(
             stage,
             model,
             tokenizer,
@@ -141,21 +146,21 @@ def run_stage(
             seed=seed,
             rows=inputs.datasets,
             validation=inputs.validation,
-            team=team,
-        ) as watch:
-            aux_loss = refit.during() if refit is not None else None
-            training = Training(model, updater, guard, mix, rows, device, team, model_shape(model), aux_loss)
-            run_steps(stage, training, work, done=done, watch=watch)
-            del training, aux_loss  # and its teacher: `after` loads one of its own
-        if refit is not None:
-            refit.after()
-        team.ranks.outside("exporting", stage.steps)
-        _publish(stage, model, tokenizer, updater, work, out_dir, identity, team=team)
-        team.meet()
+            dist_context=dist_context,
+        ) as metrics:
+            aux_loss = distillation.during() if distillation is not None else None
+            training = Training(model, updater, guard, mix, rows, device, dist_context, model_shape(model), aux_loss)
+            run_steps(stage, training, work, done=done, metrics=metrics)
+            del training, aux_loss  # frees the teacher: `after` loads its own
+        if distillation is not None:
+            distillation.after()
+        dist_context.ranks.leave_step("exporting", stage.steps)
+        _publish(stage, model, tokenizer, updater, work, out_dir, identity, dist_context=dist_context)
+        dist_context.barrier()
 
 
-def _look(stage: StageConfig, out_dir: Path, identity: dict[str, Any]) -> str | None:
-    """Why there is something to do; None if there is not."""
+def _find_work(stage: StageConfig, out_dir: Path, identity: dict[str, Any]) -> str | None:
+    """Why the stage has to be trained; None if it is up to date."""
     reason = stale_reason(out_dir, **identity)
     if reason is None:
         # A kill just after publishing leaves checkpoints behind.
@@ -188,12 +193,12 @@ def _mix(stage: StageConfig, inputs: StageInputs, rows: dict[str, RowSet], *, se
 
 
 def _order(stage: StageConfig, inputs: StageInputs) -> str:
-    """Arms that start from the same model see the same rows; a stage that goes on from another sees new ones."""
+    """Stages that start from the same model see the same rows; one that continues another stage sees new ones."""
     return stage.name if inputs.moments else ""
 
 
-def _announce(stage: StageConfig, mix: Mix, reason: str, *, done: int, team: Team) -> None:
-    ranks = team.ranks
+def _announce(stage: StageConfig, mix: Mix, reason: str, *, done: int, dist_context: DistContext) -> None:
+    ranks = dist_context.ranks
     where = f"{ranks.world_size} × {ranks.device.type}" if ranks.world_size > 1 else ranks.device.type
     resumed = f", resuming after step {done}" if done else ""
     tokens = f"{format_count(stage.steps * stage.batch_tokens)} tokens at {format_size(stage.context_length)}"
@@ -205,20 +210,18 @@ def _announce(stage: StageConfig, mix: Mix, reason: str, *, done: int, team: Tea
 
 
 @contextmanager
-def _disk_is_needed(stage: StageConfig, work: Path) -> Iterator[None]:
-    """Checkpoints can wait for a disk that is full; the result cannot."""
+def _require_disk(stage: StageConfig, work: Path) -> Iterator[None]:
+    """Turn a full disk into a message. Checkpoints can be skipped then, the result cannot."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         saved = checkpoints(work / CHECKPOINTS)
-        place = (
-            f"resumes from {saved[-1].name}" if saved else "begins anew, since no checkpoint could be written either"
-        )
+        start = f"resumes from {saved[-1].name}" if saved else "restarts, because there is no checkpoint either"
         raise UnspoolError(
-            f"stage {stage.name}: its result could not be written ({error.strerror}); free some space and run the "
-            f"same command again, which {place}."
+            f"stage {stage.name}: cannot write its result ({error.strerror}); free some space and rerun the same "
+            f"command, which {start}."
         ) from error
 
 
@@ -231,9 +234,9 @@ def _identity(stage: StageConfig, inputs: StageInputs, *, seed: int, device: tor
     }
     if isinstance(model, NewModel):
         hashes["tokenizer"] = model_digest(model.tokenizer)
-    # Memory settings change no result, so `activation_checkpointing` always counts as none; an `optimizer` or
-    # `attention_distillation` that is not given is left out.
-    own = UNCHANGING | ({"optimizer"} if stage.optimizer == OptimizerConfig() else set())
+    # Memory settings change no result, so `activation_checkpointing` always counts as none. A default `optimizer` or
+    # `attention_distillation` is left out.
+    own = NEUTRAL_SETTINGS | ({"optimizer"} if stage.optimizer == AdamWConfig() else set())
     own |= {"attention_distillation"} if stage.attention_distillation is None else set()
     settings = stage.model_dump(mode="json", exclude=own) | {"activation_checkpointing": "none"}
     return {
@@ -252,7 +255,7 @@ def _work_path(out_dir: Path) -> Path:
 
 
 def _work_folder(out_dir: Path, key: str) -> None:
-    """Make the folder of the work in progress; one that belongs to other inputs is thrown away."""
+    """Make the folder of the work in progress; delete one that belongs to other inputs."""
     work = _work_path(out_dir)
     key_path = work / "key"
     if work.exists() and (not key_path.is_file() or key_path.read_text() != key):
@@ -264,32 +267,33 @@ def _work_folder(out_dir: Path, key: str) -> None:
 def _build(
     stage: StageConfig,
     inputs: StageInputs,
-    handed_on: Mapping[str, Tensor],
+    stage_state: Mapping[str, Tensor],
     *,
     seed: int,
     device: torch.device,
-    team: Team,
+    dist_context: DistContext,
 ) -> tuple[Any, Any]:
-    """Model in fp32 (the optimizer's precision) and tokenizer, with the stage's positions and tokens."""
-    divided = load_by_parts(stage, inputs.model, inputs.datasets, device=device, team=team)
-    if divided is not None:
+    """Model in fp32 and tokenizer, with the stage's RoPE settings and special tokens."""
+    sharded = load_sharded(stage, inputs.model, inputs.datasets, device=device, dist_context=dist_context)
+    if sharded is not None:
         tokenizer = load_tokenizer(str(inputs.model))
         _take_template(tokenizer, stage, inputs)
-        load_trained_weights(divided, handed_on)
-        return divided, tokenizer
-    # What is to be divided is loaded in host memory, and goes to the device layer by layer.
-    place = device if team.mesh is None or _needs_device(stage) else torch.device("cpu")
+        load_stage_weights(sharded, stage_state)
+        return sharded, tokenizer
+    # A model that will be sharded is loaded into host memory, and goes to the device layer by layer.
+    mesh = dist_context.mesh
+    load_device = device if mesh is None or _needs_device(stage) else torch.device("cpu")
     if isinstance(inputs.model, NewModel):
         tokenizer = load_tokenizer(inputs.model.tokenizer)
-        model = build_new(inputs.model, tokenizer, seed=seed).to(place)
-        _bring_knots(model, tokenizer, inputs.datasets)
+        model = build_new(inputs.model, tokenizer, seed=seed).to(load_device)
+        _add_special_tokens(model, tokenizer, inputs.datasets)
     else:
-        model, tokenizer = _load_start(inputs, inputs.model, place)
+        model, tokenizer = _load_start(inputs, inputs.model, load_device)
     _take_template(tokenizer, stage, inputs)
     apply_rope(model, stage.rope, stage.context_length)
-    load_trained_weights(model, handed_on)
-    if team.mesh is not None:
-        return parallelize(model, team.mesh, stage.parallel, memory=stage.memory, fuse=stage.compile), tokenizer
+    load_stage_weights(model, stage_state)
+    if mesh is not None:
+        return parallelize(model, mesh, stage.parallel, memory=stage.memory, fuse=stage.compile), tokenizer
     if stage.compile:
         fuse_parts(model)
     apply_memory(model, stage.memory)
@@ -297,18 +301,18 @@ def _build(
 
 
 def _load_start(inputs: StageInputs, ref: str, device: torch.device) -> tuple[Any, Any]:
-    """The model that a stage starts from, with its own positions and the knots that rows need, and its tokenizer."""
+    """The model that a stage starts from, with its own RoPE and the special tokens of rows, and its tokenizer."""
     tokenizer = load_tokenizer(ref)
     model = load_model(ref, device=device, dtype=torch.float32)
     check_trainable(model)
-    _bring_knots(model, tokenizer, inputs.datasets | inputs.attention_distillation)
+    _add_special_tokens(model, tokenizer, inputs.datasets | inputs.attention_distillation)
     return model, tokenizer
 
 
-def _load_teacher(inputs: StageInputs, handed_on: Mapping[str, Tensor], device: torch.device) -> Any:
-    assert isinstance(inputs.model, str), "a new model has nothing that could be kept"
+def _load_teacher(inputs: StageInputs, stage_state: Mapping[str, Tensor], device: torch.device) -> Any:
+    assert isinstance(inputs.model, str), "a new model cannot be a teacher"
     model, _ = _load_start(inputs, inputs.model, device)
-    load_trained_weights(model, handed_on)
+    load_stage_weights(model, stage_state)
     return model
 
 
@@ -319,12 +323,12 @@ def _take_template(tokenizer: Any, stage: StageConfig, inputs: StageInputs) -> N
 
 
 def _needs_device(stage: StageConfig) -> bool:
-    """Settings that are tried, or make room, on the device that the weights are on."""
+    """Whether settings are tested, or allocate memory, on the device of the weights."""
     return bool(stage.compile or stage.offload or stage.keep_on_host)
 
 
-def _bring_knots(model: Any, tokenizer: Any, rows: dict[str, Path]) -> None:
-    """Give model and tokenizer the knots that `rows` were tangled with; what they have of them stays as it is."""
+def _add_special_tokens(model: Any, tokenizer: Any, rows: dict[str, Path]) -> None:
+    """Give model and tokenizer the special tokens (UTK) of `rows`; existing ones stay as they are."""
     counts = {name: (read_manifest(folder) or {}).get("counts", {}) for name, folder in rows.items()}
     recorded = {name: count["added_tokens"] for name, count in counts.items() if count.get("added_tokens")}
     trained = trained_ids(tokenizer) if recorded else np.zeros(0, dtype=np.int64)
@@ -333,8 +337,8 @@ def _bring_knots(model: Any, tokenizer: Any, rows: dict[str, Path]) -> None:
         for knot, number in knots.items():
             if ids.get(knot, number) != number:
                 raise ConfigError(
-                    f"rows {name}: they hold {knot} as token {ids[knot]}, which is token {number} of the model that "
-                    "is to be trained on them; make the rows with this model's tokenizer."
+                    f"dataset {name}: {knot} is token {ids[knot]} there, but token {number} of this stage's model; "
+                    "pack the dataset with this model's tokenizer."
                 )
     fit_vocabulary(model, set(knots.values()) - set(trained.tolist()), trained)
 
@@ -348,23 +352,23 @@ def _publish(
     out_dir: Path,
     identity: dict[str, Any],
     *,
-    team: Team,
+    dist_context: DistContext,
 ) -> None:
-    dtype = torch.float32 if team.ranks.device.type == "cpu" else torch.bfloat16
+    dtype = torch.float32 if dist_context.ranks.device.type == "cpu" else torch.bfloat16
     if stage.export_context_length:
         model.config.max_position_embeddings = stage.export_context_length
-    if team.mesh is not None:
-        model = gathered(model, dtype=dtype, is_leader=team.is_leader)
-    if not team.is_leader:
-        save_handover(None, updater, exported=dtype)
+    if dist_context.mesh is not None:
+        model = unshard_model(model, dtype=dtype, is_leader=dist_context.is_leader)
+    if not dist_context.is_leader:
+        save_stage_state(None, updater, exported=dtype)
         return
     with publish(out_dir, **identity) as draft:
         save_model(model, tokenizer, draft.folder / "model", dtype=dtype)
-        save_handover(draft.folder / OPTIMIZER, updater, exported=dtype)
-        keep_watched(work, draft.folder)
+        save_stage_state(draft.folder / OPTIMIZER, updater, exported=dtype)
+        copy_logs(work, draft.folder)
         shutil.copy(work / LEDGER, draft.folder / LEDGER)
-        if (work / REFIT).is_file():
-            shutil.copy(work / REFIT, draft.folder / REFIT)
+        if (work / DISTILLATION).is_file():
+            shutil.copy(work / DISTILLATION, draft.folder / DISTILLATION)
         draft.counts |= {"steps": stage.steps, "tokens": stage.steps * stage.batch_tokens}
-    # Only now: a kill before this line costs nothing but the export.
+    # Last, so that a kill before this line costs only the export.
     shutil.rmtree(work)

@@ -1,9 +1,8 @@
 """One optimizer step: the loss is a sum over valid tokens divided by the step's count of them.
 
-So the split into micro-batches, and of these among ranks, changes neither loss nor gradient: every rank has its part of
-the sum, and divides by the count of all. A CPU computes in the model's own precision, fp32
-unless asked otherwise. A GPU computes in bf16, and so are the model's weights then, as `build_updater` leaves them; a
-model that is still fp32 there is computed under autocast.
+So neither loss nor gradient depends on micro-batches or ranks: every rank has its part of the sum and divides by the
+count of all ranks. A CPU computes in the model's own precision, which is fp32 unless configured otherwise. A GPU
+computes in bf16, to which `build_updater` converts the weights; a model that is still fp32 runs under autocast.
 """
 
 import math
@@ -18,25 +17,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from unspool.models.loss import read_head, summed_loss
 from unspool.training.batch import Batch, row_sums
 from unspool.training.loader import StepBatches
-from unspool.training.parallel.dtensor import computing_device
+from unspool.training.parallel.dtensor import compute_device
 from unspool.training.parallel.mesh import sum_over_ranks
-
-# The loss of one batch: the pass that a step differentiates.
-
 
 METHOD = "loss_pass"
 
 
 def batch_loss(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """As `loss_pass`, by whatever way this model wants to be called."""
+    """`loss_pass` of a plain model or an FSDP model, whose hooks need a method call."""
     method = getattr(model, METHOD, None)
     found: tuple[Tensor, Tensor] = loss_pass(model, batch) if method is None else method(batch)
     return found
 
 
 def loss_pass(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Summed loss with its graph, and the loss of every token."""
     device, head = batch.tokens.device, read_head(model)
-    # Only for weights in fp32: autocast computes norms and the like in fp32, also where all is bf16 already.
+    # Only for fp32 weights: autocast would compute norms in fp32 even where everything is bf16 already.
     by_autocast = device.type == "cuda" and head.weight.dtype == torch.float32
     with torch.autocast(device.type, torch.bfloat16, enabled=by_autocast):
         hidden = model.base_model(**batch.model_inputs, use_cache=False).last_hidden_state[0]
@@ -45,8 +42,8 @@ def loss_pass(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         return summed_loss(hidden, head, batch.labels, num_valid=sum(batch.num_valid))
 
 
-class Updates(Protocol):
-    """What a step needs of an updater."""
+class StepUpdater(Protocol):
+    """The part of `Updater` that a step needs."""
 
     def begin(self, lr: float) -> None: ...
 
@@ -56,7 +53,7 @@ class Updates(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     loss: float  # mean over the step's valid tokens
-    losses: dict[str, float]  # the same by rows set
+    losses: dict[str, float]  # the same by dataset
     grad_norm: float  # before clipping
     distance: float | None = None  # what `aux_loss` returned
 
@@ -67,8 +64,8 @@ class StepResult:
 
 def train_step(
     model: Any,
-    updater: Updates,
-    work: StepBatches,
+    updater: StepUpdater,
+    batches: StepBatches,
     *,
     lr: float,
     is_good: Callable[[float], bool] | None = None,
@@ -76,22 +73,23 @@ def train_step(
     mesh: DeviceMesh | None = None,
     aux_loss: Callable[[], float] | None = None,
 ) -> StepResult:
-    """Forward and backward over the step's micro-batches, then one update; `aux_loss` adds to the gradient before that.
+    """Forward and backward over the step's micro-batches, then one update. `aux_loss` adds to the gradient before it.
 
-    None where loss or gradient is not finite, where `is_good` refuses the loss or the gradient is above `max_norm`.
+    Weights stay unchanged if loss or gradient is not finite, if `is_good` rejects the loss, or if the norm is above
+    `max_norm`.
     """
-    device = computing_device(model)
-    num_valid = max(1, round(_total([work.num_valid], mesh)[0]))
+    device = compute_device(model)
+    num_valid = max(1, round(_sum_over_ranks([batches.num_valid], mesh)[0]))
     updater.begin(lr)
-    sums = [row_sums(_backward(model, batch.to(device), num_valid), batch.row_lens) for batch in work.batches]
-    # By the picks, which are the same on all ranks: a rank may have no row of some set.
-    totals: dict[str, float] = {name: 0.0 for slot in work.picks for name, _ in slot}
+    sums = [row_sums(_backward(model, batch.to(device), num_valid), batch.row_lens) for batch in batches.batches]
+    # From the picks, which are the same on all ranks: a rank may have no row of some dataset.
+    totals: dict[str, float] = {name: 0.0 for slot in batches.picks for name, _ in slot}
     counts = dict.fromkeys(totals, 0)
-    valid = [count for batch in work.batches for count in batch.num_valid]
-    for name, total, count in zip(work.names, torch.cat(sums).tolist(), valid, strict=True):
+    valid = [count for batch in batches.batches for count in batch.num_valid]
+    for name, total, count in zip(batches.names, torch.cat(sums).tolist(), valid, strict=True):
         totals[name] += total
         counts[name] += count
-    found = _total([*totals.values(), *counts.values()], mesh)
+    found = _sum_over_ranks([*totals.values(), *counts.values()], mesh)
     totals = dict(zip(totals, found, strict=False))
     counts = dict(zip(counts, map(round, found[len(totals) :]), strict=True))
     loss = sum(totals.values()) / num_valid
@@ -104,12 +102,12 @@ def train_step(
     )
 
 
-def _total(values: list[float], mesh: DeviceMesh | None) -> list[float]:
+def _sum_over_ranks(values: list[float], mesh: DeviceMesh | None) -> list[float]:
     return values if mesh is None else sum_over_ranks(values, mesh)
 
 
 def _backward(model: Any, batch: Batch, num_valid: int) -> Tensor:
-    """Add this micro-batch's share of the step's gradient; returns every token's loss."""
+    """Add this micro-batch's part of the step's gradient. Returns the loss of every token."""
     total, losses = batch_loss(model, batch)
     (total / num_valid).backward()  # type: ignore[no-untyped-call]
     return losses

@@ -32,9 +32,9 @@ from unspool.training.checkpoint.resume import OPTIMIZER, resume
 from unspool.training.config import StageConfig
 from unspool.training.loader import LEDGER, find_gaps, read_ledger
 from unspool.training.loop import Training, run_steps
-from unspool.training.metrics.logger import METRICS, Watch
-from unspool.training.optim.base import build_updater
-from unspool.training.spike_guard import Guard
+from unspool.training.metrics.logger import METRICS, MetricsLogger
+from unspool.training.optim.updater import build_updater
+from unspool.training.schedule import SpikeGuard
 from unspool.training.stage import StageInputs, run_stage
 from unspool.verification.case import LARGE_MODEL, Case, Measured, SkippedError, error_line
 from unspool.verification.fixtures import FAMILIES, SHAPE, build_row_sets, build_small_models
@@ -112,8 +112,8 @@ def _run(case: Case, work: Path, *, interrupt_after: Sequence[int]) -> dict[str,
     work.mkdir()
     for last_step in (*interrupt_after, STEPS):
         model = copy.deepcopy(case.model)
-        updater, guard = build_updater(STAGE, model), Guard(STAGE.guard)
-        done = resume(work, updater, guard, growing=(LEDGER, METRICS), seed=case.seed, stage=STAGE.name)
+        updater, guard = build_updater(STAGE, model), SpikeGuard(STAGE.guard)
+        done = resume(work, updater, guard, logs=(LEDGER, METRICS), seed=case.seed, stage=STAGE.name)
         rows: Any = _rows(case)
         sizes = {name: len(of_set) for name, of_set in rows.items()}
         row_lens = {name: len(of_set[0].tokens) for name, of_set in rows.items()}
@@ -121,8 +121,8 @@ def _run(case: Case, work: Path, *, interrupt_after: Sequence[int]) -> dict[str,
         mix.last_step = last_step
         training = Training(model, updater, guard, mix, rows, case.device)
         try:
-            with Watch(STAGE, work, done=done, device=case.device, is_leader=False) as watch:
-                run_steps(STAGE, training, work, done=done, watch=watch)
+            with MetricsLogger(STAGE, work, done=done, device=case.device, is_leader=False) as metrics:
+                run_steps(STAGE, training, work, done=done, metrics=metrics)
         except _InterruptedError:
             assert last_step < STEPS
     return {name: tensor.detach().cpu().clone() for name, tensor in updater.state_tensors().items()}

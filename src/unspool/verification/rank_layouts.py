@@ -29,13 +29,12 @@ from torch import Tensor
 
 from unspool.core.errors import ConfigError
 from unspool.models.fuse import keep_tables
-from unspool.training.loader import build_step
+from unspool.training.loader import build_step, model_shape
 from unspool.training.parallel.apply import parallelize
 from unspool.training.parallel.config import ParallelConfig, Work, check_layout, settle_layout
-from unspool.training.parallel.fsdp import whole
-from unspool.training.parallel.mesh import build_mesh, place_of
-from unspool.training.parallel.ranks import Seat, pick_backend
-from unspool.training.parallel.requirements import model_shape
+from unspool.training.parallel.dtensor import full_tensor
+from unspool.training.parallel.mesh import build_mesh, rank_coords
+from unspool.training.parallel.ranks import RankEnv, pick_backend
 from unspool.training.step import train_step
 from unspool.verification.case import Case, Check, Measured, SkippedError, error_line, step_stage, train_outcome
 from unspool.verification.fixtures import FAMILIES, NUM_ROWS, ModelSpec, Step, build_steps
@@ -165,7 +164,7 @@ def _train_on_ranks(model: Any, step: Step, layout: RankLayout, *, world_size: i
     stage = step_stage(step.row_len, NUM_ROWS)
     rows: Any = {"rows": step.rows}
     picks = [[("rows", index)] for index in range(NUM_ROWS)]
-    work = build_step(stage, rows, picks, place=place_of(mesh), shape=shape)
+    work = build_step(stage, rows, picks, coords=rank_coords(mesh), shape=shape)
     gatherer = _GradientGatherer(model)
     loss = train_step(model, gatherer, work, lr=stage.lr, mesh=mesh).loss
     return loss, gatherer.grads
@@ -184,7 +183,7 @@ class _GradientGatherer:
     def finish(self, *, is_good: bool, max_norm: float) -> float:
         for name, weight in self._model.named_parameters():
             grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            self.grads[name] = whole(grad).float().cpu()
+            self.grads[name] = full_tensor(grad).float().cpu()
         return 0.0
 
 
@@ -285,14 +284,14 @@ class RankProcesses(AbstractContextManager["RankProcesses"]):
 
 def main() -> None:
     folder, rank, world_size, device_type = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    seat = Seat(
+    seat = RankEnv(
         rank=rank,
         world_size=world_size,
         local_rank=rank,
         local_world_size=world_size,
         host="",
         port=0,
-        agent_keeps_store=False,
+        agent_hosts_store=False,
     )
     device, backend = pick_backend(device_type, seat, num_devices=torch.cuda.device_count())
     if device.type == "cuda":

@@ -11,12 +11,11 @@ from factory import build_model, random_row
 from unspool.data.packing.row import Row
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.rotary import apply_head_bases
-from unspool.training.batch import Batch, build_batch
+from unspool.training.batch import Batch, build_batch, split_batch
 from unspool.training.parallel.apply import parallelize
 from unspool.training.parallel.config import ParallelConfig
-from unspool.training.parallel.fsdp import whole
-from unspool.training.parallel.mesh import build_mesh, place_of, sum_over_ranks
-from unspool.training.parallel.split import split_batch
+from unspool.training.parallel.dtensor import full_tensor
+from unspool.training.parallel.mesh import build_mesh, rank_coords, sum_over_ranks
 from unspool.training.step import batch_loss
 
 STEPS = 2
@@ -74,14 +73,14 @@ def this_rank(
     """`split`, `count` and `change` (of the finished model) are what broken variants do otherwise."""
     config = ParallelConfig.model_validate(case.parallel)
     mesh = build_mesh(config, dist.get_world_size(), "cpu")
-    place = place_of(mesh)
+    coords = rank_coords(mesh)
     model = parallelize(_build(case), mesh, config, memory=case.memory)
     if change is not None:
         change(model)
     batches = _batches(case)
     mine = [
-        split(batch, place.sequence_rank, place.sequence_ranks, ring=place.ring)
-        for batch in batches[place.data_rank :: place.data_ranks]
+        split(batch, coords.sequence_rank, coords.sequence_ranks, ring=coords.ring)
+        for batch in batches[coords.data_rank :: coords.data_ranks]
     ]
     return _train(
         model,
@@ -109,14 +108,14 @@ def _train(
         losses.append(total(sums) / num_valid)
         if step == 0:
             grads = {
-                name: whole(parameter.grad).clone()
+                name: full_tensor(parameter.grad).clone()
                 for name, parameter in model.named_parameters()
                 if parameter.grad is not None
             }
-        norms.append(float(whole(torch.nn.utils.clip_grad_norm_(trained, 1.0))))
+        norms.append(float(full_tensor(torch.nn.utils.clip_grad_norm_(trained, 1.0))))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    weights = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    weights = {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
     return Outcome(losses, norms, grads, weights)
 
 

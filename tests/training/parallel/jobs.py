@@ -16,13 +16,13 @@ from unspool.data.packing.row import IGNORE
 from unspool.models.attention.interface import attend
 from unspool.models.checks import attention_of, layers_of
 from unspool.models.memory.policy import MemoryPolicy
-from unspool.training.batch import Batch
-from unspool.training.parallel import sharded_load, ulysses
+from unspool.training.batch import Batch, split_batch
+from unspool.training.parallel import fsdp, ulysses
 from unspool.training.parallel.apply import Exchange, apply_sequence, parallelize
 from unspool.training.parallel.config import ParallelConfig
-from unspool.training.parallel.fsdp import apply_fsdp, whole
-from unspool.training.parallel.mesh import AXES, build_mesh, place_of
-from unspool.training.parallel.split import split_batch
+from unspool.training.parallel.dtensor import full_tensor
+from unspool.training.parallel.fsdp import apply_fsdp
+from unspool.training.parallel.mesh import AXES, build_mesh, rank_coords
 
 from .cases import BASES, FULL, MORE, Case, same_bits, this_rank
 from .steps import step_jobs
@@ -186,23 +186,23 @@ def load_into_shards(world: int, folder: Path, family: str) -> dict[str, Any]:
         build_model(family, seed=3, vocab_size=LOADED_VOCAB).save_pretrained(folder, max_shard_size="30KB")
     dist.barrier()
     read: list[int] = []
-    read_rows = sharded_load.read_rows
+    read_rows = fsdp.read_rows
 
     def counted(piece: Any, rows: slice) -> torch.Tensor:
         found = read_rows(piece, rows)
         read.append(found.numel())
         return found
 
-    sharded_load.read_rows = counted
+    fsdp.read_rows = counted
     mesh = build_mesh(ParallelConfig(), world, "cpu")
     try:
-        model = sharded_load.build_empty(AutoConfig.from_pretrained(folder))
+        model = fsdp.build_empty(AutoConfig.from_pretrained(folder))
         was_empty = all(parameter.is_meta for parameter in model.parameters())
         parallelize(model, mesh, ParallelConfig())
-        sharded_load.load_shards(model, folder, torch.device("cpu"))
+        fsdp.load_shards(model, folder, torch.device("cpu"))
     finally:
-        sharded_load.read_rows = read_rows
-    weights = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+        fsdp.read_rows = read_rows
+    weights = {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
     with torch.no_grad():
         logits = model(input_ids=torch.arange(12)[None], use_cache=False).logits
     return {
@@ -222,10 +222,10 @@ def load_refused(world: int, folder: Path) -> str:
         folder.mkdir(exist_ok=True)
         save_file({"model.norm.weight": model.model.norm.weight.detach()}, folder / "model.safetensors")
     dist.barrier()
-    empty = sharded_load.build_empty(model.config)
+    empty = fsdp.build_empty(model.config)
     apply_fsdp(empty, build_mesh(ParallelConfig(), world, "cpu"))
     try:
-        sharded_load.load_shards(empty, folder, torch.device("cpu"))
+        fsdp.load_shards(empty, folder, torch.device("cpu"))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "loaded"
@@ -235,7 +235,7 @@ def places(world: int) -> Any:
     mesh = build_mesh(ParallelConfig(ulysses=2), world, "cpu")
     gathered: list[Any] = [None] * world
     groups = {axis: dist.get_process_group_ranks(mesh.get_group(axis)) for axis in AXES}
-    dist.all_gather_object(gathered, (place_of(mesh), groups))
+    dist.all_gather_object(gathered, (rank_coords(mesh), groups))
     return gathered
 
 

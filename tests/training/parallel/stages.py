@@ -64,7 +64,7 @@ def train(materials: StageInputs, out: Path, parallel: dict[str, Any], *, whole:
     stage = build_stage(**SETTINGS | changes, parallel=parallel)
     patch = pytest.MonkeyPatch()
     if whole:
-        patch.setattr(stage_module, "load_by_parts", lambda *args, **kwargs: None)
+        patch.setattr(stage_module, "load_sharded", lambda *args, **kwargs: None)
     elif dist.is_initialized():
         patch.setattr(stage_module, "load_model", None)
     try:

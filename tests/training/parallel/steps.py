@@ -13,17 +13,15 @@ from factory import build_model, build_stage, random_row
 from unspool.core.errors import ConfigError
 from unspool.training import loader as loader_module
 from unspool.training import step as step_module
-from unspool.training.batch import Batch
-from unspool.training.loader import build_step
+from unspool.training.batch import Batch, split_batch
+from unspool.training.loader import build_step, model_shape
 from unspool.training.optim import adamw as adamw_module
-from unspool.training.optim import base as optimizer_module
-from unspool.training.optim.base import build_updater
+from unspool.training.optim import updater as optimizer_module
+from unspool.training.optim.updater import build_updater
 from unspool.training.parallel.apply import parallelize
 from unspool.training.parallel.config import ParallelConfig
-from unspool.training.parallel.fsdp import whole
-from unspool.training.parallel.mesh import ALONE, build_mesh, place_of
-from unspool.training.parallel.requirements import model_shape
-from unspool.training.parallel.split import split_batch
+from unspool.training.parallel.dtensor import full_tensor
+from unspool.training.parallel.mesh import SINGLE_RANK, build_mesh, rank_coords
 from unspool.training.step import train_step
 
 STEPS = 2
@@ -82,11 +80,11 @@ def take_steps(case: Steps, *, alone: bool, steps: int = STEPS) -> Taken:
         parallel=case.parallel,
     )
     model = build_model(case.family, vocab_size=case.vocab).train()
-    mesh, place = None, ALONE
+    mesh, coords = None, SINGLE_RANK
     shape = model_shape(model)
     if not alone:
         mesh = build_mesh(stage.parallel, case.world, "cpu")
-        place = place_of(mesh)
+        coords = rank_coords(mesh)
         model = parallelize(model, mesh, stage.parallel)
     updater = build_updater(stage, model)
     rows = PACKED if case.rows == "packed" else FULL
@@ -94,17 +92,17 @@ def take_steps(case: Steps, *, alone: bool, steps: int = STEPS) -> Taken:
     # Above rounding: where a gradient is next to 0, Adam would otherwise make much of its sign.
     with _patched(adamw_module, "EPS", 1e-4):
         for step in range(steps):
-            work = build_step(stage, rows, SLOTS[case.rows], place=place, shape=shape)
+            work = build_step(stage, rows, SLOTS[case.rows], coords=coords, shape=shape)
             results.append(train_step(model, updater, work, lr=stage.lr, mesh=mesh))
             if step == 0:
-                moments = updater.moment_tensors().items()
-                gradients = {name: whole(value).clone() for name, value in moments if name.endswith("/exp_avg")}
+                moments = updater.optimizer_tensors().items()
+                gradients = {name: full_tensor(value).clone() for name, value in moments if name.endswith("/exp_avg")}
     return Taken(
         losses=[result.loss for result in results],
         by_set=[result.losses for result in results],
         norms=[result.grad_norm for result in results],
         gradients=gradients,
-        weights={name: whole(weight).clone() for name, weight in updater.named_masters()},
+        weights={name: full_tensor(weight).clone() for name, weight in updater.named_masters()},
     )
 
 

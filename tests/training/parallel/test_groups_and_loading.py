@@ -8,7 +8,7 @@ from unspool.core.errors import ConfigError
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.training.parallel.apply import parallelize
 from unspool.training.parallel.config import ParallelConfig
-from unspool.training.parallel.sharded_load import build_empty
+from unspool.training.parallel.fsdp import build_empty
 
 from .jobs import LOADED_VOCAB
 
@@ -16,8 +16,8 @@ from .jobs import LOADED_VOCAB
 def test_neighbours_share_a_row_and_rows_go_by_the_other_axes(answers):
     found = answers[4]["places"]
 
-    assert [place.sequence_rank for place, _ in found] == [0, 1, 0, 1]
-    assert [place.data_rank for place, _ in found] == [0, 0, 1, 1]
+    assert [coords.sequence_rank for coords, _ in found] == [0, 1, 0, 1]
+    assert [coords.data_rank for coords, _ in found] == [0, 0, 1, 1]
     assert [groups["ulysses"] for _, groups in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [groups["shard"] for _, groups in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
@@ -81,5 +81,5 @@ def test_files_without_a_weight_are_refused(answers):
 def test_settings_that_are_tried_on_weights_are_refused_where_there_are_none_yet(settings, name):
     model = build_empty(build_model().config)
 
-    with pytest.raises(ConfigError, match=f"{name} cannot be set up before the weights are there"):
+    with pytest.raises(ConfigError, match=f"{name} needs the weights before they are read shard by shard"):
         parallelize(model, None, ParallelConfig(), **settings)

@@ -60,10 +60,10 @@ def test_what_fits_is_taken(changes):
             {"ulysses": 8, "work": {"kv_heads_at_once": 3}},
             "attention_heads_at_once=3 .*; set that to 2, 4 or 8, or ulysses to 1\\.",
         ),
-        ({"ring": 2}, "ring=2 .*documents see only themselves; use ring 1 and ulysses, or attention: full"),
+        ({"ring": 2}, "ring=2 does not support document masks.*; use ring 1 and ulysses, or attention: full"),
         (
             {"ring": 2, "work": {"document_masks": False, "micro_batch_tokens": 1 << 17}},
-            "micro_batch=128K holds 2; set micro_batch to 64K",
+            "micro_batch_tokens 128K holds 2; set micro_batch_tokens to 64K",
         ),
         (
             {"ulysses": 8, "work": {"context_length": 4, "micro_batch_tokens": 4}},

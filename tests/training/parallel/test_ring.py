@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from factory import attention_inputs
 from unspool.core.errors import ConfigError
 from unspool.models.attention.reference import repeat_kv_heads
+from unspool.training.batch import sequence_part
 from unspool.training.parallel import ring
 from unspool.training.parallel.ring import _merge, _visible, block, block_backward, ring_attention
-from unspool.training.parallel.split import part_of
 
 SCALE = 0.3
 
@@ -29,7 +29,7 @@ def around_the_ring(tensors, ranks):
     """What the ranks of a ring compute, one after another, put together; and their gradients."""
     query, key, value = tensors
     num_tokens = query.shape[2]
-    parts = [part_of(num_tokens, rank, ranks, ring=ranks) for rank in range(ranks)]
+    parts = [sequence_part(num_tokens, rank, ranks, ring=ranks) for rank in range(ranks)]
     out, log_sum = (
         torch.zeros_like(query, dtype=torch.float32),
         torch.full(query.shape[:3], -torch.inf, device=query.device),

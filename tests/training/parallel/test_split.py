@@ -6,8 +6,7 @@ import torch
 from factory import random_row
 from unspool.core.errors import ConfigError
 from unspool.data.packing.row import IGNORE
-from unspool.training.batch import build_batch
-from unspool.training.parallel.split import part_of, split_batch
+from unspool.training.batch import build_batch, sequence_part, split_batch
 
 DOCS = ((3, 17, 1, 20), (29, 5, 7), (1,), (40, 2))
 
@@ -52,22 +51,24 @@ def test_all_ranks_know_all_documents_and_padding_is_one_of_its_own():
 
 
 def test_a_ring_rank_gets_a_piece_from_the_front_and_one_from_the_back():
-    assert part_of(12, 0, 3, ring=3).tolist() == [0, 1, 10, 11]
-    assert part_of(12, 1, 3, ring=3).tolist() == [2, 3, 8, 9]
-    assert part_of(12, 2, 3, ring=3).tolist() == [4, 5, 6, 7]
+    assert sequence_part(12, 0, 3, ring=3).tolist() == [0, 1, 10, 11]
+    assert sequence_part(12, 1, 3, ring=3).tolist() == [2, 3, 8, 9]
+    assert sequence_part(12, 2, 3, ring=3).tolist() == [4, 5, 6, 7]
 
 
 def test_ranks_that_exchange_heads_cut_a_rings_pieces_further():
-    assert [part_of(16, rank, 4, ring=2).tolist() for rank in range(2)] == [[0, 1, 2, 3], [12, 13, 14, 15]]
-    assert [part_of(16, rank, 4, ring=2).tolist() for rank in (2, 3)] == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    assert [sequence_part(16, rank, 4, ring=2).tolist() for rank in range(2)] == [[0, 1, 2, 3], [12, 13, 14, 15]]
+    assert [sequence_part(16, rank, 4, ring=2).tolist() for rank in (2, 3)] == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 @pytest.mark.parametrize("ring", [2, 4])
 def test_ring_ranks_attend_equally_much(ring):
-    seen = [int((part_of(64, rank, ring, ring=ring) + 1).sum()) for rank in range(ring)]
+    seen = [int((sequence_part(64, rank, ring, ring=ring) + 1).sum()) for rank in range(ring)]
 
     assert len(set(seen)) == 1
-    assert len({int((part_of(64, rank, ring) + 1).sum()) for rank in range(ring)}) == ring, "so would any other split"
+    assert len({int((sequence_part(64, rank, ring) + 1).sum()) for rank in range(ring)}) == ring, (
+        "so would any other split"
+    )
 
 
 def test_with_a_ring_padding_is_behind_the_only_document():

@@ -15,8 +15,8 @@ from unspool.training.loader import LEDGER
 from unspool.training.metrics.logger import METRICS
 from unspool.training.metrics.validation import SAMPLES_FILE as WRITTEN
 from unspool.training.metrics.validation import VALIDATION_FILE as VALIDATION
-from unspool.training.parallel.mesh import one_rank
-from unspool.training.parallel.requirements import check_fit
+from unspool.training.parallel.apply import check_fit
+from unspool.training.parallel.mesh import single_rank
 from unspool.training.stage import run_stage
 
 from .stages import NEXT, SAMPLES, SETTINGS, copied, gaps, goes_on, lines, train, weights
@@ -159,7 +159,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_what_would(stage_materials, 
             tmp_path / "one",
             seed=0,
             device=CPU,
-            ranks=one_rank(CPU),
+            ranks=single_rank(CPU),
         )
     assert list(tmp_path.iterdir()) == []
 

@@ -5,7 +5,7 @@ import pytest
 from factory import build_stage
 from unspool.data.mixture import ModelShape
 from unspool.training.loader import build_step
-from unspool.training.parallel.mesh import Place
+from unspool.training.parallel.mesh import RankCoords
 
 from .steps import BROKEN_STEPS, PACKED, SLOTS, STEP_CASES, off_by, take_steps
 
@@ -42,9 +42,9 @@ def test_optimizers_that_divided_weights_cannot_have_are_refused(answers):
 # Which rows a rank gets
 
 
-def places(data_ranks: int) -> list[Place]:
+def places(data_ranks: int) -> list[RankCoords]:
     return [
-        Place(data_rank=rank, data_ranks=data_ranks, sequence_rank=0, sequence_ranks=1, ring=1)
+        RankCoords(data_rank=rank, data_ranks=data_ranks, sequence_rank=0, sequence_ranks=1, ring=1)
         for rank in range(data_ranks)
     ]
 
@@ -54,7 +54,7 @@ def test_every_row_of_a_step_is_one_ranks_and_picks_are_the_same_on_all(data_ran
     stage = build_stage(batch_tokens=256, tokens=256)
     shape = ModelShape(num_layers=2, attention_width=32, num_params=1000)
 
-    steps = [build_step(stage, PACKED, SLOTS["packed"], place=place, shape=shape) for place in places(data_ranks)]
+    steps = [build_step(stage, PACKED, SLOTS["packed"], coords=coords, shape=shape) for coords in places(data_ranks)]
 
     (alone,) = [build_step(stage, PACKED, SLOTS["packed"])]
     rows = sorted(batch.tokens.tolist() for step in steps for batch in step.batches)

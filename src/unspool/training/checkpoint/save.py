@@ -1,15 +1,12 @@
-"""Checkpoints of a stage in progress: tensors, and the few facts they belong to.
+"""Checkpoints of a stage in progress: folders `step-000123/` with tensors, a few facts as JSON, and small files.
 
-In: tensors by name (weights, moments, counters), facts as JSON can hold them (step, random states, guard), small files
-(metrics, ledger). Out: `step-000123/`.
-Promise: a checkpoint folder is complete or absent; one damaged later is noticed, and the one before it is used.
-Price: for a moment three checkpoints on disk, each three times the fp32 weights under AdamW.
-Elsewhere: when they are written (saver.py), what becomes of them on resuming (resume.py).
+A checkpoint is complete or absent. One that is damaged later is detected, and the previous one is used. For a moment
+there are three on disk, each three times the fp32 weights under AdamW.
 
-`torch.distributed.checkpoint` writes them: every rank its own parts, and any number of ranks, divided in any way, reads
-what of them it needs. The leader publishes the folder when all have written. Not in its own format, whose `.metadata`
-is a pickle: whoever can change a file could run code. In its safetensors format (`HuggingFaceStorageWriter`, sharded),
-which keeps the offsets of shards in the files' own headers.
+`torch.distributed.checkpoint` writes them: every rank its own shards, which any number of ranks can read. The leader
+publishes the folder when all have written. Its own format is not used, because its `.metadata` is a pickle: whoever
+can change the file could run code. Its safetensors format (`HuggingFaceStorageWriter`, sharded) keeps the offsets of
+shards in the files' headers.
 """
 
 import json
@@ -36,20 +33,20 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from unspool.core.artifacts import digest, file_digest
-from unspool.training.parallel.dtensor import as_part, own_part
+from unspool.training.parallel.dtensor import as_shard_of, local_shard
 
 logger = logging.getLogger(__name__)
 
 STATE = "state.json"
-# One more than needed, in case the newest is lost with the disk it was written to.
+# One more than needed, in case the newest is damaged.
 KEEP = 2
-# Bytes of tensors in one file: a file is put together in memory before it is written.
+# Bytes of tensors in one file, which is assembled in memory before it is written.
 FILE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that was found whole."""
+    """A complete checkpoint on disk."""
 
     folder: Path
     facts: dict[str, Any]
@@ -59,8 +56,8 @@ class Checkpoint:
         return int(self.facts["step"])
 
     def tensors(self) -> dict[str, Tensor]:
-        """On the CPU."""
-        _hush()
+        """All tensors, in host memory."""
+        _silence_warning()
         reader = HuggingFaceStorageReader(str(self.folder))
         found = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -71,30 +68,30 @@ class Checkpoint:
         return found
 
     def read_into(self, tensors: dict[str, Tensor]) -> None:
-        """Where they lie: of divided ones this rank's parts, whatever parts they were written in."""
-        _hush()
+        """Fill `tensors` in place; of sharded ones this rank's shard, however they were sharded when written."""
+        _silence_warning()
         load(tensors, storage_reader=HuggingFaceStorageReader(str(self.folder)), no_dist=True)
 
 
 def write_checkpoint(
     folder: Path, tensors: dict[str, Tensor], facts: Mapping[str, Any], files: Mapping[str, bytes], group: Any = None
 ) -> None:
-    """Publish `folder/step-000123` and remove all but the newest few.
+    """Publish `folder/step-000123` and remove old checkpoints.
 
-    `group`: the ranks that each write their parts, all of which call this; the first one's facts and files count.
-    Fails on all of them where it does on one.
+    All ranks of `group` call this and write their shards; facts and files are the leader's. Fails on all ranks if it
+    fails on one.
     """
-    _hush()
+    _silence_warning()
     out_dir = folder / f"step-{facts['step']:06d}"
     partial = out_dir.with_name(out_dir.name + ".partial")
     is_leader = group is None or dist.get_rank(group) == 0
     try:
-        _together(group, lambda: _make_empty(partial) if is_leader else None)
+        _on_all_ranks(group, lambda: _make_empty(partial) if is_leader else None)
         _write_tensors(partial, tensors, group)
-        sums = _together(group, lambda: _sums(partial, _own_files(partial, group)))
-        _together(group, lambda: _publish(partial, out_dir, facts, files, sums) if is_leader else None)
+        checksums = _on_all_ranks(group, lambda: _checksums(partial, _own_files(partial, group)))
+        _on_all_ranks(group, lambda: _publish(partial, out_dir, facts, files, checksums) if is_leader else None)
     except OSError:
-        # A full disk: give back what this one took.
+        # A full disk: free what this checkpoint took.
         if is_leader:
             shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -108,21 +105,21 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest that is whole; about each one that is not, a sentence."""
+    """The newest complete checkpoint. Prints a line about each damaged one."""
     for path in reversed(checkpoints(folder)):
         try:
             return Checkpoint(path, _read_facts(path))
         except _DamagedError as damage:
-            logger.warning(f"checkpoint {path.name} cannot be used ({damage}); going back to the one before it")
+            logger.warning(f"checkpoint {path.name} is damaged ({damage}); rolling back to the previous one")
     return None
 
 
 class _DamagedError(Exception):
-    """Says what is wrong with a checkpoint."""
+    """What is wrong with a checkpoint."""
 
 
-def _together(group: Any, work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
-    """What `work` gives on all ranks, put together; where it fails on one, all raise that."""
+def _on_all_ranks(group: Any, work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+    """The merged results of `work` on all ranks. If it fails on one, all raise its error."""
     if group is None:
         return work() or {}
     try:
@@ -149,29 +146,29 @@ def _write_tensors(partial: Path, tensors: dict[str, Tensor], group: Any) -> Non
     try:
         save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        # It is a BaseException around the one that matters, such as a full disk.
+        # A BaseException that wraps the real error, such as a full disk.
         causes = [cause for cause, _ in error.failures.values()]
         raise next((cause for cause in causes if isinstance(cause, OSError)), causes[0]) from error
 
 
 def _own_files(partial: Path, group: Any) -> list[Path]:
-    """Those that this rank has written: the writer numbers them by rank, from 1."""
+    """Files that this rank has written: the writer numbers them by rank, from 1."""
     own = "*" if group is None else f"shard-{dist.get_rank(group) + 1:05d}-*"
     return sorted(partial.glob(own))
 
 
-def _sums(partial: Path, files: Sequence[Path]) -> dict[str, Any]:
+def _checksums(partial: Path, files: Sequence[Path]) -> dict[str, Any]:
     for path in files:
         _sync(path)
     return {path.name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for path in files}
 
 
 def _publish(
-    partial: Path, out_dir: Path, facts: Mapping[str, Any], files: Mapping[str, bytes], sums: Mapping[str, Any]
+    partial: Path, out_dir: Path, facts: Mapping[str, Any], files: Mapping[str, bytes], checksums: Mapping[str, Any]
 ) -> None:
     for name, content in files.items():
         (partial / name).write_bytes(content)
-    state = {"facts": dict(facts), "files": {**sums, **_sums(partial, [partial / name for name in files])}}
+    state = {"facts": dict(facts), "files": {**checksums, **_checksums(partial, [partial / name for name in files])}}
     (partial / STATE).write_text(json.dumps(state | {"sha256": digest(state)}))
     _sync(partial / STATE)
     _sync(partial)
@@ -183,10 +180,10 @@ def _publish(
 def _read_facts(path: Path) -> dict[str, Any]:
     try:
         state = json.loads((path / STATE).read_text())
-        said = state.pop("sha256")
+        checksum = state.pop("sha256")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _DamagedError(f"{STATE} is missing or unreadable") from error
-    if said != digest(state):
+    if checksum != digest(state):
         raise _DamagedError(f"{STATE} has changed")
     for name, entry in state["files"].items():
         file = path / name
@@ -199,7 +196,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
 
 
 def _file_numbers(tensors: Mapping[str, Tensor], file_bytes: int) -> dict[str, int]:
-    """The file each tensor goes to, from 1; of a divided one, that of each of its parts."""
+    """The number of the file of each tensor, from 1; of a sharded one, that of each of its shards."""
     numbers, size = {}, 0
     for name, tensor in tensors.items():
         size += tensor.numel() * tensor.element_size()
@@ -208,13 +205,13 @@ def _file_numbers(tensors: Mapping[str, Tensor], file_bytes: int) -> dict[str, i
 
 
 def _without_gaps(numbers: dict[str, int]) -> dict[str, int]:
-    """A tensor larger than a file skips some numbers."""
-    places = {number: place for place, number in enumerate(sorted(set(numbers.values())), 1)}
-    return {name: places[number] for name, number in numbers.items()}
+    """Renumber: a tensor larger than a file skips some numbers."""
+    new = {number: index for index, number in enumerate(sorted(set(numbers.values())), 1)}
+    return {name: new[number] for name, number in numbers.items()}
 
 
 def _prune(folder: Path, step: int) -> None:
-    """Keep the newest few up to `step`. A later one can only be one that was damaged and gone back from."""
+    """Keep the newest few up to `step`. A later one is damaged; training was rolled back to a checkpoint before it."""
     found = checkpoints(folder)
     earlier = [path for path in found if _step(path) <= step]
     for path in {*found} - {*earlier[-KEEP:]}:
@@ -233,30 +230,30 @@ def _sync(path: Path) -> None:
         os.close(file)
 
 
-def _hush() -> None:
-    """One process is meant, not forgotten."""
+def _silence_warning() -> None:
+    """One process is intended here."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-# Writing checkpoints while training goes on.
+# Writing while training continues
 
 
-# Of one exchange between ranks, while some may still be writing.
-LIMIT = timedelta(hours=2)
-# Below this nobody notices a wait.
+# For one exchange between ranks, while some may still be writing.
+TIMEOUT = timedelta(hours=2)
+# Waiting for less than this is not reported.
 SHORT_S = 1.0
 
 
 class Saver:
-    """Leaving its block waits for the checkpoint that is being written. `world_size` ranks build one each."""
+    """Writes checkpoints in a thread. Each of `world_size` ranks builds one; leaving its block waits for the thread."""
 
     def __init__(self, folder: Path, *, stage: str, pin: bool, world_size: int = 1) -> None:
         self._folder, self._stage = folder, stage
-        # By gloo: what is written lies in host memory.
-        self._group: Any = dist.new_group(backend="gloo", timeout=LIMIT) if world_size > 1 else None
+        # gloo, because the copies are in host memory.
+        self._group: Any = dist.new_group(backend="gloo", timeout=TIMEOUT) if world_size > 1 else None
         self._pool = ThreadPoolExecutor(1, "unspool-checkpoint")
         self._pin = pin
-        # Kept from one checkpoint to the next: pinning memory takes longer than copying into it.
+        # Reused by the next checkpoint: pinning memory takes longer than copying into it.
         self._copies: dict[str, Tensor] = {}
         self._writing: Future[None] | None = None
         self._step = 0
@@ -272,31 +269,31 @@ class Saver:
             dist.destroy_process_group(self._group)
 
     def save(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        """Copy the state and return; it is written meanwhile. Waits for an earlier one that is not done yet."""
+        """Copy the state, start writing, and return. Waits if the previous checkpoint is still being written."""
         began = time.perf_counter()
         self.wait()
         waited = time.perf_counter() - began
         if waited > SHORT_S:
             logger.warning(
                 f"stage {self._stage}: step {facts['step']} waited {waited:.0f} s for the checkpoint of step "
-                f"{self._step} to be written; a larger checkpoint_every or a faster disk avoids that"
+                f"{self._step}; a larger checkpoint_every or a faster disk avoids this"
             )
         self._step = int(facts["step"])
         self._writing = self._pool.submit(self._write, self._copy(tensors), dict(facts), dict(files))
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """In host memory. By our own few lines, since torch 2.11's stager fails at its second checkpoint."""
+        """Copies in host memory. Our own code, because torch 2.11's stager fails at its second checkpoint."""
         for name, tensor in tensors.items():
-            part, copy = own_part(tensor), self._copies.get(name)
-            if copy is None or (copy.shape, copy.dtype) != (part.shape, part.dtype):
-                self._copies[name] = torch.empty(part.shape, dtype=part.dtype, pin_memory=self._pin)
-            self._copies[name].copy_(part, non_blocking=self._pin)
+            shard, copy = local_shard(tensor), self._copies.get(name)
+            if copy is None or (copy.shape, copy.dtype) != (shard.shape, shard.dtype):
+                self._copies[name] = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=self._pin)
+            self._copies[name].copy_(shard, non_blocking=self._pin)
         if self._pin:
             torch.cuda.synchronize()
-        return {name: as_part(self._copies[name], tensor) for name, tensor in tensors.items()}
+        return {name: as_shard_of(self._copies[name], tensor) for name, tensor in tensors.items()}
 
     def wait(self) -> None:
-        """Until nothing is being written; raises what went wrong and was not foreseen."""
+        """Wait until nothing is being written. Raises unexpected errors of the thread."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None
@@ -306,8 +303,8 @@ class Saver:
             write_checkpoint(self._folder, tensors, facts, files, self._group)
         except OSError as error:
             last = checkpoints(self._folder)
-            there = f"{last[-1].name} is there" if last else "there is none yet"
+            newest = f"the newest is {last[-1].name}" if last else "there is none yet"
             logger.warning(
-                f"stage {self._stage}: the checkpoint of step {facts['step']} could not be written "
-                f"({error.strerror or error}); {there}, and training goes on: the next one will be tried as usual"
+                f"stage {self._stage}: cannot write the checkpoint of step {facts['step']} "
+                f"({error.strerror or error}); {newest}; training continues and will try the next one"
             )

@@ -1,15 +1,14 @@
-"""Queries and keys, fitted so that each layer attends as it did before its positions were changed.
+"""Attention distillation: fit queries and keys so that each layer attends as before its RoPE settings changed.
 
-In: the model of a stage, the model that the stage starts from, rows within that one's context. Out: the same model
-with other queries and keys; `attention_distillation.jsonl`. Beside training (`during`) it only adds to the
-gradients of training's own steps, so that queries and keys learn what is new and keep what was at once.
-Per step: one pass of the untouched model (the teacher); each layer of the student gets the teacher's own input of that
-layer and is moved towards the teacher's attention (KL, mean over heads and queries, summed over layers). So there is no
-backward pass through depth, and neither MLPs nor the head take part.
-Promise: a function of weights, rows and seed alone: done again after a kill, it ends with the same bits. Moments of
-training and random generators are left as they are.
-Price: the teacher beside the model while it lasts; of the parameters that are fitted, an fp32 copy and two moments.
-Elsewhere: the distance and the layers (layers.py), what a recipe may say (training/config.py).
+In a step, the unchanged model (the teacher) makes one forward pass. Each layer of the student gets the teacher's input
+of that layer and is moved towards the teacher's attention (KL, mean over heads and queries, summed over layers). So
+there is no backward pass through depth, and neither MLPs nor the head take part. `before` and `after` training it has
+steps of its own; `during` training it adds to the gradients of training's steps, so that queries and keys learn what is
+new and keep what they knew.
+
+The result depends on weights, rows and seed alone: repeated after a kill, it has the same bits. It leaves training's
+optimizer state and random generators unchanged. It needs the teacher beside the model, and an fp32 copy and two moments
+of the fitted parameters.
 """
 
 import json
@@ -38,49 +37,47 @@ from unspool.models.config import NewModel, original_context
 from unspool.models.fuse import compute_in_bf16
 from unspool.training.batch import Batch, build_batch
 from unspool.training.config import ROWS_PER_STEP, AttentionDistillationConfig, StageConfig
-from unspool.training.distill.layers import Attended, compare_layers, divergence, fitted_parameters
-from unspool.training.interrupt import StoppedError, listen
-from unspool.training.metrics.logger import GrowingFile
-from unspool.training.metrics.validation import looking_at
-from unspool.training.optim.base import Updater
+from unspool.training.distill.layers import QueryKey, compare_layers, divergence, fitted_parameters
+from unspool.training.metrics.logger import JsonlLog
+from unspool.training.metrics.validation import eval_mode
+from unspool.training.optim.updater import Updater
+from unspool.training.schedule import StoppedError, catch_stop_signals
 
 logger = logging.getLogger(__name__)
 
-# Called with the number of a step of training.
+# Adds to the gradient of a training step, given its number; returns the loss.
 AuxLoss = Callable[[int], float]
 
 FILE = "attention_distillation.jsonl"
-# What the steps before training made, in the work folder: a stage that goes on need not make it again.
+# Result of the steps before training, in the work folder, so that a resumed stage need not repeat them.
 WEIGHTS = "attention_distillation.safetensors"
 BETAS = (0.9, 0.95)
 WARMUP_STEPS = 4
-# Tokens that the teacher reads in one pass; one row, if that is longer.
+# Tokens per forward pass of the teacher; one row, if that is longer.
 TOKENS_AT_ONCE = 1 << 14
 
 
-def check_refit(
+def check_distillation(
     stage: StageConfig, model: str | NewModel | None, row_lens: Mapping[str, int], *, world_size: int
 ) -> None:
-    """Refuse what cannot be, before any work; `model` is what the stage starts from, None while that is not there."""
-    if stage.attention_distillation is None:
+    """Refuse impossible settings before any work. `model` is what the stage starts from, None if it is missing."""
+    config = stage.attention_distillation
+    if config is None:
         return
     if world_size > 1:
         raise ConfigError(
             f"stage {stage.name}: attention_distillation is not supported on several ranks (here {world_size}) yet; "
-            "run the stage on "
-            "one, or leave attention_distillation out."
+            "run the stage on one, or remove attention_distillation."
         )
-    if stage.attention_distillation.during and stage.optimizer.step == "in-backward":
+    if config.during and stage.optimizer.step == "in-backward":
         raise ConfigError(
-            f"stage {stage.name}: attention_distillation.during adds to gradients that optimizer.step in-backward "
-            "has used already; set "
-            "that to after, or leave during out."
+            f"stage {stage.name}: attention_distillation.during cannot be combined with optimizer.step in-backward, "
+            "which has used the gradients already; set that to after, or remove during."
         )
     if isinstance(model, NewModel):
         raise ConfigError(
-            f"stage {stage.name}: attention_distillation keeps what a model attends to, and a new model attends to "
-            "nothing yet; leave "
-            "attention_distillation out of its first stage."
+            f"stage {stage.name}: attention_distillation needs a trained model, and this one is new; remove it from "
+            "the first stage."
         )
     if model is None:
         return
@@ -88,29 +85,29 @@ def check_refit(
     for name, length in row_lens.items():
         if length > own:
             raise ConfigError(
-                f"stage {stage.name}: attention_distillation.datasets {name} have {format_size(length)} tokens, and "
-                "the model that the "
-                f"stage starts from has a context of {format_size(own)}; use rows of at most {format_size(own)}."
+                f"stage {stage.name}: attention_distillation.datasets {name} has rows of {format_size(length)}, longer "
+                f"than the context length {format_size(own)} of the model that the stage starts from; use rows of at "
+                f"most {format_size(own)}."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionDistillation:
-    """Before, during and after the training of one stage."""
+    """Distillation before, during and after the training of one stage."""
 
     stage: StageConfig
     config: AttentionDistillationConfig
     model: Any
     updater: Updater
     rows: Mapping[str, RowSet]
-    mix: Mix  # in slots of the longest rows
-    slot: int  # tokens
+    mix: Mix  # in slots of the longest row
+    slot: int  # tokens per slot
     work: Path
     load_teacher: Callable[[], Any]
-    layers: list[dict[str, nn.Parameter]]  # what is fitted
+    layers: list[dict[str, nn.Parameter]]  # fitted parameters of each layer
 
     def before(self) -> None:
-        """Unless it is done: then what it made is taken. Before a checkpoint is, which may hold what came of it."""
+        """Run the steps before training, or load their result. Call it before `resume`, whose checkpoint is newer."""
         if not self.config.before:
             return
         kept = _read(self.work / WEIGHTS)
@@ -119,10 +116,10 @@ class AttentionDistillation:
             aside = self.work / f"{WEIGHTS}.partial"
             save_file({name: weight.cpu().contiguous() for name, weight in kept.items()}, aside)
             aside.replace(self.work / WEIGHTS)
-        self._set(kept)
+        self._set_weights(kept)
 
     def during(self) -> AuxLoss | None:
-        """What adds this distance's gradient to a step of training, and returns the distance; None if nothing does."""
+        """The auxiliary loss of training steps; None if its weight is 0."""
         if not self.config.during:
             return None
         teacher, weight = self._teacher(), self.config.during
@@ -131,7 +128,7 @@ class AttentionDistillation:
 
         def add(step: int) -> float:
             slots = range(first + (step - 1) * count, first + step * count)
-            with looking_at(self.model):
+            with eval_mode(self.model):
                 loss, grads = self._gradient(teacher, self._batches(slots), batch)
             self.updater.add({name: grad * weight for name, grad in grads.items()})
             return loss
@@ -139,11 +136,11 @@ class AttentionDistillation:
         return add
 
     def after(self) -> None:
-        """From the weights of the last step of training."""
+        """Run the steps after training, from its final weights."""
         if self.config.after:
             first = self.config.before * self._batch
             first += self.stage.steps * self._during_batch if self.config.during else 0
-            self._set(self._run("after", self.config.after, lr=self.config.lr_after, first=first // self.slot))
+            self._set_weights(self._run("after", self.config.after, lr=self.config.lr_after, first=first // self.slot))
 
     @property
     def _batch(self) -> int:
@@ -154,7 +151,7 @@ class AttentionDistillation:
         return self.config.during_batch_tokens or self._batch
 
     def _run(self, phase: str, steps: int, *, lr: float, first: int) -> dict[str, Tensor]:
-        """The fitted weights in fp32, which the model already computes with; `first` is the first slot of rows."""
+        """Fit the model in place, and return its weights in fp32. `first` is the first slot of rows."""
         name = f"stage {self.stage.name}"
         logger.info(f"{name}: distillation {phase} training, {steps} steps, {format_count(steps * self._batch)} tokens")
         _drop_lines(self.work / FILE, phase)
@@ -162,30 +159,30 @@ class AttentionDistillation:
         adam = torch.optim.Adam(list(weights.values()), lr=lr, betas=BETAS)
         teacher, count = self._teacher(), self._batch // self.slot
         with ExitStack() as stack:
-            stop = stack.enter_context(listen(name))
-            lines = stack.enter_context(GrowingFile(self.work / FILE))
+            stop = stack.enter_context(catch_stop_signals(name))
+            lines = stack.enter_context(JsonlLog(self.work / FILE))
             advance = stack.enter_context(long_bar(f"{name} attention distillation", steps))
-            stack.enter_context(looking_at(self.model))
+            stack.enter_context(eval_mode(self.model))
             for step in range(1, steps + 1):
                 began = time.perf_counter()
-                now = lr * _share(step, steps)
+                now = lr * _lr_ratio(step, steps)
                 slots = range(first + (step - 1) * count, first + step * count)
                 loss, grads = self._gradient(teacher, self._batches(slots), self._batch)
                 if not math.isfinite(loss):
                     key = "lr" if phase == "before" else "after_lr"
                     rate = f"stages.{self.stage.name}.attention_distillation.{key}"
-                    raise UnspoolError(f"{name}: distillation step {step}: the loss is not a number; lower {rate}.")
+                    raise UnspoolError(f"{name}: distillation step {step}: the loss is not finite; lower {rate}.")
                 for key, weight in weights.items():
                     weight.grad = grads[key]
                 adam.param_groups[0]["lr"] = now
                 adam.step()
-                self._show(weights)
+                self._set_parameters(weights)
                 line = {"phase": phase, "step": step, "tokens": step * self._batch, "loss": loss, "lr": now}
                 lines.append(json.dumps(line | {"seconds": round(time.perf_counter() - began, 4)}) + "\n")
                 advance(1, f"attention KL {loss:.4f}")
                 if stop.signal is not None:
                     logger.warning(
-                        f"{name}: stopped by {stop.signal.name}; the same command begins this distillation anew"
+                        f"{name}: stopped by {stop.signal.name}; rerunning the same command restarts this distillation"
                     )
                     raise StoppedError(stop.signal)
         return {key: weight.detach() for key, weight in weights.items()}
@@ -197,14 +194,14 @@ class AttentionDistillation:
         return teacher.eval().requires_grad_(False)
 
     def _batches(self, slots: range) -> Iterator[Batch]:
-        """The rows of one step, some at a time."""
+        """Rows of one step, a few at a time."""
         at_once = max(1, TOKENS_AT_ONCE // self.slot)
         for start in range(slots.start, slots.stop, at_once):
             picks = [pick for slot in slots[start - slots.start :][:at_once] for pick in self.mix.slot(slot)]
             yield build_batch([self.rows[name][index] for name, index in picks], attention=self.stage.attention)
 
     def _gradient(self, teacher: Any, batches: Iterator[Batch], tokens: int) -> tuple[float, dict[str, Tensor]]:
-        """`tokens`: of the whole step."""
+        """Loss and gradients of one step of `tokens` tokens."""
         device = next(self.model.parameters()).device
         total = torch.zeros((), dtype=torch.float64, device=device)
         sums = {
@@ -213,21 +210,21 @@ class AttentionDistillation:
             for name, parameter in layer.items()
         }
         for batch in batches:
-            use = partial(self._add, total, sums, batch.doc_lens, tokens)
+            use = partial(self._add_layer, total, sums, batch.doc_lens, tokens)
             compare_layers(teacher, self.model, batch.to(device).model_inputs, use)
         return float(total), sums
 
-    def _add(
+    def _add_layer(
         self,
         total: Tensor,
         sums: dict[str, Tensor],
         doc_lens: tuple[int, ...],
         tokens: int,
         number: int,
-        wanted: Attended,
-        found: Attended,
+        wanted: QueryKey,
+        found: QueryKey,
     ) -> None:
-        """One layer's part of a step's loss and gradients: the mean over the step's queries, and over heads."""
+        """Add one layer's loss and gradients: the mean over the step's queries and over heads."""
         share = 1 / (tokens * len(found.query))
         apart, *by = divergence(wanted, found, doc_lens)
         total += apart * share
@@ -236,8 +233,6 @@ class AttentionDistillation:
         grads = torch.autograd.grad(outputs, list(layer.values()), pulls)
         for name, grad in zip(layer, grads, strict=True):
             sums[name] += grad
-
-    # The weights: those that training updates, in fp32, and those that the model computes with
 
     def _masters(self) -> dict[str, Tensor]:
         trained = dict(self.updater.named_masters())
@@ -248,14 +243,14 @@ class AttentionDistillation:
         }
 
     @torch.no_grad()
-    def _show(self, weights: Mapping[str, Tensor]) -> None:
+    def _set_parameters(self, weights: Mapping[str, Tensor]) -> None:
         for layer in self.layers:
             for name, parameter in layer.items():
                 parameter.copy_(weights[name])
 
     @torch.no_grad()
-    def _set(self, weights: Mapping[str, Tensor]) -> None:
-        self._show(weights)
+    def _set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        self._set_parameters(weights)
         for name, master in self.updater.named_masters():
             if name in weights:
                 master.copy_(weights[name])
@@ -272,36 +267,33 @@ def build_distillation(
     order: str,
     load_teacher: Callable[[], Any],
 ) -> AttentionDistillation | None:
-    """`order` names the stage where its rows are to come in another order than those of other stages."""
-    if stage.attention_distillation is None:
+    """`order` seeds the order of rows besides `seed`."""
+    config = stage.attention_distillation
+    if config is None:
         return None
-    row_lens = {name: rows[name].row_len for name in stage.attention_distillation.shares}
+    row_lens = {name: rows[name].row_len for name in config.shares}
     slot = max(row_lens.values())
-    for key, batch in (
-        ("batch_tokens", stage.attention_distillation.batch_tokens),
-        ("during_batch_tokens", stage.attention_distillation.during_batch_tokens),
-    ):
+    for key in ("batch_tokens", "during_batch_tokens"):
+        batch = getattr(config, key)
         if batch and batch % slot:
             raise ConfigError(
-                f"stage {stage.name}: attention_distillation.{key} {format_size(batch)} is not a multiple of its "
-                "rows' length of "
-                f"{format_size(slot)}; change one of them."
+                f"stage {stage.name}: attention_distillation.{key} {format_size(batch)} is not a multiple of the row "
+                f"length {format_size(slot)}; change one of them."
             )
     sizes = {name: len(rows[name]) for name in row_lens}
-    # No stage's name holds a space, so this is the order of no mix. The word seeds the order: it stays as it is.
-    mix = Mix(stage.attention_distillation.shares, sizes, row_lens, slot, seed, f"{order} refit")
-    with looking_at(model):
+    # Stage names hold no space, so this order differs from that of every mix. The word seeds it, so it must not change.
+    mix = Mix(config.shares, sizes, row_lens, slot, seed, f"{order} refit")
+    with eval_mode(model):
         layers = fitted_parameters(model)
     trained = {name for name, _ in updater.named_masters()}
-    if stage.attention_distillation.during and not any(name in trained for layer in layers for name in layer):
+    if config.during and not any(name in trained for layer in layers for name in layer):
         raise ConfigError(
-            f"stage {stage.name}: attention_distillation.during works through training's own steps, and lr_overrides "
-            "sets queries and keys to "
-            "0; give them a rate, or leave during out."
+            f"stage {stage.name}: attention_distillation.during needs trained queries and keys, but lr_overrides sets "
+            "them to 0; give them a rate, or remove during."
         )
     return AttentionDistillation(
         stage=stage,
-        config=stage.attention_distillation,
+        config=config,
         model=model,
         updater=updater,
         rows=rows,
@@ -313,21 +305,21 @@ def build_distillation(
     )
 
 
-def _share(step: int, steps: int) -> float:
-    """Of the highest rate: a short warm-up under a cosine that ends at 0."""
+def _lr_ratio(step: int, steps: int) -> float:
+    """Learning rate ÷ its peak: a short warm-up under a cosine that ends at 0."""
     return min(1.0, step / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * (step - 1) / steps))
 
 
 def _read(path: Path) -> dict[str, Tensor] | None:
     try:
         return load_file(path) if path.is_file() else None
-    except SafetensorError:  # cut short by a machine that went down: it is made again
+    except SafetensorError:  # truncated by a crash: compute it again
         return None
 
 
 def _drop_lines(path: Path, phase: str) -> None:
-    """Lines of an earlier try, and one that a kill cut short."""
+    """Drop lines of an earlier attempt, and a truncated last line."""
     if path.is_file():
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n")]
-        write_atomic(path, "".join(line for line in whole if json.loads(line)["phase"] != phase))
+        complete = [line for line in lines if line.endswith("\n")]
+        write_atomic(path, "".join(line for line in complete if json.loads(line)["phase"] != phase))

@@ -1,10 +1,8 @@
-"""Each layer of one model, run as far as its queries and keys on what the same layer of another model was given.
+"""Queries and keys of each layer of two models, both computed from the teacher's input of that layer.
 
-In: two models of one architecture, tokens. Out: per layer, queries and keys of both; the student's with their graph.
-Promise: no family is known here. What a layer needs besides hidden states (its rotation above all) is what the student
-itself hands to it; layers are left as soon as attention would begin, so nothing is computed that is not needed, and no
-more than one layer's graph exists at a time. Whether a model can be taken apart like this is tried on a few tokens.
-Elsewhere: what is done with queries and keys (refit_attention.py, refit.py).
+No model family is known here. The student itself provides what a layer needs besides hidden states, its rotation above
+all. A layer is left as soon as its attention would begin, so that only one layer's graph exists at a time. Whether a
+model can be taken apart in this way is tested on a few tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,16 +19,13 @@ from unspool.core.errors import ConfigError
 from unspool.models.attention.reference import AttentionInputs, Kernel, causal_mask
 from unspool.models.checks import DOC_LEN, attention_of, intercept_attention, is_close, layers_of
 
-# How far one layer's attention is from another's, and which way its queries and keys have to go.
-
-
-# Scores of one side, in fp32: 64 MiB.
+# Attention scores of one model at a time: 64 MiB in fp32.
 SCORES_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attended:
-    """What a layer's kernel is given, values apart."""
+class QueryKey:
+    """Inputs of a layer's attention kernel, without values."""
 
     query: Tensor  # [H, T, D]
     key: Tensor  # [KV, T, D]
@@ -40,7 +35,7 @@ class Attended:
     sinks: Tensor | None = None  # [H]
 
     @classmethod
-    def of(cls, inputs: AttentionInputs) -> "Attended":
+    def of(cls, inputs: AttentionInputs) -> "QueryKey":
         return cls(
             query=inputs.query[0],
             key=inputs.key[0],
@@ -50,13 +45,13 @@ class Attended:
             sinks=inputs.sinks,
         )
 
-    def cut(self, queries: slice, keys: slice) -> "Attended":
+    def cut(self, queries: slice, keys: slice) -> "QueryKey":
         return replace(self, query=self.query[:, queries].float(), key=self.key[:, keys].float())
 
 
 @torch.no_grad()
-def divergence(teacher: Attended, student: Attended, doc_lens: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of KL, and its gradient by the student's queries and keys, in fp32."""
+def divergence(teacher: QueryKey, student: QueryKey, doc_lens: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of KL divergences, and its gradients by the student's queries and keys, in fp32."""
     total = torch.zeros((), dtype=torch.float64, device=student.query.device)
     query_grad = torch.zeros_like(student.query, dtype=torch.float32)
     key_grad = torch.zeros_like(student.key, dtype=torch.float32)
@@ -65,7 +60,7 @@ def divergence(teacher: Attended, student: Attended, doc_lens: tuple[int, ...]) 
         size = max(1, SCORES_AT_ONCE // (num_heads * (end - start)))
         for first in range(start, end, size):
             queries = slice(first, min(first + size, end))
-            keys = slice(_reach(teacher, student, start, first), queries.stop)
+            keys = slice(_first_key(teacher, student, start, first), queries.stop)
             found = _block(teacher.cut(queries, keys), student.cut(queries, keys), first - keys.start)
             total += found[0]
             query_grad[:, queries] = found[1]
@@ -73,16 +68,16 @@ def divergence(teacher: Attended, student: Attended, doc_lens: tuple[int, ...]) 
     return total, query_grad, key_grad
 
 
-def _reach(teacher: Attended, student: Attended, start: int, first: int) -> int:
-    """The first key that some query from `first` on sees."""
+def _first_key(teacher: QueryKey, student: QueryKey, start: int, first: int) -> int:
+    """The first key that a query from `first` on can attend to."""
     windows = (teacher.window, student.window)
     widest = max((window for window in windows if window is not None), default=None)
     return start if widest is None or None in windows else max(start, first - widest + 1)
 
 
-def _block(teacher: Attended, student: Attended, offset: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of some queries, the first of which stands at the key `offset`."""
-    # What is fp32 here stays so, also where the model computes under autocast.
+def _block(teacher: QueryKey, student: QueryKey, offset: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`divergence` of a block of queries, the first of which is at key `offset`."""
+    # Stay in fp32, also where the model computes under autocast.
     with torch.autocast(student.query.device.type, enabled=False):
         wanted, wanted_sink, _ = _log_weights(teacher, offset)
         found, found_sink, slope = _log_weights(student, offset)
@@ -90,7 +85,7 @@ def _block(teacher: Attended, student: Attended, offset: int) -> tuple[Tensor, T
         apart = torch.where(wanted_weights > 0, wanted_weights * (wanted - found), 0.0).sum(dtype=torch.float64)
         if wanted_sink is not None and found_sink is not None:
             apart += (wanted_sink.exp() * (wanted_sink - found_sink)).sum(dtype=torch.float64)
-        # Of the scores: a softmax's own gradient, whether or not a sink takes part in it.
+        # Gradient by the scores: that of a softmax, with or without a sink.
         pull = (found.exp() - wanted_weights) * student.scale
         if slope is not None:
             pull *= slope
@@ -102,8 +97,8 @@ def _block(teacher: Attended, student: Attended, offset: int) -> tuple[Tensor, T
         return apart, query_grad, key_grad
 
 
-def _log_weights(layer: Attended, offset: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Logarithms of attention weights [H, Q, K] and of the sink's [H, Q, 1]; the slope of the cap."""
+def _log_weights(layer: QueryKey, offset: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Log attention weights [H, Q, K] and those of the sink [H, Q, 1]; the derivative of the soft cap."""
     num_heads, num_queries, _ = layer.query.shape
     scores = _grouped(layer.query, len(layer.key)) @ layer.key.transpose(-1, -2) * layer.scale
     scores = scores.reshape(num_heads, num_queries, -1)
@@ -122,19 +117,19 @@ def _log_weights(layer: Attended, offset: int) -> tuple[Tensor, Tensor | None, T
 
 
 def _grouped(query: Tensor, num_kv: int) -> Tensor:
-    """Query heads beside the KV head they share, so that keys are not repeated: [KV, G·Q, D]."""
+    """Query heads grouped by their KV head, so that keys are not repeated: [KV, G·Q, D]."""
     return query.reshape(num_kv, -1, query.shape[-1])
 
 
-# With the number of a layer, and what the teacher's and the student's kernel would be given there.
-Use = Callable[[int, Attended, Attended], None]
+# Called with the index of a layer, and queries and keys of the teacher and the student there.
+Use = Callable[[int, QueryKey, QueryKey], None]
 HIDDEN = "hidden_states"
 
 
-class _ReachedError(Exception):
-    """Attention would begin here."""
+class _AttentionReachedError(Exception):
+    """Raised where attention would begin."""
 
-    def __init__(self, attended: Attended, value: Tensor) -> None:
+    def __init__(self, attended: QueryKey, value: Tensor) -> None:
         super().__init__()
         self.attended, self.value = attended, value
 
@@ -159,24 +154,24 @@ class _Call:
 
 @torch.no_grad()
 def compare_layers(teacher: Any, student: Any, inputs: dict[str, Any], use: Use) -> None:
-    """One pass of the teacher; after each of its layers' attention, `use` with gradients for the student."""
+    """Run the teacher once. Before each layer's attention, call `use`, with a graph for the student."""
     with _open_layers(student):
         calls = _read_calls(student, inputs)
         layers = layers_of(student)
 
-        def note(number: int, hidden: Tensor, wanted: Attended) -> None:
+        def note(number: int, hidden: Tensor, wanted: QueryKey) -> None:
             with torch.enable_grad():
-                use(number, wanted, _attended_by(layers[number], calls[number].on(hidden)).attended)
+                use(number, wanted, _run_to_attention(layers[number], calls[number].on(hidden)).attended)
 
         _watch_layers(teacher, inputs, note)
 
 
 def fitted_parameters(model: Any) -> list[dict[str, nn.Parameter]]:
-    """By layer, the parameters that make queries and keys and nothing else; refuses what cannot be taken apart."""
+    """Parameters of each layer that affect only queries and keys. Raises a ConfigError for unsupported models."""
     device = next(model.parameters()).device
     tokens = torch.arange(DOC_LEN, device=device)[None] * 7919 % int(model.config.vocab_size)
     inputs = {"input_ids": tokens, "position_ids": torch.arange(DOC_LEN, device=device)[None], "doc_lens": (DOC_LEN,)}
-    seen: dict[int, tuple[Tensor, Attended]] = {}
+    seen: dict[int, tuple[Tensor, QueryKey]] = {}
     with torch.no_grad():
         _watch_layers(model, inputs, lambda number, hidden, own: seen.update({number: (hidden, own)}))
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -188,18 +183,18 @@ def fitted_parameters(model: Any) -> list[dict[str, nn.Parameter]]:
         for number, layer in enumerate(layers):
             hidden, own = seen[number]
             with torch.enable_grad():
-                again = _attended_by(layer, calls[number].on(hidden))
+                again = _run_to_attention(layer, calls[number].on(hidden))
             query, key = again.attended.query.detach(), again.attended.key.detach()
             if not (is_close(query, own.query) and is_close(key, own.key)):
                 raise _refusal(model)
-            found.append({names[one]: one for one in _of_queries_and_keys(attention_of(layer), again)})
+            found.append({names[one]: one for one in _query_key_parameters(attention_of(layer), again)})
     if not all(found):
         raise _refusal(model)
     return found
 
 
-def _of_queries_and_keys(attention: nn.Module, reached: _ReachedError) -> list[nn.Parameter]:
-    """A matrix that holds the values' rows too (Phi-3) is one of them; one that values are made of as well is not."""
+def _query_key_parameters(attention: nn.Module, reached: _AttentionReachedError) -> list[nn.Parameter]:
+    """A matrix with rows for values too (Phi-3) counts; a matrix whose weights affect values as well does not."""
     parameters = list(attention.parameters())
     outputs = (reached.attended.query, reached.attended.key)
     patterns = [_pattern(one) for one in outputs]
@@ -220,38 +215,34 @@ def _pattern(like: Tensor) -> Tensor:
 
 def _refusal(model: Any) -> ConfigError:
     return ConfigError(
-        f"attention_distillation: {type(model).__name__} makes queries and keys in a way that cannot be followed "
-        "from outside its "
-        "layers; leave attention_distillation out."
+        f"attention_distillation: the queries and keys of {type(model).__name__} cannot be computed from outside of "
+        "its layers; remove attention_distillation."
     )
 
 
-# Reaching into layers
-
-
-def _watch_layers(model: Any, inputs: dict[str, Any], note: Callable[[int, Tensor, Attended], None]) -> None:
-    """One pass; `note` gets the hidden states that each layer was given, and what its attention takes."""
+def _watch_layers(model: Any, inputs: dict[str, Any], note: Callable[[int, Tensor, QueryKey], None]) -> None:
+    """Run the model once; `note` gets the input of each layer, and its queries and keys."""
     given: dict[int, Tensor] = {}
 
     def enter(number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given[number] = _Call(args, kwargs).hidden
 
     def between(number: int, kernel: Kernel, inputs: AttentionInputs) -> Tensor:
-        note(number, given.pop(number), Attended.of(inputs))
+        note(number, given.pop(number), QueryKey.of(inputs))
         return kernel(inputs)
 
     with ExitStack() as stack:
         for number, layer in enumerate(layers_of(model)):
             handle = layer.register_forward_pre_hook(partial(enter, number), with_kwargs=True)
             stack.callback(handle.remove)
-        stack.enter_context(_whole_heads(model))
+        stack.enter_context(_all_heads(model))
         stack.enter_context(intercept_attention(model, lambda number: partial(between, number)))
         model.base_model(**inputs, use_cache=False)
 
 
 @torch.no_grad()
 def _read_calls(model: Any, inputs: dict[str, Any]) -> list[_Call]:
-    """What the decoder hands to each of its layers, without computing any of them."""
+    """The arguments that the decoder passes to each layer, without computing any of them."""
     calls: list[_Call] = []
 
     def note(*args: Any, **kwargs: Any) -> Tensor:
@@ -260,17 +251,17 @@ def _read_calls(model: Any, inputs: dict[str, Any]) -> list[_Call]:
 
     with ExitStack() as stack:
         for layer in layers_of(model):
-            stack.enter_context(_set_aside(layer, "forward", note))
+            stack.enter_context(_replace_attribute(layer, "forward", note))
         model.base_model(**inputs, use_cache=False)
     return calls
 
 
 @contextmanager
 def _open_layers(model: Any) -> Iterator[None]:
-    """Within this, `_attended_by` can be asked; attention itself is never reached, and weights have gradients."""
+    """Inside, `_run_to_attention` works: attention is never computed, and frozen weights have gradients."""
 
     def stop(kernel: Kernel, inputs: AttentionInputs) -> NoReturn:
-        raise _ReachedError(Attended.of(inputs), inputs.value)
+        raise _AttentionReachedError(QueryKey.of(inputs), inputs.value)
 
     frozen = [
         parameter
@@ -278,7 +269,7 @@ def _open_layers(model: Any) -> Iterator[None]:
         for parameter in attention_of(layer).parameters()
         if not parameter.requires_grad
     ]
-    with _whole_heads(model), intercept_attention(model, lambda number: stop):
+    with _all_heads(model), intercept_attention(model, lambda number: stop):
         for parameter in frozen:
             parameter.requires_grad_(True)
         try:
@@ -288,28 +279,28 @@ def _open_layers(model: Any) -> Iterator[None]:
                 parameter.requires_grad_(False)
 
 
-def _attended_by(layer: nn.Module, call: _Call) -> _ReachedError:
+def _run_to_attention(layer: nn.Module, call: _Call) -> _AttentionReachedError:
     try:
-        # Of its class: memory settings, which replace an object's `forward`, would compute the layer twice.
+        # The method of its class: memory settings replace the object's own, and would compute the layer twice.
         type(layer).forward(layer, *call.args, **call.kwargs)
-    except _ReachedError as reached:
+    except _AttentionReachedError as reached:
         return reached.with_traceback(None)
-    raise ConfigError(f"attention_distillation: {type(layer).__name__} attends in code of its own; leave the key out.")
+    raise ConfigError(f"attention_distillation: {type(layer).__name__} has attention code of its own; remove the key.")
 
 
 @contextmanager
-def _whole_heads(model: Any) -> Iterator[None]:
-    """All heads come at once, also under `attention_heads_at_once`."""
+def _all_heads(model: Any) -> Iterator[None]:
+    """Inside, attention gets all heads at once, also with `attention_heads_at_once`."""
     with ExitStack() as stack:
         for layer in layers_of(model):
             if hasattr(attention_of(layer), "heads_at_once"):
-                stack.enter_context(_set_aside(attention_of(layer), "heads_at_once", None))
+                stack.enter_context(_replace_attribute(attention_of(layer), "heads_at_once", None))
         yield
 
 
 @contextmanager
-def _set_aside(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Within this, an attribute of the object itself is another."""
+def _replace_attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of the module is replaced."""
     own = vars(module)
     before = {name: own[name]} if name in own else {}
     own[name] = value

@@ -1,11 +1,9 @@
-"""How many operations a step needs, and how many a device can do: what MFU is made of.
+"""Floating-point operations of a step, peak operations of a device, and the speed display made of them.
 
-In: a model, the lengths of the documents that attend to themselves. Out: floating-point operations, forward and
-backward.
-Convention: 6 for every weight that multiplies a token, the head among them and the embedding not (4 where a weight is
-not trained: its own gradient is not computed); of a mixture, the experts that a token meets; attention is halved for
-being causal, document by document; what is recomputed does not count, since it brings the model no further.
-Price: norms, RoPE and softmax are not counted, and neither is the optimizer.
+A step costs 6 operations per token for every weight of a matrix product, the head included and the embedding not (4 if
+the weight is frozen: its gradient is not computed); of a mixture of experts, only the experts that a token uses.
+Attention is halved for being causal, document by document. Recomputation does not count. Norms, RoPE, softmax and the
+optimizer are ignored.
 """
 
 import re
@@ -23,7 +21,7 @@ from torch import nn
 
 from unspool.core.sizes import format_count
 
-# Dense bf16 with fp32 sums, in TFLOP/s, from the makers' data sheets. The first name that fits counts.
+# Dense bf16 with fp32 accumulation, in TFLOP/s, from data sheets. The first matching name counts.
 PEAKS = {
     r"GB[23]00": 2500,
     r"B[23]00": 2250,
@@ -46,21 +44,21 @@ PEAKS = {
     r"RTX 3090": 71,
     r"MI3[02][05]X": 1307,
 }
-# A config's word for how many experts a token meets.
+# Config keys for the number of experts per token.
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAttention:
-    """What attention of one layer costs."""
+    """Size of one layer's attention."""
 
     width: int  # query heads · (dimension of queries + dimension of values)
-    window: int | None  # tokens that a token sees at most
+    window: int | None  # sliding window
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlopCount:
-    """Operations of a training step, by its documents."""
+    """Operations of a training step, as a function of its documents."""
 
     per_token: float
     layers: tuple[LayerAttention, ...]
@@ -73,7 +71,7 @@ class FlopCount:
 
 
 def visible_pairs(doc_lens: np.ndarray, window: int | None) -> np.ndarray:
-    """Half of a document's square, less what lies beyond the window."""
+    """Pairs of query and key: half of a document's square, less those beyond the window."""
     beyond = np.zeros_like(doc_lens) if window is None else np.maximum(0.0, doc_lens - window)
     return np.asarray((doc_lens**2 - beyond**2) / 2)
 
@@ -83,38 +81,38 @@ def count_flops(model: Any) -> FlopCount:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Operations a second that the device's maker claims; None where we do not know it."""
+    """Operations per second by the data sheet; None for an unknown device."""
     return known_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def known_peak(name: str) -> float | None:
-    # Whole words: an A10G is no A10, and a laptop's RTX 4090 is another chip.
+    # Whole words: an A10G is not an A10, and the laptop RTX 4090 is another chip.
     found = (peak for pattern, peak in PEAKS.items() if re.search(rf"\b({pattern})\b", name))
     return None if "Laptop" in name else next((peak * 1e12 for peak in found), None)
 
 
 def _per_token(model: Any) -> float:
-    """6 for each weight of a matrix product that a token meets, 4 for one that is not trained."""
+    """Operations per token without attention."""
     head = model.get_output_embeddings().weight
     embeddings = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)} - {id(head)}
     active = _active_experts(model.config.get_text_config())
     return sum(
         (6.0 if weight.requires_grad else 4.0) * int(weight.numel()) * _share(name, weight, active)
-        # A tied head is told once, under the embedding's name.
+        # A tied head appears once, under the embedding's name.
         for name, weight in model.named_parameters()
         if weight.dim() > 1 and id(weight) not in embeddings and not name.endswith("bias")
     )
 
 
 def _active_experts(config: Any) -> tuple[int, int] | None:
-    """(experts a token meets, experts there are), where there are any."""
+    """(experts per token, all experts), in a mixture of experts."""
     active = next((count for name in _ACTIVE if (count := getattr(config, name, None))), None)
     total = next((n for name in ("num_experts", "num_local_experts") if (n := getattr(config, name, None))), None)
     return (int(active), int(total)) if active and total else None
 
 
 def _share(name: str, weight: torch.Tensor, experts: tuple[int, int] | None) -> float:
-    """Of a weight's numbers, those that one token meets."""
+    """Share of a weight that one token uses."""
     if ".experts." not in name or experts is None:
         return 1.0
     active, total = experts
@@ -127,7 +125,7 @@ def _attention(config: Any) -> tuple[LayerAttention, ...]:
     query_dim = getattr(config, "qk_head_dim", None) or head_dim
     value_dim = getattr(config, "v_head_dim", None) or head_dim
     window = getattr(config, "sliding_window", None)
-    # Without kinds of layers, a window is meant for all of them.
+    # Without layer_types, a window applies to all layers.
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return tuple(
         LayerAttention(width=heads * (query_dim + value_dim), window=window if "sliding" in kind else None)
@@ -135,16 +133,13 @@ def _attention(config: Any) -> tuple[LayerAttention, ...]:
     )
 
 
-# How fast a stage goes: tokens a second, MFU, memory, and the time that is left.
-
-
 LAST_STEPS = 20
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Of the operations that all `devices` could do in a second (`peak` each), how many a step did."""
+class MfuCounter:
+    """Model FLOPs utilization of `devices` devices with `peak` operations per second each."""
 
     count: FlopCount | None = None
     peak: float | None = None
@@ -157,11 +152,11 @@ class Speed:
 
 
 @dataclass
-class Meter:
-    """The last steps of a stage."""
+class SpeedMeter:
+    """Tokens per second, MFU and remaining time, from the last steps of a stage."""
 
     steps: int
-    batch: int  # tokens of a step
+    batch: int  # tokens per step
     clock: Callable[[], float] = time.perf_counter
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=LAST_STEPS))
     _mfus: deque[float] = field(default_factory=lambda: deque(maxlen=LAST_STEPS))
@@ -173,8 +168,8 @@ class Meter:
         if mfu is not None:
             self._mfus.append(mfu)
 
-    def note(self, step: int, loss: float, memory_gib: float) -> str:
-        """What matters most stands first: a narrow terminal cuts the rest."""
+    def summary(self, step: int, loss: float, memory_gib: float) -> str:
+        """Text of the progress bar, most important first: a narrow terminal cuts the rest."""
         tokens_per_second = self.batch * len(self._seconds) / sum(self._seconds)
         parts = [f"loss {loss:.3f}", f"eta {_clock_text(self.seconds_left(step))}"]
         parts.append(f"{format_count(tokens_per_second)} tok/s")
@@ -183,7 +178,7 @@ class Meter:
         return "  ".join([*parts, f"{memory_gib:.1f} GiB"])
 
     def seconds_left(self, step: int) -> float:
-        """By the clock on the wall, so that checkpoints and validation are in it."""
+        """By wall time, so that checkpoints and validation are included."""
         pace = self._seconds[-1]
         if len(self._ends) > 1:
             pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
@@ -191,7 +186,7 @@ class Meter:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most that this process has held so far: on the GPU, or in main memory."""
+    """Peak memory of this process so far: on the GPU, or in main memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,9 +1,6 @@
-"""Everything a person watches while a stage trains.
+"""Metrics, validation and samples of a training stage: JSON lines, a progress bar, external trackers.
 
-In: a report of each step. Out: `metrics.jsonl`, `validation.jsonl` and `samples.jsonl` in the work folder, a progress
-bar (or a line now and then where there is no terminal), trackers.
-Promise: a resumed stage goes on with files that end at its checkpoint; nothing here changes what is trained.
-Elsewhere: speed and ETA (meter.py), MFU (flops.py), TensorBoard and W&B (trackers.py).
+A resumed stage continues logs that end at its checkpoint. Nothing here changes what is trained.
 """
 
 import json
@@ -24,32 +21,30 @@ from unspool.core.artifacts import write_atomic
 from unspool.core.progress import Advance, long_bar
 from unspool.core.sizes import format_size
 from unspool.training.config import StageConfig, is_due
-from unspool.training.metrics import validation as samples_module
-from unspool.training.metrics import validation as validation_module
-from unspool.training.metrics.flops import Meter, Speed, count_flops, peak_flops, peak_memory_gib
+from unspool.training.metrics.flops import MfuCounter, SpeedMeter, count_flops, peak_flops, peak_memory_gib
 from unspool.training.metrics.trackers import TENSORBOARD, Trackers, build_trackers
 from unspool.training.metrics.validation import (
+    SAMPLES,
+    VALIDATION,
     Samples,
     Validation,
     build_samples,
     build_validation,
-    shown,
+    escape,
     warn_if_trained_on,
 )
-from unspool.training.parallel.dtensor import computing_device
-from unspool.training.parallel.mesh import Team
+from unspool.training.parallel.dtensor import compute_device
+from unspool.training.parallel.mesh import DistContext
 
 logger = logging.getLogger(__name__)
 
-# A file that grows by a line at a time and survives a full disk.
 
-
-class GrowingFile:
-    """Opened to append; `content` is all of it, also what is not on disk yet."""
+class JsonlLog:
+    """A file that grows line by line and survives a full disk: lines that cannot be written wait in memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Unbuffered, so that a write that fails leaves nothing to be written again behind our back.
+        # Unbuffered, so that a failed write leaves nothing in a buffer.
         self._file = path.open("ab", buffering=0)
         self._size = path.stat().st_size
         self._waiting = b""
@@ -67,18 +62,19 @@ class GrowingFile:
             self._file.close()
 
     def append(self, line: str) -> None:
-        had_waited = bool(self._waiting)
+        was_waiting = bool(self._waiting)
         self._waiting += line.encode()
         try:
             self._write()
         except OSError as error:
-            if not had_waited:
+            if not was_waiting:
                 logger.warning(
-                    f"{self._path.name} cannot be written now ({error.strerror or error}); its lines wait in memory"
+                    f"cannot write {self._path.name} ({error.strerror or error}); keeping its lines in memory"
                 )
 
     @property
     def content(self) -> bytes:
+        """All lines, also those that are not on disk yet."""
         return self._path.read_bytes()[: self._size] + self._waiting
 
     def _write(self) -> None:
@@ -88,23 +84,20 @@ class GrowingFile:
                 self._waiting = self._waiting[written:]
                 self._size += written
         except OSError:
-            # Half a line may have been written: it is taken back and waits with the rest.
-            self._take_back_half_a_line()
+            # Half a line may have been written: remove it and keep it in memory with the rest.
+            self._truncate_to_last_line()
             raise
 
-    def _take_back_half_a_line(self) -> None:
+    def _truncate_to_last_line(self) -> None:
         content = self._path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        self._waiting = content[whole:] + self._waiting
-        self._file.truncate(whole)
-        self._size = whole
+        end = content.rfind(b"\n") + 1
+        self._waiting = content[end:] + self._waiting
+        self._file.truncate(end)
+        self._size = end
 
 
-# JSON lines that each name the step they belong to, cut back to a checkpoint.
-
-
-def keep_lines(path: Path, done: int) -> None:
-    """Drop lines of steps after `done`, which will be made again, and a last one that a kill cut short."""
+def truncate_log(path: Path, done: int) -> None:
+    """Drop lines of steps after `done`, which will be repeated, and a truncated last line."""
     if path.is_file():
         kept = [line for line in _lines(path) if (step := _step_of(line)) is not None and step <= done]
         write_atomic(path, "".join(kept))
@@ -126,36 +119,34 @@ def _step_of(line: str) -> int | None:
 
 
 METRICS = "metrics.jsonl"
-VALIDATION = validation_module.VALIDATION_FILE
-SAMPLES = samples_module.SAMPLES_FILE
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One optimizer step, as the loop knows it."""
+    """Numbers of one optimizer step."""
 
     step: int
     loss: float
-    losses: Mapping[str, float]  # by rows set
+    losses: Mapping[str, float]  # by dataset
     lr: float
     grad_norm: float
-    doc_lens: Sequence[int]  # of all documents of the step that attend to themselves
-    skipped: bool = False  # the weights were left as they are
-    more: Mapping[str, Any] = field(default_factory=dict)  # further keys of the line
+    doc_lens: Sequence[int]  # spans of the step that attend to themselves
+    skipped: bool = False  # weights stayed unchanged
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further keys of the line
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looks:
-    """What is asked of the model itself, now and then."""
+class Probes:
+    """Validation and samples of a model while it trains."""
 
     model: Any
     validation: Validation | None = None
     samples: Samples | None = None
 
 
-class Watch:
-    """`with Watch(...) as watch`: `for step, batches in watch.timed(steps)`, then `watch.step(report)`."""
+class MetricsLogger:
+    """Use as a context manager: iterate over `timed(steps)` and call `step(report)` after each."""
 
     def __init__(
         self,
@@ -164,33 +155,33 @@ class Watch:
         *,
         done: int,
         device: torch.device,
-        speed: Speed | None = None,
-        looks: Looks | None = None,
+        mfu: MfuCounter | None = None,
+        probes: Probes | None = None,
         open_trackers: Callable[[], Trackers] = lambda: Trackers({}),
         is_leader: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._stage, self._work, self._done, self._device = stage, work, done, device
-        self._speed, self._looks = speed or Speed(), looks
+        self._mfu, self._probes = mfu or MfuCounter(), probes
         self._open_trackers, self._is_leader, self._clock = open_trackers, is_leader, clock
-        self._meter = Meter(steps=stage.steps, batch=stage.batch_tokens, clock=clock)
+        self._meter = SpeedMeter(steps=stage.steps, batch=stage.batch_tokens, clock=clock)
         self._began = self._rows_came = clock()
         self._trackers = Trackers({})
         self._advance: Advance | None = None
-        self._files: dict[str, GrowingFile] = {}
+        self._files: dict[str, JsonlLog] = {}
         self._closing = ExitStack()
 
     def __enter__(self) -> Self:
         if self._is_leader:
-            for name in self._growing():
-                keep_lines(self._work / name, self._done)
-                self._files[name] = self._closing.enter_context(GrowingFile(self._work / name))
+            for name in self._log_names():
+                truncate_log(self._work / name, self._done)
+                self._files[name] = self._closing.enter_context(JsonlLog(self._work / name))
             self._trackers = self._open_trackers()
             self._closing.callback(self._trackers.close)
             self._advance = self._closing.enter_context(long_bar(f"stage {self._stage.name}", self._stage.steps))
             self._advance(self._done, "")
-        # Before the first step, or after one whose checkpoint was written and this was not.
-        self._look(self._done)
+        # Before the first step, or after a step whose checkpoint was written without its probes.
+        self._probe(self._done)
         return self
 
     def __exit__(
@@ -198,13 +189,8 @@ class Watch:
     ) -> None:
         self._closing.__exit__(kind, error, trace)
 
-    @property
-    def metrics(self) -> bytes:
-        """All of `metrics.jsonl`, for a checkpoint; nothing where another process writes it."""
-        return self._files[METRICS].content if self._files else b""
-
     def timed(self, steps: Iterable[T]) -> Iterator[T]:
-        """`steps`, with the clock of each started when it is asked for: what comes between steps is not theirs."""
+        """Yield `steps`. The clock of each starts when it is requested, so time between steps does not count."""
         coming = iter(steps)
         while True:
             self._began = self._clock()
@@ -215,22 +201,18 @@ class Watch:
             self._rows_came = self._clock()
             yield ready
 
-    def step(self, report: StepReport, *, look: bool = True) -> None:
-        """The step is over: write it down, show it, and look at the model where that is due.
-
-        Without `look`, for a stage that is asked to stop, that waits until it is taken up again.
-        """
+    def step(self, report: StepReport) -> None:
+        """Log a finished step, and run validation and samples if they are due."""
         seconds = self._clock() - self._began
-        mfu = self._speed.mfu(report.doc_lens, seconds)
+        mfu = self._mfu.mfu(report.doc_lens, seconds)
         memory = peak_memory_gib(self._device)
         self._meter.add(seconds, mfu)
         if self._advance is not None:
             line = self._line(report, seconds, mfu, memory)
             self._append(METRICS, [line])
-            self._advance(1, self._meter.note(report.step, report.loss, memory))
+            self._advance(1, self._meter.summary(report.step, report.loss, memory))
             self._trackers.numbers(report.step, _flat(line))
-        if look:
-            self._look(report.step)
+        self._probe(report.step)
 
     def _line(self, report: StepReport, seconds: float, mfu: float | None, memory: float) -> dict[str, Any]:
         return {
@@ -246,61 +228,61 @@ class Watch:
             "memory_gib": round(memory, 3),
             "skipped": report.skipped,
             "losses": {name: _finite(loss) for name, loss in report.losses.items()},
-            **report.more,
+            **report.extra,
         }
 
-    def _look(self, step: int) -> None:
-        """Validation and samples, if they are due and not written yet. Every process takes part, one writes."""
-        looks, stage = self._looks, self._stage
-        if looks is None:
+    def _probe(self, step: int) -> None:
+        """Run validation and samples if they are due and not written yet. All ranks take part, the leader writes."""
+        probes, stage = self._probes, self._stage
+        if probes is None:
             return
-        if looks.validation and stage.validation and self._is_missing(VALIDATION, stage.validation.every, step):
+        if probes.validation and stage.validation and self._is_missing(VALIDATION, stage.validation.every, step):
             began = self._clock()
-            found = looks.validation.measure(looks.model)
-            self._tell_validation(step, found | {"seconds": round(self._clock() - began, 4)})
-        if looks.samples and stage.samples and self._is_missing(SAMPLES, stage.samples.every, step):
-            self._tell_samples(step, looks.samples.write(looks.model))
+            found = probes.validation.measure(probes.model)
+            self._log_validation(step, found | {"seconds": round(self._clock() - began, 4)})
+        if probes.samples and stage.samples and self._is_missing(SAMPLES, stage.samples.every, step):
+            self._log_samples(step, probes.samples.write(probes.model))
 
-    def _growing(self) -> list[str]:
-        looks = self._looks
+    def _log_names(self) -> list[str]:
+        probes = self._probes
         return [
             METRICS,
-            *([VALIDATION] if looks and looks.validation else []),
-            *([SAMPLES] if looks and looks.samples else []),
+            *([VALIDATION] if probes and probes.validation else []),
+            *([SAMPLES] if probes and probes.samples else []),
         ]
 
     def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
-        # At once, so that what belongs to a step is there or not.
+        # In one write, so that the lines of a step are complete or absent.
         self._files[name].append("".join(json.dumps(line) + "\n" for line in lines))
 
     def _is_missing(self, name: str, every: int | None, step: int) -> bool:
-        # Only a stage that is taken up again can have it already; all processes answer alike, whoever writes it.
+        # Only a resumed stage can have it already; all ranks answer alike.
         written = step == self._done and has_step(self._work / name, step)
         return is_due(every, step, self._stage.steps) and not written
 
-    def _tell_validation(self, step: int, found: dict[str, Any]) -> None:
+    def _log_validation(self, step: int, found: dict[str, Any]) -> None:
         if self._advance is None:
             return
         self._append(VALIDATION, [{"step": step, "tokens": step * self._stage.batch_tokens, **found}])
-        means = {span_name(bucket): bucket["value"] for bucket in found["buckets"] if bucket["n"]}
-        shown_means = "  ".join(f"{name} {value:.3f}" for name, value in means.items())
+        means = {bucket_name(bucket): bucket["value"] for bucket in found["buckets"] if bucket["n"]}
+        text = "  ".join(f"{name} {value:.3f}" for name, value in means.items())
         if found["n"]:
-            logger.info(f"stage {self._stage.name}: step {step}  validation loss {found['loss']:.3f}  ({shown_means})")
-            by_place = {f"validation/{name}": value for name, value in means.items()}
-            self._trackers.numbers(step, {"validation/loss": found["loss"], **by_place})
+            logger.info(f"stage {self._stage.name}: step {step}  validation loss {found['loss']:.3f}  ({text})")
+            by_position = {f"validation/{name}": value for name, value in means.items()}
+            self._trackers.numbers(step, {"validation/loss": found["loss"], **by_position})
 
-    def _tell_samples(self, step: int, written: list[dict[str, str]]) -> None:
+    def _log_samples(self, step: int, written: list[dict[str, str]]) -> None:
         if self._advance is None:
             return
         self._append(SAMPLES, [{"step": step, **sample} for sample in written])
         for number, sample in enumerate(written):
             logger.info(
-                f"stage {self._stage.name}: step {step}  {shown(sample['prompt'], 60)} → {shown(sample['text'])}"
+                f"stage {self._stage.name}: step {step}  {escape(sample['prompt'], 60)} → {escape(sample['text'])}"
             )
             self._trackers.text(step, f"samples/{number}", sample["prompt"] + sample["text"])
 
 
-def build_watch(
+def build_logger(
     stage: StageConfig,
     model: Any,
     tokenizer: Any,
@@ -310,50 +292,51 @@ def build_watch(
     seed: int,
     rows: Mapping[str, Path],
     validation: Path | None,
-    team: Team | None = None,
-) -> Watch:
-    """`rows` are those trained on, `validation` those looked at; the ranks of `team` share a step's documents."""
-    device = computing_device(model)
-    is_leader = team is None or team.is_leader
-    devices = 1 if team is None else team.ranks.world_size
-    looked_at = None
+    dist_context: DistContext | None = None,
+) -> MetricsLogger:
+    """`rows` are the training datasets, `validation` is the held-out one; ranks share the documents of a step."""
+    device = compute_device(model)
+    is_leader = dist_context is None or dist_context.is_leader
+    devices = 1 if dist_context is None else dist_context.ranks.world_size
+    validator = None
     if stage.validation:
-        assert validation is not None, "a stage with validation was not told where its rows are"
-        looked_at = build_validation(stage, validation, model, seed=seed, mesh=team.mesh if team else None)
+        assert validation is not None, "a stage with validation needs its rows"
+        mesh = None if dist_context is None else dist_context.mesh
+        validator = build_validation(stage, validation, model, seed=seed, mesh=mesh)
         if is_leader:
             warn_if_trained_on(stage, validation, rows)
-    written = build_samples(stage, model, tokenizer) if stage.samples else None
-    # stages/<name>.work lies in the folder of the run.
+    samples = build_samples(stage, model, tokenizer) if stage.samples else None
+    # `work` is <run>/stages/<name>.work.
     run = f"{work.absolute().parent.parent.name}/{stage.name}"
     settings = stage.model_dump(mode="json")
-    return Watch(
+    return MetricsLogger(
         stage,
         work,
         done=done,
         device=device,
-        speed=Speed(count_flops(model), peak_flops(device), devices),
-        looks=Looks(model=model, validation=looked_at, samples=written),
+        mfu=MfuCounter(count_flops(model), peak_flops(device), devices),
+        probes=Probes(model=model, validation=validator, samples=samples),
         open_trackers=lambda: build_trackers(stage.loggers, work, run=run, settings=settings, done=done),
         is_leader=is_leader,
     )
 
 
-def keep_watched(work: Path, folder: Path) -> None:
-    """Copy what was written while watching into the folder that is published."""
+def copy_logs(work: Path, folder: Path) -> None:
+    """Copy the logs into the folder that is published."""
     for name in (METRICS, VALIDATION, SAMPLES):
         if (work / name).is_file():
             shutil.copy(work / name, folder / name)
-    # What W&B has sent is not needed any more; what it keeps for `wandb sync` is.
+    # W&B runs that were sent are not needed any more; offline runs are, for `wandb sync`.
     for path in [*work.glob(TENSORBOARD), *work.glob("wandb/offline-run-*")]:
         shutil.copytree(path, folder / path.relative_to(work))
 
 
-def span_name(bucket: Mapping[str, Any]) -> str:
+def bucket_name(bucket: Mapping[str, Any]) -> str:
     return f"{format_size(bucket['from'])}-{format_size(bucket['to'])}"
 
 
 def _flat(line: Mapping[str, Any]) -> dict[str, float]:
-    """What trackers can draw: the numbers of a line, those of rows sets under their names."""
+    """Numbers of a line, for trackers; losses by dataset under their names."""
     numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
     return {f"train/{name}": value for name, value in numbers.items() if name != "step"} | {
         f"train/loss/{name}": value for name, value in line["losses"].items() if value is not None
@@ -361,5 +344,5 @@ def _flat(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _finite(value: float) -> float | None:
-    """What is not a number has none in JSON either."""
+    """None instead of NaN or infinity, which JSON does not have."""
     return value if math.isfinite(value) else None

@@ -1,9 +1,7 @@
-"""TensorBoard and Weights & Biases: the numbers of a stage, also there.
+"""TensorBoard and Weights & Biases. A resumed stage continues the same run there.
 
-In: names from the recipe, a stage's work folder. Out: the same run again when a stage is resumed.
-Promise: a tracker that fails is told of once and left alone; it never ends a stage.
-Price: W&B keeps what it was sent, so steps that a resumed stage repeats are there twice, with equal numbers;
-TensorBoard drops them.
+A tracker that fails is reported once and dropped; it never ends a stage. W&B keeps what it received, so steps that a
+resumed stage repeats are there twice, with equal numbers; TensorBoard drops them.
 """
 
 import importlib
@@ -21,9 +19,10 @@ from unspool.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+
 TENSORBOARD = "tensorboard"
 WANDB_ID = "wandb_id"
-# What must be importable. torch's own writer is not enough: it is a shell around the first.
+# Modules that must be importable. torch's own writer only wraps the first.
 MODULES = {"tensorboard": ("tensorboard", "torch.utils.tensorboard"), "wandb": ("wandb",)}
 
 
@@ -36,19 +35,19 @@ class Tracker(Protocol):
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse, before any work, what is not installed here."""
+    """Refuse trackers that are not installed, before any work."""
     for name in names:
         try:
             for module in MODULES[name]:
                 importlib.import_module(module)
         except ImportError as error:
             raise ConfigError(
-                f"loggers: {name} cannot be imported here ({error}); pip install 'unspool[track]', or leave it out."
+                f"loggers: cannot import {name} ({error}); pip install 'unspool[track]', or remove it."
             ) from error
 
 
 class Trackers:
-    """All trackers of a stage as one. What fails is dropped, with one sentence."""
+    """All trackers of a stage as one. A tracker that fails is dropped with a message."""
 
     def __init__(self, open_trackers: Mapping[str, Callable[[], Tracker]]) -> None:
         self._open: dict[str, Tracker] = {}
@@ -59,20 +58,20 @@ class Trackers:
                 _warn(name, error)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        self._tell(lambda tracker: tracker.numbers(step, values))
+        self._call_all(lambda tracker: tracker.numbers(step, values))
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._tell(lambda tracker: tracker.text(step, name, text))
+        self._call_all(lambda tracker: tracker.text(step, name, text))
 
     def close(self) -> None:
-        self._tell(lambda tracker: tracker.close())
+        self._call_all(lambda tracker: tracker.close())
         self._open = {}
 
-    def _tell(self, tell: Callable[[Tracker], None]) -> None:
+    def _call_all(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._open.items()):
             try:
-                tell(tracker)
-            # Networks, disks and other people's code: anything may go wrong there, and none of it is worth a run.
+                call(tracker)
+            # Any network, disk or library error: none of them may end a run.
             except Exception as error:
                 del self._open[name]
                 with suppress(Exception):
@@ -81,7 +80,7 @@ class Trackers:
 
 
 def build_trackers(names: Sequence[str], work: Path, *, run: str, settings: Mapping[str, Any], done: int) -> Trackers:
-    """`run` is what people will call it; `done` steps were tracked before."""
+    """`run` is the display name; `done` steps were tracked before."""
 
     def build(name: str) -> Callable[[], Tracker]:
         return lambda: lookup(_BUILDERS, name, kind="tracker")(work, run, settings, done)
@@ -92,7 +91,7 @@ def build_trackers(names: Sequence[str], work: Path, *, run: str, settings: Mapp
 class _TensorBoard:
     def __init__(self, work: Path, run: str, settings: Mapping[str, Any], done: int) -> None:
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-        # Steps after the checkpoint will come again.
+        # Steps after the checkpoint will be repeated.
         self._writer: Any = writer(str(work / TENSORBOARD), purge_step=done + 1 if done else None)
         if not done:
             self._writer.add_text("settings", "\n".join(f"    {key}: {value}" for key, value in settings.items()), 0)
@@ -102,7 +101,7 @@ class _TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def text(self, step: int, name: str, text: str) -> None:
-        # Indented, so that it is shown as it is and not read as Markdown.
+        # Indented, so that it is not rendered as Markdown.
         self._writer.add_text(name, "    " + text.replace("\n", "\n    "), step)
 
     def close(self) -> None:
@@ -124,7 +123,7 @@ class _Wandb:
             dir=str(work),
             config=dict(settings),
         )
-        # W&B's own counter only goes up, and would drop what a resumed stage does again.
+        # W&B's own step counter only goes up, and would drop the steps that a resumed stage repeats.
         self._run.define_metric("*", step_metric="step")
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
@@ -146,4 +145,4 @@ _BUILDERS: dict[str, Callable[[Path, str, Mapping[str, Any], int], Tracker]] = {
 
 def _warn(name: str, error: Exception) -> None:
     reason = str(error).strip().split("\n")[0] or type(error).__name__
-    logger.warning(f"loggers: {name} failed and is left out from here on ({reason}); metrics.jsonl has everything")
+    logger.warning(f"loggers: {name} failed and is dropped ({reason}); metrics.jsonl has everything")

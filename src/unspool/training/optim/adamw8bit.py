@@ -1,12 +1,10 @@
 """AdamW's moments in 8 bits: blocks of 256 values, each with its largest magnitude as scale.
 
-In: fp32 values. Out: codes (uint8, of the same shape) and scales (fp32, one per block).
-Promise: levels, codes, scales and which tensors are quantised at all are those of torchao's `AdamW8bit`, bit for bit,
-but for one rule: a second moment that is not zero never becomes zero.
-Price: a value is off by up to some per cent, and one below a millionth of its block's largest by more.
-Elsewhere: the same in one pass on a GPU (adamw_kernel.py).
+Levels, codes, scales and the choice of quantized tensors are those of torchao's `AdamW8bit`, bit for bit, with one
+exception: a second moment that is not zero never becomes zero. A value is off by a few percent at most; one below a
+millionth of its block's largest by more. kernels.py does the same in one pass on a GPU.
 
-The levels are those of dynamic tree quantisation (Dettmers et al., 8-bit Optimizers via Block-wise Quantization):
+The levels are those of dynamic tree quantization (Dettmers et al., 8-bit Optimizers via Block-wise Quantization):
 seven decades below 1, each with twice as many levels as the one below, evenly spaced within it.
 """
 
@@ -17,13 +15,13 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-# Below this, scales and rounding cost more than the bytes are worth: norms, biases.
-SMALLEST = 4096
+# Smaller tensors (norms, biases) stay fp32: scales and rounding would cost more than the bytes are worth.
+MIN_SIZE = 4096
 DECADES = 7
-# Of a block of zeros, which would otherwise be divided by zero.
-LEAST_SCALE = 1e-12
-# Roundings around the middle of two levels among which the bound between them is looked for.
-NEAR = 8
+# Scale of a block of zeros, which would otherwise be divided by zero.
+MIN_SCALE = 1e-12
+# Search range for the bound between two levels, in fp32 steps around their middle.
+SEARCH_STEPS = 8
 
 
 @dataclass(eq=False)
@@ -51,14 +49,14 @@ class Quantized:
 
 
 def is_quantized(weight: Tensor) -> bool:
-    """Whether moments of such a tensor are kept in 8 bits; the others stay fp32."""
-    return weight.numel() >= SMALLEST and weight.numel() % BLOCK == 0
+    """Whether the moments of this tensor are kept in 8 bits; otherwise they stay fp32."""
+    return weight.numel() >= MIN_SIZE and weight.numel() % BLOCK == 0
 
 
 def quantize(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """The nearest level of each value, the higher one of two that are equally near."""
+    """Codes of the nearest levels (the higher of two that are equally near), and scales."""
     blocks = value.reshape(-1, BLOCK)
-    scales = blocks.abs().amax(-1).clip(LEAST_SCALE)
+    scales = blocks.abs().amax(-1).clip(MIN_SCALE)
     bounds = tables(signed, value.device)[1]
     codes = torch.bucketize(blocks / scales[:, None], bounds, out_int32=True, right=True)
     return codes.to(torch.uint8).view(value.shape), scales
@@ -87,13 +85,13 @@ def _levels(signed: bool) -> Tensor:
 
 
 def _bounds(levels: Tensor) -> Tensor:
-    """The least fp32 of each gap that rounds up, which fp32 differences put some roundings beside the middle."""
+    """The least fp32 of each gap that rounds up; fp32 differences put it a few steps beside the middle."""
     low, high = levels[:-1], levels[1:]
     value = ((low.double() + high.double()) / 2).float()
-    for _ in range(NEAR):
+    for _ in range(SEARCH_STEPS):
         value = torch.nextafter(value, low)
     assert not _rounds_up(value, low, high).any()
-    for _ in range(2 * NEAR):
+    for _ in range(2 * SEARCH_STEPS):
         value = torch.where(_rounds_up(value, low, high), value, torch.nextafter(value, high))
     assert _rounds_up(value, low, high).all()
     return value

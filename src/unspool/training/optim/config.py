@@ -1,19 +1,61 @@
-"""How a stage keeps its weights and AdamW's moments, and when it steps. Apart from optimizer.py: needs no torch."""
+"""Optimizers that a stage can name, and the config of AdamW. Needs no torch."""
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from unspool.core.config import Config
+from unspool.core.config import FromRegistry, register, tag_value
+from unspool.training.optim.base import BF16_BYTES, FP32_BYTES, OptimizerConfig
+
+if TYPE_CHECKING:
+    from unspool.training.optim.adamw import AdamW
 
 
-class OptimizerConfig(Config):
-    """The memory of the optimizer. What each mode takes per parameter is told in docs/memory.md."""
+class AdamWConfig(OptimizerConfig):
+    """AdamW, its moments in fp32 or in 8 bits. docs/memory.md lists the bytes per parameter of each setting."""
 
-    weights: Literal["fp32", "bf16"] = Field(
-        "fp32", description="fp32: masters beside the weights computed with; bf16: none, updates rounded stochastically"
-    )
+    name: Literal["adamw"] = "adamw"
     states: Literal["fp32", "8bit"] = Field("fp32", description="AdamW's moments; 8bit: in blocks of 256 with a scale")
-    step: Literal["after", "in-backward"] = Field(
-        "after", description="in-backward: each parameter as soon as its gradient is there, which is then freed"
-    )
+
+    def build(self) -> "AdamW":
+        from unspool.training.optim.adamw import AdamW
+
+        return AdamW(in_8bit=self.states == "8bit")
+
+    def state_bytes(self) -> float:
+        # 8-bit: two codes, and two fp32 scales for 256 of them.
+        return 2 * (1 + FP32_BYTES / 256) if self.states == "8bit" else 2 * FP32_BYTES
+
+    def state_bytes_moved(self) -> float:
+        # Scales are not worth counting.
+        return 4 if self.states == "8bit" else 4 * FP32_BYTES
+
+    def grad_bytes(self) -> int:
+        # torch's own AdamW takes fp32; our kernel takes what the model computes in.
+        return FP32_BYTES if (self.weights, self.states) == ("fp32", "fp32") else BF16_BYTES
+
+    def alternatives(self) -> "Sequence[AdamWConfig]":
+        return (
+            AdamWConfig(states="8bit"),
+            AdamWConfig(weights="bf16", states="8bit"),
+            AdamWConfig(weights="bf16", states="8bit", step="in-backward"),
+        )
+
+    def sharding_problem(self) -> str | None:
+        if self.states != "fp32":
+            return f"optimizer.states {self.states} is not supported on several devices yet; set it to fp32."
+        return super().sharding_problem()
+
+
+OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"adamw": AdamWConfig}
+
+
+def register_optimizer(cls: type[OptimizerConfig]) -> type[OptimizerConfig]:
+    """Add an optimizer to `OPTIMIZERS`. Call it, or use it as a decorator, before a recipe is read."""
+    register(OPTIMIZERS, tag_value(cls, "name"), cls, kind="optimizer")
+    return cls
+
+
+# The type of a config field that takes any registered optimizer.
+AnyOptimizer = Annotated[OptimizerConfig, FromRegistry(OPTIMIZERS, "name", default="adamw")]

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """An AdamW step of one parameter as one Triton kernel. Imported on CUDA only.
 
-Promise: what `update_by_operators` in adamw.py computes, in the same order and with the same roundings; every tensor
-is read once and written once. Where the norm handed over is not finite, nothing is written.
+It computes what `update_by_operators` (adamw.py) does, in the same order and with the same roundings, and reads and
+writes every tensor once. It writes nothing if the given norm is not finite.
 """
 
 import torch
@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unspool.training.optim.adamw import EPS, Numbers, ParamState
-from unspool.training.optim.adamw8bit import BLOCK, LEAST_SCALE, Quantized, tables
+from unspool.training.optim.adamw import EPS, Factors
+from unspool.training.optim.adamw8bit import BLOCK, MIN_SCALE, Quantized, tables
+from unspool.training.optim.base import ParamState
 
 # Blocks of 256 values that one program computes.
 BLOCKS = 8
@@ -19,45 +20,45 @@ NUM_WARPS = 8
 
 
 def update_in_one_pass(
-    one: ParamState, grad: Tensor, numbers: Numbers, key: tuple[int, int], norm: Tensor | None
+    param: ParamState, grad: Tensor, factors: Factors, key: tuple[int, int], norm: Tensor | None
 ) -> None:
-    grad = grad.contiguous()
-    assert one.weight.is_contiguous()
-    size = one.weight.numel()
-    quantized = isinstance(one.first, Quantized)
-    moments = (one.first.codes, one.second.codes) if quantized else (one.first, one.second)
-    scales = (one.first.scales, one.second.scales) if quantized else moments
-    device = one.weight.device
+    state, grad = param.state, grad.contiguous()
+    assert param.weight.is_contiguous()
+    size = param.weight.numel()
+    quantized = isinstance(state.first, Quantized)
+    moments = (state.first.codes, state.second.codes) if quantized else (state.first, state.second)
+    scales = (state.first.scales, state.second.scales) if quantized else moments
+    device = param.weight.device
     signed, unsigned = (tables(True, device), tables(False, device)) if quantized else (moments, moments)
     _kernel[(triton.cdiv(size, BLOCK * BLOCKS),)](
-        one.weight,
-        one.weight if one.computed is None else one.computed,
+        param.weight,
+        param.weight if param.bf16_copy is None else param.bf16_copy,
         grad,
         *moments,
         *scales,
         *signed,
         *unsigned,
-        one.weight if norm is None else norm,
+        param.weight if norm is None else norm,
         size,
-        numbers.lr,
-        numbers.shrink,
-        numbers.pull_first,
-        numbers.pull_second,
-        numbers.bias_first,
-        numbers.root_second,
-        numbers.scale,
-        # As a signed number, or Triton would compile anew for keys of the upper half.
+        factors.lr,
+        factors.shrink,
+        factors.pull_first,
+        factors.pull_second,
+        factors.bias_first,
+        factors.root_second,
+        factors.scale,
+        # As a signed number, or Triton would compile again for keys of the upper half.
         *(word - (1 << 32) if word >> 31 else word for word in key),
         eps=EPS,
-        least_scale=LEAST_SCALE,
+        least_scale=MIN_SCALE,
         quantized=quantized,
-        stochastic=one.weight.dtype == torch.bfloat16,
-        has_copy=one.computed is not None,
+        stochastic=param.weight.dtype == torch.bfloat16,
+        has_copy=param.bf16_copy is not None,
         has_norm=norm is not None,
         block=BLOCK,
         blocks=BLOCKS,
         num_warps=NUM_WARPS,
-        # Products and sums are rounded apart, as operators in turn would.
+        # Round products and sums separately, as a sequence of operators does.
         enable_fp_fusion=False,
     )
 

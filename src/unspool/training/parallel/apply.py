@@ -1,12 +1,10 @@
-"""A model made ready for several ranks.
+"""Set up a model for several ranks, and check beforehand that a stage fits them.
 
-In: a model with its weights, or without any yet (shards.py), the mesh, the stage's settings. Out: the same model.
-Promise: loss, gradients and updated weights are those of one rank up to rounding. The model itself knows no ranks:
-its attention calls what stands between it and the kernel, its layers have hooks.
-Order: exchanges lie inside of what is recomputed, so that recomputing repeats them; what is compiled lies inside of
-both, and FSDP's hooks outside of all, so that weights are there whenever something of a layer runs.
+Loss, gradients and updated weights are those of one rank up to rounding. The model knows no ranks: its attention calls
+`Exchange` around the kernel, and its layers have hooks.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,20 +16,22 @@ from transformers import AutoConfig, GenerationConfig
 
 from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError
+from unspool.data.packing.store import RowSet
 from unspool.models.attention.reference import AttentionInputs, Kernel
 from unspool.models.checks import attention_of, check_trainable, layers_of
+from unspool.models.config import SIZES, NewModel, config_values
 from unspool.models.export import HARPE_TYPE
 from unspool.models.fuse import fuse_parts
 from unspool.models.load import load_model
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.rotary import apply_rope
+from unspool.training.batch import attended_by
 from unspool.training.config import StageConfig
-from unspool.training.parallel.config import ParallelConfig
-from unspool.training.parallel.fsdp import apply_fsdp
-from unspool.training.parallel.mesh import Team, group_of
+from unspool.training.parallel.config import Layout, ParallelConfig, Work, check_layout, settle_layout
+from unspool.training.parallel.fsdp import apply_fsdp, build_empty, load_shards, sharded_load_problem
+from unspool.training.parallel.mesh import DistContext, group_of
 from unspool.training.parallel.ring import ring_attention
-from unspool.training.parallel.sharded_load import build_empty, load_shards, why_not_by_parts
 from unspool.training.parallel.ulysses import gather_heads, gather_tokens, own_query_heads
 
 
@@ -43,6 +43,11 @@ def parallelize(
     memory: MemoryPolicy | None = None,
     fuse: bool = False,
 ) -> Any:
+    """Change `model` in place, with its weights or on the meta device (fsdp.py).
+
+    The order matters. Exchanges are inside of recomputed regions, so that recomputing repeats them. Compiled parts are
+    inside of both. FSDP's hooks are outside of all, so that weights are gathered whenever a layer runs.
+    """
     memory = memory or MemoryPolicy()
     _refuse_without_weights(model, memory, fuse=fuse)
     apply_sequence(model, mesh)
@@ -55,7 +60,7 @@ def parallelize(
 
 
 def _refuse_without_weights(model: Any, memory: MemoryPolicy, *, fuse: bool) -> None:
-    """Some settings are tried on the weights, or need to know their device, when they are applied."""
+    """Refuse settings that are tested on the weights, or need their device, when they are applied."""
     settings = {
         "mlp_tiles": memory.mlp_tiles,
         "offload": memory.offload,
@@ -64,13 +69,11 @@ def _refuse_without_weights(model: Any, memory: MemoryPolicy, *, fuse: bool) -> 
     }
     asked = [name for name, setting in settings.items() if setting]
     if asked and next(model.parameters()).is_meta:
-        raise ConfigError(
-            f"{asked[0]} cannot be set up before the weights are there, and these are read part by part; leave it out."
-        )
+        raise ConfigError(f"{asked[0]} needs the weights before they are read shard by shard; remove it.")
 
 
 def apply_sequence(model: Any, mesh: DeviceMesh) -> None:
-    """Let attention reach over the ranks that share a row."""
+    """Let attention exchange tensors with the ranks that share a row."""
     exchange = Exchange(ulysses=group_of(mesh, "ulysses"), ring=group_of(mesh, "ring"))
     if exchange == Exchange(ulysses=None, ring=None):
         return
@@ -80,13 +83,13 @@ def apply_sequence(model: Any, mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What stands between attention and its kernel: heads for tokens first, then keys around the ring."""
+    """Wraps the attention kernel: Ulysses first, then the ring."""
 
     ulysses: Any
     ring: Any
 
     def __call__(self, kernel: Kernel, inputs: AttentionInputs) -> Tensor:
-        assert inputs.doc_lens is not None, "a row on several ranks is known by the lengths of its documents"
+        assert inputs.doc_lens is not None, "several ranks need doc_lens"
         if self.ulysses is not None:
             sinks = None if inputs.sinks is None else own_query_heads(inputs.sinks, self.ulysses)
             inputs = replace(inputs.with_heads(*gather_tokens(*inputs.heads, self.ulysses)), sinks=sinks)
@@ -94,42 +97,39 @@ class Exchange:
         return out if self.ulysses is None else gather_heads(out, self.ulysses)
 
 
-# A model from its files straight into the parts that ranks keep, where that can be done.
-
-
 GENERATION = "generation_config.json"
 
 
-def load_by_parts(
-    stage: StageConfig, model: Any, rows: dict[str, Path], *, device: torch.device, team: Team
+def load_sharded(
+    stage: StageConfig, model: Any, rows: dict[str, Path], *, device: torch.device, dist_context: DistContext
 ) -> Any | None:
-    """All ranks call this, and all get a model or none."""
-    mesh = team.mesh
-    if mesh is None or not isinstance(model, str) or _needs_whole(stage, rows):
+    """Read weights from their files straight into shards. All ranks call this; all get a model, or all get None."""
+    mesh = dist_context.mesh
+    if mesh is None or not isinstance(model, str) or _needs_full_weights(stage, rows):
         return None
     folder = Path(model)
-    if not team.from_leader(lambda: _can_be_read(folder)):
+    if not dist_context.from_leader(lambda: _can_load_sharded(folder)):
         return None
     return _read(stage, folder, mesh, device)
 
 
-def _needs_whole(stage: StageConfig, rows: dict[str, Path]) -> bool:
-    """Settings that are tried on weights, or that change whole ones."""
+def _needs_full_weights(stage: StageConfig, rows: dict[str, Path]) -> bool:
+    """Whether settings are tested on weights, or change full tensors."""
     memory = stage.memory
     tried = memory.mlp_tiles or memory.offload or memory.keep_on_host or stage.compile
     knots = any((read_manifest(folder) or {}).get("counts", {}).get("added_tokens") for folder in rows.values())
     return bool(tried or knots or stage.parallel.offload or stage.rope.needs_weights)
 
 
-def _can_be_read(folder: Path) -> bool:
-    """Whether its files have what the model has; if so, it is tried."""
+def _can_load_sharded(folder: Path) -> bool:
+    """Whether the files hold the weights as the model has them; if so, check that the model can be trained."""
     if not (folder / "config.json").is_file():
         return False
     content = (folder / "config.json").read_text()
-    if HARPE_TYPE in content or '"text_config"' in content or why_not_by_parts(_config(folder), folder) is not None:
+    if HARPE_TYPE in content or '"text_config"' in content or sharded_load_problem(_config(folder), folder) is not None:
         return False
-    whole = load_model(str(folder), device=torch.device("cpu"), dtype=_config(folder).dtype or torch.float32)
-    check_trainable(whole)
+    full = load_model(str(folder), device=torch.device("cpu"), dtype=_config(folder).dtype or torch.float32)
+    check_trainable(full)
     return True
 
 
@@ -144,3 +144,51 @@ def _read(stage: StageConfig, folder: Path, mesh: DeviceMesh, device: torch.devi
 
 def _config(folder: Path) -> Any:
     return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+# Checks before any weight is loaded
+
+
+def check_fit(stage: StageConfig, model: str | NewModel, rows: Mapping[str, RowSet], *, world_size: int) -> Layout:
+    """The stage's layout on `world_size` ranks. Raises a ConfigError with values that would fit."""
+    layout = settle_layout(stage.parallel, world_size)
+    if world_size == 1:
+        return layout
+    heads = read_heads(model)
+    work = Work(
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        context_length=stage.context_length,
+        batch_tokens=stage.batch_tokens,
+        micro_batch_tokens=stage.tokens_per_pass,
+        # Reading every row takes a while, and only a ring needs to know.
+        document_masks=layout.ring > 1 and has_document_masks(stage, rows),
+        kv_heads_at_once=stage.attention_heads_at_once,
+    )
+    check_layout(layout, work)
+    if stage.samples and stage.parallel.offload:
+        raise ConfigError(f"stage {stage.name}: samples cannot be combined with parallel.offload; remove one of them.")
+    if stage.samples and layout.sequence_ranks > 1:
+        raise ConfigError(
+            f"stage {stage.name}: samples cannot be generated while ranks share a row (ring × ulysses = "
+            f"{layout.sequence_ranks}); remove samples, or set ulysses and ring to 1."
+        )
+    return layout
+
+
+def has_document_masks(stage: StageConfig, rows: Mapping[str, RowSet]) -> bool:
+    """Whether a micro-batch of one row can hold documents that must not attend to each other."""
+    if any(row_set.row_len < stage.context_length for row_set in rows.values()):
+        return True
+    return any(
+        len(attended_by(row_set[index], stage.attention)) > 1
+        for row_set in rows.values()
+        for index in range(len(row_set))
+    )
+
+
+def read_heads(model: str | NewModel) -> tuple[int, int]:
+    """Numbers of query and KV heads, from the config alone."""
+    values = SIZES[model.size] if isinstance(model, NewModel) else config_values(model)
+    heads = int(values["num_attention_heads"])
+    return heads, int(values.get("num_key_value_heads") or heads)

@@ -1,10 +1,4 @@
-"""How a stage is spread over devices, and which of the ways that one may ask for fit.
-
-In: `parallel` of a stage, the number of ranks, the model's heads, the stage's lengths. Out: a `Layout`, or a sentence
-with the values that would fit.
-Promise: all is checked before a weight is loaded. Nothing here needs torch, so that a recipe is checked without it.
-Elsewhere: process groups (mesh.py), what is done in them (ulysses.py, ring.py, fsdp.py).
-"""
+"""How a stage is spread over devices, and which settings fit. Needs no torch: recipes are checked without it."""
 
 from dataclasses import dataclass
 from math import prod
@@ -21,17 +15,17 @@ class ParallelConfig(Config):
     """`parallel: {shard: auto, ulysses: 8, ring: 1, replicate: 1}`; their product is the number of ranks."""
 
     shard: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        "auto", description="groups of ranks with rows of their own and one copy of the weights; auto: as many as fit"
+        "auto", description="data ranks that shard one replica of the weights; auto: all remaining ranks"
     )
     ulysses: int = Field(1, ge=1, description="ranks that share a row by exchanging heads")
-    ring: int = Field(1, ge=1, description="ranks that share a row by passing keys on; for rows of one document")
-    replicate: int = Field(1, ge=1, description="whole copies of the weights")
-    offload: bool = Field(False, description="weights, gradients and moments wait in host memory")
+    ring: int = Field(1, ge=1, description="ranks that share a row by ring attention; for rows of one document")
+    replicate: int = Field(1, ge=1, description="replicas of the weights")
+    offload: bool = Field(False, description="keep weights, gradients and optimizer state in host memory")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How many ranks each axis has."""
+    """Number of ranks on each axis."""
 
     replicate: int
     shard: int
@@ -40,7 +34,7 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Groups that train on rows of their own."""
+        """Groups of ranks that train on different rows."""
         return self.replicate * self.shard
 
     @property
@@ -51,26 +45,26 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a stage asks of its layout."""
+    """The part of a stage that a layout must fit."""
 
     num_heads: int
     num_kv_heads: int
     context_length: int
     batch_tokens: int  # tokens per step
     micro_batch_tokens: int  # tokens per forward pass
-    document_masks: bool  # whether a row can hold more than one document that sees only itself
-    kv_heads_at_once: int | None = None  # of attention_heads_at_once
+    document_masks: bool  # whether rows can hold several documents that must not attend to each other
+    kv_heads_at_once: int | None = None  # attention_heads_at_once
 
 
 def settle_layout(config: ParallelConfig, world_size: int) -> Layout:
-    """The axes for so many ranks."""
+    """The layout on `world_size` ranks. Raises a ConfigError if the axes do not multiply to it."""
     others = {"ulysses": config.ulysses, "ring": config.ring, "replicate": config.replicate}
     product = prod(others.values())
     if world_size % product:
         asked = " × ".join(f"{name} {value}" for name, value in others.items() if value > 1)
         raise ConfigError(
             f"parallel: {asked} = {product} ranks do not divide the {world_size} ranks of this run; their product "
-            f"must be one of {_listed(_divisors(world_size))}."
+            f"must be one of {_join(divisors(world_size))}."
         )
     rest = world_size // product
     if config.shard not in ("auto", rest):
@@ -82,13 +76,13 @@ def settle_layout(config: ParallelConfig, world_size: int) -> Layout:
 
 
 def check_layout(layout: Layout, work: Work) -> None:
-    """Refuse what could not be computed, or not exactly."""
+    """Raise a ConfigError, with values that fit, if the layout cannot compute the stage exactly."""
     _check_heads(layout.ulysses, work)
     _check_ring(layout, work)
     ranks, per_rank = layout.sequence_ranks, 2 if layout.ring > 1 else 1
     if work.context_length < ranks * per_rank:
         raise ConfigError(
-            f"parallel: a context of {format_size(work.context_length)} tokens has less than one for each of "
+            f"parallel: context_length {format_size(work.context_length)} has less than one token for each of "
             f"ring × ulysses = {ranks} ranks; use at most {work.context_length // per_rank} of them."
         )
     micro_batches = work.batch_tokens // work.micro_batch_tokens
@@ -97,14 +91,13 @@ def check_layout(layout: Layout, work: Work) -> None:
         fitting = f"batch_tokens to {format_size(unit * -(-work.batch_tokens // unit))}"
         raise ConfigError(
             f"parallel: a step of {micro_batches} micro-batches ({format_size(work.micro_batch_tokens)} tokens each) "
-            "does not "
-            f"divide among replicate × shard = {layout.data_ranks} groups of ranks; set {fitting}, or let more ranks "
-            "share a row by ulysses or ring."
+            f"does not divide among replicate × shard = {layout.data_ranks} groups of ranks; set {fitting}, or let "
+            "more ranks share a row by ulysses or ring."
         )
 
 
 def fits_heads(degree: int, num_heads: int, num_kv_heads: int) -> bool:
-    """Whether so many ranks get equally many query heads, and whole KV heads or one that others share."""
+    """Whether `degree` ranks get equally many query heads, and whole KV heads or one shared KV head each."""
     return num_heads % degree == 0 and (num_kv_heads % degree == 0 or degree % num_kv_heads == 0)
 
 
@@ -128,11 +121,11 @@ def _check_heads(degree: int, work: Work) -> None:
         ]
         raise ConfigError(
             f"parallel: ulysses={degree} does not divide the heads of attention_heads_at_once="
-            f"{work.kv_heads_at_once} (of {heads}); set that to {_listed(several)}, or ulysses to {_listed(fitting)}."
+            f"{work.kv_heads_at_once} (of {heads}); set that to {_join(several)}, or ulysses to {_join(fitting)}."
         )
     raise ConfigError(
         f"parallel: ulysses={degree} does not fit {heads}, which must divide evenly among the ranks; use "
-        f"{_listed(fitting)}, and ring for more ranks than heads allow."
+        f"{_join(fitting)}, and ring for more ranks than heads allow."
     )
 
 
@@ -141,28 +134,27 @@ def _check_ring(layout: Layout, work: Work) -> None:
         return
     if work.document_masks:
         raise ConfigError(
-            f"parallel: ring={layout.ring} passes keys to all later tokens of a row, whatever document they are of, "
-            "and this stage's documents see only themselves; use ring 1 and ulysses, or attention: full."
+            f"parallel: ring={layout.ring} does not support document masks, which this stage uses; use ring 1 and "
+            "ulysses, or attention: full."
         )
     if work.micro_batch_tokens != work.context_length:
         raise ConfigError(
-            f"parallel: ring={layout.ring} computes one row at a time, and "
-            f"micro_batch_tokens={format_size(work.micro_batch_tokens)} "
-            f"holds {work.micro_batch_tokens // work.context_length}; set micro_batch_tokens to "
-            f"{format_size(work.context_length)} or leave it out."
+            f"parallel: ring={layout.ring} computes one row at a time, but micro_batch_tokens "
+            f"{format_size(work.micro_batch_tokens)} holds {work.micro_batch_tokens // work.context_length}; set "
+            f"micro_batch_tokens to {format_size(work.context_length)} or remove it."
         )
 
 
 def _parts(num_kv_heads: int, at_once: int | None) -> set[int]:
-    """Sizes of the parts in which attention takes KV heads."""
+    """Numbers of KV heads per call of the attention kernel."""
     at_once = min(at_once or num_kv_heads, num_kv_heads)
     return {at_once, num_kv_heads % at_once} - {0}
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _listed(values: list[int]) -> str:
+def _join(values: list[int]) -> str:
     *others, last = values
     return f"{', '.join(map(str, others))} or {last}" if others else str(last)

@@ -1,17 +1,13 @@
-"""Weights, gradients and moments divided among ranks (FSDP2); a layer is whole only while it computes.
+"""FSDP2: shard a model over ranks, load weights straight into its shards, gather them again for export."""
 
-In: a model, on a device or on none yet (meta), and the mesh. Out: the same model, its parameters `DTensor`s.
-Promise: a parameter's gradient is the *sum* over all ranks, since each rank's loss is its part of the step's
-sum divided by the step's count; sums are fp32. On CUDA layers compute in bf16, as they do on one device, while the
-parts that ranks keep are in the model's own precision. Layers that share a checkpoint are gathered together.
-Price: the head is whole throughout a step (with the embedding, where they are one tensor).
-Elsewhere: loading (shards.py), order among the other settings (parallelize.py).
-"""
-
+import json
+from contextlib import ExitStack
+from pathlib import Path
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -22,21 +18,32 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
+from unspool.core.errors import ConfigError
+from unspool.models.attention.interface import NAME, register
 from unspool.models.checks import layers_of
 from unspool.models.rotary import apply_head_bases, head_bases
-from unspool.training.parallel.mesh import over_gloo, weights_mesh
-from unspool.training.parallel.sharded_load import build_empty
+from unspool.training.parallel.dtensor import full_tensor, local_rows, local_shard
+from unspool.training.parallel.mesh import weights_mesh
 from unspool.training.step import METHOD, loss_pass
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 
 def apply_fsdp(model: Any, mesh: DeviceMesh, *, offload: bool = False, layers_together: int = 1) -> None:
-    """Change `model` in place; after this `batch_loss` and the model itself can be called, its parts cannot."""
+    """Shard weights, gradients and optimizer state over ranks, in place. A layer is gathered only while it computes.
+
+    A parameter's gradient is the *sum* over all ranks in fp32, because each rank's loss is its part of the step's sum
+    divided by the step's token count. On CUDA, layers compute in bf16, and shards keep the model's own precision.
+    Layers of one activation checkpoint are gathered together. The head stays gathered throughout a step (with the
+    embedding, where they are tied). Afterwards call `batch_loss` or the model itself, not its submodules.
+    """
     on_cuda = mesh.device_type == "cuda"
     options: dict[str, Any] = {
         "mesh": weights_mesh(mesh),
-        # What layers are given is what the layers before have made, in the precision that they computed it in.
+        # Layers receive the output of earlier layers in the precision it was computed in.
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if on_cuda else None, reduce_dtype=torch.float32, cast_forward_inputs=False
         ),
@@ -49,7 +56,7 @@ def apply_fsdp(model: Any, mesh: DeviceMesh, *, offload: bool = False, layers_to
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is not head.weight:
         fully_shard(embedding, **options)
-        # Its gradient needs no weight.
+        # The embedding's gradient needs no weight.
         embedding.set_unshard_in_backward(False)
     fully_shard(model, **options)
     sum_gradients(model)
@@ -58,32 +65,19 @@ def apply_fsdp(model: Any, mesh: DeviceMesh, *, offload: bool = False, layers_to
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Sums instead of FSDP's means; and by sums alone, since gloo knows no other reduction."""
+    """Sum gradients instead of averaging them, by sum reductions alone: gloo has no other."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor gathered from all ranks, which all must call this; one that is not divided stays as it is."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    # The way gloo gathers here would read a GPU's memory as if it were the host's, and end the process.
-    by_host = over_gloo(tensor, tensor.device_mesh.get_group(0))
-    parts = cast(DTensor, tensor.cpu()) if by_host else tensor
-    return parts.full_tensor().to(tensor.device)
-
-
-# A model that ranks have divided among them, put together again to be written.
-
-
 @torch.no_grad()
-def gathered(model: Any, *, dtype: torch.dtype, is_leader: bool) -> Any:
-    """All ranks must call this; those that are not the leader get None."""
+def unshard_model(model: Any, *, dtype: torch.dtype, is_leader: bool) -> Any:
+    """Gather a sharded model for export. All ranks must call this; all but the leader get None."""
     weights = {}
     for name, parameter in model.named_parameters():
-        value = whole(parameter.detach()).to(dtype)
+        value = full_tensor(parameter.detach()).to(dtype)
         if is_leader:
             weights[name] = value.cpu()
     if not is_leader:
@@ -92,10 +86,107 @@ def gathered(model: Any, *, dtype: torch.dtype, is_leader: bool) -> Any:
     plain = build_empty(model.config, dtype=dtype)
     plain.load_state_dict(weights, strict=False, assign=True)
     plain.tie_weights()
-    left = [name for name, parameter in plain.named_parameters() if parameter.is_meta]
-    assert not left, f"{left[0]} was not put together"
+    missing = [name for name, parameter in plain.named_parameters() if parameter.is_meta]
+    assert not missing, f"{missing[0]} was not gathered"
     plain.generation_config = model.generation_config
     bases = head_bases(model)
     if bases is not None:
         apply_head_bases(plain, bases)
     return plain
+
+
+# Loading
+
+
+def build_empty(config: Any, *, dtype: torch.dtype = torch.float32) -> Any:
+    """The model with our attention, in eval mode, on the meta device: without memory for its weights."""
+    register()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    return model.eval()
+
+
+@torch.no_grad()
+def load_shards(model: Any, folder: Path, device: torch.device) -> None:
+    """Read safetensors from `folder` into the shards of `model`, on `device`.
+
+    The model comes from `build_empty` and `parallelize`; apply RoPE settings afterwards. No rank holds more than its
+    shards and one of them in the file's precision. Weights are those of plain loading, bit for bit.
+    """
+    model.to_empty(device=device)
+    _fill_buffers(model, device)
+    files = _files(folder)
+    with ExitStack() as stack:
+        opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in sorted(set(files.values()))}
+        for name, parameter in model.named_parameters():
+            stored = _stored_name(name, files, model, folder)
+            piece = opened[files[stored]].get_slice(stored)
+            if tuple(piece.get_shape()) != tuple(parameter.shape):
+                raise ConfigError(
+                    f"model {folder}: {name} has shape {tuple(piece.get_shape())} in its file, but "
+                    f"{tuple(parameter.shape)} by its config; download it again."
+                )
+            local = local_shard(parameter)
+            if local.numel():
+                local.copy_(read_rows(piece, local_rows(parameter)))
+
+
+def read_rows(piece: Any, rows: slice) -> Tensor:
+    """Read some rows of a tensor from its file, without the others."""
+    found: Tensor = piece[rows]
+    return found
+
+
+def sharded_load_problem(config: Any, folder: Path) -> str | None:
+    """Why the weights in `folder` cannot be read shard by shard; None if they can."""
+    model = build_empty(config)
+    try:
+        _refuse_other_buffers(model)
+        files = _files(folder)
+        for name, _ in model.named_parameters():
+            _stored_name(name, files, model, folder)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """The file of every weight, by its name."""
+    if (folder / INDEX).is_file():
+        by_name = json.loads((folder / INDEX).read_text())["weight_map"]
+        return {name: folder / file for name, file in by_name.items()}
+    if not (folder / SINGLE).is_file():
+        raise ConfigError(f"model {folder}: holds neither {SINGLE} nor {INDEX}; convert it to safetensors.")
+    with safe_open(folder / SINGLE, framework="pt") as file:
+        return dict.fromkeys(file.keys(), folder / SINGLE)
+
+
+def _stored_name(name: str, files: dict[str, Path], model: Any, folder: Path) -> str:
+    """The name of a parameter in the files, which may use either name of tied weights."""
+    if name in files:
+        return name
+    parameter = model.get_parameter(name)
+    same: list[str] = [other for other, found in model.named_parameters(remove_duplicate=False) if found is parameter]
+    for other in same:
+        if other in files:
+            return other
+    raise ConfigError(
+        f"model {folder}: its files have no {name}, so its weights cannot be read shard by shard; export it with plain "
+        "transformers first, or train it on one device."
+    )
+
+
+def _fill_buffers(model: Any, device: torch.device) -> None:
+    """Compute the RoPE tables, which no file stores. Other buffers are refused, because they would stay empty."""
+    _refuse_other_buffers(model)
+    backbone = model.base_model
+    backbone.rotary_emb = type(backbone.rotary_emb)(model.config).to(device)
+
+
+def _refuse_other_buffers(model: Any) -> None:
+    others = [name for name, _ in model.named_buffers() if not name.rpartition(".")[0].endswith("rotary_emb")]
+    if others:
+        raise ConfigError(
+            f"{type(model).__name__} has buffers besides its weights ({others[0]}), which cannot be computed without "
+            "loading the full model; train it on one device."
+        )

@@ -1,10 +1,8 @@
-"""The ranks of a run as a grid with named axes, and which of them do what together.
+"""The ranks of a run as a grid with named axes, and what ranks do together.
 
-In: `ParallelConfig`, the number of ranks. Out: a `DeviceMesh` over (replicate, shard, ring, ulysses).
-- Ranks that differ in ring or ulysses share a row; neighbours do so first, since they exchange most.
-- Ranks that differ in replicate or shard train on different rows.
-- Ranks that differ in anything but replicate hold different parts of the weights.
-Promise: groups are torch's own; rows and results depend on the sizes of axes, never on which host a rank is.
+The mesh has the axes (replicate, shard, ring, ulysses). Ranks that differ in ring or ulysses share a row; neighbors do
+so first, because they exchange most. Ranks that differ in replicate or shard train on different rows. Ranks that differ
+in anything but replicate hold different shards of the weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,18 +22,17 @@ AXES = ("replicate", "shard", "ring", "ulysses")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where one rank stands: which rows of a step are its, and which part of each row."""
+class RankCoords:
+    """Which rows of a step belong to one rank, and which part of each row."""
 
     data_rank: int
     data_ranks: int
     sequence_rank: int
     sequence_ranks: int
-    ring: int  # how many of them pass keys on; the others exchange heads
+    ring: int  # sequence ranks of the ring; the others exchange heads (Ulysses)
 
 
-# The place of a rank that has no other beside it.
-ALONE = Place(data_rank=0, data_ranks=1, sequence_rank=0, sequence_ranks=1, ring=1)
+SINGLE_RANK = RankCoords(data_rank=0, data_ranks=1, sequence_rank=0, sequence_ranks=1, ring=1)
 
 
 def build_mesh(config: ParallelConfig, world_size: int, device_type: str) -> DeviceMesh:
@@ -45,18 +42,18 @@ def build_mesh(config: ParallelConfig, world_size: int, device_type: str) -> Dev
 
 
 def weights_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks as FSDP sees them: (replicate, weights), or weights alone where there is one copy of them."""
+    """The mesh for FSDP: (replicate, weights), or weights alone where there is one replica."""
     replicate = mesh["replicate"].size()
     if replicate == 1:
         return DeviceMesh(mesh.device_type, mesh.mesh.flatten(), mesh_dim_names=("weights",))
     return DeviceMesh(mesh.device_type, mesh.mesh.reshape(replicate, -1), mesh_dim_names=("replicate", "weights"))
 
 
-def place_of(mesh: DeviceMesh) -> Place:
-    """This rank's place."""
+def rank_coords(mesh: DeviceMesh) -> RankCoords:
+    """This rank's coordinates."""
     sizes = dict(zip(AXES, mesh.mesh.shape, strict=True))
     ranks = {axis: mesh.get_local_rank(axis) for axis in AXES}
-    return Place(
+    return RankCoords(
         data_rank=ranks["replicate"] * sizes["shard"] + ranks["shard"],
         data_ranks=sizes["replicate"] * sizes["shard"],
         sequence_rank=ranks["ring"] * sizes["ulysses"] + ranks["ulysses"],
@@ -66,17 +63,17 @@ def place_of(mesh: DeviceMesh) -> Place:
 
 
 def group_of(mesh: DeviceMesh, axis: str) -> Any:
-    """The process group of this rank along `axis`; None where it is alone."""
+    """The process group of this rank along `axis`; None if it is the only rank there."""
     return mesh.get_group(axis) if mesh[axis].size() > 1 else None
 
 
-def over_gloo(tensor: Tensor, group: Any) -> bool:
-    """Whether it is gloo that would carry this tensor of a GPU, as where ranks share one: it does not do all of it."""
+def is_gloo_on_gpu(tensor: Tensor, group: Any) -> bool:
+    """Whether gloo would send this GPU tensor, as where ranks share a GPU. It supports only some collectives."""
     return bool(tensor.is_cuda and group._get_backend(tensor.device).name() == "gloo")
 
 
 def sum_over_ranks(values: Sequence[float], mesh: DeviceMesh) -> list[float]:
-    """Sums over all ranks, in float64: counts of tokens and sums of losses, each rank having its own part."""
+    """Sums over all ranks in float64, for token counts and losses."""
     if mesh.size() == 1:
         return [float(value) for value in values]
     assert mesh.size() == dist.get_world_size(), "the mesh holds all ranks"
@@ -85,16 +82,15 @@ def sum_over_ranks(values: Sequence[float], mesh: DeviceMesh) -> list[float]:
     return [float(value) for value in total.tolist()]
 
 
-# The ranks that train one stage: what they do together, and what only the first of them does.
-
-
 T = TypeVar("T")
-# Every meeting of a job has a name of its own; ranks come to them in the same order.
+# Every barrier and broadcast of a job has a name of its own; ranks reach them in the same order.
 _NUMBERS = count()
 
 
 @dataclass(frozen=True)
-class Team:
+class DistContext:
+    """The ranks that train one stage together."""
+
     ranks: Ranks
     mesh: DeviceMesh | None  # None: one rank
 
@@ -103,24 +99,19 @@ class Team:
         return self.ranks.is_leader
 
     @property
-    def place(self) -> Place:
-        return ALONE if self.mesh is None else place_of(self.mesh)
-
-    def total(self, values: Sequence[float]) -> list[float]:
-        """Sums over all ranks, each having its own part."""
-        return [float(value) for value in values] if self.mesh is None else sum_over_ranks(values, self.mesh)
+    def coords(self) -> RankCoords:
+        return SINGLE_RANK if self.mesh is None else rank_coords(self.mesh)
 
     def from_leader(self, make: Callable[[], T]) -> T:
-        """What the leader makes, for all: anything that JSON can hold. The others wait."""
         return from_leader(self.ranks, make)
 
-    def meet(self) -> None:
-        """Wait until all are here."""
+    def barrier(self) -> None:
         if self.mesh is not None:
-            self.ranks.barrier(f"meeting {next(_NUMBERS)}")
+            self.ranks.barrier(f"barrier {next(_NUMBERS)}")
 
 
 def from_leader(ranks: Ranks, make: Callable[[], T]) -> T:
+    """Call `make` on the leader and broadcast its result, which JSON must be able to hold. The others wait."""
     if ranks.world_size == 1:
         return make()
     made = make() if ranks.is_leader else None
@@ -128,12 +119,12 @@ def from_leader(ranks: Ranks, make: Callable[[], T]) -> T:
     return found
 
 
-def one_rank(device: torch.device) -> Ranks:
+def single_rank(device: torch.device) -> Ranks:
     return Ranks(rank=0, world_size=1, local_rank=0, device=device)
 
 
-def build_team(config: ParallelConfig, ranks: Ranks) -> Team:
-    """Refuses a `parallel` that does not fit the number of ranks."""
+def build_dist_context(config: ParallelConfig, ranks: Ranks) -> DistContext:
+    """Raises a ConfigError if `parallel` does not fit the number of ranks."""
     settle_layout(config, ranks.world_size)
     mesh: Any = build_mesh(config, ranks.world_size, ranks.device.type) if ranks.world_size > 1 else None
-    return Team(ranks, mesh)
+    return DistContext(ranks, mesh)

@@ -1,10 +1,8 @@
 """The ranks of a job: who this process is, how it reaches the others, and how it ends when one of them fails.
 
-In: what torchrun, or srun and Ray through it, leaves in the environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-MASTER_PORT). Out: `Ranks`, with the process group started and the device set.
-Promise: without those variables, or with one rank, there is no process group and nothing here does anything. A rank
-that raises, dies or hangs ends the job within a minute, and one sentence names it and its step (heartbeat.py).
-Elsewhere: what the environment may say (seat.py).
+`init_ranks` reads what torchrun (or srun and Ray through it) sets in the environment: RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR, MASTER_PORT. Without those variables, or with one rank, there is no process group. A rank that raises,
+dies or hangs ends the job within a minute, and one message names it and its step (watchdog.py).
 """
 
 import json
@@ -25,14 +23,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from unspool.core.errors import ConfigError, UnspoolError
-from unspool.training.parallel.watchdog import FAILED, NO_STEP, Heartbeat, Limits, announce
-
-# Which rank this process is, as its environment says, and which device and backend that gives.
+from unspool.training.parallel.watchdog import FAILED, NO_STEP, Limits, Watchdog, announce
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
-    """What the environment says."""
+class RankEnv:
+    """This process as its environment describes it."""
 
     rank: int
     world_size: int
@@ -40,19 +36,19 @@ class Seat:
     local_world_size: int
     host: str
     port: int
-    agent_keeps_store: bool
+    agent_hosts_store: bool
 
     @property
-    def keeps_store(self) -> bool:
-        return self.rank == 0 and not self.agent_keeps_store
+    def hosts_store(self) -> bool:
+        return self.rank == 0 and not self.agent_hosts_store
 
 
-def read_place(env: Mapping[str, str]) -> Seat:
+def read_rank_env(env: Mapping[str, str]) -> RankEnv:
     given = {
         name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name in env
     }
     if "WORLD_SIZE" not in given and "RANK" not in given:
-        return Seat(rank=0, world_size=1, local_rank=0, local_world_size=1, host="", port=0, agent_keeps_store=False)
+        return RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1, host="", port=0, agent_hosts_store=False)
     needed = (
         ("RANK", "WORLD_SIZE")
         if given.get("WORLD_SIZE") == "1"
@@ -61,8 +57,8 @@ def read_place(env: Mapping[str, str]) -> Seat:
     missing = [name for name in needed if name not in given]
     if missing:
         raise ConfigError(
-            f"{', '.join(given)} of the environment say that this is one of several ranks, but {', '.join(missing)} "
-            "is not set; start it by torchrun or `unspool launch`, or unset them to train on one."
+            f"the environment sets {', '.join(given)} but not {', '.join(missing)}; start with torchrun or `unspool "
+            "launch`, or unset them to train on one rank."
         )
     try:
         rank, world_size = int(given["RANK"]), int(given["WORLD_SIZE"])
@@ -72,34 +68,33 @@ def read_place(env: Mapping[str, str]) -> Seat:
     except ValueError as error:
         raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be whole numbers: {error}.") from None
     if not 0 <= rank < world_size:
-        raise ConfigError(f"RANK={rank} is not among the {world_size} ranks of WORLD_SIZE; use 0 to {world_size - 1}.")
-    return Seat(
+        raise ConfigError(f"RANK={rank} does not fit WORLD_SIZE={world_size}; use 0 to {world_size - 1}.")
+    return RankEnv(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
         host=given.get("MASTER_ADDR", ""),
         port=port,
-        agent_keeps_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        agent_hosts_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
-def pick_backend(device_type: str, place: Seat, *, num_devices: int) -> tuple[torch.device, str]:
-    """This rank's device, and what carries its messages."""
+def pick_backend(device_type: str, rank_env: RankEnv, *, num_devices: int) -> tuple[torch.device, str]:
+    """This rank's device, and its torch.distributed backend."""
     if device_type == "cpu":
         return torch.device("cpu"), "gloo"
     if num_devices == 0:
         raise ConfigError("device: cuda is not available here; use auto or cpu.")
-    shared = place.local_world_size > num_devices
-    return torch.device(
-        "cuda", place.local_rank % num_devices
-    ), "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
+    shared = rank_env.local_world_size > num_devices
+    backend = "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
+    return torch.device("cuda", rank_env.local_rank % num_devices), backend
 
 
-# A collective's own limit is the last resort: the beats know earlier, and know who it was.
-COLLECTIVE = timedelta(minutes=30)
-MEETING = timedelta(minutes=10)  # for all ranks to be there
-SOONEST, LATEST = 0.02, 1.0  # seconds between two questions to the store, which hundreds of ranks may ask
+# A collective's own timeout is the last resort: heartbeats notice earlier, and know which rank it was.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+MIN_POLL, MAX_POLL = 0.02, 1.0  # seconds between two requests to the store, which hundreds of ranks may send
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,39 +105,39 @@ class Ranks:
     world_size: int
     local_rank: int
     device: torch.device
-    heartbeat: Heartbeat | None = field(default=None, repr=False, compare=False)
-    store: Any = field(default=None, repr=False, compare=False)  # of the main thread
-    turns: dict[str, int] = field(default_factory=dict, repr=False, compare=False)  # how often a name was used
+    watchdog: Watchdog | None = field(default=None, repr=False, compare=False)
+    store: Any = field(default=None, repr=False, compare=False)  # for the main thread
+    uses: dict[str, int] = field(default_factory=dict, repr=False, compare=False)  # uses of each name
 
     @property
     def is_leader(self) -> bool:
-        """The one that writes what there is one of, and that talks."""
+        """Rank 0, which writes shared files and prints progress."""
         return self.rank == 0
 
-    def at(self, step: int, doing: str = "computing") -> None:
-        """This rank is at `step`: said once or more in each, since what usually takes long is known by it."""
-        if self.heartbeat is not None:
-            self.heartbeat.mark(step, doing, counts=True)
+    def enter_step(self, step: int, activity: str = "computing") -> None:
+        """Mark progress inside of `step`. The watchdog limits the time until the next mark."""
+        if self.watchdog is not None:
+            self.watchdog.mark(step, activity, timed=True)
 
-    def outside(self, doing: str, step: int = NO_STEP) -> None:
-        """From here to the next `at`, things may take as long as they like: loading, a checkpoint, an export."""
-        if self.heartbeat is not None:
-            self.heartbeat.mark(step, doing, counts=False)
+    def leave_step(self, activity: str, step: int = NO_STEP) -> None:
+        """Mark work without a time limit until the next `enter_step`: loading, a checkpoint, an export."""
+        if self.watchdog is not None:
+            self.watchdog.mark(step, activity, timed=False)
 
     def barrier(self, name: str) -> None:
         """Wait for all ranks, for as long as they live."""
         if self.store is None:
             return
-        key = self._turn(f"barrier/{name}")
+        key = self._unique_key(f"barrier/{name}")
         if self.store.add(key, 1) == self.world_size:
             self.store.set(f"{key}/all", "1")
         self._wait(f"{key}/all")
 
     def broadcast(self, name: str, value: Any = None) -> Any:
-        """The leader's `value`, for all: anything that JSON can hold."""
+        """The leader's `value`, which JSON must be able to hold, on all ranks."""
         if self.store is None:
             return value
-        key = self._turn(f"said/{name}")
+        key = self._unique_key(f"broadcast/{name}")
         if self.is_leader:
             self.store.set(key, json.dumps(value))
         else:
@@ -150,134 +145,141 @@ class Ranks:
         return json.loads(self.store.get(key))
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any rank: a collective, which all must call."""
+        """Whether `flag` is true on any rank. A collective, which all ranks must call."""
         if self.world_size == 1:
             return flag
         found = torch.tensor([int(flag)])
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return bool(found.item())
 
-    def _turn(self, name: str) -> str:
-        """A key of its own for each time: all ranks come by in the same order."""
-        self.turns[name] = self.turns.get(name, 0) + 1
-        return f"{name}/{self.turns[name]}"
+    def _unique_key(self, name: str) -> str:
+        """A new key for each use of a name; all ranks use it in the same order."""
+        self.uses[name] = self.uses.get(name, 0) + 1
+        return f"{name}/{self.uses[name]}"
 
     def _wait(self, key: str) -> None:
-        # Not the store's own wait, which would end after its limit; a rank that fails ends this process.
-        pause = SOONEST
+        # Not the store's own wait, which has a timeout; the watchdog ends this process if another rank fails.
+        pause = MIN_POLL
         while not self.store.check([key]):
             time.sleep(pause)
-            pause = min(LATEST, 1.5 * pause)
+            pause = min(MAX_POLL, 1.5 * pause)
 
 
 @contextmanager
-def ranks(device_type: str, *, env: Mapping[str, str] = os.environ, limits: Limits | None = None) -> Iterator[Ranks]:
-    """The ranks of this job, from the environment, for as long as the block lasts."""
-    place = read_place(env)
-    device, backend = pick_backend(device_type, place, num_devices=torch.cuda.device_count())
+def init_ranks(
+    device_type: str, *, env: Mapping[str, str] = os.environ, limits: Limits | None = None
+) -> Iterator[Ranks]:
+    """Join the other ranks of this job, as the environment describes it, for the duration of the block."""
+    rank_env = read_rank_env(env)
+    device, backend = pick_backend(device_type, rank_env, num_devices=torch.cuda.device_count())
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if place.world_size == 1:
-        yield Ranks(rank=0, world_size=1, local_rank=place.local_rank, device=device)
+    if rank_env.world_size == 1:
+        yield Ranks(rank=0, world_size=1, local_rank=rank_env.local_rank, device=device)
         return
-    store = _meet(place)
-    heartbeat = Heartbeat(store.clone(), rank=place.rank, world_size=place.world_size, limits=limits or Limits())
+    store = _connect(rank_env)
+    watchdog = Watchdog(store.clone(), rank=rank_env.rank, world_size=rank_env.world_size, limits=limits or Limits())
     dist.init_process_group(
         backend,
         store=PrefixStore("groups", store.clone()),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=COLLECTIVE,
+        rank=rank_env.rank,
+        world_size=rank_env.world_size,
+        timeout=COLLECTIVE_TIMEOUT,
         device_id=device if "nccl" in backend else None,
     )
     mine = Ranks(
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
+        rank=rank_env.rank,
+        world_size=rank_env.world_size,
+        local_rank=rank_env.local_rank,
         device=device,
-        heartbeat=heartbeat,
+        watchdog=watchdog,
         store=store,
     )
-    heartbeat.start()
-    # Once all beat, no beat can be missing.
+    watchdog.start()
+    # From here on every rank has sent a heartbeat.
     mine.barrier("started")
-    with _termination():
+    with _handle_sigterm():
         try:
             yield mine
         except BaseException as error:
-            _fail(heartbeat, place, error)
-        mine.outside("leaving")
+            _fail(watchdog, rank_env, error)
+        mine.leave_step("leaving")
         mine.barrier("ended")
-        heartbeat.stop()
-        if place.keeps_store:
-            heartbeat.outlive(failed=False)
+        watchdog.stop()
+        if rank_env.hosts_store:
+            watchdog.wait_for_others(failed=False)
         dist.destroy_process_group()
 
 
-def _meet(place: Seat) -> Any:
-    """The store that all ranks reach: torchrun's agent keeps it, or rank 0 does."""
+def _connect(rank_env: RankEnv) -> Any:
+    """The rendezvous store, which torchrun's agent or rank 0 hosts."""
     try:
         store = TCPStore(
-            place.host, place.port, place.world_size, is_master=place.keeps_store, timeout=MEETING, multi_tenant=True
+            rank_env.host,
+            rank_env.port,
+            rank_env.world_size,
+            is_master=rank_env.hosts_store,
+            timeout=RENDEZVOUS_TIMEOUT,
+            multi_tenant=True,
         )
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise UnspoolError(
-            f"rank {place.rank} of {place.world_size} found no other at {place.host}:{place.port} ({reason}); check "
-            "that all ranks were started, and that this address can be reached from every machine."
+            f"rank {rank_env.rank}: rendezvous at {rank_env.host}:{rank_env.port} failed: no other rank "
+            f"connected ({reason}); check that all {rank_env.world_size} ranks were started and that every machine "
+            "reaches this address."
         ) from None
-    # torchrun may start ranks anew on the same store.
+    # torchrun may restart ranks on the same store.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"unspool/{attempt}", store)
 
 
-def _fail(heartbeat: Heartbeat, place: Seat, error: BaseException) -> None:
-    """End this rank by `error`, unless another one's failure is behind it; raises in any case."""
-    rank = place.rank
+def _fail(watchdog: Watchdog, rank_env: RankEnv, error: BaseException) -> None:
+    """End this rank with `error`, unless another rank's failure caused it. Always raises."""
+    rank = rank_env.rank
     if threading.current_thread() is threading.main_thread():
-        # torchrun sends it as soon as a rank is gone, and this one is about to say which.
+        # torchrun sends SIGTERM as soon as a rank has exited, and this one is about to print which.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if isinstance(error, SystemExit) and not isinstance(error, _TerminatedError):
-        heartbeat.stop()  # asked to stop, as all are
+        watchdog.stop()  # all ranks were asked to stop
         raise error
     try:
-        if isinstance(error, _TerminatedError) or _lost_connection(error):
-            verdict = heartbeat.suspect()
-            if verdict is not None:
-                raise SystemExit(FAILED) from None
+        caused_elsewhere = isinstance(error, _TerminatedError) or _lost_connection(error)
+        if caused_elsewhere and watchdog.await_failure() is not None:
+            raise SystemExit(FAILED) from None
         if isinstance(error, _TerminatedError):
-            raise error  # from whoever stops the whole job
-        told = str(error).strip() or type(error).__name__
-        first = heartbeat.tell(f"rank {rank} failed {heartbeat.place}: {told.splitlines()[0]}")
-    except RuntimeError:  # of the store
+            raise error  # the whole job is being stopped
+        text = str(error).strip() or type(error).__name__
+        first = watchdog.report_failure(f"rank {rank} failed {watchdog.position}: {text.splitlines()[0]}")
+    except RuntimeError:  # from the store
         announce(
-            f"rank {rank} stood {heartbeat.place} when the ranks' meeting point was gone, and with it rank 0 or "
-            "torchrun, which kept it"
+            f"rank {rank} {watchdog.position}: the rendezvous store is gone, and with it rank 0 or torchrun, which "
+            "hosted it"
         )
         raise error from None
     finally:
-        heartbeat.stop()
-        if place.keeps_store:
-            heartbeat.outlive(failed=True)
+        watchdog.stop()
+        if rank_env.hosts_store:
+            watchdog.wait_for_others(failed=True)
     if not first:
         raise SystemExit(FAILED) from None
-    announce(f"rank {rank} failed {heartbeat.place}; the job is stopped")
+    announce(f"rank {rank} failed {watchdog.position}; stopping the job")
     raise error
 
 
 def _lost_connection(error: BaseException) -> bool:
-    """Whether a collective failed, as it does on all ranks when one is gone."""
+    """Whether a collective failed, as it does on all ranks when one has died."""
     words = ("gloo", "nccl", "connection", "peer", "socket", "broken pipe", "timed out")
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
 
 
 class _TerminatedError(SystemExit):
-    """SIGTERM outside of steps: from torchrun, since another rank has failed, or from whoever stops the job."""
+    """SIGTERM outside of steps: torchrun sends it when another rank has failed, or the whole job is being stopped."""
 
 
 @contextmanager
-def _termination() -> Iterator[None]:
-    """Let SIGTERM be told apart from a failure; inside of steps a stage listens itself."""
+def _handle_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into an exception; inside of steps, a stage handles the signal itself."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,12 +1,10 @@
-"""Attention over a row that lies on several ranks, by passing keys and values around (ring).
+"""Ring attention: exact causal attention over a row on several ranks, by passing keys and values around.
 
-In: queries, keys and values of a rank's own tokens: one piece from the front of the row and one from its back
-(split.py), so that every rank has equally much to do. Out: the attention output of these tokens.
-Promise: exact causal attention over the whole row, blocks merged by their log-sum-exp in fp32; the same order of
-messages in every pass. Nothing but full causal attention of one document: all else is refused.
-Price: keys and values of the row pass every rank, and their gradients with them; next to ulysses.py it has no limit
-by heads. torch's own context parallelism has no kernels for CPUs and patches attention for the whole process, so that
-its results could not be compared with one rank here; this is the same algorithm.
+Each rank has one piece from the front of the row and one from its back (`sequence_part`), so that all have equally much
+to compute. Blocks are merged by their log-sum-exp in fp32, and messages have the same order in every pass. It computes
+full causal attention of one document and refuses everything else. Keys and values of the row pass every rank, and
+their gradients with them; unlike Ulysses it has no limit by heads. torch's own context parallelism is not used: it has
+no CPU kernels and patches attention for the whole process, so that it could not be compared with one rank.
 """
 
 from collections.abc import Iterator
@@ -20,16 +18,13 @@ from torch.autograd.function import once_differentiable
 from unspool.core.errors import ConfigError
 from unspool.models.attention.reference import MAX_SCORES, AttentionInputs, causal_mask, repeat_kv_heads
 from unspool.models.memory import kept
-from unspool.training.parallel.mesh import over_gloo
-
-# Attention of some queries to some keys of a longer row, with what is needed to put such blocks together.
-
+from unspool.training.parallel.mesh import is_gloo_on_gpu
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
 def block(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """(output, log-sum-exp), both fp32. Causal: query i sees keys 0 to i."""
+    """Attention of some queries to some keys: output and log-sum-exp, both fp32. Causal: query i sees keys 0 to i."""
     key, value = repeat_kv_heads(query, key, value)
     if _has_flash(query):
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
@@ -46,7 +41,7 @@ def block(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bo
 def block_backward(
     grad: Tensor, heads: tuple[Tensor, Tensor, Tensor], out: Tensor, log_sum: Tensor, scale: float, *, causal: bool
 ) -> Grads:
-    """Gradients of query, key and value by this block, fp32."""
+    """Gradients of query, key and value from this block, in fp32."""
     query, num_kv = heads[0], heads[1].shape[1]
     key, value = repeat_kv_heads(*heads)
     if _has_flash(query):
@@ -80,11 +75,11 @@ def block_backward(
             weights *= (some @ value.float().transpose(-1, -2) - delta[:, :, rows]) * scale
             query_grad[:, :, rows] = weights @ key.float()
             key_grad += weights.transpose(-1, -2) @ query[:, :, rows].float()
-    return query_grad, _shared(key_grad, num_kv), _shared(value_grad, num_kv)
+    return query_grad, _sum_repeated(key_grad, num_kv), _sum_repeated(value_grad, num_kv)
 
 
 def _scores(query: Tensor, key: Tensor, scale: float, *, causal: bool) -> Iterator[tuple[slice, Tensor]]:
-    """Some queries at a time: which they are, and their scores in fp32, −∞ where they do not look."""
+    """Yield a few queries at a time: their slice, and their scores in fp32, −∞ where masked."""
     batch, num_heads, num_queries, _ = query.shape
     size = max(1, MAX_SCORES // (batch * num_heads * key.shape[2]))
     for start in range(0, num_queries, size):
@@ -96,8 +91,8 @@ def _scores(query: Tensor, key: Tensor, scale: float, *, causal: bool) -> Iterat
         yield rows, scores
 
 
-def _shared(grad: Tensor, num_kv: int) -> Tensor:
-    """Gradients of repeated KV heads, added up."""
+def _sum_repeated(grad: Tensor, num_kv: int) -> Tensor:
+    """Sum the gradients of repeated KV heads."""
     return grad if grad.shape[1] == num_kv else grad.view(len(grad), num_kv, -1, *grad.shape[2:]).sum(dim=2)
 
 
@@ -107,12 +102,12 @@ def _has_flash(query: Tensor) -> bool:
 
 def ring_attention(inputs: AttentionInputs, group: Any) -> Tensor:
     """[1, own tokens, H, D] from [1, H, own tokens, D]."""
-    _refuse_what_is_not_exact(inputs)
+    _refuse_unsupported(inputs)
     out: Tensor = _Ring.apply(*inputs.heads, inputs.scale, group)  # type: ignore[no-untyped-call]
     return out.transpose(1, 2)
 
 
-def _refuse_what_is_not_exact(inputs: AttentionInputs) -> None:
+def _refuse_unsupported(inputs: AttentionInputs) -> None:
     assert inputs.doc_lens is not None
     if len(inputs.doc_lens) > 1:
         raise ConfigError(
@@ -122,7 +117,7 @@ def _refuse_what_is_not_exact(inputs: AttentionInputs) -> None:
     asked = {"sliding windows": inputs.window, "capped scores": inputs.softcap, "sinks": inputs.sinks}
     for name, setting in asked.items():
         if setting is not None:
-            raise ConfigError(f"parallel: ring does not compute {name}, which this model has; use ulysses instead.")
+            raise ConfigError(f"parallel: ring does not support {name}, which this model has; use ulysses instead.")
 
 
 class _Ring(torch.autograd.Function):
@@ -132,14 +127,14 @@ class _Ring(torch.autograd.Function):
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=torch.float32)
         log_sum = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
-        travelling = _flat(key, value)
+        current = _pack(key, value)
         for turn in range(ranks):
-            coming = _pass_on(travelling, group) if turn < ranks - 1 else None
-            rows, seen, causal = _visible(query.shape[2], rank, (rank - turn) % ranks)
-            keys, values = _unflat(travelling, key, value)
+            incoming = _start_exchange(current, group) if turn < ranks - 1 else None
+            rows, seen, causal = _visible_block(query.shape[2], rank, (rank - turn) % ranks)
+            keys, values = _unpack(current, key, value)
             part = block(query[:, :, rows], keys[:, :, seen], values[:, :, seen], scale, causal=causal)
             _merge(out[:, :, rows], log_sum[:, :, rows], *part)
-            travelling = _arrived(coming, travelling)
+            current = _finish_exchange(incoming, current)
         rounded = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, rounded, log_sum)
         return rounded
@@ -150,31 +145,31 @@ class _Ring(torch.autograd.Function):
         query, key, value, out, log_sum = ctx.saved_tensors
         rank, ranks = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
         query_grad = torch.zeros_like(query, dtype=torch.float32)
-        travelling = _flat(key, value)
-        # The gradients of keys and values follow them around, one turn behind, and come home at the end.
-        sums = torch.zeros_like(travelling, dtype=torch.float32)
+        current = _pack(key, value)
+        # The gradients of keys and values follow them one turn behind, and return to their rank at the end.
+        sums = torch.zeros_like(current, dtype=torch.float32)
         for turn in range(ranks):
-            coming = _pass_on(travelling, ctx.group) if turn < ranks - 1 else None
-            rows, seen, causal = _visible(query.shape[2], rank, (rank - turn) % ranks)
-            keys, values = _unflat(travelling, key, value)
+            incoming = _start_exchange(current, ctx.group) if turn < ranks - 1 else None
+            rows, seen, causal = _visible_block(query.shape[2], rank, (rank - turn) % ranks)
+            keys, values = _unpack(current, key, value)
             heads = (query[:, :, rows], keys[:, :, seen], values[:, :, seen])
             args = (grad[:, :, rows].contiguous(), heads, out[:, :, rows], log_sum[:, :, rows].contiguous())
             grads = block_backward(*args, ctx.scale, causal=causal)
             query_grad[:, :, rows] += grads[0]
-            key_sum, value_sum = _unflat(sums, key, value)
+            key_sum, value_sum = _unpack(sums, key, value)
             key_sum[:, :, seen] += grads[1]
             value_sum[:, :, seen] += grads[2]
-            travelling = _arrived(coming, travelling)
-            sums = _arrived(_pass_on(sums, ctx.group), sums)
-        key_sum, value_sum = _unflat(sums, key, value)
+            current = _finish_exchange(incoming, current)
+            sums = _finish_exchange(_start_exchange(sums, ctx.group), sums)
+        key_sum, value_sum = _unpack(sums, key, value)
         return query_grad.to(query.dtype), key_sum.to(key.dtype), value_sum.to(value.dtype), None, None
 
 
-def _visible(num_tokens: int, rank: int, source: int) -> tuple[slice, slice, bool]:
-    """Which own queries look at which keys of rank `source`, and whether causally.
+def _visible_block(num_tokens: int, rank: int, source: int) -> tuple[slice, slice, bool]:
+    """Own queries, keys of rank `source` that they attend to, and whether causally.
 
-    Rank r has pieces r and 2R − 1 − r, so of an earlier rank all queries see the first piece, and of a later rank the
-    second half of the queries sees both.
+    Rank r has pieces r and 2R − 1 − r. So all queries see the first piece of an earlier rank, and the second half of
+    the queries sees both pieces of a later rank.
     """
     whole, half = slice(0, num_tokens), num_tokens // 2
     if source == rank:
@@ -183,26 +178,26 @@ def _visible(num_tokens: int, rank: int, source: int) -> tuple[slice, slice, boo
 
 
 def _merge(out: Tensor, log_sum: Tensor, more: Tensor, more_sum: Tensor) -> None:
-    """In place: the softmax over both sets of keys."""
+    """Merge a block into `out` in place: the softmax over both sets of keys."""
     both = torch.logaddexp(log_sum, more_sum)
     out.mul_((log_sum - both).exp()[..., None]).add_(more * (more_sum - both).exp()[..., None])
     log_sum.copy_(both)
 
 
-def _flat(key: Tensor, value: Tensor) -> Tensor:
-    """As one tensor: one message instead of two."""
+def _pack(key: Tensor, value: Tensor) -> Tensor:
+    """One tensor, to send one message instead of two."""
     return torch.cat([key.reshape(-1), value.reshape(-1)])
 
 
-def _unflat(flat: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _unpack(flat: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     keys, values = torch.split(flat, [key.numel(), value.numel()])
     return keys.view(key.shape), values.view(value.shape)
 
 
-def _pass_on(tensor: Tensor, group: Any) -> tuple[Tensor, list[Any]]:
+def _start_exchange(tensor: Tensor, group: Any) -> tuple[Tensor, list[Any]]:
     """Start sending to the next rank and receiving from the one before."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    if over_gloo(tensor, group):
+    if is_gloo_on_gpu(tensor, group):
         # It sends from host memory only.
         tensor = tensor.cpu()
     received = torch.empty_like(tensor)
@@ -213,9 +208,9 @@ def _pass_on(tensor: Tensor, group: Any) -> tuple[Tensor, list[Any]]:
     return received, dist.batch_isend_irecv(messages)
 
 
-def _arrived(coming: tuple[Tensor, list[Any]] | None, stays: Tensor) -> Tensor:
-    if coming is None:
-        return stays
-    for message in coming[1]:
+def _finish_exchange(incoming: tuple[Tensor, list[Any]] | None, current: Tensor) -> Tensor:
+    if incoming is None:
+        return current
+    for message in incoming[1]:
         message.wait()
-    return coming[0].to(stays.device)
+    return incoming[0].to(current.device)

@@ -1,13 +1,13 @@
-"""Attention over a row that lies on several ranks, by exchanging heads (Ulysses).
+"""Ulysses: attention over a row on several ranks, by exchanging heads for tokens.
 
-In: queries, keys and values of a rank's own tokens, all heads, already rotated. Out: the attention output of these
-tokens; in between every rank has the whole row of some heads, on which any kernel, mask and window works as ever.
-Promise: keys and values travel as they are: un-duplicated where every rank gets whole KV heads, else each rank gets
-just the one that its query heads share. One collective before the kernel and one after it, backward too, always in
-the same order, so that recomputed layers repeat them alike.
-Price: per token and layer (query heads + 2 × KV heads) + query heads go over the wire: 80 slices for Llama-3-8B.
-Why functions of our own and not torch's differentiable all-to-all: they pack straight into what is sent, so that
-there is one copy each way, and the backward pass of a duplicated KV head is a sum in a fixed order.
+Before the kernel, each rank sends queries, keys and values of its tokens, and receives the whole row for some heads, on
+which any kernel, mask and window works. KV heads are not repeated where every rank gets whole ones; otherwise a rank
+gets the one that its query heads share. There is one collective before the kernel and one after it, also backward,
+always in the same order, so that recomputed layers repeat them. Per token and layer, 2 × query heads + 2 × KV heads are
+sent: 80 slices for Llama-3-8B.
+
+torch's differentiable all-to-all is not used: these functions pack straight into the send buffer, which saves copies,
+and sum the gradients of shared KV heads in a fixed order.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ Heads = tuple[Tensor, Tensor, Tensor]  # query, key, value
 
 
 def gather_tokens(query: Tensor, key: Tensor, value: Tensor, group: Any) -> Heads:
-    """From [1, all heads, own tokens, D] to [1, own heads, all tokens, D]; ranks' tokens come in their order."""
+    """From [1, all heads, own tokens, D] to [1, own heads, all tokens, D], tokens in the order of ranks."""
     assert len(query) == 1, "a packed batch is one sequence"
     heads: Heads = _Gather.apply(query, key, value, group)  # type: ignore[no-untyped-call]
     return heads
@@ -34,7 +34,7 @@ def gather_heads(out: Tensor, group: Any) -> Tensor:
 
 
 def own_query_heads(per_query_head: Tensor, group: Any) -> Tensor:
-    """Of something that each query head has: what belongs to the heads that this rank computes."""
+    """The entries of a per-query-head tensor for the heads that this rank computes."""
     return per_query_head.tensor_split(dist.get_world_size(group))[dist.get_rank(group)]
 
 
@@ -45,11 +45,11 @@ class _Gather(torch.autograd.Function):
         degree = dist.get_world_size(group)
         widths = [_width(shape, degree) for shape in ctx.shapes]
         send = query.new_empty(degree, query.shape[2], sum(widths))
-        for tensor, place in zip((query, key, value), torch.split(send, widths, dim=-1), strict=True):
-            _by_rank(place, tensor.shape, degree).copy_(_by_owner(tensor, degree))
-        received = _swap(send, group).flatten(0, 1)
+        for tensor, target in zip((query, key, value), torch.split(send, widths, dim=-1), strict=True):
+            _by_rank(target, tensor.shape, degree).copy_(_by_owner(tensor, degree))
+        received = _all_to_all(send, group).flatten(0, 1)
         query, key, value = (
-            _cut(part, -1, shape[-1]).transpose(0, 1)[None]
+            _unflatten(part, -1, shape[-1]).transpose(0, 1)[None]
             for part, shape in zip(torch.split(received, widths, dim=-1), ctx.shapes, strict=True)
         )
         return query, key, value
@@ -61,11 +61,11 @@ class _Gather(torch.autograd.Function):
         num_tokens = ctx.shapes[0][2]
         widths = [_width(shape, degree) for shape in ctx.shapes]
         send = grads[0].new_empty(degree * num_tokens, sum(widths))
-        for grad, place in zip(grads, torch.split(send, widths, dim=-1), strict=True):
-            _cut(place, -1, grad.shape[-1]).copy_(grad[0].transpose(0, 1))
-        received = _swap(send.view(degree, num_tokens, -1), ctx.group)
+        for grad, target in zip(grads, torch.split(send, widths, dim=-1), strict=True):
+            _unflatten(target, -1, grad.shape[-1]).copy_(grad[0].transpose(0, 1))
+        received = _all_to_all(send.view(degree, num_tokens, -1), ctx.group)
         own = [
-            _summed(_by_rank(part, shape, degree)).movedim(1, 2).reshape(1, *shape[1:])
+            _sum_shared(_by_rank(part, shape, degree)).movedim(1, 2).reshape(1, *shape[1:])
             for part, shape in zip(torch.split(received, widths, dim=-1), ctx.shapes, strict=True)
         ]
         return (*own, None)
@@ -75,47 +75,47 @@ class _Return(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, group: Any) -> Tensor:
         ctx.group, degree = group, dist.get_world_size(group)
-        # By token already, and tokens are by rank.
-        received = _swap(_cut(out[0], 0, out.shape[1] // degree), group)
+        # Already ordered by token, and tokens by rank.
+        received = _all_to_all(_unflatten(out[0], 0, out.shape[1] // degree), group)
         return received.transpose(0, 1).flatten(1, 2)[None]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         degree = dist.get_world_size(ctx.group)
-        received = _swap(_cut(grad[0], 1, grad.shape[2] // degree).transpose(0, 1), ctx.group)
+        received = _all_to_all(_unflatten(grad[0], 1, grad.shape[2] // degree).transpose(0, 1), ctx.group)
         return received.flatten(0, 1)[None], None
 
 
 def _width(shape: torch.Size, degree: int) -> int:
-    """Numbers per token that one rank gets of this tensor's heads: those of one head at least."""
+    """Elements per token that one rank gets of this tensor: at least one head."""
     return max(1, shape[1] // degree) * shape[-1]
 
 
-def _by_rank(place: Tensor, shape: torch.Size, degree: int) -> Tensor:
-    """[ranks, tokens, width] seen as [owners, ranks that share a head, tokens, heads, D]."""
+def _by_rank(target: Tensor, shape: torch.Size, degree: int) -> Tensor:
+    """View [ranks, tokens, width] as [owners, ranks that share a head, tokens, heads, D]."""
     owners = min(shape[1], degree)
-    return _cut(_cut(place, 0, degree // owners), -1, shape[-1])
+    return _unflatten(_unflatten(target, 0, degree // owners), -1, shape[-1])
 
 
 def _by_owner(tensor: Tensor, degree: int) -> Tensor:
-    """[1, heads, tokens, D] seen as [owners, 1, tokens, heads of an owner, D]."""
-    return _cut(tensor[0], 0, max(1, tensor.shape[1] // degree)).movedim(1, 2)[:, None]
+    """View [1, heads, tokens, D] as [owners, 1, tokens, heads of an owner, D]."""
+    return _unflatten(tensor[0], 0, max(1, tensor.shape[1] // degree)).movedim(1, 2)[:, None]
 
 
-def _cut(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """A dimension seen as two, the second of `size`."""
+def _unflatten(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """View a dimension as two, the second of `size`."""
     cut: Tensor = tensor.unflatten(dim, (-1, size))  # type: ignore[no-untyped-call]
     return cut
 
 
-def _summed(by_rank: Tensor) -> Tensor:
-    """[owners, tokens, heads, D]: where ranks shared a KV head, its gradient is the sum of theirs."""
+def _sum_shared(by_rank: Tensor) -> Tensor:
+    """[owners, tokens, heads, D]: sum the gradients of ranks that share a KV head."""
     return by_rank[:, 0] if by_rank.shape[1] == 1 else by_rank.sum(dim=1)
 
 
-def _swap(send: Tensor, group: Any) -> Tensor:
-    """What lies at [r] goes to rank r; what rank r sent comes to [r]."""
+def _all_to_all(send: Tensor, group: Any) -> Tensor:
+    """Send `send[r]` to rank r; the result holds at [r] what rank r sent."""
     send = send.contiguous()
     received = torch.empty_like(send)
     dist.all_to_all_single(received, send, group=group)

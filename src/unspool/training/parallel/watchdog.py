@@ -1,13 +1,12 @@
-"""What every rank tells the others about itself, and what is made of a rank that falls silent.
+"""Heartbeats between ranks, and the message that names a rank which died or hangs.
 
-In: a store that all ranks reach, where this rank stands (`at`, `outside`). Out: one sentence that names the rank and
-the step, once for the whole job; after it no rank lives for longer than `Limits.grace`.
-Three ways to fail: a rank says so itself (`tell`), its process is gone (its beats end), or its main thread hangs (its
-beats go on and say that nothing has moved for too long). Rank 0 watches all others, and all others watch rank 0, so
-that the store is asked little by many ranks.
-Price: one thread per rank and some bytes a second. What hangs is known by what usually takes long: four times the
-longest time between two of this run's marks, and at least `Limits.hang`; the first two steps compile and get longer.
-Elsewhere: process groups and the environment (ranks.py); restarting is torchrun's.
+A rank fails in one of three ways: it reports an error itself (`report_failure`), its process dies (its heartbeats
+stop), or its main thread hangs (its heartbeats show no progress). The first message becomes the job's, and every rank
+exits within `Limits.grace` of it. Rank 0 watches all other ranks and they watch rank 0, so the store gets few requests
+from many ranks. The cost is one thread per rank and a few bytes a second.
+
+A rank hangs if it makes no progress for `Limits.hung_after`, or four times the longest time between two progress marks
+of this run if that is longer. The first two steps compile and get more time. torchrun restarts ranks, not this module.
 """
 
 import json
@@ -23,244 +22,235 @@ from typing import Any
 
 import torch
 
-# What a rank says of itself, and the sentences that are made of it when one has failed.
-
-
 NO_STEP = 0
+FAILED = 1  # exit code of a rank that ends because of another one
+_TORCH = str(Path(torch.__file__).parent)
+_COLLECTIVES = str(Path(_TORCH) / "distributed")
+_RESUME = "stopping the job; rerun the same command to resume from the last checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class Heartbeat:
+    """One rank's message about itself."""
+
     number: int
-    step: int  # NO_STEP: outside of all
-    marks: int
-    doing: str
-    still: float  # seconds since the last mark
-    stuck: bool  # that is longer than it may be
-    waits: bool  # the main thread is inside of torch.distributed
-    where: str
-    suspects: bool = False  # it has lost a connection
-    left: bool = False  # it ended in order
-
-
-def announce(text: str) -> None:
-    """Said by whichever rank comes to know it, also by those that are quiet otherwise (base/progress.py)."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def gone_sentence(beats: Mapping[int, Beat]) -> str:
-    told = "; ".join(f"rank {rank} is gone: it stood {place_of(beat.step, beat.doing)}" for rank, beat in beats.items())
-    return f"{told}; {_WHAT_NOW}"
-
-
-def hang_sentence(beats: Mapping[int, Beat]) -> str:
-    """Names those that the others wait for, as far as it can be known."""
-    living = {rank: beat for rank, beat in beats.items() if not beat.left}
-    last = min((beat.step or sys.maxsize, beat.marks) for beat in living.values())
-    late = [rank for rank, beat in living.items() if (beat.step or sys.maxsize, beat.marks) == last]
-    busy = [rank for rank in late if not living[rank].waits]
-    late = busy or late
-    told = "; ".join(
-        f"rank {rank} hangs {place_of(living[rank].step, living[rank].doing)}, in {living[rank].where}" for rank in late
-    )
-    others = len(living) - len(late)
-    waiting = f", and {others} other{'s' * (others > 1)} wait{'s' * (others == 1)} for it" if others else ""
-    return f"{told}: nothing has moved for {max(living[rank].still for rank in late):.0f} s{waiting}; {_WHAT_NOW}"
-
-
-_WHAT_NOW = "the job is stopped, and the same command goes on from the last checkpoint"
-
-
-def place_of(step: int, doing: str) -> str:
-    return f"at step {step} ({doing})" if step != NO_STEP else f"outside of steps ({doing})"
-
-
-FAILED = 1  # exit code of ranks that another one takes along
-_TORCH = str(Path(torch.__file__).parent)
-_COLLECTIVES = str(Path(_TORCH) / "distributed")
+    step: int  # NO_STEP: outside of steps
+    marks: int  # progress marks so far
+    activity: str
+    idle: float  # seconds since the last mark
+    is_stuck: bool  # idle for too long
+    in_collective: bool  # the main thread is inside of torch.distributed
+    location: str  # innermost line of the main thread outside of torch
+    lost_connection: bool = False
+    has_left: bool = False  # it exited normally
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """In seconds."""
 
-    beat: float = 1.0
-    gone: float = 25.0  # without a beat; a long call that never lets another thread run must fit in
-    suspected: float = 4.0  # the same, once a rank has lost a connection
-    hang: float = 30.0  # without a mark while steps are made
-    first: float = 600.0  # the same in the first two steps
-    grace: float = 3.0  # for a rank's own error to be told before its process is ended
+    interval: float = 1.0
+    dead_after: float = 25.0  # without a heartbeat; longer than any call that blocks all threads
+    dead_after_lost_connection: float = 4.0  # the same, once a rank has lost a connection
+    hung_after: float = 30.0  # without a progress mark inside of steps
+    hung_after_in_first_steps: float = 600.0
+    grace: float = 3.0  # for a rank to print its own error before its process is ended
 
 
-class Heartbeat:
-    """This rank's beats, and its eye on the others'."""
+def announce(text: str) -> None:
+    """Print from any rank, also from those that do not print progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def dead_message(beats: Mapping[int, Heartbeat]) -> str:
+    dead = "; ".join(f"rank {rank} died {at_step(beat.step, beat.activity)}" for rank, beat in beats.items())
+    return f"{dead}; {_RESUME}"
+
+
+def hang_message(beats: Mapping[int, Heartbeat]) -> str:
+    """Name the ranks that the others wait for, as far as this is known."""
+    alive = {rank: beat for rank, beat in beats.items() if not beat.has_left}
+    last = min((beat.step or sys.maxsize, beat.marks) for beat in alive.values())
+    late = [rank for rank, beat in alive.items() if (beat.step or sys.maxsize, beat.marks) == last]
+    late = [rank for rank in late if not alive[rank].in_collective] or late
+    hung = "; ".join(
+        f"rank {rank} hangs {at_step(alive[rank].step, alive[rank].activity)} in {alive[rank].location}"
+        for rank in late
+    )
+    others = len(alive) - len(late)
+    waiting = f", {others} other rank{'s wait' if others > 1 else ' waits'} for it" if others else ""
+    return f"{hung}: no progress for {max(alive[rank].idle for rank in late):.0f} s{waiting}; {_RESUME}"
+
+
+def at_step(step: int, activity: str) -> str:
+    return f"at step {step} ({activity})" if step != NO_STEP else f"outside of steps ({activity})"
+
+
+class Watchdog:
+    """Sends this rank's heartbeats and watches those of other ranks."""
 
     def __init__(self, store: Any, *, rank: int, world_size: int, limits: Limits) -> None:
         self._store, self._rank, self._world_size, self._limits = store, rank, world_size, limits
         self._main = threading.main_thread().ident
         self._lock = threading.Lock()
-        self._step, self._marks, self._doing = NO_STEP, 0, "starting"
+        self._step, self._marks, self._activity = NO_STEP, 0, "starting"
         self._last, self._num_steps = NO_STEP, 0
-        self._longest, self._since, self._counts = 0.0, time.monotonic(), False
-        self._suspects = self._left = False
+        self._longest, self._since, self._timed = 0.0, time.monotonic(), False
+        self._lost_connection = self._has_left = False
         self._number = 0
         self._seen: dict[int, tuple[int, float]] = {}
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        self._say_where()
+        self._send()
         self._thread.start()
 
     def stop(self) -> None:
-        """This rank ends in order: its silence means nothing any more."""
+        """This rank exits normally: missing heartbeats mean nothing from now on."""
         self._stop.set()
-        self._thread.join(timeout=self._limits.beat + 1)
-        self._left = True
-        with suppress(RuntimeError):  # the store may be gone before
-            self._say_where()
+        self._thread.join(timeout=self._limits.interval + 1)
+        self._has_left = True
+        with suppress(RuntimeError):  # the store may be gone already
+            self._send()
 
-    def outlive(self, *, failed: bool) -> None:
-        """Wait for the others to leave: they ask at the store, which this rank keeps, what has happened.
+    def wait_for_others(self, *, failed: bool) -> None:
+        """Keep the store, which this rank hosts, until the others have left.
 
-        After a failure only a little; in good order as long as a rank may be slow, since without the store it fails.
+        After a failure only for a short time; otherwise as long as a rank may be slow, since it fails without a store.
         """
-        until = time.monotonic() + (self._limits.grace if failed else self._limits.gone)
+        until = time.monotonic() + (self._limits.grace if failed else self._limits.dead_after)
         with suppress(RuntimeError):
-            while time.monotonic() < until and not all(beat.left for beat in self._others().values()):
-                time.sleep(self._limits.beat / 4)
+            while time.monotonic() < until and not all(beat.has_left for beat in self._read_others().values()):
+                time.sleep(self._limits.interval / 4)
 
-    def mark(self, step: int, doing: str, *, counts: bool) -> None:
-        """The main thread is here now; with `counts` the time until the next mark is limited."""
+    def mark(self, step: int, activity: str, *, timed: bool) -> None:
+        """Record progress of the main thread; with `timed`, the time until the next mark is limited."""
         with self._lock:
             now = time.monotonic()
-            if self._counts:
+            if self._timed:
                 self._longest = max(self._longest, now - self._since)
-            self._step, self._doing, self._since, self._counts = step, doing, now, counts
+            self._step, self._activity, self._since, self._timed = step, activity, now, timed
             self._marks += 1
-            new = counts and step != self._last
-            if new:
+            is_new = timed and step != self._last
+            if is_new:
                 self._last = step
                 self._num_steps += 1
-        if new:
-            # At once: whoever dies before the next beat is still named with its step.
-            self._say_where()
+        if is_new:
+            # Send at once, so that a rank which dies before its next heartbeat is named with the right step.
+            self._send()
 
     @property
-    def place(self) -> str:
-        return place_of(self._step, self._doing)
+    def position(self) -> str:
+        return at_step(self._step, self._activity)
 
-    def suspect(self) -> str | None:
-        """This rank lost a connection: what became of the others, as soon as that is known; None if all is well."""
-        self._suspects = True
-        # Twice as long as silence is allowed: whoever is to notice it may be slow as well.
-        until = time.monotonic() + 2 * self._limits.suspected + 4 * self._limits.beat
-        while not (verdict := self.verdict()) and time.monotonic() < until:
-            time.sleep(self._limits.beat / 4)
-        return verdict
+    def await_failure(self) -> str | None:
+        """This rank lost a connection: the job's failure message, as soon as one is known; None if there is none."""
+        self._lost_connection = True
+        # Twice the limit, because the rank that notices may be slow as well.
+        until = time.monotonic() + 2 * self._limits.dead_after_lost_connection + 4 * self._limits.interval
+        while not (message := self.failure()) and time.monotonic() < until:
+            time.sleep(self._limits.interval / 4)
+        return message
 
-    def tell(self, sentence: str) -> bool:
-        """Make `sentence` what the job ended of; False if there is one already."""
-        found: bytes = self._store.compare_set("verdict", "", sentence)
-        return found.decode() == sentence
+    def report_failure(self, message: str) -> bool:
+        """Make `message` the job's failure; False if there is one already."""
+        found: bytes = self._store.compare_set("failure", "", message)
+        return found.decode() == message
 
-    def verdict(self) -> str | None:
-        if not self._store.check(["verdict"]):
+    def failure(self) -> str | None:
+        if not self._store.check(["failure"]):
             return None
-        said: str = self._store.get("verdict").decode()
-        return said
+        message: str = self._store.get("failure").decode()
+        return message
 
     def _run(self) -> None:
         try:
-            while not self._stop.wait(self._limits.beat):
-                self._say_where()
-                if self.verdict():
+            while not self._stop.wait(self._limits.interval):
+                self._send()
+                if self.failure():
                     break
-                sentence = self._judge()
-                if sentence and self.tell(sentence):
-                    announce(sentence)
+                message = self._find_failure()
+                if message and self.report_failure(message):
+                    announce(message)
                     break
             else:
                 return
-        except RuntimeError as error:  # what the store raises
+        except RuntimeError as error:  # from the store
             if self._stop.is_set():
                 return
             reason = str(error).strip().splitlines()[0][:200]
-            announce(
-                f"rank {self._rank} stood {self.place}: the ranks' meeting point does not answer any more ({reason})"
-            )
-        self._end()
-
-    def _end(self) -> None:
+            announce(f"rank {self._rank} {self.position}: the rendezvous store does not answer any more ({reason})")
         # The main thread may be inside of a call that never returns.
         if not self._stop.wait(self._limits.grace):
             sys.stderr.flush()
             os._exit(FAILED)
 
-    def _say_where(self) -> None:
-        self._store.set(_key(self._rank), json.dumps(asdict(self._beat())))
+    def _send(self) -> None:
+        self._store.set(_key(self._rank), json.dumps(asdict(self._heartbeat())))
 
-    def _beat(self) -> Beat:
+    def _heartbeat(self) -> Heartbeat:
         with self._lock:
-            step, marks, doing = self._step, self._marks, self._doing
-            still = time.monotonic() - self._since
-            early = self._num_steps <= 2
-            limit = self._limits.first if early else max(self._limits.hang, 4 * self._longest)
-            stuck = self._counts and still > limit and not self._suspects
+            step, marks, activity = self._step, self._marks, self._activity
+            idle = time.monotonic() - self._since
+            limit = max(self._limits.hung_after, 4 * self._longest)
+            if self._num_steps <= 2:
+                limit = self._limits.hung_after_in_first_steps
+            is_stuck = self._timed and idle > limit and not self._lost_connection
             self._number += 1
             number = self._number
-        waits, where = _where(self._main)
-        return Beat(
+        in_collective, location = _find_location(self._main)
+        return Heartbeat(
             number=number,
             step=step,
             marks=marks,
-            doing=doing,
-            still=still,
-            stuck=stuck,
-            waits=waits,
-            where=where,
-            suspects=self._suspects,
-            left=self._left,
+            activity=activity,
+            idle=idle,
+            is_stuck=is_stuck,
+            in_collective=in_collective,
+            location=location,
+            lost_connection=self._lost_connection,
+            has_left=self._has_left,
         )
 
-    def _judge(self) -> str | None:
-        beats = self._others()
-        gone = self._gone(beats)
-        if gone:
-            return gone_sentence({rank: beats[rank] for rank in gone})
-        beats[self._rank] = self._beat()
-        if any(beat.suspects for beat in beats.values()):
-            return None  # soon known to be gone
-        if self._rank == 0 and any(beat.stuck for beat in beats.values()):
-            return hang_sentence(beats)
+    def _find_failure(self) -> str | None:
+        beats = self._read_others()
+        dead = self._find_dead(beats)
+        if dead:
+            return dead_message({rank: beats[rank] for rank in dead})
+        beats[self._rank] = self._heartbeat()
+        if any(beat.lost_connection for beat in beats.values()):
+            return None  # a rank will soon be known to be dead
+        if self._rank == 0 and any(beat.is_stuck for beat in beats.values()):
+            return hang_message(beats)
         return None
 
-    def _others(self) -> dict[int, Beat]:
+    def _read_others(self) -> dict[int, Heartbeat]:
         others = range(1, self._world_size) if self._rank == 0 else [0]
         texts = self._store.multi_get([_key(rank) for rank in others])
-        return {rank: Beat(**json.loads(text)) for rank, text in zip(others, texts, strict=True)}
+        return {rank: Heartbeat(**json.loads(text)) for rank, text in zip(others, texts, strict=True)}
 
-    def _gone(self, beats: Mapping[int, Beat]) -> list[int]:
+    def _find_dead(self, beats: Mapping[int, Heartbeat]) -> list[int]:
         now = time.monotonic()
-        suspected = self._suspects or any(beat.suspects for beat in beats.values())
-        limit = self._limits.suspected if suspected else self._limits.gone
+        lost = self._lost_connection or any(beat.lost_connection for beat in beats.values())
+        limit = self._limits.dead_after_lost_connection if lost else self._limits.dead_after
         for rank, beat in beats.items():
             if self._seen.get(rank, (-1, 0.0))[0] != beat.number:
                 self._seen[rank] = (beat.number, now)
-        return [rank for rank, beat in beats.items() if not beat.left and now - self._seen[rank][1] > limit]
+        return [rank for rank, beat in beats.items() if not beat.has_left and now - self._seen[rank][1] > limit]
 
 
 def _key(rank: int) -> str:
-    return f"beat/{rank}"
+    return f"heartbeat/{rank}"
 
 
-def _where(main: int | None) -> tuple[bool, str]:
-    """Whether the main thread is inside of torch.distributed, and the innermost line of it that is not torch's."""
+def _find_location(main: int | None) -> tuple[bool, str]:
+    """Whether the main thread is inside of torch.distributed, and its innermost line outside of torch."""
     frames: Callable[[], Mapping[int, Any]] = sys._current_frames
     frame = frames().get(main or 0)
     if frame is None:
         return False, "no Python code"
-    waits = frame.f_code.co_filename.startswith(_COLLECTIVES)
+    in_collective = frame.f_code.co_filename.startswith(_COLLECTIVES)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, "<")):
         frame = frame.f_back
-    return waits, f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+    return in_collective, f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

@@ -15,16 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from factory import build_model
+from training.parallel.cases import random_row
 from unspool.models.fuse import _compiled_rotation, fuse_parts
 from unspool.models.memory import kept
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.planning.cost import Shape
 from unspool.training.config import StageConfig
 from unspool.training.loader import build_step
-from unspool.training.optim.base import build_updater
+from unspool.training.optim.updater import build_updater
 from unspool.training.step import train_step
-
-from .parallel.cases import random_row
 
 SMALL = {
     "vocab_size": 300,
@@ -199,8 +198,8 @@ def tracked_peak(changes: dict[str, Any], *, tokens: int, rows: int = 1, **shape
 
 def _all(model: Any, updater: Any) -> list[Tensor]:
     moments: list[Tensor] = []
-    for one in updater._trained:
-        moments.append(one.weight)
-        for moment in (one.first, one.second):
+    for param in updater._params:
+        moments.append(param.weight)
+        for moment in (param.state.first, param.state.second):
             moments += [moment] if isinstance(moment, Tensor) else [moment.codes, moment.scales]
     return [*model.parameters(), *model.buffers(), *moments]

@@ -1,4 +1,4 @@
-"""Distances and gradients of a refit are those of stock attention, written out query by query, family by family."""
+"""Distances and gradients are those of stock attention, written out query by query, family by family."""
 
 import math
 from typing import Any
@@ -16,8 +16,8 @@ from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.rotary import apply_rope
 from unspool.rope.harpe import Harpe
 from unspool.rope.methods import Abf, Yarn
-from unspool.training.distill import layers as refit_attention
-from unspool.training.distill.layers import Attended, compare_layers, divergence, fitted_parameters
+from unspool.training.distill import layers as distillation_attention
+from unspool.training.distill.layers import QueryKey, compare_layers, divergence, fitted_parameters
 
 DOC_LENS = (7, 1, 12)
 # The name in `transformers`, and what makes it what the case is about.
@@ -54,7 +54,7 @@ def fitted(teacher, student, tokens: Tensor, doc_lens=DOC_LENS) -> tuple[float, 
     """By the code under test: the sum of KL over layers, heads and queries, and its gradients."""
     layers, grads, total = fitted_parameters(student), {}, []
 
-    def use(number: int, wanted: Attended, found: Attended) -> None:
+    def use(number: int, wanted: QueryKey, found: QueryKey) -> None:
         apart, *by = divergence(wanted, found, doc_lens)
         total.append(float(apart))
         got = torch.autograd.grad((found.query, found.key), list(layers[number].values()), by)
@@ -212,7 +212,7 @@ def test_documents_do_not_see_each_other():
 def test_blocks_of_queries_change_nothing(window, monkeypatch):
     rng = torch.Generator().manual_seed(0)
     teacher, student = (
-        Attended(
+        QueryKey(
             query=torch.randn(4, 20, 8, generator=rng),
             key=torch.randn(2, 20, 8, generator=rng),
             scale=8**-0.5,
@@ -224,11 +224,11 @@ def test_blocks_of_queries_change_nothing(window, monkeypatch):
     )
     whole = divergence(teacher, student, DOC_LENS)
     # Three queries of the longest document at a time.
-    monkeypatch.setattr(refit_attention, "SCORES_AT_ONCE", 4 * 12 * 3)
+    monkeypatch.setattr(distillation_attention, "SCORES_AT_ONCE", 4 * 12 * 3)
     blocks = []
-    true_block = refit_attention._block
+    true_block = distillation_attention._block
     monkeypatch.setattr(
-        refit_attention, "_block", lambda *args: blocks.append(args[1].query.shape[1]) or true_block(*args)
+        distillation_attention, "_block", lambda *args: blocks.append(args[1].query.shape[1]) or true_block(*args)
     )
 
     torch.testing.assert_close(divergence(teacher, student, DOC_LENS), whole)
@@ -262,9 +262,7 @@ def test_memory_settings_of_the_student_change_nothing_and_stay_as_they_were(pol
 
 
 def test_a_model_whose_attention_is_not_ours_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"attention_distillation: LlamaForCausalLM makes queries and keys in a way .* leave"
-    ):
+    with pytest.raises(ConfigError, match=r"the queries and keys of LlamaForCausalLM cannot be computed .* remove"):
         fitted_parameters(build(attention="eager"))
 
 
@@ -275,5 +273,5 @@ def test_a_model_whose_layers_give_more_than_hidden_states_to_each_other_is_refu
     first.register_forward_hook(lambda layer, args, out: last.update(out=out))
     second.self_attn.q_proj.register_forward_hook(lambda module, args, out: out + last["out"])
 
-    with pytest.raises(ConfigError, match="leave refit out"):
+    with pytest.raises(ConfigError, match="remove attention_distillation"):
         fitted_parameters(model)

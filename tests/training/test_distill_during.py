@@ -1,4 +1,4 @@
-"""A refit beside training: what it adds to a step, what that keeps, and that kills change nothing."""
+"""A distillation aux_loss training: what it adds to a step, what that keeps, and that kills change nothing."""
 
 import json
 import weakref
@@ -15,17 +15,17 @@ from unspool.core.errors import ConfigError
 from unspool.data.packing.store import open_rows
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_rope
-from unspool.training.distill.distill import FILE, AttentionDistillation, build_distillation, check_refit
+from unspool.training.distill.distill import FILE, AttentionDistillation, build_distillation, check_distillation
 from unspool.training.metrics.logger import METRICS
-from unspool.training.optim import base
-from unspool.training.optim.base import build_updater
+from unspool.training.optim.adamw import AdamW
+from unspool.training.optim.updater import build_updater
 from unspool.training.stage import StageInputs, run_stage
 
 from .stage_runs import STAGE, assert_same_result, kill_after_step, run
 
 TINY = str(files("unspool") / "assets" / "tiny-base")
 WEIGHT = 0.7
-REFIT = {
+DISTILLATION = {
     "datasets": "short",
     "before": 3,
     "during": WEIGHT,
@@ -36,16 +36,16 @@ REFIT = {
 }
 NAN = {"model.layers.0.self_attn.q_proj.weight": torch.tensor(float("nan"))}
 PLAIN = STAGE.model_dump(mode="json", exclude={"attention_distillation"})
-WITH = build_stage(**PLAIN | {"attention_distillation": REFIT})
+WITH = build_stage(**PLAIN | {"attention_distillation": DISTILLATION})
 
 
 def changed(**changes):
-    return build_stage(**PLAIN | {"attention_distillation": REFIT | changes})
+    return build_stage(**PLAIN | {"attention_distillation": DISTILLATION | changes})
 
 
 @pytest.fixture(scope="session")
 def inputs(materials) -> StageInputs:
-    return replace(materials, attention_distillation={"short": materials.rows["short"]})
+    return replace(materials, attention_distillation={"short": materials.datasets["short"]})
 
 
 @pytest.fixture(scope="session")
@@ -98,10 +98,10 @@ def test_a_step_has_the_gradient_of_training_and_the_weighted_one_of_the_distanc
     """By plain `transformers`: the rows that come after those of `before`, times the weight, added to training's."""
     taken: list[dict[str, torch.Tensor]] = []
 
-    def take(trained, rates):
+    def take(self, trained, rates):
         taken.append({one.name: one.grad.clone() for one in trained})
 
-    monkeypatch.setattr(base, "update_all", take)
+    monkeypatch.setattr(AdamW, "step", take)
     run(inputs, tmp_path / "with" / "one", changed(before=0, after=0))
     run(inputs, tmp_path / "without" / "one", build_stage(**PLAIN))
     steps = len(taken) // 2
@@ -111,7 +111,7 @@ def test_a_step_has_the_gradient_of_training_and_the_weighted_one_of_the_distanc
     stage = changed(before=0, after=0)
     ours = build_model()
     apply_rope(ours, STAGE.rope, STAGE.context_length)
-    rows = {"short": open_rows(inputs.rows["short"])}
+    rows = {"short": open_rows(inputs.datasets["short"])}
     mix = build_distillation(
         stage, ours, build_updater(stage, ours), rows, tmp_path, seed=0, order="", load_teacher=build_model
     ).mix
@@ -138,17 +138,17 @@ def test_before_during_and_after_go_through_the_rows_one_after_the_other(inputs,
     asked: list[int] = []
     model = build_model()
     apply_rope(model, WITH.rope, WITH.context_length)
-    rows = {"short": open_rows(inputs.rows["short"])}
+    rows = {"short": open_rows(inputs.datasets["short"])}
     updater = build_updater(WITH, model)
-    refit = build_distillation(WITH, model, updater, rows, tmp_path, seed=0, order="", load_teacher=build_model)
-    monkeypatch.setattr(type(refit.mix), "slot", lambda mix, index: asked.append(index) or [("short", 0)])
+    distillation = build_distillation(WITH, model, updater, rows, tmp_path, seed=0, order="", load_teacher=build_model)
+    monkeypatch.setattr(type(distillation.mix), "slot", lambda mix, index: asked.append(index) or [("short", 0)])
 
-    refit.before()
+    distillation.before()
     updater.begin(0.0)
-    beside = refit.during()
+    aux_loss = distillation.during()
     for step in range(1, WITH.steps + 1):
-        beside(step)
-    refit.after()
+        aux_loss(step)
+    distillation.after()
 
     # Two rows a step before and after, one during.
     assert asked == list(range(3 * 2 + WITH.steps + 2 * 2))
@@ -166,10 +166,10 @@ def test_metrics_tell_the_distance_of_every_step_and_only_where_there_is_one(inp
 
 def test_a_distance_that_is_not_a_number_changes_nothing_and_stays_valid_json(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        AttentionDistillation, "during", lambda refit: lambda step: refit.updater.add(NAN) or float("nan")
+        AttentionDistillation, "during", lambda distillation: lambda step: distillation.updater.add(NAN) or float("nan")
     )
     stage = build_stage(
-        **PLAIN | {"attention_distillation": REFIT | {"before": 0, "after": 0}, "guard": {"nan": "skip"}}
+        **PLAIN | {"attention_distillation": DISTILLATION | {"before": 0, "after": 0}, "guard": {"nan": "skip"}}
     )
 
     run(inputs, tmp_path / "one", stage)
@@ -183,9 +183,9 @@ def test_the_teacher_is_gone_before_another_is_loaded(inputs, tmp_path, monkeypa
     teachers: list[weakref.ref] = []
     load = AttentionDistillation._teacher
 
-    def counted(refit):
+    def counted(distillation):
         alive.append(sum(one() is not None for one in teachers))
-        teacher = load(refit)
+        teacher = load(distillation)
         teachers.append(weakref.ref(teacher))
         return teacher
 
@@ -244,26 +244,31 @@ def test_a_killed_stage_ends_with_the_same_bits(step, inputs, undisturbed, tmp_p
 
 def test_what_cannot_be_is_refused(inputs, tmp_path):
     stage = build_stage(
-        **PLAIN | {"attention_distillation": REFIT, "optimizer": {"step": "in-backward"}, "micro_batch_tokens": 64}
+        **PLAIN
+        | {"attention_distillation": DISTILLATION, "optimizer": {"step": "in-backward"}, "micro_batch_tokens": 64}
     )
-    with pytest.raises(ConfigError, match=r"refit\.during adds to gradients that optimizer\.step in-backward has used"):
-        check_refit(stage, TINY, {}, world_size=1)
-    frozen = build_stage(**PLAIN | {"attention_distillation": REFIT, "lr_overrides": {"q_proj": 0, "k_proj": 0}})
-    with pytest.raises(ConfigError, match=r"lr_overrides sets queries and keys to 0; give them a rate"):
+    with pytest.raises(
+        ConfigError, match=r"attention_distillation\.during cannot be combined with optimizer\.step in-backward"
+    ):
+        check_distillation(stage, TINY, {}, world_size=1)
+    frozen = build_stage(**PLAIN | {"attention_distillation": DISTILLATION, "lr_overrides": {"q_proj": 0, "k_proj": 0}})
+    with pytest.raises(ConfigError, match=r"lr_overrides sets them to 0; give them a rate"):
         run(inputs, tmp_path / "one", frozen)
-    with pytest.raises(ConfigError, match=r"refit\.during_batch_tokens 40 is not a multiple of its rows' length of 16"):
+    with pytest.raises(
+        ConfigError, match=r"distillation\.during_batch_tokens 40 is not a multiple of its rows' length of 16"
+    ):
         run(inputs, tmp_path / "one", changed(during_batch_tokens=40))
     with pytest.raises(ValueError, match="give before or after, numbers of steps, or during, a weight"):
         changed(before=0, during=0, after=0)
     with pytest.raises(ValueError, match="give lr, the highest rate of its own steps"):
         changed(lr=None)
-    assert changed(before=0, after=0, lr=None).refit.lr is None
+    assert changed(before=0, after=0, lr=None).distillation.lr is None
 
 
 def test_the_untrained_part_of_a_model_gets_nothing(inputs, tmp_path):
     """Values are trained here and queries are not: only keys are kept near the teacher's."""
     stage = build_stage(
-        **PLAIN | {"attention_distillation": REFIT | {"before": 0, "after": 0}, "lr_overrides": {"q_proj": 0}}
+        **PLAIN | {"attention_distillation": DISTILLATION | {"before": 0, "after": 0}, "lr_overrides": {"q_proj": 0}}
     )
     run(inputs, tmp_path / "one", stage)
     model = load_model(str(tmp_path / "one" / "model"), device=CPU, dtype=torch.float32)
@@ -288,7 +293,7 @@ def test_on_cuda_it_follows_the_cpu_to_bfloat16(position, text_rows, tmp_path):
         tokens=4 * 1024,
         lr=1e-3,
         attention_distillation={
-            "datasets": "short",
+            "rows": "short",
             "before": 2,
             "during": 4.0,
             "after": 2,

@@ -10,12 +10,11 @@ from factory import random_row, save_folder, save_mini, save_rows
 from unspool.core.errors import ConfigError
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.planning.cost import find_gpu
-from unspool.planning.fit import GIB, Case, Machine, changes, estimate, set_words, spelled
+from unspool.planning.fit import GIB, Case, Machine, changes, estimate, format_value, set_arguments
 from unspool.planning.footprint import PARTS
-from unspool.planning.model_shape import planned_model
+from unspool.planning.recipe_inputs import ASSUMED, plan_data, planned_model
 from unspool.planning.recipe_plan import Plan, as_plain, plan_recipe
-from unspool.planning.step_time import pace_of
-from unspool.planning.token_counts import ASSUMED, plan_data
+from unspool.planning.step_time import device_speed
 from unspool.recipe.launch import check_layouts
 from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_recipes
@@ -132,7 +131,7 @@ def case_of(recipe: str, gpu: str, count: int) -> Case:
     loaded, machine = load_recipe(recipe), Machine(gpu=find_gpu(gpu), count=count)
     docs = plan_data(loaded).documents[loaded.recipe.stages[0].name]
     shape = planned_model(loaded).shape
-    return Case(loaded=loaded, shape=shape, docs=docs, pace=pace_of(machine.gpu), machine=machine)
+    return Case(loaded=loaded, shape=shape, docs=docs, speed=device_speed(machine.gpu), machine=machine)
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 64, 128])
@@ -179,7 +178,7 @@ def test_what_a_refusal_names_is_accepted(recipe, gpu, count, host):
     refused = planned(recipe, gpu, count, host=host)
     assert not refused.fits
     (stage,) = refused.stages
-    ways = [way for way in stage.ways if way.arguments]
+    ways = [way for way in stage.alternatives if way.arguments]
     assert ways
     for way in ways:
         words = dict(zip(way.arguments[::2], way.arguments[1::2], strict=True))
@@ -192,8 +191,8 @@ def test_what_a_refusal_names_is_accepted(recipe, gpu, count, host):
 
 def test_a_context_that_fits_is_named_where_nothing_else_does():
     (stage,) = planned("prolong-512k", "l4", 1, host=64 * GIB).stages
-    assert [way.kind for way in stage.ways if not way.arguments] in ([], ["context"])
-    assert {"gpus", "gpu"} & {way.kind for way in stage.ways}
+    assert [way.kind for way in stage.alternatives if not way.arguments] in ([], ["context"])
+    assert {"gpus", "gpu"} & {way.kind for way in stage.alternatives}
 
 
 def test_what_fits_as_it_is_written_is_not_changed():
@@ -202,7 +201,7 @@ def test_what_fits_as_it_is_written_is_not_changed():
     for stage in found.stages:
         assert stage.chosen is stage.written
         assert changes(stage.stage, stage.chosen.stage) == {}
-        assert stage.ways == ()
+        assert stage.alternatives == ()
 
 
 def test_faster_settings_keep_the_optimizer_and_are_faster():
@@ -213,17 +212,17 @@ def test_faster_settings_keep_the_optimizer_and_are_faster():
     assert not any(key.startswith("optimizer") for key in changes(stage.stage, stage.faster.stage))
 
 
-def test_settings_are_spelled_as_a_recipe_reads_them():
+def test_settings_are_format_value_as_a_recipe_reads_them():
     stage = load_recipe("prolong-64k").recipe.stages[0]
     policy = MemoryPolicy(activation_checkpointing="full", offload=True, mlp_tiles=16384)
     parallel = stage.parallel.model_copy(update={"ulysses": 8})
-    words = set_words(0, stage, stage.model_copy(update={**vars(policy), "parallel": parallel}))
+    words = set_arguments(0, stage, stage.model_copy(update={**vars(policy), "parallel": parallel}))
     assert words == [
         *("--set", "stages.0.offload=true"),
         *("--set", "stages.0.mlp_tiles=16K"),
         *("--set", "stages.0.parallel.ulysses=8"),
     ]
-    assert spelled("micro_batch", None) == "null"
+    assert format_value("micro_batch", None) == "null"
 
 
 def test_plans_sum_up():

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file
 
 from factory import build_model, build_stage, random_tokens
-from unspool.training.checkpoint.resume import OPTIMIZER, load_trained_weights, save_handover
-from unspool.training.optim.base import build_updater
+from unspool.training.checkpoint.resume import OPTIMIZER, load_stage_weights, save_stage_state
+from unspool.training.optim.updater import build_updater
 
 
 def trained(**changes):
@@ -21,12 +21,12 @@ def trained(**changes):
 
 def test_weights_that_an_export_rounds_are_kept_and_come_back(tmp_path):
     model, updater = trained()
-    save_handover(tmp_path / OPTIMIZER, updater, exported=torch.bfloat16)
+    save_stage_state(tmp_path / OPTIMIZER, updater, exported=torch.bfloat16)
     rounded = build_model()
     rounded.load_state_dict({name: tensor.bfloat16() for name, tensor in model.state_dict().items()})
     assert not torch.equal(rounded.lm_head.weight, model.lm_head.weight)
 
-    load_trained_weights(rounded, load_file(tmp_path / OPTIMIZER))
+    load_stage_weights(rounded, load_file(tmp_path / OPTIMIZER))
 
     wanted = dict(model.named_parameters())
     assert all(torch.equal(parameter, wanted[name]) for name, parameter in rounded.named_parameters())
@@ -35,7 +35,7 @@ def test_weights_that_an_export_rounds_are_kept_and_come_back(tmp_path):
 @pytest.mark.parametrize(("exported", "kept"), [(torch.float32, 0), (torch.bfloat16, 21)])
 def test_only_what_the_export_does_not_hold_is_written(exported, kept, tmp_path):
     updater = trained()[1]
-    save_handover(tmp_path / OPTIMIZER, updater, exported=exported)
+    save_stage_state(tmp_path / OPTIMIZER, updater, exported=exported)
 
     saved = load_file(tmp_path / OPTIMIZER)
     assert (
@@ -48,16 +48,16 @@ def test_only_what_the_export_does_not_hold_is_written(exported, kept, tmp_path)
 
 def test_rows_that_were_added_to_an_embedding_keep_what_they_start_with(tmp_path):
     model, updater = trained()
-    save_handover(tmp_path / OPTIMIZER, updater, exported=torch.bfloat16)
+    save_stage_state(tmp_path / OPTIMIZER, updater, exported=torch.bfloat16)
     grown = build_model(vocab_size=310)
     new = grown.lm_head.weight.detach()[300:].clone()
 
-    load_trained_weights(grown, load_file(tmp_path / OPTIMIZER))
+    load_stage_weights(grown, load_file(tmp_path / OPTIMIZER))
 
     assert torch.equal(grown.lm_head.weight[:300], model.lm_head.weight)
     assert torch.equal(grown.lm_head.weight[300:], new)
     updater = build_updater(build_stage(), grown)
-    updater.load_moments(load_file(tmp_path / OPTIMIZER))
-    moments = updater.moment_tensors()["lm_head.weight/exp_avg"]
+    updater.load_optimizer(load_file(tmp_path / OPTIMIZER))
+    moments = updater.optimizer_tensors()["lm_head.weight/exp_avg"]
     assert moments[:300].abs().sum() > 0
     assert (moments[300:] == 0).all()

@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from unspool.training.metrics.logger import GrowingFile
+from unspool.training.metrics.logger import JsonlLog
 
 
 class Full:
@@ -27,7 +27,7 @@ class Full:
 def test_lines_are_on_disk_at_once_and_go_on_after_what_is_there(tmp_path):
     path = tmp_path / "ledger.jsonl"
     path.write_text("1\n")
-    with GrowingFile(path) as file:
+    with JsonlLog(path) as file:
         file.append("2\n")
         assert path.read_text() == "1\n2\n"
         assert file.content == b"1\n2\n"
@@ -35,7 +35,7 @@ def test_lines_are_on_disk_at_once_and_go_on_after_what_is_there(tmp_path):
 
 def test_what_finds_no_room_waits_and_no_half_line_stays(tmp_path, capsys):
     path = tmp_path / "ledger.jsonl"
-    with GrowingFile(path) as file:
+    with JsonlLog(path) as file:
         file._file = Full(file._file, room=6)
         file.append("first\n")
         file._file.room = 3
@@ -47,10 +47,10 @@ def test_what_finds_no_room_waits_and_no_half_line_stays(tmp_path, capsys):
         file.append("fourth\n")
 
     assert path.read_text() == "first\nsecond\nthird\nfourth\n"
-    assert capsys.readouterr().err.count("ledger.jsonl cannot be written now (No space left on device)") == 1
+    assert capsys.readouterr().err.count("cannot write ledger.jsonl (No space left on device)") == 1
 
 
 def test_what_still_finds_no_room_at_the_end_is_an_error(tmp_path):
-    with pytest.raises(OSError, match="No space"), GrowingFile(tmp_path / "ledger.jsonl") as file:
+    with pytest.raises(OSError, match="No space"), JsonlLog(tmp_path / "ledger.jsonl") as file:
         file._file = Full(file._file, room=0)
         file.append("first\n")

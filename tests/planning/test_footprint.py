@@ -9,14 +9,15 @@ import torch
 from factory import build_stage
 from unspool.models.memory import checkpointing, offload
 from unspool.models.memory.policy import MemoryPolicy
-from unspool.planning import cost
 from unspool.planning import footprint as cost_memory
 from unspool.planning.calibration import _trial
 from unspool.planning.cost import REFERENCE, Shape
-from unspool.planning.footprint import GIB, PARTS, Held, footprint, moments, reserve
+from unspool.planning.footprint import GIB, PARTS, StepSetup, footprint, moments, reserve
+from unspool.training.optim.config import AdamWConfig
 from unspool.training.parallel.config import Layout
 
-from .cost_tracked import tracked_peak
+from .tables import tables
+from .tracked import tracked_peak
 
 K = 1024
 LLAMA_8B = Shape(
@@ -26,17 +27,14 @@ BF16 = {"optimizer": {"weights": "bf16", "states": "8bit"}}
 KEEP = {"activation_checkpointing": "keep-attention"}
 
 
-def held_of(changes: dict[str, Any], tokens: int, rows: int = 1) -> Held:
+def held_of(changes: dict[str, Any], tokens: int, rows: int = 1) -> StepSetup:
     names = vars(MemoryPolicy())
     policy = MemoryPolicy(**{name: value for name, value in changes.items() if name in names})
-    in_backward = changes.get("optimizer", {}).get("step") == "in-backward"
-    return Held(
+    return StepSetup(
         tokens=tokens,
         micro_batches=rows,
         policy=policy,
-        weights="bf16",
-        states="8bit",
-        in_backward=in_backward,
+        optimizer=AdamWConfig(weights="bf16", states="8bit", step=changes.get("optimizer", {}).get("step", "after")),
         compiled=changes.get("compile", False),
     )
 
@@ -97,9 +95,9 @@ POLICIES = [
 def test_parts_sum_to_the_peak_and_more_tokens_never_take_less(policy):
     peaks = []
     for tokens in (1 * K, 8 * K, 16 * K, 17 * K, 64 * K, 256 * K):
-        found = footprint(LLAMA_8B, Held(tokens=tokens, policy=policy))
+        found = footprint(LLAMA_8B, StepSetup(tokens=tokens, policy=policy))
         assert sum(getattr(found, part) for part in PARTS) == found.device
-        assert found.device == max(one.device for one in moments(LLAMA_8B, Held(tokens=tokens, policy=policy)))
+        assert found.device == max(one.device for one in moments(LLAMA_8B, StepSetup(tokens=tokens, policy=policy)))
         assert min(getattr(found, part) for part in PARTS) >= 0
         peaks.append(found.device)
     assert peaks == sorted(peaks)
@@ -107,7 +105,7 @@ def test_parts_sum_to_the_peak_and_more_tokens_never_take_less(policy):
 
 def test_each_setting_takes_less_than_the_one_before():
     found = [
-        footprint(LLAMA_8B, Held(tokens=64 * K, policy=policy)).device
+        footprint(LLAMA_8B, StepSetup(tokens=64 * K, policy=policy)).device
         for policy in (
             MemoryPolicy(),
             MemoryPolicy(activation_checkpointing="keep-attention", keep_products=16),
@@ -122,10 +120,10 @@ def test_each_setting_takes_less_than_the_one_before():
 
 
 def test_numbers_that_other_files_set_are_theirs():
-    assert cost_memory.MOST_LEAVING == offload.MAX_PENDING
-    count = cost_memory._Count(
+    assert cost_memory.MAX_IN_FLIGHT == offload.MAX_PENDING
+    count = cost_memory._MemoryCounter(
         LLAMA_8B,
-        Held(
+        StepSetup(
             tokens=1, policy=MemoryPolicy(activation_checkpointing="keep-attention", keep_products=20, keep_on_host=9)
         ),
     )
@@ -135,7 +133,9 @@ def test_numbers_that_other_files_set_are_theirs():
 def test_a_sequence_of_256k_took_what_is_computed():
     """Measured on one H200, 8B shape, forward and backward without an optimizer: 53 GiB there, 67 on the host."""
     policy = MemoryPolicy(activation_checkpointing="full", offload=True, mlp_tiles=16 * K, attention_heads_at_once=2)
-    held = Held(tokens=256 * K, policy=policy, weights="bf16", states="8bit", compiled=False)
+    held = StepSetup(
+        tokens=256 * K, policy=policy, optimizer=AdamWConfig(weights="bf16", states="8bit"), compiled=False
+    )
     found = footprint(LLAMA_8B, held)
     assert (found.device - found.optimizer) / GIB == pytest.approx(53, rel=0.05)
     assert found.host / GIB == pytest.approx(67, rel=0.1)
@@ -144,15 +144,15 @@ def test_a_sequence_of_256k_took_what_is_computed():
 def test_several_ranks_hold_about_what_the_tables_of_scaling_say():
     layout = Layout(replicate=1, shard=1, ring=1, ulysses=8)
     policy = MemoryPolicy(activation_checkpointing="full", offload=True, mlp_tiles=16 * K)
-    found = footprint(LLAMA_8B, Held(tokens=64 * K, layout=layout, policy=policy))
-    table = cost.memory(LLAMA_8B, layout, 512 * K)
+    found = footprint(LLAMA_8B, StepSetup(tokens=64 * K, layout=layout, policy=policy))
+    table = tables.memory(LLAMA_8B, layout, 512 * K)
     assert found.device == pytest.approx(table.device, rel=0.15)
     assert found.host == pytest.approx(table.host, rel=0.05)
 
 
 def test_weights_in_host_memory_are_not_on_the_device():
     layout = Layout(replicate=1, shard=8, ring=1, ulysses=1)
-    here, there = (footprint(LLAMA_8B, Held(tokens=8 * K, layout=layout, on_host=flag)) for flag in (False, True))
+    here, there = (footprint(LLAMA_8B, StepSetup(tokens=8 * K, layout=layout, on_host=flag)) for flag in (False, True))
     moved = 16 * LLAMA_8B.params / 8
     assert there.host - here.host == moved
     assert here.device - there.device <= moved

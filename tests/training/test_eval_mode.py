@@ -6,9 +6,9 @@ import torch
 
 from factory import build_model, build_stage, build_tokenizer, random_row, save_rows
 from unspool.models.memory.checkpointing import apply_memory
-from unspool.training.metrics.validation import build_samples, build_validation, looking_at
+from unspool.training.metrics.validation import build_samples, build_validation, eval_mode
 
-from .watched import assert_equal_bits, batch_of, train_once, trained_weights
+from .small_steps import assert_equal_bits, batch_of, train_once, trained_weights
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_positions_that_grow_with_the_text_are_put_back():
     rotary = model.base_model.rotary_emb
     before = rotary.inv_freq.clone(), rotary.max_seq_len_cached
 
-    with looking_at(model):
+    with eval_mode(model):
         model(input_ids=torch.zeros(1, 40, dtype=torch.long), use_cache=False)
         assert rotary.max_seq_len_cached != before[1], "a longer text changes them, or this checks nothing"
 
@@ -61,7 +61,7 @@ def test_positions_that_grow_with_the_text_are_put_back():
 
 def test_an_error_while_looking_leaves_the_model_in_training(look):
     model = build_model().train()
-    with pytest.raises(ValueError, match="broken"), looking_at(model):
+    with pytest.raises(ValueError, match="broken"), eval_mode(model):
         assert not model.training and not torch.is_grad_enabled()
         raise ValueError("broken")
     assert all(part.training for part in model.modules())
@@ -73,7 +73,7 @@ def test_compiled_code_is_neither_used_nor_changed():
     compiled = torch.compile(lambda x: x * 2, backend=lambda graph, example: calls.append(1) or graph.forward)
     model.base_model.layers[0].mlp.register_forward_hook(lambda module, args, out: compiled(out) / 2)
 
-    with looking_at(model):
+    with eval_mode(model):
         for count in (3, 5, 7):
             model(input_ids=torch.zeros(1, count, dtype=torch.long), use_cache=False)
     assert not calls

@@ -24,36 +24,36 @@ from unspool.models.rotary import apply_rope
 from unspool.recipe.load import load_recipe
 from unspool.recipe.run import open_run, stage_inputs
 from unspool.training.checkpoint.resume import OPTIMIZER
-from unspool.training.distill import distill as refit_module
-from unspool.training.distill.distill import FILE, WEIGHTS, build_distillation, check_refit
-from unspool.training.interrupt import StoppedError
-from unspool.training.optim.base import build_updater
+from unspool.training.distill import distill as distill_module
+from unspool.training.distill.distill import FILE, WEIGHTS, build_distillation, check_distillation
+from unspool.training.optim.updater import build_updater
+from unspool.training.schedule import StoppedError
 from unspool.training.stage import StageInputs
 
 from .stage_runs import SHORT, STAGE, assert_same_result, kill_after_step, run
 
 TINY = str(files("unspool") / "assets" / "tiny-base")
-REFIT = {"datasets": "short", "before": 3, "after": 2, "batch_tokens": 32, "lr": 1e-2}
+DISTILLATION = {"datasets": "short", "before": 3, "after": 2, "batch_tokens": 32, "lr": 1e-2}
 WITH = build_stage(
-    **STAGE.model_dump(mode="json", exclude={"attention_distillation"}) | {"attention_distillation": REFIT}
+    **STAGE.model_dump(mode="json", exclude={"attention_distillation"}) | {"attention_distillation": DISTILLATION}
 )
 # Queries and keys are not trained, so no checkpoint holds them.
 FROZEN = build_stage(**WITH.model_dump(mode="json") | {"lr_overrides": {"q_proj": 0, "k_proj": 0}})
 
 
 def changed(stage, **changes):
-    return build_stage(**stage.model_dump(mode="json") | {"attention_distillation": REFIT | changes})
+    return build_stage(**stage.model_dump(mode="json") | {"attention_distillation": DISTILLATION | changes})
 
 
 @pytest.fixture(scope="session")
 def inputs(materials) -> StageInputs:
-    return replace(materials, attention_distillation={"short": materials.rows["short"]})
+    return replace(materials, attention_distillation={"short": materials.datasets["short"]})
 
 
 @pytest.fixture(scope="session")
-def refitted(inputs, tmp_path_factory) -> dict[str, Path]:
+def distilled(inputs, tmp_path_factory) -> dict[str, Path]:
     """The result of each stage when nothing disturbs it."""
-    folder = tmp_path_factory.mktemp("refitted")
+    folder = tmp_path_factory.mktemp("distilled")
     for name, stage in (("trained", WITH), ("frozen", FROZEN)):
         run(inputs, folder / name / "one", stage)
     return {name: folder / name / "one" for name in ("trained", "frozen")}
@@ -69,7 +69,7 @@ def lines(out: Path) -> list[dict]:
 
 @torch.no_grad()
 def loss_inside(model, rows) -> float:
-    """Mean over the last rows, which the refit below does not come to."""
+    """Mean over the last rows, which the distillation below does not come to."""
     total = 0.0
     for index in range(40, 48):
         tokens = torch.from_numpy(rows[index].tokens.astype(np.int64))
@@ -96,7 +96,7 @@ def test_the_shipped_model_gets_back_most_of_what_new_positions_cost_it(text_row
     apply_rope(model, stage.rope, stage.context_length)
     disturbed = loss_inside(model, rows)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    refit = build_distillation(
+    distillation = build_distillation(
         stage,
         model,
         build_updater(stage, model),
@@ -107,9 +107,9 @@ def test_the_shipped_model_gets_back_most_of_what_new_positions_cost_it(text_row
         load_teacher=lambda: load_model(TINY, device=CPU, dtype=torch.float32),
     )
     # The rows that the loss is measured on are kept out.
-    monkeypatch.setattr(type(refit.mix), "slot", lambda mix, index: [("short", index % 40)])
+    monkeypatch.setattr(type(distillation.mix), "slot", lambda mix, index: [("short", index % 40)])
 
-    refit.before()
+    distillation.before()
 
     found = [line["loss"] for line in lines(tmp_path)]
     assert len(found) == 16 and found[-1] < found[0] / 2
@@ -119,8 +119,8 @@ def test_the_shipped_model_gets_back_most_of_what_new_positions_cost_it(text_row
     assert moved == {name for name in start if "q_proj" in name or "k_proj" in name}
 
 
-def test_lines_tell_phase_step_loss_and_rate(refitted):
-    found = lines(refitted["trained"])
+def test_lines_tell_phase_step_loss_and_rate(distilled):
+    found = lines(distilled["trained"])
 
     assert [(line["phase"], line["step"], line["tokens"]) for line in found] == [
         ("before", 1, 32),
@@ -142,26 +142,26 @@ def test_the_bar_says_how_far_it_is(inputs, tmp_path, capsys):
     run(inputs, tmp_path / "one", WITH)
 
     said = capsys.readouterr().err
-    assert "stage one: refit before training, 3 steps, 96 tokens\n" in said
-    assert "stage one attention_distillation: 3/3  attention KL 0." in said
+    assert "stage one: distillation before training, 3 steps, 96 tokens\n" in said
+    assert "stage one attention distillation: 3/3  attention KL 0." in said
     assert "stage one attention_distillation: 2/2  attention KL 0." in said
 
 
-def test_passes_of_fewer_tokens_change_nothing_but_rounding(inputs, refitted, tmp_path, monkeypatch):
-    monkeypatch.setattr(refit_module, "TOKENS_AT_ONCE", 16)
-    calls, true = [], refit_module.compare_layers
-    monkeypatch.setattr(refit_module, "compare_layers", lambda *args: calls.append(1) or true(*args))
+def test_passes_of_fewer_tokens_change_nothing_but_rounding(inputs, distilled, tmp_path, monkeypatch):
+    monkeypatch.setattr(distill_module, "TOKENS_AT_ONCE", 16)
+    calls, true = [], distill_module.compare_layers
+    monkeypatch.setattr(distill_module, "compare_layers", lambda *args: calls.append(1) or true(*args))
 
     run(inputs, tmp_path / "one", WITH)
 
     assert len(calls) == 10
     losses = [line["loss"] for line in lines(tmp_path / "one")]
-    assert losses == pytest.approx([line["loss"] for line in lines(refitted["trained"])], rel=1e-4)
+    assert losses == pytest.approx([line["loss"] for line in lines(distilled["trained"])], rel=1e-4)
 
 
-def test_the_teacher_is_what_the_stage_starts_from(inputs, refitted, tmp_path):
+def test_the_teacher_is_what_the_stage_starts_from(inputs, distilled, tmp_path):
     """With the very positions of the stage before, there is nothing to fit, and nothing moves."""
-    first = refitted["trained"]
+    first = distilled["trained"]
     second = build_stage(**WITH.model_dump(mode="json") | {"name": "two", "lr_overrides": {"q_proj": 0, "k_proj": 0}})
 
     run(replace(inputs, model=str(first / "model"), moments=first / OPTIMIZER), tmp_path / "two", second)
@@ -177,21 +177,21 @@ def test_the_teacher_is_what_the_stage_starts_from(inputs, refitted, tmp_path):
 # What it leaves alone
 
 
-def test_moments_handed_on_are_those_of_training_and_only_queries_and_keys_move_after_it(inputs, refitted, tmp_path):
+def test_moments_handed_on_are_those_of_training_and_only_queries_and_keys_move_after_it(inputs, distilled, tmp_path):
     """On a CPU the file holds moments only, since the export is exact."""
     run(inputs, tmp_path / "one", changed(WITH, after=0))
 
-    assert (tmp_path / "one" / OPTIMIZER).read_bytes() == (refitted["trained"] / OPTIMIZER).read_bytes()
+    assert (tmp_path / "one" / OPTIMIZER).read_bytes() == (distilled["trained"] / OPTIMIZER).read_bytes()
     without, found = (
-        load_file(folder / "model" / "model.safetensors") for folder in (tmp_path / "one", refitted["trained"])
+        load_file(folder / "model" / "model.safetensors") for folder in (tmp_path / "one", distilled["trained"])
     )
     moved = {name for name in found if not torch.equal(found[name], without[name])}
     assert moved == {name for name in found if "q_proj" in name or "k_proj" in name}
 
 
-def test_queries_and_keys_that_are_not_trained_are_refitted_all_the_same(inputs, refitted):
+def test_queries_and_keys_that_are_not_trained_are_distilled_all_the_same(inputs, distilled):
     start = build_model().state_dict()
-    found = load_file(refitted["frozen"] / "model" / "model.safetensors")
+    found = load_file(distilled["frozen"] / "model" / "model.safetensors")
 
     assert not torch.equal(
         found["model.layers.0.self_attn.q_proj.weight"], start["model.layers.0.self_attn.q_proj.weight"]
@@ -222,23 +222,23 @@ def test_after_without_before_needs_no_change_of_positions(inputs, tmp_path):
 # Killed
 
 
-def kill_in_refit(number: int):
-    """Before the `number`-th step of both refits together."""
-    return lambda patch: patch(refit_module, "compare_layers", dying_at(refit_module.compare_layers, number))
+def kill_in_distillation(number: int):
+    """Before the `number`-th step of both distillations together."""
+    return lambda patch: patch(distill_module, "compare_layers", dying_at(distill_module.compare_layers, number))
 
 
 KILLS = {
-    "in the refit before training": kill_in_refit(2),
-    "when it is done and not kept yet": lambda patch: patch(refit_module, "save_file", dying_at(lambda: None, 1)),
+    "in the distillation before training": kill_in_distillation(2),
+    "when it is done and not kept yet": lambda patch: patch(distill_module, "save_file", dying_at(lambda: None, 1)),
     "before the first step": kill_after_step(0),
     "after step 3": kill_after_step(3),
-    "in the refit after training": kill_in_refit(5),
+    "in the distillation after training": kill_in_distillation(5),
 }
 
 
 @pytest.mark.parametrize("which", ["trained", "frozen"])
 @pytest.mark.parametrize("moment", KILLS)
-def test_a_killed_stage_ends_with_the_same_bits(moment, which, inputs, refitted, tmp_path, monkeypatch):
+def test_a_killed_stage_ends_with_the_same_bits(moment, which, inputs, distilled, tmp_path, monkeypatch):
     out = tmp_path / "one"
     stage = {"trained": WITH, "frozen": FROZEN}[which]
     with monkeypatch.context() as patched:
@@ -248,8 +248,8 @@ def test_a_killed_stage_ends_with_the_same_bits(moment, which, inputs, refitted,
 
     run(inputs, out, stage)
 
-    assert_same_result(out, refitted[which])
-    assert lines(out) == lines(refitted[which])
+    assert_same_result(out, distilled[which])
+    assert lines(out) == lines(distilled[which])
 
 
 def test_what_was_made_before_training_is_not_made_again(inputs, tmp_path, monkeypatch):
@@ -257,8 +257,8 @@ def test_what_was_made_before_training_is_not_made_again(inputs, tmp_path, monke
     with monkeypatch.context() as patched:
         kill_after_step(3)(patched.setattr)
         in_child(lambda: run(inputs, out, WITH))
-    true = refit_module.compare_layers
-    monkeypatch.setattr(refit_module, "compare_layers", lambda *args: calls.append(1) or true(*args))
+    true = distill_module.compare_layers
+    monkeypatch.setattr(distill_module, "compare_layers", lambda *args: calls.append(1) or true(*args))
 
     run(inputs, out, WITH)
 
@@ -266,24 +266,27 @@ def test_what_was_made_before_training_is_not_made_again(inputs, tmp_path, monke
 
 
 def test_asked_to_stop_it_says_that_it_begins_anew_and_ends_with_the_same_bits(
-    inputs, refitted, tmp_path, monkeypatch, capsys
+    inputs, distilled, tmp_path, monkeypatch, capsys
 ):
-    true = refit_module.compare_layers
+    true = distill_module.compare_layers
     with monkeypatch.context() as patched, pytest.raises(StoppedError) as stopped:
         patched.setattr(
-            refit_module, "compare_layers", lambda *args: os.kill(os.getpid(), signal.SIGTERM) or true(*args)
+            distill_module, "compare_layers", lambda *args: os.kill(os.getpid(), signal.SIGTERM) or true(*args)
         )
         run(inputs, tmp_path / "one", WITH)
     assert stopped.value.code == 143
-    assert "stage one: stopped by SIGTERM; the same command begins this refit anew\n" in capsys.readouterr().err
+    assert (
+        "stage one: stopped by SIGTERM; rerunning the same command restarts this distillation\n"
+        in capsys.readouterr().err
+    )
 
     run(inputs, tmp_path / "one", WITH)
 
-    assert_same_result(tmp_path / "one", refitted["trained"])
-    assert lines(tmp_path / "one") == lines(refitted["trained"])
+    assert_same_result(tmp_path / "one", distilled["trained"])
+    assert lines(tmp_path / "one") == lines(distilled["trained"])
 
 
-def test_kept_weights_that_are_damaged_are_made_again(inputs, refitted, tmp_path, monkeypatch):
+def test_kept_weights_that_are_damaged_are_made_again(inputs, distilled, tmp_path, monkeypatch):
     out = tmp_path / "one"
     with monkeypatch.context() as patched:
         kill_after_step(3)(patched.setattr)
@@ -293,24 +296,24 @@ def test_kept_weights_that_are_damaged_are_made_again(inputs, refitted, tmp_path
 
     run(inputs, out, FROZEN)
 
-    assert_same_result(out, refitted["frozen"])
+    assert_same_result(out, distilled["frozen"])
 
 
 # Redone or not
 
 
-def test_another_refit_makes_the_stage_anew_and_none_leaves_its_identity_as_it_was(
-    inputs, refitted, never_killed, capsys
+def test_another_distillation_makes_the_stage_anew_and_none_leaves_its_identity_as_it_was(
+    inputs, distilled, never_killed, capsys
 ):
-    run(inputs, refitted["trained"], WITH)
+    run(inputs, distilled["trained"], WITH)
     assert capsys.readouterr().err == "stage one: up to date\n"
-    assert read_manifest(refitted["trained"])["settings"]["stage"]["attention_distillation"]["before"] == 3
+    assert read_manifest(distilled["trained"])["settings"]["stage"]["attention_distillation"]["before"] == 3
     assert "attention_distillation" not in read_manifest(never_killed)["settings"]["stage"]
 
 
-def test_other_rows_of_the_refit_make_the_stage_anew(inputs, tmp_path, capsys):
-    own = build_stage(mix={"long": 1.0}, rope={"method": "abf", "base": 5e5}, attention_distillation=REFIT)
-    one = replace(inputs, rows={"long": inputs.rows["long"]})
+def test_other_rows_of_the_distillation_make_the_stage_anew(inputs, tmp_path, capsys):
+    own = build_stage(mix={"long": 1.0}, rope={"method": "abf", "base": 5e5}, attention_distillation=DISTILLATION)
+    one = replace(inputs, datasets={"long": inputs.datasets["long"]})
     run(one, tmp_path / "one", own)
 
     run(replace(one, attention_distillation={"short": save_rows(tmp_path / "rows", SHORT[:4])}), tmp_path / "one", own)
@@ -324,7 +327,9 @@ def test_other_rows_of_the_refit_make_the_stage_anew(inputs, tmp_path, capsys):
 def test_rows_beyond_the_old_context_are_refused_with_both_lengths(inputs, tmp_path):
     model = save_folder(tmp_path / "model", build_model(max_position_embeddings=8))
 
-    with pytest.raises(ConfigError, match=r"refit\.rows short have 16 tokens, .* context of 8; use rows of at most 8"):
+    with pytest.raises(
+        ConfigError, match=r"datasets short has rows of 16, .* context length 8 .*; use rows of at most 8"
+    ):
         run(replace(inputs, model=str(model)), tmp_path / "one", WITH)
 
     assert list(tmp_path.iterdir()) == [model], "work had begun"
@@ -343,25 +348,33 @@ def test_a_run_refuses_rows_beyond_the_old_context_before_any_work(tmp_path):
     assert stage_inputs(open_run(load_recipe(recipe)), load_recipe(recipe).recipe.stages[0]).attention_distillation == {
         "short": tmp_path / "out" / "datasets" / "short"
     }
-    with pytest.raises(ConfigError, match=r"refit\.rows long have 2K tokens, .* context of 256"):
+    with pytest.raises(ConfigError, match=r"datasets long has rows of 2K, .* context length 256"):
         open_run(load_recipe(recipe, ["stages.one.attention_distillation.datasets=long"]))
 
 
 def test_several_ranks_and_new_models_are_refused():
     new = NewModel(size="4M", tokenizer=TINY, context_length=64)
 
-    with pytest.raises(ConfigError, match=r"stage one: refit is not supported on several ranks \(here 2\)"):
-        check_refit(WITH, TINY, {}, world_size=2)
-    with pytest.raises(ConfigError, match="stage one: refit keeps what a model attends to, and a new model"):
-        check_refit(WITH, new, {}, world_size=1)
-    check_refit(STAGE, new, {}, world_size=2)
+    with pytest.raises(
+        ConfigError, match=r"stage one: attention_distillation is not supported on several ranks \(here 2\)"
+    ):
+        check_distillation(WITH, TINY, {}, world_size=2)
+    with pytest.raises(
+        ConfigError, match="stage one: attention_distillation needs a trained model, and this one is new"
+    ):
+        check_distillation(WITH, new, {}, world_size=1)
+    check_distillation(STAGE, new, {}, world_size=2)
 
 
 def test_a_batch_that_does_not_fit_its_rows_is_refused(inputs, tmp_path):
-    with pytest.raises(ConfigError, match=r"refit\.batch 40 is not a multiple of its rows' length of 16"):
-        run(inputs, tmp_path / "one", changed(WITH, batch=40))
+    with pytest.raises(
+        ConfigError, match=r"attention_distillation\.batch_tokens 40 is not a multiple of the row length 16"
+    ):
+        run(inputs, tmp_path / "one", changed(WITH, batch_tokens=40))
 
 
 def test_a_loss_that_is_not_a_number_stops_with_the_way_out(inputs, tmp_path):
-    with pytest.raises(UnspoolError, match=r"stage one: refit step 2: .* lower stages\.one\.refit\.lr"):
+    with pytest.raises(
+        UnspoolError, match=r"stage one: distillation step 2: .* lower stages\.one\.attention_distillation\.lr"
+    ):
         run(inputs, tmp_path / "one", changed(WITH, lr=1e30))

@@ -11,20 +11,20 @@ from unspool.core.errors import UnspoolError
 from unspool.data.mixture import Mix
 from unspool.training import loop as loop_module
 from unspool.training import step as forward_module
-from unspool.training.config import StageConfig
+from unspool.training.config import GuardConfig, StageConfig
 from unspool.training.loader import LEDGER, read_ledger
 from unspool.training.metrics.logger import METRICS
-from unspool.training.spike_guard import Guard, GuardConfig
+from unspool.training.schedule import SpikeGuard
 
 from .stage_runs import STAGE, assert_same_result, kill_after_step, metrics, run
 
 SKIP = GuardConfig(nan="skip", spike="skip", window=3)
 
 
-def fed(config: GuardConfig, losses: list[float], norm: float = 1.0) -> Guard:
-    guard = Guard(config)
+def fed(config: GuardConfig, losses: list[float], norm: float = 1.0) -> SpikeGuard:
+    guard = SpikeGuard(config)
     for loss in losses:
-        assert guard.note(loss, norm, guard.wrong_with(loss, norm))
+        assert guard.record(loss, norm, guard.find_problem(loss, norm))
     return guard
 
 
@@ -35,52 +35,52 @@ def fed(config: GuardConfig, losses: list[float], norm: float = 1.0) -> Guard:
     ("loss", "norm", "said"),
     [
         (2.9, 1.0, None),
-        (6.1, 1.0, "its loss of 6.1 is above 2 times 3, the median of 3 steps"),
-        (3.0, 10.1, "its gradient norm of 10.1 is above 10 times 1"),
-        (math.nan, 1.0, "the loss or gradient is not a number"),
-        (3.0, math.inf, "the loss or gradient is not a number"),
+        (6.1, 1.0, "its loss of 6.1 is above 2 × 3, the median of the last 3 steps"),
+        (3.0, 10.1, "its gradient norm of 10.1 is above 10 × 1"),
+        (math.nan, 1.0, "the loss or gradient is not finite"),
+        (3.0, math.inf, "the loss or gradient is not finite"),
     ],
 )
 def test_what_is_wrong_is_said(loss, norm, said):
-    wrong = fed(SKIP, [4.0, 3.0, 2.0]).wrong_with(loss, norm)
+    wrong = fed(SKIP, [4.0, 3.0, 2.0]).find_problem(loss, norm)
     assert wrong is None if said is None else wrong is not None and wrong.startswith(said)
 
 
 def test_nothing_is_a_spike_before_the_window_is_full_or_when_it_is_off():
-    assert fed(SKIP, [3.0, 3.0]).wrong_with(100.0, 1.0) is None
-    assert fed(GuardConfig(window=2), [3.0, 3.0, 3.0]).wrong_with(100.0, 1e9) is None
+    assert fed(SKIP, [3.0, 3.0]).find_problem(100.0, 1.0) is None
+    assert fed(GuardConfig(window=2), [3.0, 3.0, 3.0]).find_problem(100.0, 1e9) is None
 
 
 def test_a_skipped_step_is_not_remembered_as_usual():
     guard = fed(SKIP, [3.0, 3.0, 3.0])
     before = guard.state["losses"]
-    assert guard.note(50.0, 1.0, guard.wrong_with(50.0, 1.0))
+    assert guard.record(50.0, 1.0, guard.find_problem(50.0, 1.0))
     assert guard.state["losses"] == before
 
 
 def test_policies_are_for_their_own_kind():
     guard = fed(GuardConfig(nan="stop", spike="skip", window=2), [3.0, 3.0])
-    assert guard.note(50.0, 1.0, "spike")
-    assert not guard.note(math.nan, 1.0, "not a number")
+    assert guard.record(50.0, 1.0, "spike")
+    assert not guard.record(math.nan, 1.0, "not a number")
 
 
 def test_skipping_without_end_stops():
-    guard = Guard(GuardConfig(nan="skip", most_skips=3))
-    assert [guard.note(math.nan, 1.0, "x") for _ in range(3)] == [True, True, False]
-    guard = Guard(GuardConfig(nan="skip", most_skips=3))
-    assert [guard.note(loss, 1.0, guard.wrong_with(loss, 1.0)) for loss in (math.nan, math.nan, 1.0, math.nan)][-1]
+    guard = SpikeGuard(GuardConfig(nan="skip", most_skips=3))
+    assert [guard.record(math.nan, 1.0, "x") for _ in range(3)] == [True, True, False]
+    guard = SpikeGuard(GuardConfig(nan="skip", most_skips=3))
+    assert [guard.record(loss, 1.0, guard.find_problem(loss, 1.0)) for loss in (math.nan, math.nan, 1.0, math.nan)][-1]
 
 
 def test_what_it_remembers_survives_being_written_down():
     guard = fed(SKIP, [0.1 + 0.2, 3.0, 1 / 3])
-    again = Guard(SKIP)
+    again = SpikeGuard(SKIP)
     again.restore(json.loads(json.dumps(guard.state)))
     assert again.state == guard.state
     assert again.max_norm == guard.max_norm
 
 
 def test_a_step_inside_the_backward_pass_cannot_be_skipped():
-    with pytest.raises(ValueError, match=r"guard cannot skip a step under optimizer\.step in-backward"):
+    with pytest.raises(ValueError, match=r"guard cannot skip a step with optimizer\.step in-backward"):
         build_stage(micro_batch_tokens=64, optimizer={"step": "in-backward"}, guard={"nan": "skip"})
 
 

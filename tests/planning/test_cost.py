@@ -12,23 +12,23 @@ import torch.distributed as dist
 
 from factory import SHAPE, build_model, build_stage
 from models.memory_factory import build, kept_bytes
+from training.parallel.cases import random_row
+from training.parallel.ranks import run_ranks
 from unspool.models.loss import GPU_LOGITS
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.planning import cost
-from unspool.planning.cost import Rates, Settings, Shape, memory, seconds, sent, ulysses_elements
-from unspool.training.batch import build_batch
-from unspool.training.optim.base import build_updater
+from unspool.planning.cost import Shape, sent, ulysses_elements
+from unspool.training.batch import build_batch, split_batch
+from unspool.training.optim.updater import build_updater
 from unspool.training.parallel import ring
 from unspool.training.parallel.apply import parallelize
 from unspool.training.parallel.config import Layout, ParallelConfig
-from unspool.training.parallel.dtensor import own_part
-from unspool.training.parallel.mesh import build_mesh, place_of
-from unspool.training.parallel.split import split_batch
+from unspool.training.parallel.dtensor import local_shard
+from unspool.training.parallel.mesh import build_mesh, rank_coords
 from unspool.training.step import batch_loss
 
-from .cost_tracked import shape_of
-from .parallel.cases import random_row
-from .parallel.ranks import run_ranks
+from .tables import TOOL, tables
+from .tracked import shape_of
 
 PAGES = Path(__file__).parents[2] / "docs"
 LLAMA_8B = Shape(
@@ -54,7 +54,7 @@ def test_parameters_are_those_of_the_model(family):
 
 def test_states_on_one_device_are_those_that_the_page_on_memory_tells():
     row = re.search(r"\| `fp32` \| `fp32` \| `after` \| ([\d.]+)", (PAGES / "memory.md").read_text())
-    found = memory(LLAMA_8B, ONE, ROW)
+    found = tables.memory(LLAMA_8B, ONE, ROW)
     assert (found.states + found.gathered) / LLAMA_8B.params == float(row[1])
 
 
@@ -70,26 +70,26 @@ def test_checkpoints_are_what_a_forward_pass_leaves(every):
     )
     # The difference of two models: what does not grow with layers (embedding, last norm, positions) goes away.
     found = kept_bytes(more, (ROW,)) - kept_bytes(model, (ROW,))
-    settings = Settings(offload=False, layers_per_checkpoint=every)
-    wanted = [memory(shape_of(one), ONE, ROW, settings).checkpoints * IN_FP32 for one in (more, model)]
+    settings = tables.Settings(offload=False, layers_per_checkpoint=every)
+    wanted = [tables.memory(shape_of(one), ONE, ROW, settings).checkpoints * IN_FP32 for one in (more, model)]
     assert found == wanted[0] - wanted[1]
 
 
 def test_a_chunk_of_logits_is_that_of_the_loss():
     assert cost.LOGITS_BYTES == GPU_LOGITS
-    assert memory(LLAMA_8B, ONE, 1 << 20).loss - 2 * 2 * 4096 * (1 << 20) == GPU_LOGITS
+    assert tables.memory(LLAMA_8B, ONE, 1 << 20).loss - 2 * 2 * 4096 * (1 << 20) == GPU_LOGITS
 
 
 def _count(folder: Path, parallel: dict[str, int]) -> None:
     """What this rank holds and sends in one step, by what it is."""
     config = ParallelConfig(**parallel)
     mesh = build_mesh(config, dist.get_world_size(), "cpu")
-    place = place_of(mesh)
+    coords = rank_coords(mesh)
     model = parallelize(build_model().train(), mesh, config)
     updater = build_updater(build_stage(), model)
     heads: list[int] = []
     keys: list[int] = []
-    swap, pass_on = dist.all_to_all_single, ring._pass_on
+    swap, pass_on = dist.all_to_all_single, ring._start_exchange
 
     def counted_swap(received: torch.Tensor, send: torch.Tensor, **kwargs: Any) -> Any:
         heads.append(send.nbytes)
@@ -99,15 +99,15 @@ def _count(folder: Path, parallel: dict[str, int]) -> None:
         keys.append(tensor.nbytes)
         return pass_on(tensor, group)
 
-    dist.all_to_all_single, ring._pass_on = counted_swap, counted_pass
+    dist.all_to_all_single, ring._start_exchange = counted_swap, counted_pass
     batch = build_batch([random_row((ROW,), 0)], attention="full")
-    part = split_batch(batch, place.sequence_rank, place.sequence_ranks, ring=place.ring)
+    part = split_batch(batch, coords.sequence_rank, coords.sequence_ranks, ring=coords.ring)
     loss, _ = batch_loss(model, part)
     forward_heads = sum(heads)
     loss.backward()
-    held = [own_part(weight) for weight in model.parameters()]
-    held += [own_part(weight.grad) for weight in model.parameters()]
-    held += [own_part(moment) for moment in updater.moment_tensors().values() if moment.dim()]
+    held = [local_shard(weight) for weight in model.parameters()]
+    held += [local_shard(weight.grad) for weight in model.parameters()]
+    held += [local_shard(moment) for moment in updater.optimizer_tensors().values() if moment.dim()]
     if dist.get_rank() == 0:
         found = {
             "held": sum(one.nbytes for one in held),
@@ -132,7 +132,7 @@ def test_what_two_ranks_hold_and_exchange_by_heads(counted, monkeypatch):
     found = counted(ulysses=2)
 
     # Rows of parameters are whole, so that one rank may have some more.
-    assert found["held"] == pytest.approx(memory(shape, layout, ROW).states, rel=0.01)
+    assert found["held"] == pytest.approx(tables.memory(shape, layout, ROW).states, rel=0.01)
     assert found["forward"] == ulysses_elements(shape, 2, ROW // 2) * shape.num_layers * 4
     # The model recomputes nothing here, so forward and backward only; it counts what stays, too.
     wanted = sent(shape, layout, ROW).heads * IN_FP32 * 2 / 3
@@ -158,8 +158,8 @@ def test_a_share_of_ulysses_for_llama_is_80_slices_and_more_only_where_heads_are
 
 def test_one_layer_of_attention_takes_what_was_measured():
     """64K tokens, 32 and 8 heads of 128: forward and backward took 219 ms on one H200."""
-    rates = Rates()
-    flops = cost.attention_flops(LLAMA_8B, 65536) / LLAMA_8B.num_layers
+    rates = tables.Rates()
+    flops = tables.attention_flops(LLAMA_8B, 65536) / LLAMA_8B.num_layers
     assert flops / rates.attention_forward + 2.5 * flops / rates.attention_backward == pytest.approx(0.219, rel=0.01)
 
 
@@ -168,19 +168,19 @@ def test_what_others_have_published_is_near_what_is_computed(row, published):
     """Tokens a second and GPU of Llama-3-8B on 8 H100, Ulysses with offload and tiles, everything recomputed."""
     tokens = {"128K": 1 << 17, "256K": 1 << 18, "512K": 1 << 19, "1M": 1 << 20}[row]
     layout = Layout(replicate=1, shard=1, ring=1, ulysses=8)
-    assert 0.8 < published / (tokens / seconds(LLAMA_8B, layout, tokens).row / 8) < 1.1
+    assert 0.8 < published / (tokens / tables.seconds(LLAMA_8B, layout, tokens).row / 8) < 1.1
 
 
 def test_more_ranks_never_take_more_of_each():
     found = [
-        memory(LLAMA_8B, Layout(replicate=1, shard=1, ring=ring, ulysses=8), 1 << 22).device for ring in (1, 2, 4, 8)
+        tables.memory(LLAMA_8B, Layout(replicate=1, shard=1, ring=ring, ulysses=8), 1 << 22).device
+        for ring in (1, 2, 4, 8)
     ]
     assert found == sorted(found, reverse=True)
 
 
 def test_the_page_is_what_the_tool_writes():
-    tool = PAGES.parent / "tools" / "scaling_tables.py"
-    done = subprocess.run([sys.executable, str(tool), "--check"], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, str(TOOL), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -5,8 +5,11 @@ import torch
 
 from factory import CPU
 from unspool.training.optim import adamw8bit
-from unspool.training.optim.adamw import Rates, build_trained, update_all
+from unspool.training.optim.adamw import AdamW
 from unspool.training.optim.adamw8bit import BLOCK, Quantized, is_quantized, quantize, tables
+from unspool.training.optim.base import Rates
+
+from .optimizer_runs import adamw_param
 
 
 def heavy_tailed(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -91,12 +94,12 @@ def torchaos_tables(signed: bool, device: torch.device) -> tuple[torch.Tensor, t
 
 def largest_step(share: float) -> float:
     """In units of lr: a weight whose gradient is `share` of its block's largest, and then a step without one."""
-    one = build_trained("w", torch.zeros(4096), None, share=1.0, decay=0.0, in_8bit=True)
+    one = adamw_param("w", torch.zeros(4096), None, weight_decay=0.0, in_8bit=True)
     for scale in (1.0, 0.0):
         one.grad = torch.full((4096,), scale)
         one.grad[::2] *= share
         before = one.weight.clone()
-        update_all([one], Rates(lr=1.0, betas=(0.9, 0.95), seed=0, scale=1.0))
+        AdamW().step([one], Rates(lr=1.0, betas=(0.9, 0.95), seed=0, scale=1.0))
     return float((one.weight - before).abs().max())
 
 
@@ -126,7 +129,7 @@ def steps_beside_torchao(torchao, num_steps: int):
         [{"params": [one], "weight_decay": decay} for one, decay in decays.items()], lr=1e-3, betas=(0.9, 0.95)
     )
     ours = [
-        build_trained(str(number), one.data.clone(), None, share=1.0, decay=decay, in_8bit=True)
+        adamw_param(str(number), one.data.clone(), None, weight_decay=decay, in_8bit=True)
         for number, (one, decay) in enumerate(decays.items())
     ]
     for step in range(num_steps):
@@ -137,7 +140,7 @@ def steps_beside_torchao(torchao, num_steps: int):
             one.grad = heavy_tailed(*one.shape, seed=step)
             own.grad = one.grad.clone()
         theirs.step()
-        update_all(ours, Rates(lr=lr, betas=(0.9, 0.95), seed=0, scale=1.0))
+        AdamW().step(ours, Rates(lr=lr, betas=(0.9, 0.95), seed=0, scale=1.0))
     return theirs.state[matrix], (matrix, vector), ours
 
 
@@ -145,12 +148,12 @@ def test_by_torchaos_own_rule_states_and_weights_are_those_of_torchao_bit_for_bi
     monkeypatch.setattr(adamw8bit, "tables", torchaos_tables)
     state, (matrix, vector), (own, small) = steps_beside_torchao(torchao, 30)
 
-    assert isinstance(own.first, Quantized)
-    assert isinstance(own.second, Quantized)
-    assert torch.equal(own.first.codes, state["exp_avg"].codes)
-    assert torch.equal(own.first.scales, state["exp_avg"].scale)
-    assert torch.equal(own.second.codes, state["exp_avg_sq"].codes)
-    assert torch.equal(own.second.scales, state["exp_avg_sq"].scale)
+    assert isinstance(own.state.first, Quantized)
+    assert isinstance(own.state.second, Quantized)
+    assert torch.equal(own.state.first.codes, state["exp_avg"].codes)
+    assert torch.equal(own.state.first.scales, state["exp_avg"].scale)
+    assert torch.equal(own.state.second.codes, state["exp_avg_sq"].codes)
+    assert torch.equal(own.state.second.scales, state["exp_avg_sq"].scale)
     assert torch.equal(own.weight, matrix.data)
     # Not quantised, so torch's own AdamW, which multiplies in another order.
     torch.testing.assert_close(small.weight, vector.data, rtol=1e-6, atol=1e-8)

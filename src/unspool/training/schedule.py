@@ -1,0 +1,132 @@
+"""What decides about a step before and after it runs: learning rate, spike guard, stop signals."""
+
+import logging
+import math
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from types import FrameType
+from typing import Any
+
+from unspool.training.config import GuardConfig, StageConfig
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def learning_rate(stage: StageConfig, step: int) -> float:
+    """Learning rate of step 1 … `stage.steps`: linear warm-up, then a cosine down to `min_lr_ratio`."""
+    warmup_steps = int(stage.warmup_ratio * stage.steps)
+    if step <= warmup_steps:
+        return stage.lr * step / warmup_steps
+    done = (step - warmup_steps) / max(1, stage.steps - warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * done))
+    return stage.lr * (stage.min_lr_ratio + (1 - stage.min_lr_ratio) * cosine)
+
+
+class SpikeGuard:
+    """Finds bad steps: a loss or gradient that is not finite, or far above the median of recent steps.
+
+    A refused step changes no weight. `state` goes into checkpoints, so that a resumed run refuses the same steps.
+    """
+
+    def __init__(self, config: GuardConfig) -> None:
+        self.config = config
+        self._losses: deque[float] = deque(maxlen=config.window)
+        self._norms: deque[float] = deque(maxlen=config.window)
+        self._skipped = 0
+
+    def allows(self, loss: float) -> bool:
+        return loss <= self._limit(self._losses, self.config.factor)
+
+    @property
+    def max_norm(self) -> float:
+        return self._limit(self._norms, self.config.grad_factor)
+
+    def find_problem(self, loss: float, grad_norm: float) -> str | None:
+        """Why this step must not change weights; None for a good one. Agrees with `allows` and `max_norm`."""
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return "the loss or gradient is not finite"
+        if not self.allows(loss):
+            return _spike("loss", loss, self.config.factor, self._losses)
+        if grad_norm > self.max_norm:
+            return _spike("gradient norm", grad_norm, self.config.grad_factor, self._norms)
+        return None
+
+    def record(self, loss: float, grad_norm: float, problem: str | None) -> bool:
+        """Record a step and its problem. Returns whether the stage may continue."""
+        if problem is None:
+            self._losses.append(loss)
+            self._norms.append(grad_norm)
+            self._skipped = 0
+            return True
+        self._skipped += 1
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        policy = self.config.spike if is_finite else self.config.nan
+        return policy == "skip" and self._skipped < self.config.most_skips
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"losses": list(self._losses), "norms": list(self._norms), "skipped": self._skipped}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._losses.extend(state["losses"])
+        self._norms.extend(state["norms"])
+        self._skipped = state["skipped"]
+
+    def _limit(self, recent: deque[float], factor: float) -> float:
+        if self.config.spike == "off" or len(recent) < self.config.window:
+            return math.inf
+        return factor * median(recent)
+
+
+def _spike(what: str, value: float, factor: float, recent: deque[float]) -> str:
+    usual = median(recent)
+    return f"its {what} of {value:.4g} is above {factor:g} × {usual:.4g}, the median of the last {len(recent)} steps"
+
+
+class StoppedError(SystemExit):
+    """The run stopped as asked, and has printed so: not an error, so no traceback."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+
+
+class StopRequest:
+    """The signal that asked this run to stop, if any."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+
+@contextmanager
+def catch_stop_signals(name: str) -> Iterator[StopRequest]:
+    """Inside, the first SIGTERM or Ctrl-C only sets `signal`, so that the step can be finished and saved.
+
+    A second signal ends the process at once. Has no effect outside of the main thread, where Python delivers signals.
+    The exit code is the shell's: 143 for SIGTERM (Slurm sends it before it takes a machine away), 130 for Ctrl-C.
+    """
+    stop = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.signal is not None:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        stop.signal = signal.Signals(number)
+        logger.warning(f"{name}: {stop.signal.name}: stopping after this step; send it again to stop at once")
+
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
