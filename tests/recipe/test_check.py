@@ -131,7 +131,7 @@ MISTAKES = {
         23,
         [
             "stages.1.attention_distillation.before = 8",
-            "attention_distillation.before has nothing to do while rope is unchanged",
+            "attention_distillation.before has no effect while rope is unchanged",
         ],
     ),
     "unknown tracker": (

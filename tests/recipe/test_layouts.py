@@ -32,7 +32,7 @@ def test_every_stage_is_told_as_it_will_be_spread(recipe):
         (4, {}, "stage first on 4 ranks: .*set batch_tokens to 512"),
         (2, {"stages__1__parallel__ulysses": "3"}, "stage abf on 2 ranks: .*must be one of 1 or 2"),
         (16, {"stages__0__parallel__ulysses": "16"}, "8 query and 4 KV heads.*use 1, 2, 4 or 8"),
-        (2, {"stages__0__parallel__ring": "2"}, "documents see only themselves"),
+        (2, {"stages__0__parallel__ring": "2"}, "does not support document masks"),
         (2, {"stages__0__parallel__shard": "1"}, "use shard 2 or auto"),
     ],
 )

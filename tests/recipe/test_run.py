@@ -117,8 +117,8 @@ def test_a_second_run_does_nothing_and_says_so(recipe, finished, capsys):
 
     assert said(capsys)[1:] == [
         "corpus books: up to date",
-        "rows long: up to date",
-        "rows tangled: up to date",
+        "dataset long: up to date",
+        "dataset tangled: up to date",
         "stage first: up to date",
         "scores of first: up to date",
         "stage abf: up to date",
