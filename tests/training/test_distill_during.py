@@ -255,7 +255,7 @@ def test_what_cannot_be_is_refused(inputs, tmp_path):
     with pytest.raises(ConfigError, match=r"lr_overrides sets them to 0; give them a rate"):
         run(inputs, tmp_path / "one", frozen)
     with pytest.raises(
-        ConfigError, match=r"distillation\.during_batch_tokens 40 is not a multiple of its rows' length of 16"
+        ConfigError, match=r"distillation\.during_batch_tokens 40 is not a multiple of the row length 16"
     ):
         run(inputs, tmp_path / "one", changed(during_batch_tokens=40))
     with pytest.raises(ValueError, match="give before or after, numbers of steps, or during, a weight"):
