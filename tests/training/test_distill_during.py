@@ -258,7 +258,7 @@ def test_what_cannot_be_is_refused(inputs, tmp_path):
         ConfigError, match=r"distillation\.during_batch_tokens 40 is not a multiple of the row length 16"
     ):
         run(inputs, tmp_path / "one", changed(during_batch_tokens=40))
-    with pytest.raises(ValueError, match="give before or after, numbers of steps, or during, a weight"):
+    with pytest.raises(ValueError, match=r"set before or after \(steps\) or during \(a weight\)"):
         changed(before=0, during=0, after=0)
     with pytest.raises(ValueError, match="give lr, the highest rate of its own steps"):
         changed(lr=None)
