@@ -87,7 +87,9 @@ def random_tokens(count: int, seed: int = 0, vocab: int = 270) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(vocab, size=(1, count)))
 
 
-def random_row(doc_lens: Sequence[int], seed: int, *, mask: float | None = None, attention: str = "intra_document") -> Row:
+def random_row(
+    doc_lens: Sequence[int], seed: int, *, mask: float | None = None, attention: str = "intra_document"
+) -> Row:
     """`mask` is the share of tokens that are never asked for."""
     rng = np.random.default_rng(seed)
     length = sum(doc_lens)

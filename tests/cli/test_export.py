@@ -104,7 +104,7 @@ def test_the_card_of_a_base_per_head_says_who_can_load_it(run_dir, tmp_path, in_
     assert "trust_remote_code=True" in done.stdout
     card = (tmp_path / "out" / "README.md").read_text()
     assert 'dtype="auto", trust_remote_code=True)' in card
-    assert "vLLM, SGLang and llama.cpp cannot express this model and refuse it" in card
+    assert "vLLM, SGLang and llama.cpp refuse this model" in card
     assert "vllm serve" not in card
 
 

@@ -176,7 +176,7 @@ def test_the_manifest_names_what_the_scores_depend_on(scoring, tokenizer):
 
 def test_what_is_planned_is_said_before_work_starts(scoring, tokenizer, monkeypatch):
     said = []
-    monkeypatch.setattr(run, "say", said.append)
+    monkeypatch.setattr(run.logger, "info", said.append)
 
     with pytest.raises(KeyboardInterrupt):
         score(scoring, Killed(tokenizer, 0))

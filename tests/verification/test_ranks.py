@@ -18,9 +18,8 @@ import unspool.training.step
 from training.parallel.ranks import run_ranks
 from unspool.cli.main import build_app
 from unspool.data.packing.row import IGNORE
-from unspool.training.batch import Batch
+from unspool.training.batch import Batch, split_batch
 from unspool.training.parallel.mesh import sum_over_ranks
-from unspool.training.batch import split_batch
 from unspool.verification.rank_layouts import RankProcesses, compute_layouts, possible_layouts, rank_check
 from unspool.verification.run import run_check
 

@@ -8,13 +8,16 @@ import typer
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders: what recipes name as `out`.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders (`out` in recipes).")],
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="The page to write. By default report.html in the run folder, or here for several."),
+        typer.Option(
+            "--out",
+            help="Page to write. Default: report.html in the run folder, or here for several runs.",
+        ),
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option("--markdown", help="Also write the tables and samples as Markdown to this file.")
+        Path | None, typer.Option("--markdown", help="Also write tables and samples as Markdown to this file.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print every number as JSON; write a page only with --out.")
@@ -22,10 +25,10 @@ def report(
 ) -> None:
     """Write one self-contained HTML page from the results of a run.
 
-    Scores by length, depth and category with intervals, paired
-    comparisons, loss by position, training curves, positions, what became
-    of the data, samples, recipe and hashes. Several runs stand side by
-    side. The page needs no network, and what is missing is said.
+    Shows scores by length, depth and category with intervals, paired
+    comparisons, loss by position, training curves, RoPE, data counts,
+    samples, recipe and hashes. Several runs are shown side by side.
+    The page needs no network and lists what is missing.
 
         unspool report runs/tiny
 

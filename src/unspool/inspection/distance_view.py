@@ -4,7 +4,7 @@ Counts are exact for the rows that were counted, over the same bins for all data
 are. Results are a table for the terminal, JSON values, or one HTML file with curves.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from unspool.core.charts import Frame, Point, Series, line_chart, swatch
 from unspool.core.formatting import format_share, one_line
 from unspool.core.html import load_templates, write_text
 from unspool.core.sizes import format_count, format_size
-from unspool.core.tables import Entry, Table, entries, terminal_table
+from unspool.core.tables import Table, entries, terminal_table
 from unspool.data.distances import Stretches, count_pairs, join_rows, stretches_of
 from unspool.inspection.packed_rows import Rows
 
@@ -169,25 +169,16 @@ def distance_tables(sets: Sequence[Distances], beyond: Sequence[int]) -> list[Ta
     everything = ("all", [each.total for each in sets])
     columns = [one_line(each.text.name) for each in sets]
 
-    def share_row(name: str, counts: list[int]) -> list[Entry]:
-        return entries(name, *(format_share(each.share(n)) for each, n in zip(sets, counts, strict=True)))
-
-    def per_row_row(name: str, counts: list[int]) -> list[Entry]:
-        return entries(name, *(format_count(each.per_row(n)) for each, n in zip(sets, counts, strict=True)))
+    def table(title: str, last: list[tuple[str, list[int]]], show: Callable[[Distances, int], str]) -> Table:
+        rows = [
+            entries(name, *(show(each, count) for each, count in zip(sets, counts, strict=True)))
+            for name, counts in (*bins, *last)
+        ]
+        return Table(caption=title, columns=[title, *columns], rows=rows, num_totals=len(last))
 
     return [
-        Table(
-            caption="share of pairs",
-            columns=["share of pairs", *columns],
-            rows=[share_row(*one) for one in (*bins, *totals)],
-            num_totals=len(totals),
-        ),
-        Table(
-            caption="pairs per row",
-            columns=["pairs per row", *columns],
-            rows=[per_row_row(*one) for one in (*bins, *totals, everything)],
-            num_totals=len(totals) + 1,
-        ),
+        table("share of pairs", totals, lambda each, count: format_share(each.share(count))),
+        table("pairs per row", [*totals, everything], lambda each, count: format_count(each.per_row(count))),
     ]
 
 

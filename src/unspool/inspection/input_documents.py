@@ -147,20 +147,19 @@ class Records:
         return indices or list(range(min(count, len(self._read))))
 
     def item(self, index: int, show: Show) -> Item:
-        record = self._read[index]
-        name = f"record {index}"
-        if isinstance(record, Bad):
-            why = Span(f"{record.reason}: {record.detail}", "bad")
-            return Item(index=index, name=name, among="", facts=[record.record, "cannot be read"], parts=[_part(why)])
-        if isinstance(record, Document) and record.messages:
-            return self._conversation(index, name, record, show)
-        if isinstance(record, Filtered) or not (record.text.strip() or record.tokens is not None):
-            reason = record.reason if isinstance(record, Filtered) else "empty"
-            facts = [record.id, "left out"]
-            return Item(index=index, name=name, among="", facts=facts, parts=[_part(Span(reason, "bad"))])
-        return self._document(index, name, record, show)
+        facts, parts = self._contents(index, self._read[index], show)
+        return Item(index=index, name=f"record {index}", among="", facts=facts, parts=parts)
 
-    def _conversation(self, index: int, name: str, record: Document, show: Show) -> Item:
+    def _contents(self, index: int, record: Record, show: Show) -> tuple[list[str], list[Part]]:
+        if isinstance(record, Bad):
+            return [record.record, "cannot be read"], [_problem(f"{record.reason}: {record.detail}")]
+        if isinstance(record, Document) and record.messages:
+            return self._conversation(record, show)
+        if isinstance(record, Filtered) or not (record.text.strip() or record.tokens is not None):
+            return [record.id, "left out"], [_problem(record.reason if isinstance(record, Filtered) else "empty")]
+        return self._document(index, record, show)
+
+    def _conversation(self, record: Document, show: Show) -> tuple[list[str], list[Part]]:
         """Show a conversation turn by turn, without the chat template, which a corpus applies."""
         parts = [
             Part(
@@ -172,26 +171,23 @@ class Records:
             )
             for number, turn in enumerate(record.messages)
         ]
-        facts = [record.id, f"{len(parts)} turns", f"{sum(part.length for part in parts):,} characters"]
-        return Item(index=index, name=name, among="", facts=facts, parts=parts)
+        return [record.id, f"{len(parts)} turns", f"{sum(part.length for part in parts):,} characters"], parts
 
-    def _document(self, index: int, name: str, record: Document, show: Show) -> Item:
+    def _document(self, index: int, record: Document, show: Show) -> tuple[list[str], list[Part]]:
         left_out = Counter(reason for _, reason in record.left_out)
         facts = [record.id, f"{len(record.text):,} characters" if record.text else ""]
-        facts += (
-            [f"left out: {', '.join(f'{count} {reason}' for reason, count in left_out.items())}"] if left_out else []
-        )
+        if left_out:
+            facts.append(f"left out: {', '.join(f'{count} {reason}' for reason, count in left_out.items())}")
         tokens, decoder = record.tokens, self._tokenizer.decoder
         if tokens is None and self._tokenizer.encoder is not None:
             (tokens,) = self._tokenizer.encoder.encode([record.text])
         if tokens is None:
             spans = text_spans(record.text, show)
-            part = Part(title=record.id, length=len(record.text), unit="characters", spans=spans, group=index)
-            return Item(index=index, name=name, among="", facts=facts, parts=[part])
-        asked = np.ones(len(tokens), dtype=np.bool_)
-        spans = spans_of(tokens, control_roles(tokens, decoder), asked, decoder, show)
+            return facts, [Part(title=record.id, length=len(record.text), unit="characters", spans=spans, group=index)]
+        has_loss = np.ones(len(tokens), dtype=np.bool_)
+        spans = spans_of(tokens, control_roles(tokens, decoder), has_loss, decoder, show)
         part = Part(title=record.id, length=len(tokens), spans=spans, group=index)
-        return Item(index=index, name=name, among="", facts=[*facts, f"{len(tokens):,} tokens"], parts=[part])
+        return [*facts, f"{len(tokens):,} tokens"], [part]
 
     def _load(self, count: int) -> None:
         self._read = list(islice(read_items(self._source, self._files, self._seed), count))
@@ -200,8 +196,8 @@ class Records:
             raise ConfigError(f"{self._path}: no records found; a source of kind {self._source.kind} would be empty.")
 
 
-def _part(span: Span) -> Part:
-    return Part(title="", length=0, spans=[span], group=-1)
+def _problem(text: str) -> Part:
+    return Part(title="", length=0, spans=[Span(text, "bad")], group=-1)
 
 
 class Collection(Protocol):

@@ -11,7 +11,7 @@ from unspool.core.sizes import format_size
 from unspool.core.tables import Entry, Table, entries
 from unspool.reporting.measures import format_interval, format_n, format_positions, format_value, format_with_interval
 from unspool.reporting.run_results import Artifact, Cell, ModelScores, RunResults
-from unspool.reporting.suite_titles import RIGHT_OR_WRONG_SUITES, suite_title
+from unspool.reporting.suite_titles import measure_of, suite_title
 
 MAX_TICKS = 8
 
@@ -59,7 +59,7 @@ def recall_figure(lines: Sequence[Line], suite: str, original_context: int | Non
 
 def score_kind(suite: str) -> str:
     """What a score is the mean of."""
-    return "share of right answers" if suite in RIGHT_OR_WRONG_SUITES else "mean score"
+    return "share of right answers" if measure_of(suite) == "accuracy" else "mean score"
 
 
 def loss_figure(lines: Sequence[Line], original_context: int | None) -> Figure:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unspool.reporting.suite_titles import FIRST_SUITES
+from unspool.evals.suites import SUITES, perplexity
+from unspool.reporting.suite_titles import measure_of
 
 BASE = "base"
-LOSS = "perplexity"
+LOSS = perplexity.SUITE.name
 SHORT = "short"  # lm-eval tasks: short prompts, so without a length
 _SEPARATOR = ": "  # between a suite and its task
 
@@ -46,7 +47,7 @@ class Cell:
 
     @property
     def is_loss(self) -> bool:
-        return self.suite == LOSS
+        return measure_of(self.suite) == "loss"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +105,9 @@ class ModelScores:
 
 def recall_suites(models: Iterable[ModelScores]) -> list[str]:
     """All scored suites but loss, in the order of the page."""
-    found = {cell.suite for model in models for cell in model.cells} - {LOSS}
-    order = {suite: position for position, suite in enumerate(FIRST_SUITES)}
+    found = {cell.suite for model in models for cell in model.cells if not cell.is_loss}
+    right_or_wrong = [suite for suite in SUITES if measure_of(suite) == "accuracy"]
+    order = {suite: position for position, suite in enumerate(right_or_wrong)}
     return sorted(found, key=lambda suite: (order.get(suite, len(order)), suite))
 
 

@@ -221,7 +221,7 @@ def sections(results: RunResults, styles: dict[str, int], anchor: str) -> list[S
         ("paired", "Answer by answer", _paired(results, lines)),
         ("tradeoff", "Long against short", _trade_off(results, lines)),
         ("training", "Training", _training(results, styles)),
-        ("positions", "Positions", _positions(results, styles)),
+        ("positions", "RoPE", _positions(results, styles)),
         ("data", "Data", _data(results)),
         ("samples", "Samples", _samples(results, styles)),
         ("numbers", "All numbers", _numbers(results, lines)),

@@ -1,21 +1,8 @@
-"""What the report calls suites and groups of their tasks, keyed by the recipe's names.
+"""Titles of suites, HELMET's categories and groups of RULER's tasks in reports."""
 
-These tables go when the suite objects answer for themselves.
-"""
+from unspool.evals.suites import SUITES
 
-SUITE_TITLES = {
-    "niah": "Needle recall",
-    "key_value": "Key-value recall",
-    "perplexity": "Loss",
-    "ruler": "RULER",
-    "helmet": "HELMET",
-    "lveval": "LV-Eval",
-    "infbench": "∞Bench",
-    "nocha": "Claims about books",
-    "short": "Short tasks",
-}
-RIGHT_OR_WRONG_SUITES = ("niah", "key_value")
-FIRST_SUITES = ("niah", "key_value")
+SHORT_TITLE = "Short tasks"
 # Titles of HELMET's categories, in the order of its tables.
 HELMET_CATEGORY_TITLES = {
     "recall": "Recall",
@@ -31,6 +18,12 @@ RULER_TASK_GROUPS = {"niah": "Needles", "vt": "Tracing", "cwe": "Counting", "fwe
 
 
 def suite_title(suite: str) -> str:
-    """The title of a suite or of `suite: task`."""
+    """The title of a suite or of `suite: task`; the name itself where a suite is not registered."""
     name, colon, task = suite.partition(":")
-    return SUITE_TITLES.get(name, name) + colon + task
+    title = SUITES[name].title if name in SUITES else SHORT_TITLE if name == "short" else name
+    return title + colon + task
+
+
+def measure_of(suite: str) -> str:
+    """What a suite gives: accuracy, score or loss; score for tasks and suites that are not registered."""
+    return SUITES[suite].measure if suite in SUITES else "score"

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from unspool.core.errors import ConfigError, UnspoolError
+from unspool.core.logging import LOGGER, set_up_logging
 from unspool.evals.backends.base import ROW_TOKENS, Backend, BackendOptions, RopeOverride
 from unspool.evals.prompts import Prompt
 from unspool.models.fuse import fuse_for_reading, pays_to_fuse
@@ -176,7 +177,7 @@ class ProcessesBackend(Backend):
             self.width,
             mp_context=context,
             initializer=_start_worker,
-            initargs=(model, self.planned_tokens, threads, os.getpid(), counter),
+            initargs=(model, self.planned_tokens, threads, LOGGER.level, os.getpid(), counter),
         )
 
 
@@ -184,8 +185,12 @@ _backend: ModelBackend | None = None
 """Of a worker process."""
 
 
-def _start_worker(model: dict[str, Any], planned_tokens: int, threads: int, parent: int, counter: Any) -> None:
+def _start_worker(
+    model: dict[str, Any], planned_tokens: int, threads: int, log_level: int, parent: int, counter: Any
+) -> None:
     global _backend
+    if log_level:  # 0: the command did not set up logging
+        set_up_logging(log_level)
     # Ctrl-C reaches all processes; the parent ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()

@@ -74,9 +74,6 @@ class HeadStats:
     def same_of(self, head: Head) -> float | None:
         return value_at(self.same, head)
 
-    def first_of(self, head: Head) -> float | None:
-        return value_at(self.first, head)
-
     @property
     def share(self) -> list[list[float] | None]:
         """Share of long-range attention that stays in the query's document, 0 for heads below `LEAST_FAR`.
