@@ -260,7 +260,7 @@ def test_what_cannot_be_is_refused(inputs, tmp_path):
         run(inputs, tmp_path / "one", changed(during_batch_tokens=40))
     with pytest.raises(ValueError, match=r"set before or after \(steps\) or during \(a weight\)"):
         changed(before=0, during=0, after=0)
-    with pytest.raises(ValueError, match="give lr, the highest rate of its own steps"):
+    with pytest.raises(ValueError, match="set lr, the peak learning rate of its own steps"):
         changed(lr=None)
     assert changed(before=0, after=0, lr=None).distillation.lr is None
 
