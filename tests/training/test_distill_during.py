@@ -262,7 +262,7 @@ def test_what_cannot_be_is_refused(inputs, tmp_path):
         changed(before=0, during=0, after=0)
     with pytest.raises(ValueError, match="set lr, the peak learning rate of its own steps"):
         changed(lr=None)
-    assert changed(before=0, after=0, lr=None).distillation.lr is None
+    assert changed(before=0, after=0, lr=None).attention_distillation.lr is None
 
 
 def test_the_untrained_part_of_a_model_gets_nothing(inputs, tmp_path):
