@@ -144,7 +144,7 @@ def test_the_bar_says_how_far_it_is(inputs, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "stage one: distillation before training, 3 steps, 96 tokens\n" in said
     assert "stage one attention distillation: 3/3  attention KL 0." in said
-    assert "stage one attention_distillation: 2/2  attention KL 0." in said
+    assert "stage one attention distillation: 2/2  attention KL 0." in said
 
 
 def test_passes_of_fewer_tokens_change_nothing_but_rounding(inputs, distilled, tmp_path, monkeypatch):

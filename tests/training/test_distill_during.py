@@ -255,14 +255,14 @@ def test_what_cannot_be_is_refused(inputs, tmp_path):
     with pytest.raises(ConfigError, match=r"lr_overrides sets them to 0; give them a rate"):
         run(inputs, tmp_path / "one", frozen)
     with pytest.raises(
-        ConfigError, match=r"distillation\.during_batch_tokens 40 is not a multiple of its rows' length of 16"
+        ConfigError, match=r"distillation\.during_batch_tokens 40 is not a multiple of the row length 16"
     ):
         run(inputs, tmp_path / "one", changed(during_batch_tokens=40))
-    with pytest.raises(ValueError, match="give before or after, numbers of steps, or during, a weight"):
+    with pytest.raises(ValueError, match=r"set before or after \(steps\) or during \(a weight\)"):
         changed(before=0, during=0, after=0)
-    with pytest.raises(ValueError, match="give lr, the highest rate of its own steps"):
+    with pytest.raises(ValueError, match="set lr, the peak learning rate of its own steps"):
         changed(lr=None)
-    assert changed(before=0, after=0, lr=None).distillation.lr is None
+    assert changed(before=0, after=0, lr=None).attention_distillation.lr is None
 
 
 def test_the_untrained_part_of_a_model_gets_nothing(inputs, tmp_path):

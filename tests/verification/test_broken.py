@@ -150,7 +150,7 @@ def test_rows_that_go_on_one_place_off(by, monkeypatch, case, results):
 def test_a_ledger_that_is_not_cut_back_to_its_checkpoint(monkeypatch, case, results):
     true = unspool.verification.interruptions.resume
     monkeypatch.setattr(
-        unspool.verification.interruptions, "resume", lambda *args, growing, **rest: true(*args, growing=(), **rest)
+        unspool.verification.interruptions, "resume", lambda *args, logs, **rest: true(*args, logs=(), **rest)
     )
     assert quantities(results("resume", case("llama"))) == ["ledger"]
 

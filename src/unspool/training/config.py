@@ -1,5 +1,6 @@
 """One entry of a recipe's `stages`. Needs no torch."""
 
+from dataclasses import fields
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -236,15 +237,7 @@ class StageConfig(Config):
 
     @property
     def memory(self) -> MemoryPolicy:
-        return MemoryPolicy(
-            activation_checkpointing=self.activation_checkpointing,
-            layers_per_checkpoint=self.layers_per_checkpoint,
-            offload=self.offload,
-            keep_products=self.keep_products,
-            keep_on_host=self.keep_on_host,
-            mlp_tiles=self.mlp_tiles,
-            attention_heads_at_once=self.attention_heads_at_once,
-        )
+        return MemoryPolicy(**{field.name: getattr(self, field.name) for field in fields(MemoryPolicy)})
 
     @property
     def tokens_per_pass(self) -> int:

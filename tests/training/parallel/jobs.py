@@ -102,12 +102,12 @@ def _gradient_mean(model: Any) -> None:
 
 def _unsummed(case: Case) -> Any:
     """The gradient of a shared KV head taken from one of the ranks that share it."""
-    summed = ulysses._summed
-    ulysses._summed = lambda by_rank: by_rank[:, 0]
+    summed = ulysses._sum_shared
+    ulysses._sum_shared = lambda by_rank: by_rank[:, 0]
     try:
         return this_rank(case)
     finally:
-        ulysses._summed = summed
+        ulysses._sum_shared = summed
 
 
 BROKEN: dict[str, tuple[str, Callable[[Case], Any]]] = {

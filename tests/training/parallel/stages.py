@@ -119,21 +119,21 @@ def full_disk(folder: Path) -> dict[str, Any]:
     group = dist.new_group(backend="gloo")
     tensors = {"weight": torch.arange(4.0)}
     write_checkpoint(folder, tensors, {"step": 1}, {}, group)
-    true_sums = checkpoint_module._sums
+    true_sums = checkpoint_module._checksums
 
     def full(partial: Path, files: Any) -> Any:
         if dist.get_rank() == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
         return true_sums(partial, files)
 
-    checkpoint_module._sums = full
+    checkpoint_module._checksums = full
     try:
         write_checkpoint(folder, tensors, {"step": 2}, {}, group)
         mine = "written"
     except OSError as error:
         mine = str(error.strerror)
     finally:
-        checkpoint_module._sums = true_sums
+        checkpoint_module._checksums = true_sums
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, mine)
     return {"said": said, "left": sorted(path.name for path in folder.iterdir())}

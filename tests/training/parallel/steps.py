@@ -163,12 +163,12 @@ def _first_part(batch: Batch, rank: int, degree: int, *, ring: int) -> Batch:
 BROKEN_STEPS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], str]] = {
     "every rank divides by its own count": (
         "fsdp 2",
-        lambda: _patched(step_module, "_total", lambda values, mesh: values),
+        lambda: _patched(step_module, "_sum_over_ranks", lambda values, mesh: values),
         "gradient",
     ),
     "the norm is that of one rank's parts": (
         "fsdp 4",
-        lambda: _patched(optimizer_module.Updater, "_of_all_parts", lambda self, norm: norm),
+        lambda: _patched(optimizer_module.Updater, "_norm_over_shards", lambda self, norm: norm),
         "norm",
     ),
     "all ranks train on the same rows": (

@@ -9,7 +9,7 @@ from unspool.core.errors import ConfigError
 from unspool.models.attention.reference import repeat_kv_heads
 from unspool.training.batch import sequence_part
 from unspool.training.parallel import ring
-from unspool.training.parallel.ring import _merge, _visible, block, block_backward, ring_attention
+from unspool.training.parallel.ring import _merge, _visible_block, block, block_backward, ring_attention
 
 SCALE = 0.3
 
@@ -38,7 +38,7 @@ def around_the_ring(tensors, ranks):
     for rank, part in enumerate(parts):
         own_out, own_sum = out[:, :, part], log_sum[:, :, part]
         for source in range(ranks):
-            rows, seen, causal = _visible(len(part), rank, source)
+            rows, seen, causal = _visible_block(len(part), rank, source)
             blocks.append((part[rows], parts[source][seen], causal))
             some = (query[:, :, blocks[-1][0]], key[:, :, blocks[-1][1]], value[:, :, blocks[-1][1]])
             _merge(own_out[:, :, rows], own_sum[:, :, rows], *block(*some, SCALE, causal=causal))
@@ -81,9 +81,9 @@ def test_the_kernel_on_a_gpu_agrees_with_plain_products(monkeypatch):
     ("doc_lens", "options", "sentence"),
     [
         ((3, 4), {}, "rows of one document, and this batch holds 2"),
-        ((7,), {"window": 3}, "does not compute sliding windows"),
-        ((7,), {"softcap": 3.0}, "does not compute capped scores"),
-        ((7,), {"sinks": torch.zeros(4)}, "does not compute sinks"),
+        ((7,), {"window": 3}, "does not support sliding windows"),
+        ((7,), {"softcap": 3.0}, "does not support capped scores"),
+        ((7,), {"sinks": torch.zeros(4)}, "does not support sinks"),
     ],
 )
 def test_what_a_ring_would_compute_wrongly_is_refused(doc_lens, options, sentence):

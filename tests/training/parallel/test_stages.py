@@ -13,8 +13,8 @@ from unspool.training.checkpoint import resume as resume_module
 from unspool.training.checkpoint.resume import OPTIMIZER
 from unspool.training.loader import LEDGER
 from unspool.training.metrics.logger import METRICS
-from unspool.training.metrics.validation import SAMPLES_FILE as WRITTEN
-from unspool.training.metrics.validation import VALIDATION_FILE as VALIDATION
+from unspool.training.metrics.validation import SAMPLES as WRITTEN
+from unspool.training.metrics.validation import VALIDATION
 from unspool.training.parallel.apply import check_fit
 from unspool.training.parallel.mesh import single_rank
 from unspool.training.stage import run_stage
@@ -169,22 +169,22 @@ def test_a_layout_that_does_not_fit_is_refused_with_what_would(stage_materials, 
     [
         ({}, 8, "a step of 4 micro-batches .* does not divide among replicate × shard = 8"),
         ({"parallel": {"ulysses": 8}}, 8, "ulysses=8 does not fit 4 query and 2 KV heads"),
-        ({"parallel": {"ring": 2}}, 2, "documents see only themselves"),
+        ({"parallel": {"ring": 2}}, 2, "does not support document masks"),
         # Full, but two short rows make a context.
-        ({"parallel": {"ring": 2}, "attention": "full"}, 2, "documents see only themselves"),
-        ({"parallel": {"ulysses": 2}} | SAMPLES, 2, "samples cannot be written while ranks share a row"),
-        ({"parallel": {"offload": True}} | SAMPLES, 2, "samples cannot be written while weights wait in host memory"),
+        ({"parallel": {"ring": 2}, "attention": "full"}, 2, "does not support document masks"),
+        ({"parallel": {"ulysses": 2}} | SAMPLES, 2, "samples cannot be generated while ranks share a row"),
+        ({"parallel": {"offload": True}} | SAMPLES, 2, "samples cannot be combined with parallel.offload"),
     ],
 )
 def test_a_stage_that_does_not_fit_its_ranks_is_refused(stage_materials, changes, world_size, words):
-    rows = {name: open_rows(folder) for name, folder in stage_materials.rows.items()}
+    rows = {name: open_rows(folder) for name, folder in stage_materials.datasets.items()}
 
     with pytest.raises(ConfigError, match=words):
         check_fit(build_stage(**SETTINGS | changes), stage_materials.model, rows, world_size=world_size)
 
 
 def test_a_ring_takes_rows_that_are_one_document_each(stage_materials):
-    rows = {"long": open_rows(stage_materials.rows["long"])}
+    rows = {"long": open_rows(stage_materials.datasets["long"])}
     stage = build_stage(**SETTINGS | {"mix": {"long": 1.0}, "attention": "full", "parallel": {"ring": 2}})
 
     assert check_fit(stage, stage_materials.model, rows, world_size=2).ring == 2
