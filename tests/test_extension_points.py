@@ -15,23 +15,23 @@ from typer.testing import CliRunner
 
 from factory import save_folder
 from unspool.cli.main import build_app
-from unspool.data.packing.config import DatasetConfig, register_strategy
+from unspool.data.packing.config import STRATEGIES, DatasetConfig, register_strategy
 from unspool.data.packing.row import Row
 from unspool.data.packing.store import open_rows
 from unspool.data.sources.base import Document, Estimate, Item, Source
-from unspool.data.sources.registry import register_source
+from unspool.data.sources.registry import SOURCES, register_source
 from unspool.data.strategies.base import Finish, PackingInputs, StrategyConfig
-from unspool.evals.backends.base import Backend, BackendOptions, register_backend
+from unspool.evals.backends.base import BACKENDS, Backend, BackendOptions, register_backend
 from unspool.evals.config import TaskEval
 from unspool.evals.prompts import Prompt
 from unspool.evals.suite import Ask, Question, Task
-from unspool.evals.suites import register_suite
+from unspool.evals.suites import SUITES, register_suite
 from unspool.evals.task_suite import TaskSuite
 from unspool.models.tokenizer import load_tokenizer
-from unspool.rope.methods import register_rope_method
+from unspool.rope.methods import ROPE_METHODS, register_rope_method
 from unspool.rope.tables import RopeMethod, RopeSettings, RopeShape, one_base
 from unspool.training.optim.base import OptimizerConfig, ParamState, Rates
-from unspool.training.optim.config import register_optimizer
+from unspool.training.optim.config import OPTIMIZERS, register_optimizer
 
 
 class DoubledBase(RopeMethod):
@@ -159,12 +159,28 @@ class Parrot(Backend):
         ]
 
 
-register_rope_method(DoubledBase)
-register_strategy(Backwards)
-register_source(Counting)
-register_optimizer(SignSgdConfig)
-register_suite(ECHO)
-register_backend("parrot", Parrot)
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Iterator[None]:
+    """The only thing that an extension does, and its end: other tests in this process know the built-in ones only."""
+    register_rope_method(DoubledBase)
+    register_strategy(Backwards)
+    register_source(Counting)
+    register_optimizer(SignSgdConfig)
+    register_suite(ECHO)
+    register_backend("parrot", Parrot)
+    yield
+    for registry, name in (
+        (ROPE_METHODS, "doubled-base"),
+        (STRATEGIES, "backwards"),
+        (SOURCES, "counting"),
+        (OPTIMIZERS, "sign-sgd"),
+        (SUITES, "echo"),
+        (BACKENDS, "parrot"),
+    ):
+        del registry[name]
+    del DatasetConfig.__pydantic_fields__["backwards"]
+    DatasetConfig.model_rebuild(force=True)
+
 
 RECIPE = """
 name: toys
