@@ -113,12 +113,12 @@ def test_the_counts_say_how_much_is_trained_on(run):
 
 def test_a_second_time_nothing_is_done(run):
     result = invoke("pack", str(run / "talks.yaml"), "--set", f"out={run / 'out'}")
-    assert "corpus talks: up to date" in result.stderr and "rows chat: up to date" in result.stderr
+    assert "corpus talks: up to date" in result.stderr and "dataset chat: up to date" in result.stderr
 
 
 def test_looking_shows_what_is_trained_on(run):
     shown = invoke("inspect", str(run / "out" / "datasets" / "chat"), "--index", "0").stdout
-    assert "⟦…⟧ is trained on" in shown
+    assert "⟦…⟧ has loss" in shown
     told = invoke("inspect", str(run / "out" / "corpus" / "talks"), "--index", "0", "--json").stdout
     (part,) = json.loads(told)["items"][0]["parts"]
     trained = "".join(span["text"] for span in part["spans"] if span["loss"])

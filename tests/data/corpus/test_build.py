@@ -1,5 +1,4 @@
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -91,7 +90,7 @@ def test_two_worker_processes_make_the_same_bytes_as_one_and_print_nothing(tmp_p
     build(tmp_path, "one")
     done = subprocess.run(script(TWO_WORKERS, tmp_path), capture_output=True, text=True, check=True)
     assert done.stdout == ""
-    assert re.fullmatch(r"corpus two: tokenizing with \w+ \(not built yet\)\n", done.stderr)
+    assert done.stderr == "", "a library is silent unless its user sets up logging"
     for file in (tmp_path / "out/one").glob("*.arrow"):
         assert file.read_bytes() == (tmp_path / "out/two" / file.name).read_bytes()
 
