@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from unspool.core.rng import rng_for
 from unspool.data.facts import word_list
 from unspool.evals.suite import Ask, Mode, Question, Task
-from unspool.evals.suites import generated
+from unspool.evals.suites import generated_world as generated
 from unspool.evals.suites.helmet import alce, books, json_kv, rerank
 from unspool.evals.suites.helmet.suite import CATEGORIES
 from unspool.evals.task_suite import TaskSuite

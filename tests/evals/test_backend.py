@@ -14,7 +14,7 @@ from unspool.evals import suites
 from unspool.evals.backends import transformers
 from unspool.evals.backends.base import ROW_TOKENS
 from unspool.evals.backends.transformers import ModelBackend
-from unspool.evals.plan import EvalPlan
+from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.run import Scoring, score_model
 from unspool.evals.suites import niah
 from unspool.evals.suites.key_value import KeyValueEval

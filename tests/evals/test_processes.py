@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from unspool.cli.main import build_app
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.evals.backends.transformers import ModelBackend, ProcessesBackend
-from unspool.evals.plan import EvalPlan
+from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.run import Scoring, score
 from unspool.evals.suites.key_value import KeyValueEval
 from unspool.evals.suites.niah import NiahEval

@@ -12,7 +12,7 @@ import yaml
 from unspool.core.errors import ConfigError
 from unspool.evals import suites
 from unspool.evals.backends.base import RopeOverride
-from unspool.evals.plan import EvalPlan
+from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.suites import short
 from unspool.evals.suites.ruler import RulerEval
 from unspool.evals.suites.short import cells, process_results, run_short, write_tasks

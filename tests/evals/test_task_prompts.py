@@ -10,8 +10,8 @@ from unspool.core.errors import ConfigError, DataError
 from unspool.evals import suites
 from unspool.evals.backends.base import ROW_TOKENS
 from unspool.evals.backends.mock import Oracle
+from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.heldout import PlanInputs
-from unspool.evals.plan import EvalPlan
 from unspool.evals.prompts import group_prompts, prompt_hash
 from unspool.evals.run import score
 from unspool.evals.suite import Ask, QuestionId, Unit

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unspool.core.tables import Table
+from unspool.core.table import Table
 from unspool.reporting.data_section import audit
 from unspool.reporting.gather import gather
 from unspool.reporting.rope_section import position_tables, ropes

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from unspool.core.tables import escape_markdown
+from unspool.core.table import escape_markdown
 from unspool.reporting.gather import gather
 from unspool.reporting.measures import format_interval, format_value
 from unspool.reporting.page import render

@@ -284,7 +284,7 @@ def _check_out(out_dir: Path) -> None:
 
 def _compare(first: Backend, second: Backend, evals: list[EvalConfig], seed: int, as_json: bool) -> None:
     from unspool.evals.backends.openai import printable_line
-    from unspool.evals.plan import EvalPlan
+    from unspool.evals.eval_plan import EvalPlan
     from unspool.evals.run import compare_backends
 
     found = compare_backends(EvalPlan(evals, first.tokenizer, seed=seed, root=Path.cwd()), first, second)
@@ -300,7 +300,7 @@ def _compare(first: Backend, second: Backend, evals: list[EvalConfig], seed: int
 
 
 def _write_tasks(model: str, evals: list[EvalConfig], seed: int, out_dir: Path) -> None:
-    from unspool.evals.plan import EvalPlan
+    from unspool.evals.eval_plan import EvalPlan
     from unspool.evals.suites.short import write_tasks
     from unspool.models.tokenizer import load_tokenizer
 

@@ -1,1 +1,1 @@
-"""Raw text to tokenised documents (corpus) to fixed-length rows, and the order rows are trained in."""
+"""Raw text to tokenized documents (corpus) to fixed-length rows, and the order rows are trained in."""

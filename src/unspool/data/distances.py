@@ -1,15 +1,12 @@
-"""How far apart the tokens of one document stand in rows: counted exactly, without looking at single tokens.
+"""Distances between the tokens of one document in packed rows, counted exactly and without visiting single tokens.
 
-In: rows, and which of their tokens are text. Out: how many pairs of text tokens of one document lie at distances
-from each edge to below the next.
-Promise: exact. A pair counts if it is in one row, of one document, and one token can attend to the other: under
-`attention: documents` pieces do not see each other. A distance is a difference of positions, so skipped positions
-count, and marks between two texts do too.
-Price: time grows with the square of a document's stretches in one row, not with its tokens.
+A pair counts if both tokens are text of one document in one row and one can attend to the other. A distance is a
+difference of positions, so skipped positions and special tokens between two texts count. The time grows with the square
+of a document's stretches in one row, not with its tokens.
 
-Two stretches of m and n consecutive positions, the second g positions after the first one's end, have a pair at
-distance g + 1 + u + v for every 0 ≤ u < m and 0 ≤ v < n: over distances a trapezoid. Up to a distance it holds a
-triangle of pairs (u, v) less those with u ≥ m or v ≥ n: four triangular numbers.
+Two stretches of m and n consecutive positions, the second g positions after the end of the first, have a pair at
+distance g + 1 + u + v for every 0 ≤ u < m and 0 ≤ v < n: a trapezoid over distances. Up to a distance it holds a
+triangle of pairs (u, v) minus those with u ≥ m or v ≥ n: four triangular numbers.
 """
 
 from collections.abc import Sequence

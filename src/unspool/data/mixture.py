@@ -1,12 +1,9 @@
-"""Which row is trained when: a pure function of the seed and the slot.
+"""The order of training rows as a pure function of seed and slot, and equal work for all ranks.
 
-In: the shares of a stage's rows sets, their sizes and lengths. Out: for slot k, the rows that fill it.
-A slot is `context` tokens, filled by the rows of one set; step s of n slots takes slots s·n to (s+1)·n − 1,
-whichever rank computes them.
-Promise: any slot is found without walking through the earlier ones; after any number of slots each
-set has had its share of them to within one slot; a set is used up before a row of it returns.
-Price: shares that do not repeat within PERIOD slots are rounded to 1 / PERIOD, and none below that can be had.
-Elsewhere: reading the rows (store.py).
+A slot is `context_length` tokens, filled by rows of one dataset; step s of n slots takes slots s·n to (s+1)·n − 1,
+whichever rank computes them. Any slot is found without walking through earlier ones. After any number of slots each
+dataset has had its share to within one slot, and all its rows are used before one repeats. Shares that do not repeat
+within PERIOD slots are rounded to 1 / PERIOD.
 
 Rows may be shorter than the context, which makes length curricula: at a context of 512K, `{repos-512k: 0.5,
 repos-64k: 0.5}` trains on 512K tokens of one repository in half of the slots and on eight documents of 64K in the

@@ -21,8 +21,8 @@ from unspool.core.sizes import format_count
 from unspool.data.facts import word_list
 from unspool.evals.backends.base import Backend
 from unspool.evals.config import EvalConfig
+from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.heldout import heldout_digest
-from unspool.evals.plan import EvalPlan
 from unspool.evals.prompts import PromptCache
 from unspool.evals.suite import PromptLine, Sample, Unit
 from unspool.evals.suites import suite_of

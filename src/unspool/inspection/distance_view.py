@@ -21,7 +21,7 @@ from unspool.core.charts import Frame, Point, Series, line_chart, swatch
 from unspool.core.formatting import format_share, one_line
 from unspool.core.html import load_templates, write_text
 from unspool.core.sizes import format_count, format_size
-from unspool.core.tables import Table, entries, terminal_table
+from unspool.core.table import Table, entries, terminal_table
 from unspool.data.distances import Stretches, count_pairs, join_rows, stretches_of
 from unspool.inspection.packed_rows import Rows
 

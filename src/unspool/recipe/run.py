@@ -15,7 +15,7 @@ import transformers
 from unspool import __version__
 from unspool.core.errors import ConfigError
 from unspool.core.logging import silence
-from unspool.evals.plan import EvalPlan
+from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.run import Scoring, score_model
 from unspool.models.config import NewModel, original_context
 from unspool.models.load import model_digest

@@ -10,7 +10,7 @@ import numpy as np
 from unspool.core.formatting import MISSING, join_words
 from unspool.core.sizes import format_count, format_size
 from unspool.core.stats import agresti_min_interval, bootstrap, t_quantile
-from unspool.core.tables import Entry, Table
+from unspool.core.table import Entry, Table
 from unspool.reporting.figures import Line
 from unspool.reporting.measures import (
     Measure,

@@ -11,7 +11,7 @@ from typing import Any
 from unspool.core.charts import Figure, Pair, pair_bars
 from unspool.core.formatting import MISSING, excerpt, format_manifest_count, format_percent
 from unspool.core.sizes import format_count, format_size
-from unspool.core.tables import Table, entries
+from unspool.core.table import Table, entries
 from unspool.reporting.run_results import Artifact, Problem, RunResults, Stage
 
 # Counts with a column of their own; other counts follow them, except details that other parts of the page show.

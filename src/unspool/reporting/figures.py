@@ -8,7 +8,7 @@ from typing import Any
 from unspool.core.charts import Figure, Frame, HeatCell, Heatmap, Point, Series, heatmap, line_chart
 from unspool.core.formatting import MISSING, clip, format_bytes, format_duration, format_percent, join_words
 from unspool.core.sizes import format_size
-from unspool.core.tables import Entry, Table, entries
+from unspool.core.table import Entry, Table, entries
 from unspool.reporting.measures import format_interval, format_n, format_positions, format_value, format_with_interval
 from unspool.reporting.run_results import Artifact, Cell, ModelScores, RunResults
 from unspool.reporting.suite_titles import measure_of, suite_title

@@ -11,7 +11,7 @@ import yaml
 
 from unspool.core.formatting import MISSING, join_words
 from unspool.core.sizes import format_count, format_size
-from unspool.core.tables import markdown_lines
+from unspool.core.table import markdown_lines
 from unspool.data.packing.describe import packing_mode, strategy_titles
 from unspool.reporting.measures import format_positions, format_with_interval
 from unspool.reporting.run_results import BASE, Cell, ModelScores, RunResults, Stage

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from unspool.core.charts import Axis, Dot, Figure, Span, scatter
 from unspool.core.formatting import MISSING, format_percent, join_words
 from unspool.core.sizes import format_size
-from unspool.core.tables import Entry, Table
+from unspool.core.table import Entry, Table
 from unspool.evals.suites.helmet.suite import CATEGORIES
 from unspool.reporting.figures import Line, number_entry
 from unspool.reporting.measures import Measure, average, format_with_interval, lowercase_start

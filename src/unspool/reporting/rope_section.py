@@ -16,7 +16,7 @@ from unspool.core.charts import Figure, Frame, Point, Series, line_chart, nice_t
 from unspool.core.errors import ConfigError
 from unspool.core.formatting import MISSING, format_percent, join_words
 from unspool.core.sizes import format_count, format_size
-from unspool.core.tables import Entry, Table, entries
+from unspool.core.table import Entry, Table, entries
 from unspool.reporting.figures import context_mark
 from unspool.reporting.run_results import BASE, RunResults
 from unspool.rope.bound import curve

@@ -10,7 +10,7 @@ from typing import ClassVar
 from unspool.core.charts import Figure
 from unspool.core.formatting import excerpt, format_percent, printable
 from unspool.core.sizes import format_size
-from unspool.core.tables import Table
+from unspool.core.table import Table
 from unspool.reporting.comparisons import compare, comparison_table
 from unspool.reporting.data_section import audit
 from unspool.reporting.figures import (

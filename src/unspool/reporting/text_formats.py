@@ -14,7 +14,7 @@ from typing import Any, cast
 from unspool import __version__
 from unspool.core.formatting import printable
 from unspool.core.html import write_text
-from unspool.core.tables import Entry, Table, escape_markdown, markdown_table
+from unspool.core.table import Entry, Table, escape_markdown, markdown_table
 from unspool.reporting.comparisons import Comparison, compare, headline, missing_parts
 from unspool.reporting.data_section import length_bins, realized_mix
 from unspool.reporting.figures import Line

@@ -11,7 +11,7 @@ from statistics import fmean, median
 from unspool.core.charts import Figure, Frame, Point, Series, line_chart, nice_ticks
 from unspool.core.formatting import MISSING, excerpt, format_duration, format_exponent, format_percent, join_words
 from unspool.core.sizes import format_count, format_size
-from unspool.core.tables import Entry, Table, entries
+from unspool.core.table import Entry, Table, entries
 from unspool.reporting.measures import format_positions
 from unspool.reporting.run_results import RunResults, Stage, Step
 

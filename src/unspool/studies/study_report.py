@@ -10,7 +10,7 @@ from unspool import __version__
 from unspool.core.artifacts import write_atomic
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.core.stats import ALPHA
-from unspool.core.tables import markdown_lines
+from unspool.core.table import markdown_lines
 from unspool.recipe.load import load_recipe
 from unspool.recipe.run import REPORT
 from unspool.reporting.page import write_report

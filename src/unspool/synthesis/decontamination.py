@@ -16,8 +16,8 @@ from unspool.data.sources.files import find_files
 from unspool.data.sources.jsonl import ENDINGS, read_jsonl
 from unspool.data.sources.text import TextSource
 from unspool.evals.config import EvalConfig
+from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.heldout import heldout_documents
-from unspool.evals.plan import EvalPlan
 from unspool.evals.suites import suite_of
 
 # Shorter texts of evaluations are ignored: half of all documents would contain them.

@@ -1,10 +1,7 @@
-"""Which piece of which document stands in which row: planned from lengths alone.
+"""Packing modes: which part of which document goes into which row, planned from lengths alone.
 
-In: the lengths of some documents in packing order, the row length, and whether these are the last documents.
-Out: a `Layout`. Promise: lengths = tokens in rows + drops + rest, document by document; all rows have
-exactly `row_len` tokens; nothing is random.
-Price: only `best_fit` loops in Python, once for all documents of one length that enter one row.
-Elsewhere: windows of documents, and their tokens (pack.py).
+For every document, its length = tokens in rows + drops + rest. All rows have exactly `row_len` tokens, and nothing is
+random. Only `best_fit` loops in Python, once for all documents of one length that enter one row.
 """
 
 from bisect import bisect_left, insort

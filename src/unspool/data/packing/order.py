@@ -1,10 +1,7 @@
-"""Which document comes next: shuffled by the seed, sources by their shares of tokens, long documents more often.
+"""The order in which documents are packed: shuffled by the seed, sources by their shares of tokens.
 
-In: corpora, a `DatasetConfig`. Out: an iterable of `Doc`s that knows what was drawn from each source.
-Promise: the tokens drawn follow the shares. Without `limit`, every document is drawn as often as planned, or until a
-source of a mix has no more; what is planned does not depend on how rows are filled.
-Price: memory holds a few numbers for every use of a document, never its tokens.
-Elsewhere: how often a document is used (upsample.py), filling rows (strategy.py).
+Without `limit`, every document is drawn as often as planned, or until a source of a mix runs out. The plan does not
+depend on how rows are filled. Memory holds a few numbers for every use of a document, never its tokens.
 """
 
 import math

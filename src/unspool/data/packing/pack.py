@@ -1,18 +1,16 @@
-"""Pack tokenised documents into rows of equal length.
+"""Pack tokenized documents into rows of equal length.
 
-In: documents in the order they are to be packed. Out: `Row`s of `row_len` tokens.
-Promise: every token that comes in is in a row or counted in `Tally.dropped` under its reason, by source,
-also when the consumer closes the generator early. Modes (layout.py says where they cut):
+Every token is in a row or counted in `Tally.dropped` by reason and source, also when the consumer closes the generator
+early. The modes:
 
 `concat` fills rows and continues a cut document at the start of the next.
 `truncate` fills rows and discards the rest of a cut document.
-`whole` cuts rows only from documents of at least a row's length, so that every row is one document.
-`fit` puts documents where they leave the least room (best-fit decreasing), so that only documents longer than a
-row are cut: into full rows, and a rest that is placed like a document. What stays empty is padding: a document of
-its own at the row's end, never asked for (`loss_mask`) and counted in `Tally.padding`.
+`single_doc` cuts rows only from documents of at least a row's length, so that every row is one document.
+`best_fit` puts documents where they leave the least room (best-fit decreasing), so that only documents longer than a
+row are cut: into full rows, and a rest that is placed like a document. The remaining space is padding: a document of
+its own at the row's end, without loss and counted in `Tally.padding`.
 
-Price: documents are looked at in windows, so memory is bounded; `fit` is best within a window.
-Elsewhere: files (store.py), tangled rows (tangle.py), which documents (rows.py).
+Documents are planned in windows, so memory is bounded; `best_fit` is optimal within a window.
 """
 
 from collections import Counter
@@ -34,7 +32,7 @@ WINDOW_DOCS = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Doc:
-    """A tokenised document."""
+    """A tokenized document."""
 
     tokens: np.ndarray
     source: str

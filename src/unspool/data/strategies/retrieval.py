@@ -1,14 +1,11 @@
-"""Which chunks of a corpus are most like a given one.
+"""Find the chunks of a corpus that are most similar to a given chunk, by BM25 or by embeddings.
 
-In: chunks as token arrays; later queries of the same kind. Out: the numbers of the best chunks, best first.
-Promise: exact for the scores of the method; equal scores are ordered by chunk number, so results are the same
-everywhere; the tokenizer's ids are the words, so neither text nor tokenizer is needed.
-Price of BM25: some 4 bytes of index and 20 bytes of memory while building for every token of the corpus.
-Elsewhere: vectors instead of words (embeddings.py), what is done with the chunks (negatives.py).
+Results are exact for the scores of the method, and equal scores are ordered by chunk number. BM25 uses token ids as
+words; its index takes about 4 bytes per token, and 20 bytes while it is built.
 
-A query is a whole chunk, and most of its words say little: only `QUERY_TERMS` of those that also stand in another
-chunk are looked up, each once, chosen by how often the chunk says them times how rare they are. docs/nextlong.md
-compares this with looking up all of them.
+A query is a whole chunk, and most of its words say little. Only `QUERY_TERMS` of those that also occur in another
+chunk are looked up, chosen by their count in the chunk times their rarity. docs/nextlong.md compares this with looking
+up all of them.
 """
 
 import sys

@@ -19,7 +19,7 @@ from unspool.evals.config import WordedEval
 from unspool.evals.fill import Meter, Remembered, fill, room, spread
 from unspool.evals.scoring.keywords import Language, Words, filtered_rouge_l, gated_f1, plain_f1
 from unspool.evals.suite import Ask, Question, Task
-from unspool.evals.suites import generated
+from unspool.evals.suites import generated_world
 from unspool.evals.suites.records import first_field, flatten, read_records
 from unspool.evals.task_suite import TaskSuite
 from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text, Wording, literal
@@ -209,7 +209,7 @@ def load(tokenizer: Any, paths: Mapping[str, str], wording: Wording = OWN) -> So
     segmenter = cast(Segmenter, given or ("jieba" if files else "characters"))
     blacklists = read_blacklists(paths)
     return Sources(
-        meter=generated.meter(tokenizer),
+        meter=generated_world.meter(tokenizer),
         paths=dict(paths),
         words={language: words_for(language, words, segmenter) for language, (words, _) in blacklists.items()},
         own_blacklist={language: not theirs for language, (_, theirs) in blacklists.items()},
@@ -237,7 +237,7 @@ def _generate_questions(language: Language) -> list[ArticleQuestion]:
     """Generate questions on the founders of firms."""
     found = []
     for number in range(GENERATED_QUESTIONS):
-        known = generated.facts(generated.POOL - 1 - number)
+        known = generated_world.facts(generated_world.POOL - 1 - number)
         answer = known["founder"]
         if language == "zh":
             question, fact = f"谁创办了{known['firm']}？", f"{known['firm']}由{answer}创办。"
@@ -264,7 +264,7 @@ def build(task: str, answer_tokens: int, sources: Sources, ask: Ask) -> Question
         limit = min(limit, ask.length - SET_ASIDE)
     used = meter.piece(before) + meter.piece(after + prefix)
     depth = spread(ask.index, float(rng_for(ask.seed, "lveval depth", task).random()))
-    filling = Remembered(generated.filler(90_000 + 500 * ask.index + number).text + "\n" for number in count())
+    filling = Remembered(generated_world.filler(90_000 + 500 * ask.index + number).text + "\n" for number in count())
     blacklist = sorted(sources.words[language].blacklist)
 
     def build_within(budget: int) -> Question:

@@ -19,7 +19,7 @@ from unspool.evals.config import TaskEval
 from unspool.evals.fill import Meter, Remembered, fill, room, spread
 from unspool.evals.scoring.ranking import parse_verdict
 from unspool.evals.suite import Ask, Question, Task
-from unspool.evals.suites import generated
+from unspool.evals.suites import generated_world
 from unspool.evals.suites.helmet.books import text_blocks
 from unspool.evals.suites.records import first_field, read_records
 from unspool.evals.task_suite import TaskSuite
@@ -48,7 +48,7 @@ def load(tokenizer: Any, paths: Mapping[str, str]) -> Sources:
     for name in paths:
         lookup({"pairs": None}, name, kind="path of nocha")
     pairs = _read_pairs(paths["pairs"]) if "pairs" in paths else [_generate_pair(at) for at in range(GENERATED_PAIRS)]
-    return Sources(generated.meter(tokenizer), pairs)
+    return Sources(generated_world.meter(tokenizer), pairs)
 
 
 def _read_pairs(path: str) -> list[Pair]:
@@ -67,13 +67,13 @@ def _read_pairs(path: str) -> list[Pair]:
 
 
 def _generate_pair(number: int) -> Pair:
-    known, other = (generated.facts(generated.POOL - 200 - at) for at in (number, number + GENERATED_PAIRS))
+    known, other = (generated_world.facts(generated_world.POOL - 200 - at) for at in (number, number + GENERATED_PAIRS))
     claim = "{firm} was founded by {founder}."
     return Pair(
         true=claim.format(**known),
         false=claim.format(firm=known["firm"], founder=other["founder"]),
         text=None,
-        fact=generated.firm(generated.POOL - 200 - number).text + "\n\n",
+        fact=generated_world.firm(generated_world.POOL - 200 - number).text + "\n\n",
     )
 
 
@@ -91,7 +91,7 @@ def build(sources: Sources, ask: Ask) -> Question:
     blocks = Remembered(
         text_blocks(pair.text)
         if pair.text is not None
-        else (generated.filler(130_000 + 500 * number + at).text + "\n\n" for at in count())
+        else (generated_world.filler(130_000 + 500 * number + at).text + "\n\n" for at in count())
     )
 
     def build_within(budget: int) -> Question:

@@ -17,7 +17,7 @@ from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
 from unspool.core.stats import Z
 from unspool.evals.backends.base import RopeOverride
-from unspool.evals.plan import EvalPlan
+from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.suite import Question
 from unspool.evals.suites import SUITES
 from unspool.evals.task_suite import PlannedTasks

@@ -14,7 +14,7 @@ from unspool import __version__
 from unspool.core.formatting import MISSING, format_signed, one_line
 from unspool.core.html import element, load_templates, svg, svg_text, write_text
 from unspool.core.sizes import format_size
-from unspool.core.tables import Entry, Table, entries, terminal_table
+from unspool.core.table import Entry, Table, entries, terminal_table
 from unspool.inspection.attention.maps import about_line, lines_of, render_figure, scale_svg, scale_titles, title_line
 from unspool.inspection.attention.measure import Attention, Head, head_name, show_share, value_at
 

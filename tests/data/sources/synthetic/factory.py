@@ -4,7 +4,7 @@ import numpy as np
 
 from unspool.core.rng import rng_for
 from unspool.data.sources.synthetic.draft import compose, draw_layout
-from unspool.data.sources.synthetic.generate import TASKS
+from unspool.data.sources.synthetic.fit_documents import TASKS
 
 SENTENCES = [
     "The river runs past an old mill where nobody has ground any corn since the war.",

@@ -5,8 +5,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from unspool.core.errors import DataError
-from unspool.data.sources.synthetic import generate
-from unspool.data.sources.synthetic.generate import (
+from unspool.data.sources.synthetic import fit_documents as generate
+from unspool.data.sources.synthetic.fit_documents import (
     LEAST,
     PART_TOKENS,
     TASKS,

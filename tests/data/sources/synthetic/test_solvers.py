@@ -9,7 +9,7 @@ import pytest
 
 from unspool.data.sources.synthetic import states
 from unspool.data.sources.synthetic.draft import LABEL, NAME
-from unspool.data.sources.synthetic.generate import TASKS
+from unspool.data.sources.synthetic.fit_documents import TASKS
 
 from . import solvers
 from .factory import document

@@ -13,8 +13,8 @@ from unspool.core.errors import ConfigError
 from unspool.data.corpus.build import build_corpus
 from unspool.data.corpus.config import EngineConfig
 from unspool.data.corpus.store import open_corpus
-from unspool.data.sources.synthetic import generate
-from unspool.data.sources.synthetic.generate import TASKS, SyntheticSource, TaskName
+from unspool.data.sources.synthetic import fit_documents as generate
+from unspool.data.sources.synthetic.fit_documents import TASKS, SyntheticSource, TaskName
 from unspool.recipe.load import check_inputs, load_recipe
 
 from ...conftest import build_tokenizer

@@ -1,11 +1,7 @@
-"""Which piece of which document stands where in tangled rows: planned from lengths alone.
+"""Plan tangled rows from document lengths alone: which chunk of which document goes where.
 
-In: lengths of documents, and for each what was drawn for it (`Choices`). Out: `Units`, what of a document a row
-holds, and `Pieces`, in the order in which they stand in the rows.
-Promise: rows have exactly `row_len` tokens, marks included; what a row holds depends on the documents up to its last
-one and on the seed, not on how many documents were looked at together.
-Price: one step in Python per row and per document at a row's end, the rest in whole arrays.
-Elsewhere: what the marks are and what they are for (tangle.py).
+Rows have exactly `row_len` tokens, special tokens included. What a row holds depends on the seed and on the documents
+up to its last one, not on how many documents were planned together.
 """
 
 from bisect import bisect_right

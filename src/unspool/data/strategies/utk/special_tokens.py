@@ -1,17 +1,12 @@
-"""The special tokens of tangled rows (tangle.py): which ids they have in a tokenizer, and how it gets them.
+"""The special tokens of tangled rows (knots), their ids in a tokenizer, and the labels of chunks.
 
-In: a tokenizer. Out: the same with the knots, and their ids.
+A tokenizer keeps the knots it has. Missing ones replace reserved entries if there are enough for `MOST_HOPS`, such as
+Llama's <|reserved_special_token_N|> or Gemma's <unusedN>: the entries are renamed and the embedding keeps its size.
+Else they are added at the end. Reserved entries in use (EOS, a chat template) are left alone; of the others, those with
+the highest numbers are taken first, because publishers give new roles to the lowest.
 
-A tokenizer that has a knot keeps it. What it lacks takes the place of reserved entries if it has enough of them, such
-as Llama's <|reserved_special_token_N|> or Gemma's <unusedN>: the entries are renamed, so that the embedding stays as
-large as it is. Else the knots are added at the end. Reserved entries that the tokenizer uses, as EOS, in a chat
-template and the like, are left alone, and of the others those with the highest numbers are taken, downwards: publishers
-give new roles to the lowest first. Enough means enough for `MOST_HOPS`, whatever is asked for.
-
-Promise: the id of a knot depends on the tokenizer alone, not on how many knots are asked for, so that rows of one
-model agree; a saved tokenizer has the same knots under the same ids when it is loaded again; knots are special, so
-text that spells one is not parsed into it.
-Elsewhere: their embeddings (model/load.py), who asks (rows.py, train/stage.py).
+The id of a knot depends on the tokenizer alone, so datasets of one model agree. A saved tokenizer has the same knots
+when it is loaded again. Knots are special tokens: text that spells one is not parsed into it.
 """
 
 import json
@@ -110,7 +105,7 @@ def _rename(tokenizer: Any, names: dict[int, str]) -> None:
     tokenizer._extra_special_tokens = [old_names.get(token, token) for token in extra]
 
 
-# The labels of tangled pieces: six random letters and digits, tokenised.
+# The labels of tangled pieces: six random letters and digits, tokenized.
 
 
 LABEL_CHARS = 6
@@ -121,7 +116,7 @@ DrawLabels = Callable[[int, np.random.Generator], Sequence[np.ndarray]]
 
 
 def label_drawer(encoder: Encoder) -> DrawLabels:
-    """What draws the asked number of labels, tokenised."""
+    """What draws the asked number of labels, tokenized."""
 
     def draw(count: int, rng: np.random.Generator) -> list[np.ndarray]:
         drawn = _ALPHABET[rng.integers(len(_ALPHABET), size=(count, LABEL_CHARS))]

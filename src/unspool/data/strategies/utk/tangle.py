@@ -1,34 +1,25 @@
-"""Untie the Knots: split documents, scatter the pieces over the row, ask for the way back.
+"""Untie the Knots: split documents into chunks, scatter the chunks over the row, ask for the way back.
 
-In: documents, EOS appended. Out: rows of exactly `row_len` tokens with loss masks, pieces and whose they are.
-
-A document is split, with `probability`, into 2 to 8 pieces (`hops`), at random points or into equal parts. With
-`per: row`, rows are drawn instead: in some all documents are split, in the others none. A piece of a split document
-reads
+A document is split, with `probability`, into 2 to 8 chunks (`hops`), at random points or into equal parts. With
+`per: row`, rows are drawn instead: in some all documents are split, in the others none. A chunk of a split document is
 
     <D> label </D>  <head knot>  text  <tail knot>
 
-without head knot if it is the first piece and without tail knot if it is the last. Knots are named by
-the cut (t1 … h1, t2 … h2) and shared by all documents. After the piece that lands last in the row,
-and after its EOS if it has one, follows the solution: <S> label <s> label … </S>, labels in original order.
+without head knot if it is the first chunk and without tail knot if it is the last. Knots are named by the cut (t1 … h1,
+t2 … h2) and shared by all documents. After the chunk that lands last in the row, and after its EOS if it has one,
+follows the solution: <S> label <s> label … </S>, labels in original order. Chunks are shuffled over the row and, with
+`preserve_order`, sorted within each document.
 
-Positions are shuffled over the row and, with `preserve_order`, sorted within each document.
+The last document is cut where the row ends: it may be split, but gets neither labels nor solution, and its last chunk
+stays at the row's end. A document that would fit only without special tokens is not split. Without `backtrace` no
+document gets labels.
 
-The row is filled by drawing fewer tokens. The last document is cut where the row ends: it may be
-split, but gets neither labels nor solution, and its last piece stays at the row's end. A document
-that would fit only without marks is not split. Without `backtrace` no document gets labels.
+The loss mask, over target tokens, excludes the special tokens before a chunk's text, the first token of the text, tail
+knots and <S>. Labels in the solution, <s> and </S> are trained on. For documents with EOS this equals the rules of the
+paper, and it also holds for documents without EOS (cut by `longest`).
 
-Loss mask, over target tokens (labels.py): none where the input or the target is a knot, on inputs
-from <D> through </D>, where the target is <D> or <S>, and where the input is </S> or EOS. Labels in the
-solution, <s> and </S> are trained on. Since pieces end in EOS, a knot or </S>, or at the row's end, these
-rules say the same as: never the marks before a piece's text, never its first token, never a tail knot or <S>.
-That is what is written, because it also holds for documents without EOS (cut by `longest`).
-
-Promise: the same seed gives the same bytes. A consumer that closes the stream early has the first rows of the whole
-stream; of the documents drawn ahead, those of which no token is in these rows are counted as `unread`.
-Differs from the public code: the solution of the last document is right (there it mixes up indices
-within the document and within the row), and no solution is cut off by the row's end.
-Elsewhere: planning (tangle_plan.py), labels (piece_labels.py), special tokens (knots.py), writing rows (rows.py).
+The same seed gives the same bytes. Two differences from the public code: the solution of the last document is right
+(there it mixes indices within the document and within the row), and no solution is cut off by the row's end.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

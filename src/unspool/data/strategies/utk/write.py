@@ -1,8 +1,4 @@
-"""Write planned pieces with their marks: the tokens and the loss mask of tangled rows.
-
-In: `Pieces` and `Units` (tangle_plan.py), the documents, labels, ids of the knots. Out: `Written`, rows end to end.
-Promise: marks and mask are as tangle.py says. Elsewhere: which piece stands where (tangle_plan.py).
-"""
+"""Write planned chunks with their special tokens: the tokens and the loss mask of tangled rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ from unspool.evals.fill import Remembered, fill, room, spread
 from unspool.evals.scoring.answers import best, exact_match, exact_match_reference, parse_answer, raw_or_parsed
 from unspool.evals.scoring.rouge import rouge_l
 from unspool.evals.suite import Ask, Question
-from unspool.evals.suites import generated
+from unspool.evals.suites import generated_world
 from unspool.evals.suites.helmet.data import DEMO, Sources, choose, demo_form, template_form
 from unspool.evals.suites.helmet.rag import demo_order
 from unspool.evals.suites.records import Item, Record, first_field, flatten
@@ -106,14 +106,14 @@ def books(task: str, sources: Sources) -> list[Book]:
 def _load(task: str, sources: Sources) -> list[Book]:
     rows = sources.records(task)
     if rows is None:
-        return [_generate_book(task, item, at) for at, item in enumerate(generated.questions(task))]
+        return [_generate_book(task, item, at) for at, item in enumerate(generated_world.questions(task))]
     return [_read_book(task, row, sources.paths[task], number) for number, row in enumerate(rows)]
 
 
 def _generate_book(task: str, item: Item, at: int) -> Book:
     if task in SUMMARIES:
         item = Item(id=item.id, question="", answers=(item.gold[0].text,), gold=item.gold)
-    others = [other.answers[0] for other in generated.questions(task)[at % 3 :: 3] if other is not item]
+    others = [other.answers[0] for other in generated_world.questions(task)[at % 3 :: 3] if other is not item]
     wrong = [others[(7 * at + step) % len(others)] for step in range(3)]
     options = [*wrong[: at % 4], item.answers[0], *wrong[at % 4 :]]
     return Book(item=item, text=None, options=tuple(options))
@@ -145,7 +145,7 @@ def build(task: str, sources: Sources, ask: Ask) -> Question:
     depth = spread(ask.index, start)
     if book.text is None:
         first = 50_000 * (1 + ask.index % 3)
-        blocks = Remembered(generated.filler(first + number).text + "\n\n" for number in count())
+        blocks = Remembered(generated_world.filler(first + number).text + "\n\n" for number in count())
     else:
         blocks = Remembered(text_blocks(book.text))
 

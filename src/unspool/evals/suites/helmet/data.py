@@ -18,7 +18,7 @@ from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
 from unspool.evals.fill import Meter
 from unspool.evals.scoring.answers import normalize
-from unspool.evals.suites import generated
+from unspool.evals.suites import generated_world
 from unspool.evals.suites.records import Item, Passage, Record, first_field, flatten, read_records
 from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text, Wording
 
@@ -216,9 +216,14 @@ def choose(items: Sequence[Item], task: str, seed: int, index: int) -> Item:
 
 def _load_qa(task: str, paths: Mapping[str, str]) -> QaSet:
     if task not in paths:
-        items = generated.questions(task)
+        items = generated_world.questions(task)
         half = len(items) // 2
-        return QaSet(items[:half], items[half:], Pool(_all_passages(items, generated.pool()), generated.endless), True)
+        return QaSet(
+            items[:half],
+            items[half:],
+            Pool(_all_passages(items, generated_world.pool()), generated_world.endless),
+            True,
+        )
     rows = _read_items(task, paths[task])
     # HELMET's files repeat a question for each depth of its gold passage.
     items = list({item.id: item for item in reversed(rows)}.values())[::-1]

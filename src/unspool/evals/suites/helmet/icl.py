@@ -17,7 +17,7 @@ from unspool.core.errors import DataError
 from unspool.evals.fill import fill, room
 from unspool.evals.scoring.answers import best, exact_match, exact_match_reference, parse_answer
 from unspool.evals.suite import Ask, Question
-from unspool.evals.suites import generated
+from unspool.evals.suites import generated_world
 from unspool.evals.suites.helmet.data import DEMO, LABELS, Sources, demo_form, template_form
 from unspool.evals.suites.helmet.rag import first_line, table_count
 from unspool.evals.suites.records import first_field
@@ -57,8 +57,8 @@ def _read(task: str, sources: Sources) -> tuple[Labeled, Labeled, bool]:
     rows = {name: sources.records(name) for name in (task, f"{task}_demos")}
     if rows[task] is None:
         labels = LABELS[task]
-        train = generated.labeled(task, labels, 20 * labels, "train")
-        return train, generated.labeled(task, labels, 3 * labels, "test"), True
+        train = generated_world.labeled(task, labels, 20 * labels, "train")
+        return train, generated_world.labeled(task, labels, 3 * labels, "test"), True
     fields = _FIELDS.get(task, ("label", "intent"))
     pairs: dict[str, Labeled] = {}
     for name, records in rows.items():

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from unspool.core.config import lookup
 from unspool.evals.config import WordedEval
 from unspool.evals.suite import Ask, Question, Task
-from unspool.evals.suites import generated, ruler
+from unspool.evals.suites import generated_world, ruler
 from unspool.evals.suites.helmet import alce, books, icl, json_kv, rag, rerank
 from unspool.evals.suites.helmet.data import BOOKS, CITE, LABELS, PATHS, RAG, Sources
 from unspool.evals.task_suite import TaskSuite
@@ -48,7 +48,7 @@ Score = Callable[[str, Question], float]
 def load(tokenizer: Any, paths: Mapping[str, str], wording: Wording = OWN) -> Sources:
     for name in paths:
         lookup(dict.fromkeys(sorted(PATHS)), name, kind="path of helmet")
-    return Sources(tokenizer=tokenizer, meter=generated.meter(tokenizer), paths=dict(paths), wording=wording)
+    return Sources(tokenizer=tokenizer, meter=generated_world.meter(tokenizer), paths=dict(paths), wording=wording)
 
 
 def _build_needle(name: str, sources: Sources, ask: Ask) -> Question:
