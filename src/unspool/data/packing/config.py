@@ -1,6 +1,6 @@
 """The `datasets` of a recipe: how documents become packed sequences."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -20,11 +20,6 @@ class ReplaceConfig(Config):
 
     with_: str = Field(alias="with", description="the source")
     share: float = Field(0.3, gt=0, lt=1, description="its share of tokens; the others keep their proportions")
-
-
-STRATEGIES: dict[str, type[StrategyConfig]] = {
-    strategy.name: strategy for strategy in (UtkConfig, CipConfig, NextLongConfig, UpsampleConfig, PoseConfig)
-}
 
 
 class DatasetConfig(Config):
@@ -99,6 +94,15 @@ class DatasetConfig(Config):
         if self.replace and self.replace.with_ in ([self.from_] if isinstance(self.from_, str) else self.from_):
             raise ValueError(f"replace.with is {self.replace.with_!r}, which from names already; name another source")
         return self
+
+
+# A strategy is a field of `DatasetConfig`; these are all of them, and those that were registered later.
+STRATEGIES: dict[str, type[StrategyConfig]] = {
+    option.name: option
+    for field in DatasetConfig.model_fields.values()
+    for option in get_args(field.annotation)
+    if isinstance(option, type) and issubclass(option, StrategyConfig)
+}
 
 
 def register_strategy(strategy: type[StrategyConfig]) -> type[StrategyConfig]:
