@@ -49,7 +49,7 @@ def stretches_of(row: Row, is_text: np.ndarray | None = None) -> Stretches:
 
 
 def join_rows(rows: Sequence[Stretches]) -> Stretches:
-    """The stretches of several rows, documents of different rows told apart."""
+    """The stretches of several rows, documents of different rows kept apart."""
     ends = np.cumsum([0, *(int(one.docs.max(initial=-1)) + 1 for one in rows)]).tolist()
     docs = [one.docs + end for one, end in zip(rows, ends, strict=False)]
     return Stretches(

@@ -29,7 +29,7 @@ MOST_EPOCHS = 4.0
 
 
 class Mix:
-    """The schedule of one stage. `weights`, `sizes` (rows) and `row_lens` are by rows set.
+    """The schedule of one stage. `weights`, `sizes` (rows) and `row_lens` are by dataset.
 
     Stages of one seed draw a set's rows in the same order unless they tell their names by `stage`.
     """
@@ -63,7 +63,7 @@ class Mix:
         self._orders: dict[tuple[str, int], np.ndarray] = {}
 
     def slot(self, index: int) -> list[tuple[str, int]]:
-        """The rows of slot `index`: (rows set, row index)."""
+        """The rows of slot `index`: (dataset, row index)."""
         period, inner = divmod(index, self._period)
         number = int(self._pattern[inner])
         name = self._names[number]
