@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from typer.testing import CliRunner
 
 from factory import save_folder
@@ -98,6 +99,8 @@ class SignSgdConfig(OptimizerConfig):
 
 
 class SignSgd:
+    steps: ClassVar[int] = 0
+
     def init_state(self, param: ParamState) -> Any:
         return None
 
@@ -105,6 +108,7 @@ class SignSgd:
         return True
 
     def step(self, params: Sequence[ParamState], rates: Rates) -> None:
+        SignSgd.steps += 1
         for param in params:
             if param.grad is not None:
                 param.weight.sub_(rates.lr * param.lr_ratio * param.grad.sign())
@@ -246,17 +250,25 @@ def test_a_plan_asks_them(recipe):
 
 @pytest.fixture(scope="module")
 def run_dir(recipe):
+    SignSgd.steps = 0
     invoke("run", recipe)
     return recipe.parent / "run"
 
 
-def test_a_run_uses_them(run_dir):
+def test_a_run_uses_them(recipe, run_dir, tmp_path):
+    assert json.loads((run_dir / "corpus" / "numbers" / "manifest.json").read_text())["counts"]["documents"] == 40
     rows = open_rows(run_dir / "datasets" / "packed")
-    assert len(rows) > 2
+    invoke("pack", recipe, "--set", "datasets.packed={from: numbers, seq_len: 128}", "--set", f"out={tmp_path}")
+    plain = open_rows(tmp_path / "datasets" / "packed")
+    assert len(rows) == len(plain) > 2
+    assert any(len(row.doc_lens) > 1 for row in (plain[at] for at in range(len(plain)))), "nothing to turn"
+    assert all(rows[at].tokens.tolist() == _turned(plain[at]).tokens.tolist() for at in range(len(plain)))
     config = json.loads((run_dir / "stages" / "toy" / "model" / "config.json").read_text())
     assert config["rope_parameters"]["rope_theta"] == 20_000.0
     steps = [json.loads(line) for line in (run_dir / "stages" / "toy" / "metrics.jsonl").read_text().splitlines()]
-    assert len(steps) == 2
+    assert len(steps) == SignSgd.steps == 2, "another optimizer took the steps"
+    saved = safe_open(run_dir / "stages" / "toy" / "optimizer.safetensors", "np").keys()
+    assert not [name for name in saved if "exp_avg" in name]
     summary = json.loads((run_dir / "scores" / "toy" / "summary.json").read_text())
     assert {cell["suite"] for cell in summary["cells"]} == {"echo"}
 
