@@ -127,6 +127,13 @@ class CorpusReader:
         return int(self.lens.sum())
 
     @property
+    def num_trained(self) -> int:
+        """Tokens with a loss, give or take the first of each document."""
+        if not self.is_masked:
+            return self.num_tokens - len(self)
+        return sum(len(batch.tokens) if batch.masks is None else int(batch.masks.sum()) for batch in self._batches)
+
+    @property
     def is_masked(self) -> bool:
         """Whether documents have loss masks."""
         return any(batch.masks is not None for batch in self._batches)

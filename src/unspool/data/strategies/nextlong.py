@@ -82,7 +82,13 @@ class NextLongConfig(StrategyConfig):
         # Printed and not in the manifest, which is the same for every run.
         logger.info(f"dataset {inputs.name}: index built in {time.perf_counter() - began:.1f} s")
         return RowBuilder(
-            pack=negatives.pack, masked=inputs.is_masked, chunked=True, counts_documents=False, cost=negatives.cost
+            pack=negatives.pack,
+            masked=inputs.is_masked,
+            chunked=True,
+            min_doc_len=negatives.sizes(dataset.seq_len)[1] + 1,
+            borrows=True,
+            counts_documents=False,
+            cost=negatives.cost,
         )
 
 
@@ -178,10 +184,14 @@ class Negatives:
             "copies_left_out": 0,
         }
 
-    def pack(self, docs: Iterable[Doc], row_len: int, tally: Tally) -> RowStream:
+    def sizes(self, row_len: int) -> tuple[int, int]:
+        """Tokens of a document in a row and of its chunks, at most."""
         # At most half, so that there are always negatives.
         longest = min(self._config.longest or row_len // 4, row_len // 2)
-        chunk = max(1, min(self._config.chunk, longest // 2))
+        return longest, max(1, min(self._config.chunk, longest // 2))
+
+    def pack(self, docs: Iterable[Doc], row_len: int, tally: Tally) -> RowStream:
+        longest, chunk = self.sizes(row_len)
         for doc in docs:
             assert doc.number >= 0, "its own chunks must not be its negatives, so it must be known"
             length = len(doc.tokens)
@@ -193,7 +203,8 @@ class Negatives:
             done = 0
             try:
                 for start, stop in pairwise(bounds):
-                    row = self._row(doc, start, stop, row_len, chunk)
+                    quotas = tally.shares.row_quotas() if tally.shares else None
+                    row = self._row(doc, start, stop, row_len, chunk, quotas)
                     done = stop
                     if row is None:
                         tally.drop("alone", doc.source, stop - start)
@@ -203,18 +214,28 @@ class Negatives:
             finally:
                 tally.drop("limit", doc.source, bounds[-1] - done)
 
-    def _row(self, doc: Doc, start: int, stop: int, row_len: int, chunk: int) -> Row | None:
+    def _row(
+        self, doc: Doc, start: int, stop: int, row_len: int, chunk: int, quotas: dict[str, int] | None
+    ) -> Row | None:
         text = doc.tokens[start:stop]
         mask = None if doc.loss_mask is None else doc.loss_mask[start:stop]
         room = row_len - len(text)
         bounds = _bounds(len(text), max(2, -(-len(text) // chunk)))
         pieces = [text[start:stop] for start, stop in pairwise(bounds)]
-        choice = _Choice(self._chunks, text, room)
-        ranked = self._ranked(pieces, self._chunks.of(doc), 2 * room // (len(pieces) * self._config.chunk) + 8)
+        if quotas is not None:
+            quotas[doc.source] -= len(text)
+        choice = _Choice(self._chunks, text, room, quotas)
+        num_ranked = 2 * room // (len(pieces) * self._config.chunk) + 8
+        ranked = self._ranked(pieces, self._chunks.of(doc), num_ranked)
         lens, owners, parts, masks = [], [], [], []
         for number, (piece, candidates) in enumerate(zip(pieces, ranked, strict=True)):
             is_last = number == len(pieces) - 1
             found = choice.take(candidates, room if is_last else room * bounds[number + 1] // len(text), is_last)
+            if is_last and choice.taken < room and choice.quotas is not None:
+                # Sources that are behind their share have nothing left for this row.
+                choice.quotas = None
+                (candidates,) = self._ranked([piece], self._chunks.of(doc), num_ranked)
+                found += choice.take(candidates, room, is_last)
             parts += [piece, *(self._chunks.texts[negative][:length] for negative, length in found)]
             lens += [len(piece), *(length for _, length in found)]
             owners += [-1, *(int(self._chunks.owners[negative]) for negative, _ in found)]
@@ -228,14 +249,15 @@ class Negatives:
         self.cost["copies_left_out"] += choice.copies
         numbers: dict[int, int] = {-1: 0}
         chunk_ids = [numbers.setdefault(owner, len(numbers)) for owner in owners]
-        sources = dict.fromkeys([doc.source, *(self._chunks.source(owner) for owner in owners if owner >= 0)])
+        sources = [doc.source if owner < 0 else self._chunks.source(owner) for owner in owners]
         return Row(
             tokens=np.concatenate(parts, dtype=np.uint32),
             doc_lens=np.array(lens, dtype=np.int32),
             loss_mask=None if mask is None else np.concatenate(masks),
-            source="+".join(sources),
+            source="+".join(dict.fromkeys(sources)),
             attention="full",
             chunk_ids=np.array(chunk_ids, dtype=np.int32),
+            sources=sources,
         )
 
     def _ranked(self, pieces: Sequence[np.ndarray], hidden: slice, k: int) -> list[Iterator[int]]:
@@ -253,9 +275,13 @@ class Negatives:
 
 
 class _Choice:
-    """Takes negatives for one row, none twice and none that repeats what the row holds."""
+    """Takes negatives for one row, none twice and none that repeats what the row holds.
 
-    def __init__(self, chunks: Chunks, text: np.ndarray, room: int) -> None:
+    `quotas` are the tokens that each source may give; a source that has none left is passed over.
+    """
+
+    def __init__(self, chunks: Chunks, text: np.ndarray, room: int, quotas: dict[str, int] | None = None) -> None:
+        self.quotas = quotas
         self._chunks = chunks
         self._room = room
         self._of_text = stretches(text)
@@ -274,6 +300,9 @@ class _Choice:
             owner = int(self._chunks.owners[number])
             if number in self._seen or owner in self._banned:
                 continue
+            source = self._chunks.source(owner)
+            if self.quotas is not None and self.quotas[source] <= 0:
+                continue
             text = self._chunks.texts[number]
             if not is_last and (self.taken + len(text) / 2 > goal or self.taken + len(text) > self._room):
                 break
@@ -284,6 +313,8 @@ class _Choice:
             length = min(len(text), self._room - self.taken)
             found.append((number, length))
             self.taken += length
+            if self.quotas is not None:
+                self.quotas[source] -= length
             if self.taken == self._room:
                 break
         return found
