@@ -107,7 +107,7 @@ def build_rows(
         if not draft.counts["rows"]:
             raise DataError(f"dataset {name}: {_too_little(config, readers, draft.counts['dropped'])}")
         if tally.shares and most and draft.counts["rows"] < (1 - TOLERANCE) * most:
-            raise DataError(_ran_out(config, tally.shares, name))
+            raise DataError(_ran_out(config, tally.shares, name, builder))
     if tally.shares:
         _report_shares(name, draft.counts["shares"])
     was_limited = config.limit is not None and draft.counts["tokens"] >= config.limit
@@ -205,12 +205,20 @@ def _check_suffices(config: DatasetConfig, shares: ShareKeeper, name: str, build
             )
     most = _most_rows(config)
     if most and shares.missing[1] > TOLERANCE * shares.missing[0].goal * most * config.seq_len:
-        raise DataError(_ran_out(config, shares, name))
+        raise DataError(_ran_out(config, shares, name, builder))
 
 
-def _ran_out(config: DatasetConfig, shares: ShareKeeper, name: str) -> str:
+def _ran_out(config: DatasetConfig, shares: ShareKeeper, name: str, builder: RowBuilder) -> str:
     """Which source has too few tokens for its share of the limit, how many are missing, and what can be done."""
     assert config.limit is not None
+    if builder.borrows:
+        tokens = shares.num_rows * config.seq_len
+        return (
+            f"dataset {name}: documents of at least {builder.min_doc_len} tokens give {format_count(tokens)} tokens of "
+            f"rows, and limit is {format_size(config.limit)}. Set max_epochs: "
+            f"{math.ceil(config.max_epochs * config.limit / max(1, tokens))} to repeat them, add text, or set "
+            f"limit: {tokens}."
+        )
     source, missing = shares.missing
     needed = source.goal * shares.limit_tokens
     has = max(1.0, needed - missing)

@@ -152,11 +152,14 @@ class Order:
         left = [iter_chunks(each) for each in self._spans]
         while not (self._ends_at_limit and shares.is_complete):
             source = shares.next_source()
+            if source is None:
+                return
             found = next(left[source], None)
             if found is None:
-                # Going on would break the shares.
                 self.ran_out = self._names[source]
-                return
+                if shares.run_out(source):
+                    return
+                continue
             doc, start, stop = found
             used = shares.take(source, stop - start)
             self._tally.drop("share", self._names[source], stop - start - used)

@@ -209,8 +209,9 @@ def _ordered_by_shares(window: _Window, layout: Layout, shares: ShareKeeper) -> 
     rows = np.repeat(np.arange(layout.num_rows), layout.per_row)
     held = np.zeros((layout.num_rows, len(window.sources)))
     np.add.at(held, (rows[is_doc], window.source_ids[pieces.docs[is_doc]]), pieces.lens[is_doc])
-    goals = {source.name: source.goal for source in shares.sources}
-    goal = np.array([goals[name] for name in window.sources])
+    by_name = {source.name: source for source in shares.sources}
+    goal = np.array([by_name[name].goal for name in window.sources])
+    held *= [by_name[name].rate for name in window.sources]
     # Rows of which the same source has most stay in their order; the next row is the one that leaves the shares best.
     by_main = held.argmax(axis=1)
     queues = [deque(np.flatnonzero(by_main == number).tolist()) for number in range(len(goal))]

@@ -71,8 +71,8 @@ class ShareKeeper:
         # Tokens that are packed before the finished rows are counted again.
         self.window = row_len if borrows else min(BATCH_TOKENS, max(row_len, int(self.target) // _UPDATES))
 
-    def next_source(self) -> int:
-        """The source that is furthest behind its share."""
+    def next_source(self) -> int | None:
+        """The source that is furthest behind its share; None if all have run out."""
         if self._is_stale:
             self._refresh()
         total, placed = self._total, self._placed
@@ -80,7 +80,13 @@ class ShareKeeper:
             source.goal * total - have if can_give else -math.inf
             for source, have, can_give in zip(self.sources, placed, self._can_give, strict=True)
         ]
-        return behind.index(max(behind))
+        furthest = max(behind)
+        return behind.index(furthest) if furthest > -math.inf else None
+
+    def run_out(self, number: int) -> bool:
+        """A source has no more documents; returns whether that ends the dataset, because the shares would break."""
+        self._can_give[number] = False
+        return not self._borrows
 
     @property
     def is_complete(self) -> bool:

@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -99,7 +100,7 @@ _STRETCH = 8
 _SAMPLE_BITS = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chunks:
     """All text that can be a negative, document by document."""
 
@@ -108,12 +109,17 @@ class Chunks:
     first_docs: dict[str, int]  # the first document of each source
     masks: list[np.ndarray]  # loss masks of all, or none if no source has any
 
+    @cached_property
+    def sources(self) -> np.ndarray:
+        """The number of each chunk's source, in the order of `first_docs`."""
+        return np.searchsorted([*self.first_docs.values()], self.owners, side="right") - 1
+
     def of(self, doc: Doc) -> slice:
         owner = self.first_docs[doc.source] + doc.number
         return slice(*np.searchsorted(self.owners, [owner, owner + 1]).tolist())
 
-    def source(self, owner: int) -> str:
-        return max((first, name) for name, first in self.first_docs.items() if first <= owner)[1]
+    def source(self, number: int) -> str:
+        return [*self.first_docs][self.sources[number]]
 
 
 def build_negatives(
@@ -227,18 +233,17 @@ class Negatives:
         choice = _Choice(self._chunks, text, room, quotas)
         num_ranked = 2 * room // (len(pieces) * self._config.chunk) + 8
         ranked = self._ranked(pieces, self._chunks.of(doc), num_ranked)
-        lens, owners, parts, masks = [], [], [], []
+        lens, owners, sources, parts, masks = [], [], [], [], []
         for number, (piece, candidates) in enumerate(zip(pieces, ranked, strict=True)):
             is_last = number == len(pieces) - 1
             found = choice.take(candidates, room if is_last else room * bounds[number + 1] // len(text), is_last)
-            if is_last and choice.taken < room and choice.quotas is not None:
-                # Sources that are behind their share have nothing left for this row.
-                choice.quotas = None
+            if is_last and choice.taken < room and choice.lift_quotas():
                 (candidates,) = self._ranked([piece], self._chunks.of(doc), num_ranked)
                 found += choice.take(candidates, room, is_last)
             parts += [piece, *(self._chunks.texts[negative][:length] for negative, length in found)]
             lens += [len(piece), *(length for _, length in found)]
             owners += [-1, *(int(self._chunks.owners[negative]) for negative, _ in found)]
+            sources += [doc.source, *(self._chunks.source(negative) for negative, _ in found)]
             if mask is not None:
                 masks += [mask[bounds[number] : bounds[number + 1]]]
                 masks += [self._chunks.masks[negative][:length] for negative, length in found]
@@ -249,7 +254,6 @@ class Negatives:
         self.cost["copies_left_out"] += choice.copies
         numbers: dict[int, int] = {-1: 0}
         chunk_ids = [numbers.setdefault(owner, len(numbers)) for owner in owners]
-        sources = [doc.source if owner < 0 else self._chunks.source(owner) for owner in owners]
         return Row(
             tokens=np.concatenate(parts, dtype=np.uint32),
             doc_lens=np.array(lens, dtype=np.int32),
@@ -281,7 +285,7 @@ class _Choice:
     """
 
     def __init__(self, chunks: Chunks, text: np.ndarray, room: int, quotas: dict[str, int] | None = None) -> None:
-        self.quotas = quotas
+        self._quotas = None if quotas is None else [quotas[name] for name in chunks.first_docs]
         self._chunks = chunks
         self._room = room
         self._of_text = stretches(text)
@@ -290,6 +294,11 @@ class _Choice:
         self._banned: set[int] = set()  # documents that repeat this one
         self.taken = 0  # tokens
         self.copies = 0
+
+    def lift_quotas(self) -> bool:
+        """Allow all sources, because those that are behind their share have no more for this row."""
+        had_quotas, self._quotas = self._quotas is not None, None
+        return had_quotas
 
     def take(self, candidates: Iterator[int], goal: int, is_last: bool) -> list[tuple[int, int]]:
         """The best candidates and how much of each, until the row has about `goal` tokens of negatives, at last all."""
@@ -300,8 +309,7 @@ class _Choice:
             owner = int(self._chunks.owners[number])
             if number in self._seen or owner in self._banned:
                 continue
-            source = self._chunks.source(owner)
-            if self.quotas is not None and self.quotas[source] <= 0:
+            if self._quotas is not None and self._quotas[self._chunks.sources[number]] <= 0:
                 continue
             text = self._chunks.texts[number]
             if not is_last and (self.taken + len(text) / 2 > goal or self.taken + len(text) > self._room):
@@ -313,8 +321,8 @@ class _Choice:
             length = min(len(text), self._room - self.taken)
             found.append((number, length))
             self.taken += length
-            if self.quotas is not None:
-                self.quotas[source] -= length
+            if self._quotas is not None:
+                self._quotas[self._chunks.sources[number]] -= length
             if self.taken == self._room:
                 break
         return found
