@@ -14,6 +14,7 @@ from unspool.core.config import nearest
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.sizes import format_size
 from unspool.data.packing.describe import (
+    describe_shares,
     CONTINUING_MODE,
     PADDING_MODE,
     packing_mode,
@@ -112,6 +113,7 @@ class Rows:
             ("length", f"{format_size(self._rows.row_len)} tokens"),
             ("tokens", f"{tokens:,}"),
             ("sources", ", ".join(f"{name} (in {count:,} rows)" for name, count in self._sources.items())),
+            ("shares", describe_shares(self._place.counts.get("shares", {}))),
             ("attention", self.row(0).attention if len(self) else ""),
             ("packing", ", ".join(summarize_packing(self._settings))),
             ("tokenizer", self._tokenizer.name or "not found"),

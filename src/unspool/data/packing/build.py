@@ -38,6 +38,7 @@ from unspool.core.sizes import format_count, format_size
 from unspool.data.corpus.store import CorpusReader, open_corpus
 from unspool.data.lengths import Lengths, add_up
 from unspool.data.packing.config import DatasetConfig
+from unspool.data.packing.describe import describe_shares
 from unspool.data.packing.order import Drawn, Order
 from unspool.data.packing.pack import PACKERS, Packer, RowStream, Tally
 from unspool.data.packing.row import Row, num_trained
@@ -233,14 +234,13 @@ def _ran_out(config: DatasetConfig, shares: ShareKeeper, name: str, builder: Row
 
 
 def _report_shares(name: str, shares: Mapping[str, Mapping[str, float]]) -> None:
-    listed = ", ".join(f"{source} {entry['realized']:.4f}" for source, entry in shares.items())
-    logger.info(f"dataset {name}: realized shares of trained tokens: {listed}")
+    logger.info(f"dataset {name}: shares of trained tokens: {describe_shares(shares)}")
     off = {source: abs(entry["realized"] - entry["requested"]) for source, entry in shares.items()}
     worst = max(off, key=lambda source: off[source])
     if off[worst] > TOLERANCE:
         logger.warning(
-            f"dataset {name}: source {worst} has a share of {shares[worst]['realized']:.4f} instead of "
-            f"{shares[worst]['requested']:.4f}; there are too few rows, or too little text, for shares this exact"
+            f"dataset {name}: the share of source {worst} is off by {off[worst]:.2%}; there are too few rows, or too "
+            "little text, for shares this exact"
         )
 
 
