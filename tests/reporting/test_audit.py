@@ -14,7 +14,6 @@ from unspool.reporting.run_results import RunResults
 
 from .fake_run import CONFIG, NUM_STEPS
 
-
 SHARES = {"books": 0.496, "recall": 0.504}
 
 

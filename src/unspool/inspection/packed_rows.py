@@ -14,9 +14,9 @@ from unspool.core.config import nearest
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.sizes import format_size
 from unspool.data.packing.describe import (
-    describe_shares,
     CONTINUING_MODE,
     PADDING_MODE,
+    describe_shares,
     packing_mode,
     recorded_strategies,
     summarize_packing,

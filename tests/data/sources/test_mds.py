@@ -146,7 +146,11 @@ def test_the_mask_column_is_the_loss_mask(tmp_path, encoding, dtype):
     [
         ("ndarray:uint8", np.ones(39, dtype=np.uint8), r"'mask' has the shape \(39,\) for 40 tokens"),
         ("ndarray:uint8", np.ones((40, 1), dtype=np.uint8), "has the shape"),
-        ("ndarray:float32", np.ones(40, dtype=np.float32), "must hold whole numbers 0 and 1, not 1.0 to 1.0 of float32"),
+        (
+            "ndarray:float32",
+            np.ones(40, dtype=np.float32),
+            "0 and 1, not 1.0 to 1.0 of float32",
+        ),
         ("ndarray:int8", np.full(40, -100, dtype=np.int8), "0 and 1, not -100 to -100 of int8"),
         ("pkl", [1] * 40, "pickled"),
     ],

@@ -1,8 +1,8 @@
 """The Arrow files of a corpus: written in batches, read through a memory map.
 
 Files `docs-00000.arrow` … have the columns id, tokens and, if the source has loss masks, loss_mask; any Arrow reader
-opens them. Any document is found in constant time and returned without a copy, as a read-only view of the file. A file is renamed
-into place when it is complete.
+opens them. Any document is found in constant time and returned without a copy, as a read-only view of the file. A file
+is renamed into place when it is complete.
 """
 
 import os

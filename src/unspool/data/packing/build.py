@@ -7,9 +7,10 @@ batch of rows.
 With several sources the shares hold in tokens with a loss (shares.py); `shares` has them as requested and realized.
 
 Reasons for drops: `unread` documents never drawn (`limit`, or a source of a mix ran out), `last_row` a row that was
-never filled, `limit` the rest of a document when the limit was reached, `cut` the rest of a document under
-`truncate`, `share` the rest of a document that was cut where its source reached its share, `short` and `tail` documents below, and rests above, whole rows under `single_doc`, `downsampled` short
-documents that `upsample` does not keep, `untrained` rows without any loss.
+never filled, `limit` the rest of a document when the limit was reached, `cut` the rest of a document under `truncate`,
+`share` the rest of a document that was cut where its source reached its share, `short` and `tail` documents below, and
+rests above, whole rows under `single_doc`, `downsampled` short documents that `upsample` does not keep, `untrained`
+rows without any loss.
 
 Further counts: `padding` tokens under `best_fit`, `fill_rate` (share of rows that is not padding), `truncated`
 documents that are not in one row as a whole and `truncation_rate`, `lengths` of the documents as rows hold them (of
@@ -37,6 +38,7 @@ from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count, format_size
 from unspool.data.corpus.store import CorpusReader, open_corpus
 from unspool.data.lengths import Lengths, add_up
+from unspool.data.mixture import MOST_EPOCHS
 from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.describe import describe_shares
 from unspool.data.packing.order import Drawn, Order
@@ -199,10 +201,10 @@ def _check_suffices(config: DatasetConfig, shares: ShareKeeper, name: str, build
         return
     for source in shares.sources:
         if not source.left:
+            of_length = f" of {format_size(config.seq_len)} tokens" if config.packing == "single_doc" else ""
             raise DataError(
-                f"dataset {name}: source {source.name} has no document of {format_size(config.seq_len)} tokens, so "
-                f"packing: {config.packing} cannot give it its share of {source.goal:.3g}; use a shorter seq_len, "
-                "another packing, or leave the source out."
+                f"dataset {name}: source {source.name} has no document{of_length} that packing: {config.packing} could "
+                f"use for its share of {source.goal:.3g}; add text, use a shorter seq_len, or leave the source out."
             )
     most = _most_rows(config)
     if most and shares.missing[1] > TOLERANCE * shares.missing[0].goal * most * config.seq_len:
@@ -224,12 +226,13 @@ def _ran_out(config: DatasetConfig, shares: ShareKeeper, name: str, builder: Row
     needed = source.goal * shares.limit_tokens
     has = max(1.0, needed - missing)
     epochs = math.ceil(config.max_epochs * needed / has)
+    costly = f" (beyond {MOST_EPOCHS:g} times little is learnt)" if epochs > MOST_EPOCHS else ""
     share = source.goal * has / needed
     return (
         f"dataset {name}: source {source.name} runs out: its share of {source.goal:.3g} in {format_size(config.limit)} "
-        f"tokens takes {format_count(round(needed))} tokens with a loss, and it gives about {format_count(round(has))}; "
-        f"about {format_count(round(missing))} are missing. Set max_epochs: {epochs} to repeat it, lower its share to "
-        f"{math.floor(1000 * share) / 1000:g}, add text, or set limit: {int(config.limit * has / needed)}."
+        f"tokens takes {format_count(round(needed))} trained tokens, and it gives about {format_count(round(has))}; "
+        f"about {format_count(round(missing))} are missing. Set max_epochs: {epochs} to repeat it{costly}, lower its "
+        f"share to {math.floor(1000 * share) / 1000:g}, add text, or set limit: {int(config.limit * has / needed)}."
     )
 
 

@@ -43,9 +43,9 @@ class SourceShare:
 class ShareKeeper:
     """Says which source gives the next document and how much of it; rows that are finished are counted here.
 
-    `unit` is what documents enter rows in multiples of; those below `min_doc_len` enter none. `truncates`: rows drop what does not fit. `borrows`: rows take
-    more text from other documents, so sources take turns by the documents drawn, and rows keep the shares themselves
-    (`row_quotas`).
+    `unit` is what documents enter rows in multiples of; those below `min_doc_len` enter none. `truncates`: rows
+    drop what does not fit. `borrows`: rows take more text from other documents, so sources take turns by the
+    documents drawn, and rows keep the shares themselves (`row_quotas`).
     """
 
     def __init__(
@@ -141,13 +141,13 @@ class ShareKeeper:
         total = sum(source.trained for source in self.sources) + self._row_len
         return {source.name: max(0, round(source.goal * total) - source.trained) for source in self.sources}
 
-    def realized(self) -> dict[str, dict[str, float | int | None]]:
+    def realized(self) -> dict[str, dict[str, float]]:
         """For the manifest: shares as requested and as they are, and tokens with a loss."""
-        total = sum(source.trained for source in self.sources)
+        total = max(1, sum(source.trained for source in self.sources))
         return {
             source.name: {
                 "requested": source.goal,
-                "realized": source.trained / total if total else None,
+                "realized": source.trained / total,
                 "trained_tokens": source.trained,
             }
             for source in self.sources

@@ -119,7 +119,7 @@ class Chunks:
         return slice(*np.searchsorted(self.owners, [owner, owner + 1]).tolist())
 
     def source(self, number: int) -> str:
-        return [*self.first_docs][self.sources[number]]
+        return [*self.first_docs][int(self.sources[number])]
 
 
 def build_negatives(
