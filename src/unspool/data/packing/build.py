@@ -111,6 +111,8 @@ def build_rows(
             raise DataError(f"dataset {name}: {_too_little(config, readers, draft.counts['dropped'])}")
         if tally.shares and most and draft.counts["rows"] < (1 - TOLERANCE) * most:
             raise DataError(_ran_out(config, tally.shares, name, builder))
+        if tally.shares and order.ran_out:
+            _check_survived(config, draft.counts, name, order.ran_out)
     if tally.shares:
         _report_shares(name, draft.counts["shares"])
     was_limited = config.limit is not None and draft.counts["tokens"] >= config.limit
@@ -209,6 +211,17 @@ def _check_suffices(config: DatasetConfig, shares: ShareKeeper, name: str, build
     most = _most_rows(config)
     if most and shares.missing[1] > TOLERANCE * shares.missing[0].goal * most * config.seq_len:
         raise DataError(_ran_out(config, shares, name, builder))
+
+
+def _check_survived(config: DatasetConfig, counts: Mapping[str, Any], name: str, source: str) -> None:
+    """Refuse a dataset that ended far from its shares, because rows kept next to nothing of the source that ran out."""
+    share = counts["shares"][source]
+    if share["requested"] - share["realized"] > TOLERANCE + 1 / counts["rows"]:
+        raise DataError(
+            f"dataset {name}: all of source {source} gives {share['trained_tokens']:,} trained tokens in packing: "
+            f"{config.packing}, a share of {share['realized']:.3g} instead of {share['requested']:.3g}; use a greater "
+            "seq_len, packing: best_fit, max_epochs, or a lower share."
+        )
 
 
 def _ran_out(config: DatasetConfig, shares: ShareKeeper, name: str, builder: RowBuilder) -> str:

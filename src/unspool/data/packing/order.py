@@ -20,8 +20,9 @@ from unspool.data.packing.shares import ShareKeeper, SourceShare
 from unspool.data.strategies.base import RowBuilder
 from unspool.data.strategies.upsample import draw_uses, is_again, spread
 
-# Source, document, start and stop: a document, or the part of one that counts as one (`longest`).
-Span = tuple[int, int, int, int]
+# Source, document, start and stop: a document, or the part of one that counts as one (`longest`); and the tokens after
+# it that are cut off to keep the shares.
+Span = tuple[int, int, int, int, int]
 
 
 class Drawn(NamedTuple):
@@ -63,8 +64,7 @@ class Order:
         self._slices = builder.arrays or config.max_doc_len is not None
         self._is_masked = any(reader.is_masked for reader in self._readers)
         # Best fit looks far ahead, but a limit must not make it draw more than it needs.
-        self._ends_at_limit = config.packing == "best_fit" and most_rows is not None
-        self._most_tokens = (most_rows or 0) * config.seq_len
+        self._most_tokens = most_rows * config.seq_len if most_rows and config.packing == "best_fit" else None
         self._above = config.upsample.above if config.upsample else 0
         spans = [_spans(reader.lens, config.max_doc_len) for reader in self._readers]
         if config.upsample is None:
@@ -150,10 +150,7 @@ class Order:
             yield from self._draw_one()
             return
         left = [iter_chunks(each) for each in self._spans]
-        while not (self._ends_at_limit and shares.is_complete):
-            source = shares.next_source()
-            if source is None:
-                return
+        while (source := shares.next_source()) is not None:
             found = next(left[source], None)
             if found is None:
                 self.ran_out = self._names[source]
@@ -162,21 +159,22 @@ class Order:
                 continue
             doc, start, stop = found
             used = shares.take(source, stop - start)
-            self._tally.drop("share", self._names[source], stop - start - used)
-            yield source, doc, start, start + used
+            yield source, doc, start, start + used, stop - start - used
 
     def _draw_one(self) -> Iterator[Span]:
         tokens = 0
         for doc, start, stop in iter_chunks(self._spans[0]):
             tokens += stop - start
-            yield 0, doc, start, stop
-            if self._ends_at_limit and tokens >= self._most_tokens:
+            yield 0, doc, start, stop, 0
+            if self._most_tokens is not None and tokens >= self._most_tokens:
                 return
         self.ran_out = self._names[0]
 
     def _open(self, span: Span) -> Doc:
-        source, doc, start, stop = span
+        source, doc, start, stop, rest = span
         self._sources_read.append(source)
+        if rest:
+            self._tally.drop("share", self._names[source], rest)
         reader = self._readers[source]
         stored: Any = reader.stored(doc)
         mask: Any = None
@@ -190,15 +188,15 @@ class Order:
 
 def _numbered() -> Callable[[Span], int]:
     """For each span given, in order, the number of its stretch."""
-    seen: set[Span] = set()
+    seen: set[tuple[int, ...]] = set()
     number = 0
 
     def stretch(span: Span) -> int:
         nonlocal number
-        if span in seen:
+        if span[:3] in seen:
             number += 1
             seen.clear()
-        seen.add(span)
+        seen.add(span[:3])
         return number
 
     return stretch

@@ -13,7 +13,7 @@ its own at the row's end, without loss and counted in `Tally.padding`.
 Documents are planned in windows, so memory is bounded; `best_fit` is optimal within a window.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,8 @@ from unspool.data.packing.shares import ShareKeeper
 WINDOW_TOKENS = {"best_fit": 1 << 26}
 # Documents that are planned at a time, at most; each costs some 300 bytes.
 WINDOW_DOCS = 1 << 17
+# Rows of each source that `best_fit` chooses the next one from, where a limit takes only some of its rows.
+_ROWS_TO_CHOOSE_FROM = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,8 @@ def pack_rows(docs: Iterable[Doc], row_len: int, tally: Tally, *, mode: str, pad
     window = _Window([], [])
     ended = False
     while not ended:
-        more, ended = _draw(drawing, most_tokens)
+        needed = tally.shares.most_window if tally.shares else most_tokens
+        more, ended = _draw(drawing, min(most_tokens, needed))
         window = window.extended(more)
         layout = _without_untrained(window, PLANNERS[mode](window.lens, row_len, ended))
         if tally.shares and mode == "best_fit":
@@ -139,7 +142,7 @@ def pack_rows(docs: Iterable[Doc], row_len: int, tally: Tally, *, mode: str, pad
 PACKERS = {mode: partial(pack_rows, mode=mode) for mode in PLANNERS}
 
 
-def _draw(docs: Iterator[Doc], most_tokens: int) -> tuple[list[Doc], bool]:
+def _draw(docs: Iterator[Doc], most_tokens: float) -> tuple[list[Doc], bool]:
     """The next documents, and whether there are no more."""
     drawn: list[Doc] = []
     tokens = 0
@@ -212,17 +215,19 @@ def _ordered_by_shares(window: _Window, layout: Layout, shares: ShareKeeper) -> 
     by_name = {source.name: source for source in shares.sources}
     goal = np.array([by_name[name].goal for name in window.sources])
     held *= [by_name[name].rate for name in window.sources]
-    # Rows of which the same source has most stay in their order; the next row is the one that leaves the shares best.
+    # Of each source, the next rows of which it has most; the one comes next that leaves the shares best.
     by_main = held.argmax(axis=1)
-    queues = [deque(np.flatnonzero(by_main == number).tolist()) for number in range(len(goal))]
+    queues = [np.flatnonzero(by_main == number).tolist()[::-1] for number in range(len(goal))]
     order: list[int] = []
     taken = np.zeros(len(goal))
-    while heads := [queue for queue in queues if queue]:
-        after = taken + held[[queue[0] for queue in heads]]
+    while heads := [row for queue in queues for row in queue[-_ROWS_TO_CHOOSE_FROM:]]:
+        after = taken + held[heads]
         error = np.abs(after - after.sum(axis=1, keepdims=True) * goal).max(axis=1)
         best = int(error.argmin())
         taken = after[best]
-        order.append(heads[best].popleft())
+        order.append(heads[best])
+        queue = queues[by_main[heads[best]]]
+        del queue[queue.index(heads[best], max(0, len(queue) - _ROWS_TO_CHOOSE_FROM))]
     begins = np.cumsum(layout.per_row) - layout.per_row
     moved = [np.arange(begins[row], begins[row] + layout.per_row[row]) for row in order]
     in_order = np.concatenate(moved) if moved else np.zeros(0, dtype=np.int64)

@@ -66,7 +66,8 @@ class ShareKeeper:
         self._can_give = [source.left > 0 for source in sources]
         self._room = row_len
         self._prior = _PRIOR_ROWS * row_len
-        self._density = sum(source.goal * source.rate for source in sources)  # before rows are finished
+        # Of a row, before any is finished. Shares are of tokens with a loss, so a low rate takes more of the row.
+        self._density = 1 / sum(source.goal / max(source.rate, 1e-3) for source in sources)
         self._refresh()
         # Tokens that are packed before the finished rows are counted again.
         self.window = row_len if borrows else min(BATCH_TOKENS, max(row_len, int(self.target) // _UPDATES))
@@ -87,11 +88,6 @@ class ShareKeeper:
         """A source has no more documents; returns whether that ends the dataset, because the shares would break."""
         self._can_give[number] = False
         return not self._borrows
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the documents drawn suffice for the limit, with a row to spare."""
-        return self._most_rows is not None and self._total >= self._most_rows * self._per_row + self._per_row
 
     def take(self, number: int, length: int) -> int:
         """Count the next document of a source as drawn; returns how many of its tokens to use."""
@@ -152,6 +148,11 @@ class ShareKeeper:
             }
             for source in self.sources
         }
+
+    @property
+    def most_window(self) -> float:
+        """Tokens of documents that suffice for the rest of the limit, with a row to spare."""
+        return math.inf if self._most_rows is None else (self._most_rows - self.num_rows + 1) * self._row_len
 
     @property
     def limit_tokens(self) -> float:
