@@ -30,7 +30,7 @@ from unspool.models.checks import check_attention
 from unspool.models.config import SIZES, NewModel
 from unspool.models.export import HARPE_KEYS, HARPE_TYPE
 from unspool.models.fuse import require_exact_fp32
-from unspool.models.rotary import apply_head_bases, rope_shape
+from unspool.models.rotary import apply_head_bases, decide_by_document, rope_shape
 from unspool.models.tokenizer import first_line, load_tokenizer, location, silence_transformers
 
 _SAFE: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True, "output_loading_info": True}
@@ -64,6 +64,7 @@ def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
         _forget_quantization(model)
     model = model.to(device).eval()
     _check_supported(model)
+    decide_by_document(model)
     check_attention(model, NAME)
     if bases is not None:
         apply_head_bases(model, bases)
@@ -132,7 +133,9 @@ def build_new(new: NewModel, tokenizer: Any, *, seed: int) -> Any:
         attn_implementation=NAME,
         **SIZES[new.size],
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    decide_by_document(model)
+    return model
 
 
 def fit_vocabulary(model: Any, new: Collection[int], trained: np.ndarray) -> None:
