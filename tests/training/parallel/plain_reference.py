@@ -35,6 +35,11 @@ class Reference:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)  # after the last step
     start: dict[str, torch.Tensor] = field(default_factory=dict)
     doc_lens: list[int] = field(default_factory=list)  # of all steps
+    labels: list[np.ndarray] = field(default_factory=list)  # of each row of all steps
+
+    def empty_parts(self, ranks: int) -> int:
+        """Rows of which one of `ranks` ranks, which share it evenly, has no valid label."""
+        return sum(any((part < 0).all() for part in np.array_split(labels, ranks)) for labels in self.labels)
 
 
 def train_plain(model_dir: Path, rows_dir: Path, stage_dir: Path, rope: Rope, *, lr: float) -> Reference:
@@ -64,6 +69,7 @@ def train_plain(model_dir: Path, rows_dir: Path, stage_dir: Path, rope: Rope, *,
     for line in (stage_dir / "ledger.jsonl").read_text().splitlines():
         (indices,) = json.loads(line)["rows"].values()
         documents = [document for index in indices for document in _documents(rows[index])]
+        found.labels += [np.concatenate([labels for _, labels in _documents(rows[index])]) for index in indices]
         found.doc_lens += [len(tokens) for tokens, _ in documents]
         num_valid = sum(int((labels >= 0).sum()) for _, labels in documents)
         total = 0.0

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
 import yaml
 
 from factory import build_model, build_tokenizer
@@ -136,9 +134,8 @@ def check(material: Path, folder: Path, rope: Rope, rows: str, world_size: int, 
     return wanted
 
 
-@pytest.mark.parametrize("name", ["longrope", "dynamic"])
-def test_two_ranks_that_share_packed_rows_train_as_plain_transformers(material, tmp_path, name):
-    wanted = check(material, tmp_path, ROPES[name], "packed", 2, parallel=LAYOUTS[2])
+def test_two_ranks_that_share_packed_rows_train_as_plain_transformers(material, tmp_path):
+    wanted = check(material, tmp_path, ROPES["longrope"], "packed", 2, parallel=LAYOUTS[2])
 
     assert min(wanted.doc_lens) <= ORIGINAL < max(wanted.doc_lens), "documents on both sides of the threshold"
 
@@ -153,6 +150,9 @@ def test_ranks_train_as_plain_transformers_does_alone(material, tmp_path, name, 
     assert max(wanted.doc_lens) > ORIGINAL
     if rows == "packed":
         assert min(wanted.doc_lens) <= ORIGINAL
+    if rows == "sft":
+        # With four ranks each pair has one row per step, so that such a rank has no valid label in that step at all.
+        assert wanted.empty_parts(LAYOUTS[world_size]["ulysses"]) > 0
 
 
 @pytest.mark.slow
