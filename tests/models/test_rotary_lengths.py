@@ -103,6 +103,5 @@ def test_settings_that_are_applied_later_and_replaced_again(tmp_path):
 
     apply_base(model, 5e5)
     plain = build_model(rope_parameters={"rope_type": "default", "rope_theta": 5e5}, attention="eager")
-    torch.testing.assert_close(
-        model(input_ids=tokens, use_cache=False).logits, plain(input_ids=tokens, use_cache=False).logits, rtol=1e-4, atol=1e-4
-    )
+    found, wanted = (each(input_ids=tokens, use_cache=False).logits for each in (model, plain))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

@@ -206,7 +206,8 @@ class _ByDocument(nn.Module):
         """A length with the same frequencies, the same for as many lengths as possible."""
         if settings["rope_type"] == "longrope":
             return min(length, int(settings["original_max_position_embeddings"]) + 1)
-        return max(length, int(self.original_max_seq_len))
+        original: Any = self.original_max_seq_len
+        return max(length, int(original))
 
     def _reset(self, layer_type: str | None) -> None:
         """Forget longer inputs: `dynamic` would keep the frequencies of the longest one so far."""

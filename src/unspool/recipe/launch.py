@@ -17,7 +17,7 @@ from unspool.models.config import SIZES, config_values
 from unspool.recipe.load import HUB_ID, LoadedRecipe
 from unspool.recipe.paths import path_exists
 from unspool.training.config import StageConfig
-from unspool.training.parallel.config import Layout, Work, check_layout, settle_layout
+from unspool.training.parallel.config import REFUSAL, Layout, Work, check_layout, settle_layout
 
 PORT = 29400
 GRACE = 300  # seconds to finish a step and save a checkpoint when the job is preempted
@@ -117,6 +117,12 @@ def torchrun_command(options: LaunchOptions) -> list[str]:
     ]
 
 
+def local_command(options: LaunchOptions, parent: int) -> list[str]:
+    """The command of a job on this machine, which ends with its parent process."""
+    python, module, _, *args = torchrun_command(options)
+    return [python, module, "unspool.recipe.torchrun", str(parent), *args]
+
+
 def torchrun_lines(options: LaunchOptions) -> list[str]:
     """One line per node, to run in the same folder on each."""
     settings = [f"{key}={shlex.quote(value)}" for key, value in options.env.items()]
@@ -169,6 +175,7 @@ def slurm_script(options: LaunchOptions) -> str:
         tries=options.restarts + 1,
         grace=GRACE,
         port=PORT,
+        refusal=f"{REFUSAL}={shlex.quote(str(options.logs))}",
         command=shlex.join(rank_command(options)),
     )
 
@@ -180,6 +187,9 @@ cd {folder} || exit 1
 {exports}python={python}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$(({port} + SLURM_JOB_ID % 10000))
+# A rank writes here why the job cannot work, which another try would not change.
+export {refusal}/refusal-$SLURM_JOB_ID
+rm -f "$UNSPOOL_REFUSAL"
 
 stopped=0
 step=
@@ -202,6 +212,10 @@ for try in $(seq {tries}); do
   [ "$stopped" = 1 ] && stop
   # A signal ends the wait, not the step.
   while true; do wait "$step"; code=$?; kill -0 "$step" 2> /dev/null || break; done
+  if [ -s "$UNSPOOL_REFUSAL" ]; then
+    echo "error: $(cat "$UNSPOOL_REFUSAL")"
+    exit 2
+  fi
   [ "$code" = 0 ] && exit 0
   [ "$stopped" = 1 ] && break
   echo "try $try of {tries} ended with exit code $code"

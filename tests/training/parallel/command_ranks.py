@@ -16,9 +16,14 @@ SECONDS = 300
 
 
 def run_command(
-    args: Callable[[int], list[str]], *, world_size: int, folder: Path, env: dict[str, str] | None = None
+    args: Callable[[int], list[str]],
+    *,
+    world_size: int,
+    folder: Path,
+    env: dict[str, str] | None = None,
+    before: Callable[[int], None] = lambda rank: None,
 ) -> list[tuple[int, str]]:
-    """Exit code and output of every rank of one job."""
+    """Exit code and output of every rank of one job; `before` changes the process of a rank."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -26,7 +31,10 @@ def run_command(
     sys.stdout.flush()
     sys.stderr.flush()
     shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | (env or {})
-    children = [_fork(args(rank), folder / f"rank-{rank}.log", shared | {"RANK": str(rank)}) for rank in range(world_size)]
+    children = [
+        _fork(args(rank), folder / f"rank-{rank}.log", shared | {"RANK": str(rank)}, lambda rank=rank: before(rank))
+        for rank in range(world_size)
+    ]
     until, codes = time.monotonic() + SECONDS, {}
     while len(codes) < world_size and time.monotonic() < until:
         for child in set(children) - codes.keys():
@@ -40,7 +48,7 @@ def run_command(
     return [(codes.get(child, -9), (folder / f"rank-{rank}.log").read_text()) for rank, child in enumerate(children)]
 
 
-def _fork(args: list[str], log: Path, env: dict[str, str]) -> int:
+def _fork(args: list[str], log: Path, env: dict[str, str], before: Callable[[], None]) -> int:
     child = os.fork()
     if child:
         return child
@@ -50,6 +58,7 @@ def _fork(args: list[str], log: Path, env: dict[str, str]) -> int:
             os.environ.update(env)
             os.environ.setdefault("LOCAL_RANK", env["RANK"])
             torch.set_num_threads(1)
+            before()
             try:
                 build_app()(args)
             except SystemExit as ended:

@@ -7,6 +7,7 @@ from the run's ledger. Labels, RoPE settings, HARPE's rotation, clipping and Ada
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def _documents(row: dict[str, Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     if row["loss_mask"] is not None:
         labels[:-1][np.array(row["loss_mask"][1:]) == 0] = -1
     borders = [0, len(tokens)] if row["attention"] == "full" else [0, *ends.tolist()]
-    for begin, end in zip(borders[:-1], borders[1:], strict=True):
+    for begin, end in pairwise(borders):
         yield tokens[begin:end], labels[begin:end]
 
 

@@ -33,16 +33,12 @@ ROPES = {
             "long_factor": LONG,
         },
     ),
-    "dynamic": Rope(
-        {"method": "dynamic", "factor": 4}, {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-    ),
+    "dynamic": Rope({"method": "dynamic", "factor": 4}, {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}),
     "yarn": Rope(
         {"method": "yarn"},
         {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": ORIGINAL},
     ),
-    "harpe": Rope(
-        {"method": "harpe", "low": 1e4, "high": 1e5}, bases=tuple(np.linspace(1e5, 1e4, HEADS).tolist())
-    ),
+    "harpe": Rope({"method": "harpe", "low": 1e4, "high": 1e5}, bases=tuple(np.linspace(1e5, 1e4, HEADS).tolist())),
 }
 ROWS: dict[str, dict[str, Any]] = {
     "packed": {"from": "books", "seq_len": CONTEXT},

@@ -10,6 +10,11 @@ from unspool.core.config import Config
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
 
+# Environment variable with the path of a file. A rank that refuses the job, which no restart would change, writes its
+# message there and ends with exit code 0, so that torchrun neither restarts the ranks nor prints a traceback. Whoever
+# set the variable prints the message.
+REFUSAL = "UNSPOOL_REFUSAL"
+
 
 class ParallelConfig(Config):
     """`parallel: {shard: auto, ulysses: 8, ring: 1, replicate: 1}`; their product is the number of ranks."""
