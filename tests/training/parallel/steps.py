@@ -195,7 +195,7 @@ def run_broken(name: str) -> Taken:
 def refusals(world: int) -> dict[str, str]:
     """What `build_updater` says to a divided model."""
     found = {}
-    for key, value in {"weights": "bf16", "states": "8bit", "step": "in-backward"}.items():
+    for key, value in {"weights": "bf16", "step": "in-backward"}.items():
         config = ParallelConfig()
         model = parallelize(build_model(), build_mesh(config, world, "cpu"), config)
         try:

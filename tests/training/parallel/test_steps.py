@@ -35,7 +35,7 @@ def test_steps_that_are_broken_are_noticed(answers, name):
 def test_optimizers_that_divided_weights_cannot_have_are_refused(answers):
     found = answers[2]["refusals"]
 
-    assert found.keys() == {"weights", "states", "step"}
+    assert found.keys() == {"weights", "step"}
     assert all("not supported on several devices" in text for text in found.values())
 
 

@@ -17,6 +17,7 @@ from huggingface_hub import try_to_load_from_cache
 
 import unspool
 from unspool.core.artifacts import MANIFEST, digest, file_digest, read_manifest
+from unspool.training.parallel.mesh import from_leader, gather_on_leader
 from unspool.training.parallel.ranks import CommonError, Ranks
 
 # Files up to this size are compared by content, larger ones by size: every rank reads them before each stage.
@@ -32,8 +33,8 @@ def require_agreement(ranks: Ranks, facts: Mapping[str, Any]) -> None:
 
     Facts may be nested; a difference is named by its path, such as `stages.0.lr`.
     """
-    found = ranks.gather("facts", dict(_leaves(facts)))
-    problem = ranks.broadcast("disagreement", _difference(found) if found else None)
+    found = gather_on_leader(ranks, dict(_leaves(facts)))
+    problem = from_leader(ranks, lambda: _difference(found))
     if problem is not None:
         raise CommonError(problem)
 
