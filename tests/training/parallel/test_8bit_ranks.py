@@ -82,6 +82,7 @@ def quantized(out: Path) -> set[str]:
     return {name for name in load_file(out / OPTIMIZER) if name.endswith(".codes")}
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_does(made):
     assert_as_one_rank(made, made / "whole-2" / "one")
 
@@ -89,6 +90,7 @@ def test_two_ranks_train_as_one_does(made):
     assert any("embed_tokens" in name for name in quantized(made / "whole-2" / "one"))
 
 
+@pytest.mark.slow
 def test_blocks_are_those_of_one_rank(made):
     """Most codes are the same number: all but those next to the edge of two levels."""
     found, wanted = (load_file(made / name / "one" / OPTIMIZER) for name in ("whole-2", "whole-1"))
