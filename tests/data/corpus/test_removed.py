@@ -10,6 +10,7 @@ import pytest
 from factory import die, dying_at, in_child
 from unspool.core import artifacts
 from unspool.core.artifacts import read_manifest
+from unspool.data.corpus import build as build_module
 from unspool.data.corpus import executors
 from unspool.data.corpus.build import build_corpus
 from unspool.data.corpus.config import EngineConfig
@@ -25,10 +26,16 @@ FILES, DOCUMENTS = 6, 5
 @pytest.fixture
 def root(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(base, "TASK_BYTES", 1)  # every file is a task
+    monkeypatch.setattr(build_module, "forget_engines", lambda: None)  # most of the time of so small a build
+    write_parts(tmp_path)
+    return tmp_path
+
+
+def write_parts(root: Path) -> None:
     for number in range(FILES):
         texts = [prose(20, seed=100 * number + document) for document in range(DOCUMENTS)]
-        (tmp_path / f"part-{number}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return tmp_path
+        texts += [""] * number  # so that the ledgers of all tasks differ
+        (root / f"part-{number}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def build(root: Path, **source) -> dict:
@@ -59,7 +66,8 @@ def killed_after_the_last_task(root: Path) -> None:
     assert len([*(root / "out" / "books.partial").glob("docs-*.arrow")]) == FILES
 
 
-@pytest.mark.parametrize("number", [1, 3, 5, 7, 9, 12])
+# Which of them meets a file of documents while the list of completed tasks is still there depends on the disk.
+@pytest.mark.parametrize("number", [3, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 5, 7, 9, 12))])
 def test_a_kill_inside_of_a_removal_does_not_let_the_old_recipe_take_the_rest_for_complete(number, root, monkeypatch):
     """The manifest would count documents that are not there, and training would go on."""
     killed_after_the_last_task(root)
@@ -96,23 +104,3 @@ def test_a_removal_that_was_killed_is_finished_by_the_next_run(root, monkeypatch
     build(root)
 
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["books"]
-
-
-def test_a_manifest_that_lists_no_files_is_not_complete(root):
-    build(root)
-    path = root / "out" / "books" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    del manifest["files"], manifest["sha256"]
-    path.write_text(json.dumps(manifest))
-    assert artifacts.find_damage(root / "out" / "books") == "its manifest lists no files"
-    assert build(root)["documents"] == FILES * DOCUMENTS
-    assert artifacts.find_damage(root / "out" / "books") is None
-
-
-def test_a_changed_count_in_a_manifest_is_noticed(root):
-    build(root)
-    path = root / "out" / "books" / "manifest.json"
-    path.write_text(
-        path.read_text().replace(f'"documents": {FILES * DOCUMENTS}', f'"documents": {FILES * DOCUMENTS + 1}')
-    )
-    assert build(root)["documents"] == FILES * DOCUMENTS

@@ -46,13 +46,15 @@ def sums_path(folder: Path, rank: int) -> Path:
 def write_sums(folder: Path, rank: int, *, with_shard: bool = True) -> None:
     """Write the checksums of a task's files, by which a later run knows that it can use them."""
     paths = [sizes_path(folder, rank), ledger_path(folder, rank), *([shard_path(folder, rank)] if with_shard else [])]
-    write_atomic(sums_path(folder, rank), json.dumps(list_files(folder, [path for path in paths if path.is_file()])))
+    content = {"rank": rank, "files": list_files(folder, [path for path in paths if path.is_file()])}
+    write_atomic(sums_path(folder, rank), json.dumps(content))
 
 
 def find_task_damage(folder: Path, rank: int) -> str | None:
     """What is wrong with the files of a completed task; None if they are as the task wrote them."""
     try:
-        return changed_file(folder, json.loads(sums_path(folder, rank).read_text(encoding="utf-8")))
+        content = json.loads(sums_path(folder, rank).read_text(encoding="utf-8"))
+        return changed_file(folder, content["files"]) if content["rank"] == rank else "its checksums are of another one"
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return "its checksums are missing or unreadable"
 
