@@ -11,3 +11,7 @@ class ConfigError(UnspoolError):
 
 class DataError(UnspoolError):
     """An input file that cannot be used; the message names file and record."""
+
+
+class BusyError(UnspoolError):
+    """Another process is writing to the same folder."""
