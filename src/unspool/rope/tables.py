@@ -85,6 +85,13 @@ def global_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
         outside = config.get("original_max_position_embeddings")
         inside = found.get("original_max_position_embeddings")
         found["original_max_position_embeddings"] = outside or inside or config["max_position_embeddings"]
+    for name, least in (("rope_theta", 1), ("factor", 0), ("original_max_position_embeddings", 0)):
+        value = found.get(name)
+        if value is not None and not (isinstance(value, int | float) and least < value < math.inf):
+            raise ConfigError(
+                f"model_type {config.get('model_type')!r} has {name} {value!r} in its config; it must be a number "
+                f"above {least}."
+            )
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -92,7 +99,7 @@ def shape_of(config: Mapping[str, Any]) -> RopeShape:
     """Read what RoPE methods need to know from a config; ConfigError for a model without RoPE."""
     parameters = global_parameters(config)
     heads = config["num_attention_heads"]
-    if not config.get("max_position_embeddings"):
+    if (config.get("max_position_embeddings") or 0) <= 0:
         raise ConfigError(
             f"model_type {config.get('model_type')!r} has no max_position_embeddings in its config, so its original "
             "context length is not known; write it into the model's config.json."
@@ -214,6 +221,8 @@ def _longrope(p: Mapping[str, Any], dim: int, max_positions: int, seq_len: int |
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     factors = p["long_factor"] if seq_len and seq_len > original else p["short_factor"]
+    if len(factors) != dim // 2:
+        raise ConfigError(f"longrope: {len(factors)} factors for {dim // 2} frequencies; give one each.")
     return plain_frequencies(float(p["rope_theta"]), dim) / np.asarray(factors, dtype=np.float64), float(attention)
 
 
