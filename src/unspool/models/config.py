@@ -55,7 +55,9 @@ class NewModel(Config):
 def config_values(ref: str) -> dict[str, Any]:
     """Read the config of a Hub id, a folder or a GGUF file, with the architecture's defaults; of its text part only."""
     check_weights(ref, digests=False)
-    config = _load_config(ref, read_config_file(ref))
+    content = read_config_file(ref)
+    check_values(ref, content)
+    config = _load_config(ref, content)
     try:
         values: dict[str, Any] = config.get_text_config().to_dict()
     except ValueError as error:
@@ -96,16 +98,27 @@ def read_config_file(ref: str) -> dict[str, Any]:
     return content
 
 
+def build_plain_config(content: dict[str, Any]) -> Any:
+    """Build the config of the plain architecture from config.json of a model with a base per head, which it keeps.
+
+    An exported folder has a model_type that only we know. One that a user saved has that of the plain architecture.
+    """
+    from transformers import AutoConfig
+
+    own = ("model_type", "plain_type", "auto_map", "architectures", "rope_scaling")
+    plain = {key: value for key, value in content.items() if key not in own}
+    plain["rope_parameters"] = {**content["rope_parameters"], "rope_type": "default"}
+    return AutoConfig.for_model(content.get("plain_type") or content["model_type"], **plain)
+
+
 def _load_config(ref: str, content: dict[str, Any]) -> Any:
     silence_transformers()
     # Imported late, because it takes seconds.
     from transformers import AutoConfig
 
     try:
-        if "plain_type" in content:
-            # A base per head: a model_type that only we know.
-            plain = {key: value for key, value in content.items() if key not in ("model_type", "auto_map")}
-            return AutoConfig.for_model(content["plain_type"], **plain)
+        if "head_bases" in content:
+            return build_plain_config(content)
         return AutoConfig.from_pretrained(**location(ref), trust_remote_code=False)
     except Exception as error:  # of any type: config classes compute with whatever the file says
         raise _unreadable(ref, error) from error

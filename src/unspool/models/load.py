@@ -24,8 +24,7 @@ from transformers import modeling_gguf_pytorch_utils as gguf_conversion
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.models.attention.interface import NAME, register
 from unspool.models.checks import check_attention, check_finite
-from unspool.models.config import SIZES, NewModel, check_values, read_config_file
-from unspool.models.export import HARPE_KEYS, HARPE_TYPE
+from unspool.models.config import SIZES, NewModel, build_plain_config, check_values, read_config_file
 from unspool.models.fuse import require_exact_fp32
 from unspool.models.rotary import apply_head_bases, rope_shape
 from unspool.models.tokenizer import first_line, load_tokenizer, location, silence_transformers
@@ -67,7 +66,18 @@ def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
     check_attention(model, NAME)
     if bases is not None:
         apply_head_bases(model, bases)
+    model.base_model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
     return model
+
+
+def _refuse_padding(backbone: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse padded batches from other code, such as `generate`: our attention builds no mask, and would ignore it."""
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and backbone.config._attn_implementation == NAME and not bool(mask.all()):
+        raise ConfigError(
+            f"attn_implementation={NAME!r} does not support padding; give one text at a time, or packed documents with "
+            "doc_lens and position_ids."
+        )
 
 
 @contextmanager
@@ -179,10 +189,8 @@ def fit_vocabulary(model: Any, new: Collection[int], trained: np.ndarray) -> Non
 def _read_harpe(ref: str) -> tuple[Any, Any]:
     """Return the bases and the plain config of a folder that we exported with a base per head, else None twice."""
     content = read_config_file(ref)
-    if content.get("model_type") != HARPE_TYPE:
-        return None, None
-    plain = {key: value for key, value in content.items() if key not in HARPE_KEYS}
-    return content["head_bases"], AutoConfig.for_model(content["plain_type"], **plain)
+    bases = content.pop("head_bases", None)
+    return bases, None if bases is None else build_plain_config(content)
 
 
 def _check_supported(model: Any) -> None:

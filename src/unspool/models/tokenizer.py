@@ -35,7 +35,7 @@ def _check_vocabulary(tokenizer: Any, ref: str) -> None:
     try:
         config = json.loads((Path(ref) / "config.json").read_text(encoding="utf-8"))
         size = int((config.get("text_config") or config).get("vocab_size") or len(tokenizer))
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return  # a folder without a model, or one that the reader of its config reports
     if len(tokenizer) <= size:
         return

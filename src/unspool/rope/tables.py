@@ -137,9 +137,14 @@ def _original_len(parameters: Mapping[str, Any], max_positions: int) -> int:
     return round(max_positions / parameters["factor"]) if parameters["rope_type"] == "linear" else max_positions
 
 
-def old_fields(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+def old_fields(parameters: Mapping[str, Any], max_positions: int) -> dict[str, Any] | None:
     """Return `rope_theta` and `rope_scaling` for versions before v5; None where they cannot express the settings."""
     if not is_nested(parameters):
+        outside = {}
+        if parameters["rope_type"] == "longrope":
+            # Before v5, the original length is only read beside the settings, and `factor` is not read at all.
+            outside = {"original_max_position_embeddings": parameters["original_max_position_embeddings"]}
+            parameters = {**parameters, "attention_factor": _longrope_attention(parameters, max_positions)}
         scaling = {
             key: value for key, value in parameters.items() if key not in ("rope_theta", "partial_rotary_factor")
         }
@@ -149,11 +154,12 @@ def old_fields(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
         return {
             "rope_theta": parameters["rope_theta"],
             "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
+            **outside,
         } | ({} if partial is None else {"partial_rotary_factor": partial})
     local = parameters.get("sliding_attention")
     if set(parameters) != {GLOBAL_LAYERS, "sliding_attention"} or not local or local["rope_type"] != "default":
         return None
-    fields = old_fields(parameters[GLOBAL_LAYERS])
+    fields = old_fields(parameters[GLOBAL_LAYERS], max_positions)
     return None if fields is None else fields | {"rope_local_base_freq": local["rope_theta"]}
 
 
@@ -215,15 +221,20 @@ def _temperature(factor: float, weight: float = 1.0) -> float:
 
 
 def _longrope(p: Mapping[str, Any], dim: int, max_positions: int, seq_len: int | None) -> tuple[np.ndarray, float]:
-    original = p["original_max_position_embeddings"]
-    factor = p.get("factor") or max_positions / original
-    attention = p.get("attention_factor")
-    if attention is None:
-        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    factors = p["long_factor"] if seq_len and seq_len > original else p["short_factor"]
+    is_long = seq_len and seq_len > p["original_max_position_embeddings"]
+    factors = p["long_factor"] if is_long else p["short_factor"]
     if len(factors) != dim // 2:
         raise ConfigError(f"longrope: {len(factors)} factors for {dim // 2} frequencies; give one each.")
-    return plain_frequencies(float(p["rope_theta"]), dim) / np.asarray(factors, dtype=np.float64), float(attention)
+    inv_freq = plain_frequencies(float(p["rope_theta"]), dim) / np.asarray(factors, dtype=np.float64)
+    return inv_freq, _longrope_attention(p, max_positions)
+
+
+def _longrope_attention(p: Mapping[str, Any], max_positions: int) -> float:
+    original = p["original_max_position_embeddings"]
+    factor = p.get("factor") or max_positions / original
+    if p.get("attention_factor") is not None:
+        return float(p["attention_factor"])
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _llama3(p: Mapping[str, Any], dim: int, max_positions: int, seq_len: int | None) -> tuple[np.ndarray, float]:

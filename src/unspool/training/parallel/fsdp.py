@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from unspool.core.errors import ConfigError
 from unspool.models.attention.interface import NAME, register
 from unspool.models.checks import layers_of
-from unspool.models.rotary import apply_head_bases, head_bases
+from unspool.models.rotary import apply_head_bases, head_bases, plain_config
 from unspool.models.weight_files import weight_files
 from unspool.training.parallel.dtensor import full_tensor, local_rows, local_shard
 from unspool.training.parallel.mesh import weights_mesh
@@ -80,7 +80,7 @@ def unshard_model(model: Any, *, dtype: torch.dtype, is_leader: bool) -> Any:
     if not is_leader:
         return None
     weights |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in model.state_dict()}
-    plain = build_empty(model.config, dtype=dtype)
+    plain = build_empty(plain_config(model.config), dtype=dtype)
     plain.load_state_dict(weights, strict=False, assign=True)
     plain.tie_weights()
     missing = [name for name, parameter in plain.named_parameters() if parameter.is_meta]
