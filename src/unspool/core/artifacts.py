@@ -45,10 +45,10 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def folder_digest(folder: Path) -> str:
+def folder_digest(folder: Path, of_file: Callable[[Path], str] = file_digest) -> str:
     """Hash of every file in a folder: names and contents."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return digest({str(path.relative_to(folder)): file_digest(path) for path in files})
+    return digest({str(path.relative_to(folder)): of_file(path) for path in files})
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
