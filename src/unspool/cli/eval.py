@@ -9,6 +9,7 @@ import typer
 
 from unspool.cli.eval_options import print_table
 from unspool.core.config import lookup
+from unspool.core.console import print_json
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import parse_size
 from unspool.evals.backends.base import BACKENDS, Backend, BackendOptions, RopeOverride, build_backend
@@ -289,7 +290,7 @@ def _compare(first: Backend, second: Backend, evals: list[EvalConfig], seed: int
 
     found = compare_backends(EvalPlan(evals, first.tokenizer, seed=seed, root=Path.cwd()), first, second)
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        print_json(found)
     else:
         typer.echo(f"{found['equal']} of {found['n']} answers are equal.")
         for one in found["differences"][:1]:
@@ -333,7 +334,7 @@ def _score_short(
 
 def _print(summary: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(summary, indent=1))
+        print_json(summary)
     else:
         print_table(summary)
 

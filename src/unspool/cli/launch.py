@@ -1,6 +1,5 @@
 """`unspool launch`: run a recipe on several GPUs or nodes with torchrun, Slurm or Ray."""
 
-import json
 import logging
 import os
 import shlex
@@ -15,6 +14,7 @@ import typer
 
 from unspool.cli.recipes import Override
 from unspool.cli.run import RecipeArgument
+from unspool.core.console import print_json
 from unspool.core.errors import ConfigError, UnspoolError
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _submit(path: Path, script: str) -> str:
 def _print(job: dict[str, Any], *, as_json: bool, dry_run: bool) -> None:
 
     if as_json:
-        typer.echo(json.dumps(job, indent=1))
+        print_json(job)
         return
     if "result" in job:
         if job["via"] == "slurm":

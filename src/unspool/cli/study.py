@@ -1,6 +1,5 @@
 """`unspool study`: run the arms of a study and rank them."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ from rich.table import Table
 
 from unspool.cli.recipes import Override
 from unspool.cli.run import print_tables
+from unspool.core.console import print_json
 from unspool.core.sizes import format_count
 
 SOME_FAILED = 1
@@ -70,7 +70,7 @@ def study(
 
     result = publish_study(loaded, found, checked=not report_only)
     if as_json:
-        typer.echo(json.dumps(result, indent=1, ensure_ascii=False))
+        print_json(result)
     else:
         _show(loaded, result)
     if any(one.state == "failed" for one in found if one.run in chosen):
@@ -82,7 +82,7 @@ def _dry_run(loaded: Any, chosen: list[Any], *, as_json: bool) -> None:
 
     plan = study_plan(loaded, chosen)
     if as_json:
-        typer.echo(json.dumps(plan, indent=1, ensure_ascii=False))
+        print_json(plan)
         return
     typer.echo(f"{plan['name']}, into {plan['out']}\n")
     print_tables(runs_table(plan), shared_table(plan), highlight=False)
