@@ -9,12 +9,13 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from unspool import __version__
+from unspool.core.errors import naming
 
 MANIFEST = "manifest.json"
 # Increased when the meaning of files changes, so that older folders are rebuilt.
@@ -89,13 +90,14 @@ class Draft:
 @contextmanager
 def publish(out_dir: Path, *, kind: str, inputs: dict[str, Any], settings: dict[str, Any]) -> Iterator[Draft]:
     """Write into `Draft.folder`; when the block ends without error the folder appears as `out_dir`."""
-    _repair(out_dir)
-    partial = out_dir.with_name(out_dir.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    draft = Draft(partial)
-    yield draft
-    seal(partial, out_dir, kind=kind, inputs=inputs, settings=settings, counts=draft.counts)
+    with naming(out_dir):
+        _repair(out_dir)
+        partial = out_dir.with_name(out_dir.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        draft = Draft(partial)
+        yield draft
+        seal(partial, out_dir, kind=kind, inputs=inputs, settings=settings, counts=draft.counts)
 
 
 def seal(
@@ -155,8 +157,14 @@ def _repair(out_dir: Path) -> None:
 def write_atomic(path: Path, text: str) -> None:
     """Replace a file in one step, so that readers never see a part of it."""
     aside = path.with_name(path.name + ".tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    with naming(path):
+        try:
+            with aside.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        except OSError:
+            with suppress(OSError):
+                aside.unlink()
+            raise

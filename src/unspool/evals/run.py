@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unspool.core.artifacts import digest, seal, stale_reason, write_atomic
-from unspool.core.errors import ConfigError
+from unspool.core.errors import ConfigError, naming
 from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count
 from unspool.data.facts import word_list
@@ -72,11 +72,15 @@ def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
         return loaded
     plan = EvalPlan(scoring.evals, backend.tokenizer, seed=scoring.seed, root=scoring.root)
     backend.planned_tokens = plan.prompt_tokens
-    num_samples = plan.num_samples
     logger.info(
-        f"scores of {scoring.model} ({reason}): {plan.num_contexts} contexts, {num_samples} samples, "
+        f"scores of {scoring.model} ({reason}): {plan.num_contexts} contexts, {plan.num_samples} samples, "
         f"{format_count(plan.prompt_tokens)} prompt tokens"
     )
+    with naming(scoring.out_dir):
+        return _score(scoring, backend, plan, identity)
+
+
+def _score(scoring: Scoring, backend: Backend, plan: EvalPlan, identity: dict[str, Any]) -> dict[str, Any]:
     work_dir = _work_dir(scoring.out_dir, digest(identity))
     cache = PromptCache(work_dir)
     if plan.num_listed:
@@ -89,7 +93,7 @@ def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
     summary = summarize(scoring.model, scoring.evals, _read_lines(work_dir / SAMPLES))
     write_atomic(work_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
     (work_dir / PLAN).unlink()
-    seal(work_dir, scoring.out_dir, **identity, counts={"contexts": plan.num_contexts, "samples": num_samples})
+    seal(work_dir, scoring.out_dir, **identity, counts={"contexts": plan.num_contexts, "samples": plan.num_samples})
     return summary
 
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KIND = "corpus"
+KEY = "key"
 # Format of the files that tasks write into the work folder; raised when it changes, so that no old folder is resumed.
 WORK_FORMAT = 2
 
@@ -101,6 +102,7 @@ def build_corpus(
     with started(engine):
         sizes = _run(steps, partial, len(tasks), engine, limit, label=f"corpus {name}")
 
+    _check_unchanged(source, units, inputs["files"], partial)
     total = load_ledgers(ledger_path(partial, rank) for rank in range(len(sizes)))
     total.publish(partial)
     check_bad_share(total, name=name, max_bad=source.max_bad_share, listed=partial / QUARANTINE)
@@ -165,12 +167,32 @@ def _cut_to_limit(partial: Path, rank: int, tokens_left: int | None) -> np.ndarr
 def _open_work_folder(out_dir: Path, key: str) -> Path:
     """The folder of partial results, emptied unless it was started for the same inputs and settings."""
     partial = out_dir.with_name(out_dir.name + ".partial")
-    key_path = partial / WORK / "key"
+    key_path = partial / WORK / KEY
     if not key_path.is_file() or key_path.read_text() != key:
         shutil.rmtree(partial, ignore_errors=True)
         key_path.parent.mkdir(parents=True)
         key_path.write_text(key)
     return partial
+
+
+def _check_unchanged(source: Source, units: list[Path], digest_before: str, partial: Path) -> None:
+    """Refuse documents of files that changed or vanished while they were read, and read all of them next time."""
+    try:
+        changed = _digest_units(source, units) != digest_before
+    except OSError:
+        _forget(partial)
+        raise
+    if changed:
+        _forget(partial)
+        raise DataError(
+            f"corpus {partial.stem}: a file of the source changed while it was read; run the same command again when "
+            "nothing writes to the source any more."
+        )
+
+
+def _forget(partial: Path) -> None:
+    """Keep a later run from using this partial folder."""
+    (partial / WORK / KEY).unlink(missing_ok=True)
 
 
 def files_digest(source: Source, root: Path) -> str:
