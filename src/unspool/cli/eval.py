@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from unspool.cli.eval_options import print_table
+from unspool.core.artifacts import write_atomic
 from unspool.core.config import lookup
 from unspool.core.console import print_json
 from unspool.core.errors import ConfigError
@@ -328,7 +329,7 @@ def _score_short(
     summary = run_short(model, names, samples=samples, include=include, device=target, dtype=dtype, rope=rope)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        write_atomic(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     return summary
 
 

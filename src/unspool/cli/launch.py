@@ -14,6 +14,7 @@ import typer
 
 from unspool.cli.recipes import Override
 from unspool.cli.run import RecipeArgument
+from unspool.core.artifacts import write_atomic
 from unspool.core.console import print_json
 from unspool.core.errors import ConfigError, UnspoolError
 
@@ -148,7 +149,7 @@ def _run(command: list[str], env: dict[str, str]) -> int:
 
 def _submit(path: Path, script: str) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(script)
+    write_atomic(path, script)
     try:
         done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True, check=False)
     except FileNotFoundError:

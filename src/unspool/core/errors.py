@@ -93,6 +93,6 @@ def explain(error: BaseException) -> str | None:
         return None
     # A renamed file may have vanished, or its new name may be in the way.
     names = [os.fsdecode(name) for name in (found.filename, found.filename2) if isinstance(name, str | bytes | Path)]
-    where = " → ".join(map(one_line, names)) or "the operating system"
+    where = " → ".join(map(one_line, names))
     what = os.strerror(found.errno)
-    return f"{where}: {what[0].lower()}{what[1:]}; {_REMEDIES[found.errno]}."
+    return f"{where}{': ' * bool(where)}{what[0].lower()}{what[1:]}; {_REMEDIES[found.errno]}."
