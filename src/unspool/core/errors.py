@@ -78,7 +78,7 @@ def naming(path: Path) -> Iterator[None]:
         found = None if isinstance(error, UnspoolError) else system_error(error)
         if found is None:
             raise
-        found.filename = path if found.filename is None else found.filename
+        found.filename = str(path) if found.filename is None else found.filename
         if found is error:
             raise
         raise found from error
@@ -92,7 +92,7 @@ def explain(error: BaseException) -> str | None:
     if found is None or found.errno is None:
         return None
     # A renamed file may have vanished, or its new name may be in the way.
-    names = [os.fsdecode(name) for name in (found.filename, found.filename2) if isinstance(name, str | bytes | Path)]
+    names = [os.fsdecode(name) for name in (found.filename, found.filename2) if isinstance(name, str | bytes)]
     where = " → ".join(map(one_line, names))
     what = os.strerror(found.errno)
     return f"{where}{': ' * bool(where)}{what[0].lower()}{what[1:]}; {_REMEDIES[found.errno]}."
