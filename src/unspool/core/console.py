@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 from unspool.core.formatting import UNPRINTABLE, printable
 
@@ -25,6 +26,9 @@ class PlainConsole(Console):
 
     def __init__(self, *, highlight: bool = False, **options: Any) -> None:
         super().__init__(highlight=highlight, markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)  # before columns are measured
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

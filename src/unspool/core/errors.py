@@ -91,8 +91,8 @@ def explain(error: BaseException) -> str | None:
     found = system_error(error)
     if found is None or found.errno is None:
         return None
-    # A renamed file may have vanished, or its new name may be in the way.
-    names = [os.fsdecode(name) for name in (found.filename, found.filename2) if isinstance(name, str | bytes)]
-    where = " → ".join(map(one_line, names))
+    # Two if a file is renamed: the old name may have vanished, or the new one may be in the way.
+    files = (found.filename, found.filename2)
+    where = " → ".join(one_line(os.fsdecode(file)) for file in files if isinstance(file, str | bytes | os.PathLike))
     what = os.strerror(found.errno)
     return f"{where}{': ' * bool(where)}{what[0].lower()}{what[1:]}; {_REMEDIES[found.errno]}."
