@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from unspool.core.errors import ConfigError, UnspoolError
+from unspool.core.errors import ConfigError, UnspoolError, explain
 from unspool.training.parallel.config import REFUSAL
 from unspool.training.parallel.watchdog import NO_STEP, Limits, Watchdog, announce, exit_code
 
@@ -273,8 +273,9 @@ def _fail(watchdog: Watchdog, rank_env: RankEnv, error: BaseException) -> None:
             raise error  # the whole job is being stopped
         if isinstance(error, CommonError) and rank != 0:
             raise SystemExit(0 if os.environ.get(REFUSAL) else USER_ERROR) from None  # rank 0 prints it
-        refused = isinstance(error, UnspoolError) and _note_refusal(error, rank)
-        text = str(error).strip() or type(error).__name__
+        sentence = explain(error)
+        refused = sentence is not None and _note_refusal(sentence, rank)
+        text = (sentence or str(error)).strip() or type(error).__name__
         first = watchdog.report_failure(f"rank {rank} failed {watchdog.position}: {text.splitlines()[0]}")
     except RuntimeError:  # from the store
         announce(
@@ -295,13 +296,13 @@ def _fail(watchdog: Watchdog, rank_env: RankEnv, error: BaseException) -> None:
     raise error
 
 
-def _note_refusal(error: UnspoolError, rank: int) -> bool:
-    """Leave the message of an error that a restart would not change to whoever started the ranks, if they asked."""
+def _note_refusal(sentence: str, rank: int) -> bool:
+    """Leave the message of an error that only the user can fix to whoever started the ranks, if they asked."""
     path = os.environ.get(REFUSAL)
     if not path:
         return False
     with suppress(OSError), Path(path).open("x", encoding="utf-8") as file:  # another rank may have been first
-        file.write(str(error) if rank == 0 else f"rank {rank}: {error}")
+        file.write(sentence if rank == 0 else f"rank {rank}: {sentence}")
     return Path(path).exists()
 
 
