@@ -5,7 +5,6 @@ The folder appears only after a fresh process has loaded it and computed the sam
 
 import gc
 import json
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 import yaml
 from huggingface_hub import hf_hub_download
 
-from unspool.core.artifacts import publish, read_manifest
+from unspool.core.artifacts import publish, read_manifest, remove
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
 from unspool.models.checks import check_finite
@@ -122,7 +121,7 @@ def export(checkpoint: Checkpoint, out_dir: Path, *, dtype: str | None, device: 
             (draft.folder / CARD).write_text(render_card(facts), encoding="utf-8")
             draft.counts = {"bytes": _num_bytes(draft.folder), "checks": [asdict(check) for check in checks]}
         except BaseException:
-            shutil.rmtree(draft.folder, ignore_errors=True)
+            remove(draft.folder)
             raise
     return Exported(
         folder=out_dir,
