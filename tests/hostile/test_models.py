@@ -500,7 +500,7 @@ TEMPLATES = {
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_chat_template_that_cannot_be_used_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3, raising=False)
     tokenizer = build_tokenizer()
 
     with pytest.raises(ConfigError, match="template") as trained:
