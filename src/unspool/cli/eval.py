@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
@@ -12,6 +13,7 @@ from unspool.core.artifacts import write_atomic
 from unspool.core.config import lookup
 from unspool.core.console import print_json
 from unspool.core.errors import ConfigError
+from unspool.core.lock import lock_output
 from unspool.core.sizes import parse_size
 from unspool.evals.backends.base import BACKENDS, Backend, BackendOptions, RopeOverride, build_backend
 from unspool.evals.config import EvalConfig
@@ -123,7 +125,8 @@ def eval_(
         if processes > 1:
             raise ConfigError(f"--suite {SHORT} runs lm-eval in one process; leave --processes out.")
         include = paths.get("tasks")
-        summary = _score_short(model, tasks, override, samples=samples, include=include, device=device, out=out)
+        with nullcontext() if out is None else lock_output(out):
+            summary = _score_short(model, tasks, override, samples=samples, include=include, device=device, out=out)
         _print(summary, as_json)
         return
     evals = chosen_evals(
@@ -169,10 +172,10 @@ def eval_(
         return
     from unspool.evals.run import Scoring, score
 
-    if out is not None:
-        _check_out(out)
     name = Path(model).name or model
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, nullcontext() if out is None else lock_output(out):
+        if out is not None:
+            _check_out(out)
         scoring = Scoring(
             model=name if override is None else override.name_of(name),
             model_hash=options.identity,

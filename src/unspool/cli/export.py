@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unspool.core.console import PlainConsole, print_json
+from unspool.core.lock import lock_output
 
 if TYPE_CHECKING:
     from unspool.recipe.export import Exported
@@ -40,7 +41,8 @@ def export(
 
     check_out(out)
     found = find_checkpoint(checkpoint, stage=stage, run_dir=run)
-    exported = write(found, out, dtype=dtype, device=pick_device(device))
+    with lock_output(out):
+        exported = write(found, out, dtype=dtype, device=pick_device(device))
     if as_json:
         print_json(as_plain(exported))
         return

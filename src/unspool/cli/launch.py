@@ -17,6 +17,7 @@ from unspool.cli.run import RecipeArgument
 from unspool.core.artifacts import write_atomic
 from unspool.core.console import print_json
 from unspool.core.errors import ConfigError, UnspoolError
+from unspool.core.lock import lock_run
 
 if TYPE_CHECKING:
     from unspool.recipe.launch import LaunchOptions
@@ -102,6 +103,9 @@ def launch(
         sbatch=tuple(sbatch or ()),
     )
     layouts = check_layouts(loaded, options.world_size)
+    if not dry_run and via == "torchrun":
+        with lock_run(loaded.recipe.out):  # refuse a folder in use once, instead of on restarted ranks
+            pass
     job: dict[str, Any] = {"via": via, "ranks": options.world_size, "layouts": layouts} | _plan(options, via)
     if not dry_run and not (via == "torchrun" and nodes > 1):
         job["result"] = _start(options, via, job, quiet=as_json)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -12,6 +12,7 @@ from rich.table import Table
 from unspool.cli.recipes import Override
 from unspool.core.config import lookup
 from unspool.core.console import PlainConsole, print_json
+from unspool.core.lock import lock_run
 from unspool.core.sizes import format_count, format_size
 from unspool.data.lengths import LONG, TABLE_EDGES, by_edges, from_length
 
@@ -60,7 +61,8 @@ def tokenize(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson
     loaded = _loaded(recipe, overrides)
     from unspool.recipe import prepare
 
-    counts = prepare.tokenize(prepare.open_data_run(loaded))
+    with lock_run(loaded.recipe.out):
+        counts = prepare.tokenize(prepare.open_data_run(loaded))
     if as_json:
         print_json(counts)
         return
@@ -78,9 +80,10 @@ def pack(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = F
     loaded = _loaded(recipe, overrides)
     from unspool.recipe import prepare
 
-    context = prepare.open_data_run(loaded)
-    prepare.tokenize(context)
-    counts = prepare.pack(context)
+    with lock_run(loaded.recipe.out):
+        context = prepare.open_data_run(loaded)
+        prepare.tokenize(context)
+        counts = prepare.pack(context)
     if as_json:
         print_json(counts)
         return
@@ -123,7 +126,10 @@ def _opened(recipe: str, overrides: list[str] | None) -> Iterator[Any]:
     from unspool.recipe.run import open_run, pick_device
     from unspool.training.parallel.ranks import init_ranks
 
-    with init_ranks(pick_device(loaded.recipe.device).type) as these:
+    with (
+        init_ranks(pick_device(loaded.recipe.device).type) as these,
+        lock_run(loaded.recipe.out) if these.is_leader else nullcontext(),  # rank 0 locks for all
+    ):
         yield open_run(loaded, these)
 
 

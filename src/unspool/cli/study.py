@@ -1,6 +1,7 @@
 """`unspool study`: run the arms of a study and rank them."""
 
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ from rich.table import Table
 from unspool.cli.recipes import Override
 from unspool.cli.run import print_tables
 from unspool.core.console import print_json
+from unspool.core.lock import lock_run, wait_for_lock
 from unspool.core.sizes import format_count
 
 SOME_FAILED = 1
@@ -65,10 +67,13 @@ def study(
         check_study_inputs(waiting)
         for run in waiting:
             pick_device(run.loaded.recipe.device)
-    found = states(loaded) if report_only else run_study(loaded, chosen)
     from unspool.studies.study_report import publish_study
 
-    result = publish_study(loaded, found, checked=not report_only)
+    # Several processes may share the arms of a study by --only.
+    with nullcontext() if report_only else lock_run(loaded.out, shared=bool(only)):
+        found = states(loaded) if report_only else run_study(loaded, chosen)
+        with wait_for_lock(loaded.out / ".report.lock"):
+            result = publish_study(loaded, found, checked=not report_only)
     if as_json:
         print_json(result)
     else:

@@ -10,6 +10,7 @@ from unspool.cli.recipes import Override
 from unspool.cli.run import AsJson, RecipeArgument
 from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
+from unspool.core.lock import lock_run
 from unspool.core.sizes import format_count
 from unspool.synthesis.config import REJECT_REASONS
 
@@ -49,17 +50,18 @@ def synth(
     # Import late, since it loads torch: recipe errors appear immediately.
     from unspool.recipe.synthesize import Synthesis
 
-    synthesis = Synthesis(loaded, only or ())
-    synthesis.corpora()
+    with lock_run(loaded.recipe.out):
+        synthesis = Synthesis(loaded, only or ())
+        synthesis.corpora()
+        estimates = synthesis.estimates() if estimate else {}
+        results = {} if estimate else synthesis.make()
     if estimate:
-        estimates = synthesis.estimates()
         if as_json:
             print_json({name: found.plain() for name, found in estimates.items()})
             return
         for name, found in estimates.items():
             typer.echo(f"{name}: {found}")
         return
-    results = synthesis.make()
     if as_json:
         print_json(results)
         return

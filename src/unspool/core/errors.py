@@ -26,6 +26,10 @@ class DataError(UnspoolError):
     """An input file that cannot be used; the message names file and record."""
 
 
+class BusyError(UnspoolError):
+    """Another process is writing to the same folder."""
+
+
 _FREE_SPACE = "free some space and run the same command again, which continues where it stopped"
 _CHECK_DISK = "check the disk or the network file system, then run the same command again"
 _PERMISSIONS = "change the permissions, or use another path"

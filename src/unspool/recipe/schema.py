@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, model_validator
 
+from unspool.core.artifacts import WORK_ENDINGS
 from unspool.core.config import Config, did_you_mean
 from unspool.core.formatting import clip
 from unspool.core.sizes import format_size, parse_size
@@ -24,8 +25,6 @@ from unspool.synthesis.config import SynthConfig
 from unspool.training.config import StageConfig
 
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
-# Endings of unfinished folders, which are beside the finished ones.
-WORK_ENDINGS = (".work", ".partial", ".old", ".tmp")
 # Both are values of `init:`, and the scores of the base model are in `scores/base`.
 RESERVED_STAGES = ("previous", "base")
 

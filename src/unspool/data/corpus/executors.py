@@ -143,7 +143,7 @@ def _bar(label: str, num_tasks: int, work: Path) -> Iterator[None]:
             shown = 0
             while True:
                 last = ended.wait(_BAR_SECONDS)
-                done = num_completed(work)
+                done = len(completed_tasks(work))
                 advance(done - shown)
                 shown = done
                 if last:
@@ -214,11 +214,16 @@ def wait_for_orphans(work: Path) -> None:
         pass
 
 
-def num_completed(work: Path) -> int:
+def completed_tasks(work: Path) -> list[int]:
     try:
-        return sum(1 for _ in (work / _COMPLETIONS).iterdir())
+        return sorted(int(path.name) for path in (work / _COMPLETIONS).iterdir() if path.name.isdigit())
     except FileNotFoundError:
-        return 0
+        return []
+
+
+def forget_task(work: Path, rank: int) -> None:
+    """Let a completed task run again."""
+    (work / _COMPLETIONS / f"{rank:05d}").unlink()
 
 
 def write_error(work: Path, rank: int, error: Exception) -> None:

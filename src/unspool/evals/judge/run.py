@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unspool.core.artifacts import MANIFEST, publish, read_manifest, write_atomic
+from unspool.core.artifacts import MANIFEST, find_damage, publish, read_manifest, write_atomic
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count
@@ -134,6 +134,10 @@ def _apply_judgment(sample: Sample, judge: str, replies: JudgeReplies) -> Sample
 
 
 def read_samples(folder: Path) -> list[Sample]:
+    """Read the answers; DataError if the folder is damaged, since judging gives it a new manifest."""
+    damage = find_damage(folder)
+    if damage is not None:
+        raise DataError(f"{folder}: {damage}; score the model again before its answers are judged.")
     return [json.loads(line) for line in (folder / SAMPLES).read_text(encoding="utf-8").split("\n") if line]
 
 
