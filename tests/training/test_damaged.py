@@ -1,3 +1,4 @@
+# ruff: noqa: F811
 """Whatever happens to the files of a half-trained stage, it ends with the numbers of an undisturbed one."""
 
 import json
@@ -26,7 +27,7 @@ def half_trained(place: Path, *args) -> Path:
 
 
 @pytest.fixture(scope="module")
-def watched(watched_materials, tmp_path_factory) -> tuple[Path, Path]:  # noqa: F811
+def watched(watched_materials, tmp_path_factory) -> tuple[Path, Path]:
     whole = tmp_path_factory.mktemp("whole")
     run(watched_materials, whole / "one", WATCHED)
     return half_trained(tmp_path_factory.mktemp("killed"), watched_materials, WATCHED), whole
@@ -40,7 +41,7 @@ def test_damage_to_the_logs_of_unfinished_training_changes_no_result(
     watched,
     watched_materials,
     tmp_path,
-    capsys,  # noqa: F811
+    capsys,
 ):
     killed, whole = watched
     shutil.copytree(killed / "one.work", tmp_path / "one.work")
@@ -62,7 +63,7 @@ def test_damage_to_the_logs_of_unfinished_training_changes_no_result(
 
 @pytest.mark.parametrize("kind", DAMAGES[:3])
 @pytest.mark.parametrize("name", ["state.json", LEDGER, VALIDATION, "shard-00001-model-00001-of-00001.safetensors"])
-def test_damage_to_a_checkpoint_is_rolled_back(name, kind, watched, watched_materials, tmp_path, capsys):  # noqa: F811
+def test_damage_to_a_checkpoint_is_rolled_back(name, kind, watched, watched_materials, tmp_path, capsys):
     killed, whole = watched
     shutil.copytree(killed / "one.work", tmp_path / "one.work")
     damage(tmp_path / "one.work" / "checkpoints" / "step-000004" / name, kind)
@@ -77,7 +78,7 @@ def test_damage_to_a_checkpoint_is_rolled_back(name, kind, watched, watched_mate
 
 
 @pytest.fixture(scope="module")
-def half_distilled(inputs, tmp_path_factory) -> Path:  # noqa: F811
+def half_distilled(inputs, tmp_path_factory) -> Path:
     return half_trained(tmp_path_factory.mktemp("distilled"), inputs, FROZEN)
 
 
@@ -90,7 +91,7 @@ def test_damage_to_a_half_done_distillation_is_noticed(
     inputs,
     distilled,
     tmp_path,
-    capsys,  # noqa: F811
+    capsys,
 ):
     shutil.copytree(half_distilled / "one.work", tmp_path / "one.work")
     path = tmp_path / "one.work" / name

@@ -72,9 +72,9 @@ def test_a_loss_averaged_by_rank(failed, monkeypatch):
 def test_labels_shifted_after_the_split(failed, monkeypatch):
     def late(batch: Batch, rank: int, degree: int, *, ring: int) -> Batch:
         part = split_batch(batch, rank, degree, ring=ring)
-        labels = part.labels.clone()
+        labels = part.shift_labels.clone()
         labels[-1] = IGNORE
-        return replace(part, labels=labels, num_valid=(int((labels != IGNORE).sum()),))
+        return replace(part, shift_labels=labels, num_valid=(int((labels != IGNORE).sum()),))
 
     monkeypatch.setattr(unspool.training.loader, "split_batch", late)
     assert "ulysses 2, single documents loss" in failed(ulysses=2, step="single")

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from unspool.cli.eval_options import print_table
+from unspool.core.artifacts import write_atomic
 from unspool.core.config import lookup
+from unspool.core.console import print_json
 from unspool.core.errors import ConfigError
 from unspool.core.lock import lock_output
 from unspool.core.sizes import parse_size
@@ -292,7 +294,7 @@ def _compare(first: Backend, second: Backend, evals: list[EvalConfig], seed: int
 
     found = compare_backends(EvalPlan(evals, first.tokenizer, seed=seed, root=Path.cwd()), first, second)
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        print_json(found)
     else:
         typer.echo(f"{found['equal']} of {found['n']} answers are equal.")
         for one in found["differences"][:1]:
@@ -330,13 +332,13 @@ def _score_short(
     summary = run_short(model, names, samples=samples, include=include, device=target, dtype=dtype, rope=rope)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        write_atomic(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     return summary
 
 
 def _print(summary: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(summary, indent=1))
+        print_json(summary)
     else:
         print_table(summary)
 

@@ -1,12 +1,12 @@
 """`unspool judge`: let a model grade answers that no rule can score, and check how far it agrees with people."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from unspool.cli.eval_options import print_table
+from unspool.core.console import print_json
 from unspool.core.errors import ConfigError
 from unspool.core.lock import lock_output
 
@@ -61,7 +61,7 @@ def judge(
             if not dry_run:
                 summaries.append(judge_folder(folder, chosen))
     if as_json:
-        typer.echo(json.dumps(summaries, indent=1))
+        print_json(summaries)
     else:
         _print(summaries)
 
@@ -73,7 +73,7 @@ def _check(path: Path, chosen: "Judge", as_json: bool) -> None:
     with lock_output(beside), JudgeReplies(beside, chosen.name) as replies:
         found = vars(check_judge(path, chosen, replies))
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        print_json(found)
         return
     for name, value in found.items():
         shown = "–" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -1,6 +1,5 @@
 """`unspool launch`: run a recipe on several GPUs or nodes with torchrun, Slurm or Ray."""
 
-import json
 import logging
 import os
 import shlex
@@ -15,6 +14,8 @@ import typer
 
 from unspool.cli.recipes import Override
 from unspool.cli.run import RecipeArgument
+from unspool.core.artifacts import write_atomic
+from unspool.core.console import print_json
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.core.lock import lock_run
 
@@ -152,7 +153,7 @@ def _run(command: list[str], env: dict[str, str]) -> int:
 
 def _submit(path: Path, script: str) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(script)
+    write_atomic(path, script)
     try:
         done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -171,7 +172,7 @@ def _submit(path: Path, script: str) -> str:
 def _print(job: dict[str, Any], *, as_json: bool, dry_run: bool) -> None:
 
     if as_json:
-        typer.echo(json.dumps(job, indent=1))
+        print_json(job)
         return
     if "result" in job:
         if job["via"] == "slurm":

@@ -1,6 +1,5 @@
 """`unspool run`, and its steps one by one: `tokenize`, `pack`, `train`."""
 
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from unspool.cli.recipes import Override
 from unspool.core.config import lookup
+from unspool.core.console import PlainConsole, print_json
 from unspool.core.lock import lock_run
 from unspool.core.sizes import format_count, format_size
 from unspool.data.lengths import LONG, TABLE_EDGES, by_edges, from_length
@@ -40,7 +40,7 @@ def run(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = Fa
     if not context.is_leader:
         return
     if as_json:
-        typer.echo(json.dumps({"headline": outcome.headline, "report": str(outcome.report)}, indent=1))
+        print_json({"headline": outcome.headline, "report": str(outcome.report)})
         return
     typer.echo("")
     for line in outcome.headline:
@@ -64,7 +64,7 @@ def tokenize(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson
     with lock_run(loaded.recipe.out):
         counts = prepare.tokenize(prepare.open_data_run(loaded))
     if as_json:
-        typer.echo(json.dumps(counts, indent=1))
+        print_json(counts)
         return
     print_tables(records_table(counts), length_table(counts))
 
@@ -85,7 +85,7 @@ def pack(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = F
         prepare.tokenize(context)
         counts = prepare.pack(context)
     if as_json:
-        typer.echo(json.dumps(counts, indent=1))
+        print_json(counts)
         return
     upsampled = [upsample_table(counts)] if any("upsample" in entry for entry in counts.values()) else []
     accounts = (accounting_table(entry, title=name) for name, entry in counts.items())
@@ -142,10 +142,9 @@ def _loaded(recipe: str, overrides: list[str] | None) -> Any:
 
 
 def print_tables(*tables: Table, highlight: bool = True) -> None:
-    from rich.console import Console
 
     # Without a terminal, wide enough that no column is cut.
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=highlight)
+    console = PlainConsole(width=None if sys.stdout.isatty() else 200, highlight=highlight)
     for table in tables:
         console.print(table, end="\n\n")
 

@@ -13,12 +13,13 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from unspool import __version__
+from unspool.core.errors import naming
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +46,10 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def folder_digest(folder: Path) -> str:
+def folder_digest(folder: Path, of_file: Callable[[Path], str] = file_digest) -> str:
     """Hash of every file in a folder: names and contents."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return digest({str(path.relative_to(folder)): file_digest(path) for path in files})
+    return digest({str(path.relative_to(folder)): of_file(path) for path in files})
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -120,13 +121,14 @@ class Draft:
 @contextmanager
 def publish(out_dir: Path, *, kind: str, inputs: dict[str, Any], settings: dict[str, Any]) -> Iterator[Draft]:
     """Write into `Draft.folder`; when the block ends without error the folder appears as `out_dir`."""
-    _repair(out_dir)
-    partial = out_dir.with_name(out_dir.name + ".partial")
-    remove(partial)
-    partial.mkdir(parents=True)
-    draft = Draft(partial)
-    yield draft
-    seal(partial, out_dir, kind=kind, inputs=inputs, settings=settings, counts=draft.counts)
+    with naming(out_dir):
+        _repair(out_dir)
+        partial = out_dir.with_name(out_dir.name + ".partial")
+        remove(partial)
+        partial.mkdir(parents=True)
+        draft = Draft(partial)
+        yield draft
+        seal(partial, out_dir, kind=kind, inputs=inputs, settings=settings, counts=draft.counts)
 
 
 def seal(
@@ -260,8 +262,14 @@ def _read_key(path: Path) -> str | None:
 def write_atomic(path: Path, text: str) -> None:
     """Replace a file in one step, so that readers never see a part of it."""
     aside = path.with_name(path.name + ".tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    with naming(path):
+        try:
+            with aside.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        except OSError:
+            with suppress(OSError):
+                aside.unlink()
+            raise

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from unspool.core.artifacts import clean_up, digest, open_work, seal, stale_reason, write_atomic
 from unspool.core.checked_lines import SUMS, CheckedLines, intact_lines, read_checked
-from unspool.core.errors import ConfigError
+from unspool.core.errors import ConfigError, naming
 from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count
 from unspool.data.facts import word_list
@@ -75,11 +75,15 @@ def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
         return loaded
     plan = EvalPlan(scoring.evals, backend.tokenizer, seed=scoring.seed, root=scoring.root)
     backend.planned_tokens = plan.prompt_tokens
-    num_samples = plan.num_samples
     logger.info(
-        f"scores of {scoring.model} ({reason}): {plan.num_contexts} contexts, {num_samples} samples, "
+        f"scores of {scoring.model} ({reason}): {plan.num_contexts} contexts, {plan.num_samples} samples, "
         f"{format_count(plan.prompt_tokens)} prompt tokens"
     )
+    with naming(scoring.out_dir):
+        return _score(scoring, backend, plan, identity)
+
+
+def _score(scoring: Scoring, backend: Backend, plan: EvalPlan, identity: dict[str, Any]) -> dict[str, Any]:
     work_dir = scoring.out_dir.with_name(scoring.out_dir.name + ".work")
     open_work(work_dir, digest(identity), key_file=PLAN, label=f"scores of {scoring.model}", describe=_describe_work)
     cache = PromptCache(work_dir)
@@ -92,7 +96,7 @@ def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
     cache.close()
     summary = summarize(scoring.model, scoring.evals, _read_lines(work_dir / SAMPLES))
     write_atomic(work_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
-    counts = {"contexts": plan.num_contexts, "samples": num_samples}
+    counts = {"contexts": plan.num_contexts, "samples": plan.num_samples}
     seal(work_dir, scoring.out_dir, **identity, counts=counts, unlisted=WORK_FILES)
     return summary
 

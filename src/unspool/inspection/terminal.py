@@ -5,7 +5,6 @@ colors, but every border and number is still printed.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -28,11 +27,6 @@ _COLORS = (
     "dark_cyan", "red3", "chartreuse4", "cornflower_blue", "rosy_brown", "magenta3",
 )  # fmt: skip
 _STYLES = {"text": "", "control": "yellow", "knot": "bold magenta", "label": "cyan", "hidden": "italic", "bad": "red"}
-
-
-def build_console(**options: Any) -> Console:
-    """A console without markup, emoji and highlighting; `options` are rich's."""
-    return Console(highlight=False, markup=False, emoji=False, **options)
 
 
 def print_summary(console: Console, summary: Summary) -> None:

@@ -9,6 +9,7 @@ whose window does not grow, keep theirs.
 and our attention function rotates each head. Cached keys are then unrotated, and rotated when they are attended to.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
 from unspool.models.checks import DOC_LEN, is_close, last_states
+from unspool.models.modeling_harpe import ROPE_TYPE
 from unspool.models.tokenizer import first_line
 from unspool.rope.tables import (
     GLOBAL_LAYERS,
@@ -34,6 +36,8 @@ from unspool.rope.tables import (
 
 # Scalings of `transformers` that depend on max_position_embeddings (`yarn` in some versions).
 USES_MAX_POSITIONS = ("dynamic", "longrope", "yarn")
+# The name under which attention/interface.py registers our attention.
+OWN_ATTENTION = "unspool"
 # Relative: `transformers` blends in float32, with errors up to 1e-5; bfloat16 would have 4e-3.
 TOLERANCE = 1e-4
 
@@ -157,9 +161,12 @@ def apply_head_bases(model: Any, bases: np.ndarray | Sequence[Any]) -> None:
     if len(by_layer) not in (1, num_layers):
         raise ConfigError(f"rope harpe: bases for {len(by_layer)} layers, and the model has {num_layers}.")
     device = next(model.parameters()).device
-    backbone.rotary_emb = NoRotation(shape.rotary_dim)
+    backbone.rotary_emb = NoRotation(shape.rotary_dim, config)
     # One list for all layers if they are equal: shorter, and easier to check in the config.
     backbone.head_bases = (by_layer[0] if (by_layer == by_layer[0]).all() else by_layer).tolist()
+    # Kept when a user saves the model, with a rope_type that plain classes refuse.
+    config.head_bases = backbone.head_bases
+    config.rope_parameters = config.rope_parameters | {"rope_type": ROPE_TYPE}
     for layer, of_layer in zip(backbone.layers, np.broadcast_to(by_layer, (num_layers, num_bases)), strict=True):
         inv_freq = torch.from_numpy(frequencies(of_layer, shape.rotary_dim)).to(device)
         layer.self_attn.register_buffer("head_inv_freq", inv_freq, persistent=False)
@@ -174,7 +181,7 @@ def _check_rotation(model: Any) -> None:
     )
     if not layers or not all(hasattr(layer, "self_attn") for layer in layers):
         raise refusal
-    if model.config._attn_implementation != "unspool":
+    if model.config._attn_implementation != OWN_ATTENTION:
         raise ConfigError(
             'rope harpe: a base per head needs attn_implementation="unspool"; load the model with load_model.'
         )
@@ -199,14 +206,30 @@ def head_bases(model: Any) -> Any:
     return getattr(model.base_model, "head_bases", None)
 
 
-class NoRotation(nn.Module):
-    """Replaces the model's rotary module: cos 1, sin 0."""
+def plain_config(config: Any) -> Any:
+    """Return a copy of a model's config, without a base per head, from which its plain class can be built."""
+    plain = copy.deepcopy(config)
+    if getattr(plain, "head_bases", None) is not None:
+        del plain.head_bases
+        plain.rope_parameters = plain.rope_parameters | {"rope_type": "default"}
+    return plain
 
-    def __init__(self, rotary_dim: int) -> None:
+
+class NoRotation(nn.Module):
+    """Replaces the model's rotary module: cos 1, sin 0, because our attention rotates. Refuses any other attention."""
+
+    def __init__(self, rotary_dim: int, config: Any) -> None:
         super().__init__()
         self.rotary_dim = rotary_dim
+        self._config = config
 
     def forward(self, hidden: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self._config._attn_implementation != OWN_ATTENTION:
+            raise ConfigError(
+                f"HARPE: attention {self._config._attn_implementation!r} knows no base per head, so every position "
+                f"would be lost; use attn_implementation={OWN_ATTENTION!r}, or export the model and load that folder "
+                "with trust_remote_code=True."
+            )
         shape = (*position_ids.shape, self.rotary_dim)
         return hidden.new_ones(1).expand(shape), hidden.new_zeros(1).expand(shape)
 
@@ -221,13 +244,13 @@ def rotate_heads(query: Tensor, key: Tensor, inv_freq: Tensor, position_ids: Ten
     num_queries, num_keys = query.shape[2], key.shape[2]
     is_whole = num_queries == num_keys
     if is_whole and position_ids is not None:
-        positions = position_ids.reshape(-1)[:num_keys].float()
+        positions = position_ids[:, :num_keys].float()
     else:
-        positions = torch.arange(num_keys, device=key.device, dtype=torch.float32)
+        positions = torch.arange(num_keys, device=key.device, dtype=torch.float32)[None]
     cos, sin = _tables(inv_freq, positions)
     if is_whole or position_ids is None:
         last = slice(num_keys - num_queries, num_keys)
-        query_cos, query_sin = cos[None, :, None, last], sin[None, :, None, last]
+        query_cos, query_sin = cos[:, :, None, last], sin[:, :, None, last]
     else:
         query_cos, query_sin = (table[:, :, None] for table in _tables(inv_freq, position_ids.float()))
     groups = query.shape[1] // key.shape[1]

@@ -250,6 +250,8 @@ def cached_config(ref: str) -> dict[str, Any] | None:
     try:
         return config_values(ref)
     except ConfigError:
+        if (Path(ref) / "config.json").is_file():
+            raise  # it is there, and damaged
         return None
 
 

@@ -18,7 +18,7 @@ from unspool.core.logging import silence
 from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.run import Scoring, score_model
 from unspool.models.config import NewModel, original_context
-from unspool.models.load import model_digest
+from unspool.models.weight_files import model_digest
 from unspool.recipe.context import RunContext, Share, build_in_place
 from unspool.recipe.load import LoadedRecipe
 from unspool.recipe.prepare import check_data_inputs, pack, tokenize

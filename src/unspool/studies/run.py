@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from unspool.core.artifacts import MANIFEST, digest, read_manifest, write_atomic
-from unspool.core.errors import BusyError, UnspoolError
+from unspool.core.errors import BusyError, explain
 from unspool.core.lock import LOCK, lock_run, wait_for_lock
 from unspool.data.corpus.build import files_digest
 from unspool.recipe.paths import path_exists
@@ -82,7 +82,7 @@ def _run_one(study: Study, run: StudyRun) -> None:
     try:
         run_recipe(open_run(load_written(study, run), share=share_between_runs(study.out)))
     except Exception as error:  # a failure must not stop the other arms
-        message = str(error) if isinstance(error, UnspoolError) else f"{type(error).__name__}: {error}"
+        message = explain(error) or f"{type(error).__name__}: {error}"
         failure.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(failure, json.dumps({"error": message, "traceback": traceback.format_exc()}, indent=1) + "\n")
         logger.warning(f"{run.name} failed: {message.splitlines()[0]} (traceback: {failure})")

@@ -16,13 +16,13 @@ from torch import Tensor
 from unspool.core.errors import ConfigError
 from unspool.data.packing.row import IGNORE, Row, attended_lens, labels, position_ids
 
-_TENSORS = ("tokens", "labels", "position_ids")
+_TENSORS = ("tokens", "shift_labels", "position_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     tokens: Tensor  # int64[T]
-    labels: Tensor  # int64[T]
+    shift_labels: Tensor  # int64[T]: the token after each; not called `labels`, which others would shift again
     position_ids: Tensor  # int64[T]
     doc_lens: tuple[int, ...]  # attended lengths, summing to T
     row_lens: tuple[int, ...]  # tokens of each row, summing to T
@@ -39,6 +39,16 @@ class Batch:
     def model_inputs(self) -> dict[str, Any]:
         return {"input_ids": self.tokens[None], "position_ids": self.position_ids[None], "doc_lens": self.doc_lens}
 
+    @property
+    def trainer_inputs(self) -> dict[str, Any]:
+        """Inputs of a whole batch for stock code such as `transformers.Trainer`, whose models then return the loss.
+
+        `shift_labels` are already shifted, and `transformers` uses them as they are. Code that only knows `labels`
+        shifts those itself, so they are not shifted here.
+        """
+        labels = F.pad(self.shift_labels[:-1], (1, 0), value=IGNORE)
+        return self.model_inputs | {"labels": labels[None], "shift_labels": self.shift_labels[None]}
+
 
 def build_batch(rows: Sequence[Row], *, attention: str) -> Batch:
     """`attention: full` makes every row one document; `documents` leaves rows marked full as they are."""
@@ -54,7 +64,7 @@ def build_batch(rows: Sequence[Row], *, attention: str) -> Batch:
     valid = np.add.reduceat(targets != IGNORE, np.cumsum([0, *row_lens[:-1]]), dtype=np.int64)
     return Batch(
         tokens=torch.from_numpy(tokens.astype(np.int64)),
-        labels=torch.from_numpy(targets),
+        shift_labels=torch.from_numpy(targets),
         position_ids=torch.from_numpy(positions),
         doc_lens=tuple(attended.tolist()),
         row_lens=tuple(row_lens),
@@ -108,14 +118,14 @@ def split_batch(batch: Batch, rank: int, degree: int, *, ring: int = 1) -> Batch
     own = sequence_part(len(padded.tokens), rank, degree, ring=ring)
     num_rows = len(batch.row_lens)
     row_of = torch.repeat_interleave(torch.arange(num_rows), torch.tensor(padded.row_lens))[own]
-    labels = padded.labels[own]
+    shift_labels = padded.shift_labels[own]
     return Batch(
         tokens=padded.tokens[own],
-        labels=labels,
+        shift_labels=shift_labels,
         position_ids=padded.position_ids[own],
         doc_lens=padded.doc_lens,
         row_lens=tuple(torch.bincount(row_of, minlength=num_rows).tolist()),
-        num_valid=tuple(torch.bincount(row_of[labels != IGNORE], minlength=num_rows).tolist()),
+        num_valid=tuple(torch.bincount(row_of[shift_labels != IGNORE], minlength=num_rows).tolist()),
     )
 
 
@@ -131,7 +141,7 @@ def pad_batch(batch: Batch, unit: int, *, own_document: bool) -> Batch:
     *before, last = batch.doc_lens
     return Batch(
         tokens=F.pad(batch.tokens, (0, extra)),
-        labels=F.pad(batch.labels, (0, extra), value=IGNORE),
+        shift_labels=F.pad(batch.shift_labels, (0, extra), value=IGNORE),
         position_ids=torch.cat([batch.position_ids, torch.arange(extra)]),
         doc_lens=(*before, last, extra) if own_document else (*before, last + extra),
         row_lens=(*batch.row_lens[:-1], batch.row_lens[-1] + extra),

@@ -104,7 +104,7 @@ class AttentionDistillationConfig(Config):
 class StageConfig(Config):
     """One training stage: a mix of rows at one context length under one schedule."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)
     init: str = Field("previous", description="previous | base | the name of an earlier stage")
     context_length: Size
     export_context_length: Size | None = Field(

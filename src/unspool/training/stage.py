@@ -32,11 +32,12 @@ from unspool.models.checks import check_trainable
 from unspool.models.config import NewModel
 from unspool.models.export import save_model
 from unspool.models.fuse import fuse_parts
-from unspool.models.load import build_new, fit_vocabulary, load_model, model_digest
+from unspool.models.load import build_new, fit_vocabulary, load_model
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import load_tokenizer
+from unspool.models.weight_files import check_written_file, model_digest
 from unspool.training.checkpoint.resume import (
     CHECKPOINTS,
     OPTIMIZER,
@@ -113,6 +114,8 @@ def run_stage(
     distilled_rows = {name: open_rows(folder) for name, folder in inputs.attention_distillation.items()}
     distilled_lens = {name: row_set.row_len for name, row_set in distilled_rows.items()}
     check_distillation(stage, inputs.model, distilled_lens, world_size=world_size)
+    if inputs.moments:
+        check_written_file(inputs.moments)
     dist_context.from_leader(lambda: _prepare_work(stage, out_dir, identity))
     work = _work_path(out_dir)
     mix = _mix(stage, inputs, rows, seed=seed)

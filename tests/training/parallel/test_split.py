@@ -21,10 +21,10 @@ def test_parts_put_together_are_the_whole(degree):
     parts = [split_batch(batch, rank, degree) for rank in range(degree)]
 
     assert {len(part.tokens) for part in parts} == {-(-len(batch.tokens) // degree)}
-    for name in ("tokens", "labels", "position_ids"):
+    for name in ("tokens", "shift_labels", "position_ids"):
         together = torch.cat([getattr(part, name) for part in parts])
         assert torch.equal(together[: len(batch.tokens)], getattr(batch, name)), name
-    padding = torch.cat([part.labels for part in parts])[len(batch.tokens) :]
+    padding = torch.cat([part.shift_labels for part in parts])[len(batch.tokens) :]
     assert (padding == IGNORE).all()
 
 
@@ -35,10 +35,11 @@ def test_every_label_is_in_exactly_one_part(degree, ring):
 
     counts = torch.tensor([part.num_valid for part in parts]).sum(0)
     assert counts.tolist() == list(batch.num_valid)
-    assert all(sum(part.num_valid) == int((part.labels != IGNORE).sum()) for part in parts)
+    assert all(sum(part.num_valid) == int((part.shift_labels != IGNORE).sum()) for part in parts)
     assert all(sum(part.row_lens) == len(part.tokens) for part in parts)
-    targets = torch.cat([part.labels for part in parts])
-    assert sorted(targets[targets != IGNORE].tolist()) == sorted(batch.labels[batch.labels != IGNORE].tolist())
+    targets = torch.cat([part.shift_labels for part in parts])
+    wanted = batch.shift_labels
+    assert sorted(targets[targets != IGNORE].tolist()) == sorted(wanted[wanted != IGNORE].tolist())
 
 
 def test_all_ranks_know_all_documents_and_padding_is_one_of_its_own():

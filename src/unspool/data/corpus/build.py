@@ -28,6 +28,7 @@ from unspool.core.artifacts import (
     file_digest,
     open_work,
     read_manifest,
+    remove,
     seal,
     stale_reason,
 )
@@ -118,6 +119,7 @@ def build_corpus(
     with started(engine):
         sizes = _run(steps, partial, len(tasks), engine, limit, label=f"corpus {name}")
 
+    _check_unchanged(source, units, inputs["files"], partial)
     total = load_ledgers(ledger_path(partial, rank) for rank in range(len(sizes)))
     total.publish(partial)
     check_bad_share(total, name=name, max_bad=source.max_bad_share, listed=partial / QUARANTINE)
@@ -196,6 +198,21 @@ def _forget_damaged(partial: Path, *, label: str) -> None:
         if damage is not None:
             logger.warning(f"{label}: unfinished work of task {rank} is damaged ({damage}); reading its input again")
             forget_task(partial / WORK, rank)
+
+
+def _check_unchanged(source: Source, units: list[Path], digest_before: str, partial: Path) -> None:
+    """Refuse documents of files that changed or vanished while they were read, and read all of them next time."""
+    try:
+        changed = _digest_units(source, units) != digest_before
+    except OSError:
+        remove(partial)
+        raise
+    if changed:
+        remove(partial)
+        raise DataError(
+            f"corpus {partial.stem}: a file of the source changed while it was read; run the same command again when "
+            "nothing writes to the source any more."
+        )
 
 
 def files_digest(source: Source, root: Path) -> str:

@@ -4,6 +4,7 @@ What task r writes depends only on its own part of the source, so the result is 
 number of workers. A task's files are complete before datatrove marks it as completed.
 """
 
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -161,7 +162,10 @@ class WriteDocuments(PipelineStep):  # type: ignore[misc]
                 total += len(tokens)
                 if self.limit is not None and total >= self.limit:
                     break
-        np.save(sizes_path(self.folder, rank), np.array(sizes, dtype=np.int64).reshape(-1, 3))
+        # Not `np.save` to the path: on a full disk it raises an error without a reason.
+        buffer = io.BytesIO()
+        np.save(buffer, np.array(sizes, dtype=np.int64).reshape(-1, 3))
+        sizes_path(self.folder, rank).write_bytes(buffer.getvalue())
         self.ledger.save(ledger_path(self.folder, rank))
         write_sums(self.folder, rank)
 

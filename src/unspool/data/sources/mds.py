@@ -34,7 +34,7 @@ from pydantic import Field
 
 from unspool.core.errors import ConfigError
 from unspool.data.sources.base import MAX_RECORD_BYTES, Bad, Document, FileSource, Filtered, Item
-from unspool.data.sources.files import Unreadable, first_line, list_names
+from unspool.data.sources.files import Unreadable, damaged, first_line, list_names
 
 INDEX = "index.json"
 BOUNDARIES = "indices"
@@ -136,7 +136,7 @@ def _read_index(index: Path) -> list[Any]:
     try:
         content = json.loads(index.read_bytes())
     except OSError as error:
-        raise Unreadable("unreadable", first_line(error)) from error
+        raise damaged(error, index) from error
     except (ValueError, RecursionError) as error:
         raise Unreadable("broken_json", f"not valid JSON ({first_line(error)})") from error
     shards = content.get("shards") if isinstance(content, dict) else None
@@ -247,10 +247,8 @@ def _open_shard(path: Path, shard: _Shard) -> BinaryIO:
     try:
         _check_hashes(path, shard)
         return path.open("rb") if shard.compression is None else _decompress(path, shard, shard.compression)
-    except FileNotFoundError as error:
-        raise Unreadable("unreadable", _MISSING) from error
     except (OSError, zlib.error, zstandard.ZstdError) as error:
-        raise Unreadable("unreadable", first_line(error)) from error
+        raise damaged(error, path) from error
 
 
 def _check_hashes(path: Path, shard: _Shard) -> None:
@@ -312,11 +310,8 @@ def _read_sample(stream: BinaryIO, begin: int, end: int, size: int, *, first: in
         raise Unreadable("truncated", f"it should end at byte {end}, but the shard is truncated after {size}")
     if end - begin > MAX_RECORD_BYTES:
         raise Unreadable("too_long", f"more than {MAX_RECORD_BYTES >> 20} MiB in one sample")
-    try:
-        stream.seek(begin)
-        return stream.read(end - begin)
-    except OSError as error:
-        raise Unreadable("unreadable", first_line(error)) from error
+    stream.seek(begin)
+    return stream.read(end - begin)
 
 
 # The sample

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
+from unspool.models.checks import check_tokens
 from unspool.models.generation.batched import answer_batch, to_tensor
 from unspool.models.generation.shared_prefix import SharedPrefixAttention, can_batch, can_share_prefix
 
@@ -130,6 +131,7 @@ def answer(
     prefill_chunk: int | None = None,
 ) -> list[list[int]]:
     """Generate after context + question each, up to a stop token (left out) or `max_new_tokens`."""
+    check_tokens(model, (context_ids, *questions))
     if not len(context_ids) and len(questions) > 1 and can_batch(model):
         return _answer_in_batches(model, questions, max_new_tokens, stop_ids, prefill_chunk)
     longest = max(map(len, questions)) + max_new_tokens

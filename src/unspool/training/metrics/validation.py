@@ -98,7 +98,7 @@ def _losses(model: Any, batch: Batch, device: torch.device, mesh: DeviceMesh | N
     """Loss and position of every token that carries loss."""
     found = _gather_losses(model, batch, device, mesh) if mesh else batch_loss(model, batch.to(device))[1].double()
     losses = found.cpu().numpy()
-    valid = (batch.labels != IGNORE).numpy()
+    valid = (batch.shift_labels != IGNORE).numpy()
     # The label at i is the token at i + 1.
     positions = position_ids(np.array(batch.doc_lens)) + 1
     return losses[valid], positions[valid]

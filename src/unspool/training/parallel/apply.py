@@ -20,7 +20,6 @@ from unspool.data.packing.store import RowSet
 from unspool.models.attention.reference import AttentionInputs, Kernel
 from unspool.models.checks import attention_of, check_trainable, layers_of
 from unspool.models.config import SIZES, NewModel, config_values
-from unspool.models.export import HARPE_TYPE
 from unspool.models.fuse import fuse_parts
 from unspool.models.load import load_model
 from unspool.models.memory.checkpointing import apply_memory
@@ -126,7 +125,11 @@ def _can_load_sharded(folder: Path) -> bool:
     if not (folder / "config.json").is_file():
         return False
     content = (folder / "config.json").read_text()
-    if HARPE_TYPE in content or '"text_config"' in content or sharded_load_problem(_config(folder), folder) is not None:
+    if (
+        '"head_bases"' in content
+        or '"text_config"' in content
+        or sharded_load_problem(_config(folder), folder) is not None
+    ):
         return False
     full = load_model(str(folder), device=torch.device("cpu"), dtype=_config(folder).dtype or torch.float32)
     check_trainable(full)

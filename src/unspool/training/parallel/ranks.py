@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from unspool.core.errors import ConfigError, UnspoolError
+from unspool.core.errors import ConfigError, UnspoolError, explain
 from unspool.training.parallel.watchdog import FAILED, NO_STEP, Limits, Watchdog, announce
 
 
@@ -249,7 +249,7 @@ def _fail(watchdog: Watchdog, rank_env: RankEnv, error: BaseException) -> None:
             raise SystemExit(FAILED) from None
         if isinstance(error, _TerminatedError):
             raise error  # the whole job is being stopped
-        text = str(error).strip() or type(error).__name__
+        text = (explain(error) or str(error)).strip() or type(error).__name__
         first = watchdog.report_failure(f"rank {rank} failed {watchdog.position}: {text.splitlines()[0]}")
     except RuntimeError:  # from the store
         announce(
