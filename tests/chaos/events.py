@@ -29,7 +29,7 @@ class Sandbox:
     log: Path
     seconds: float = 0.0  # of a whole run
     num_events: int = 0  # file events of a whole run
-    said: list[str] = field(default_factory=list)  # by every command
+    ends: list[tuple[int, str]] = field(default_factory=list)  # exit code and output of every command
 
     def start(self, *sets: str, hook: Hook | None = None) -> int:
         child = os.fork()
@@ -61,8 +61,10 @@ class Sandbox:
         return self.wait(self.start(*sets, hook=hook))
 
     def wait(self, child: int) -> int:
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        self.said.append(self.log.read_text(errors="replace") if self.log.exists() else "")
+        return self.note(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    def note(self, code: int) -> int:
+        self.ends.append((code, self.log.read_text(errors="replace") if self.log.exists() else ""))
         self.log.unlink(missing_ok=True)
         return code
 
@@ -102,11 +104,11 @@ def count_events(sandbox: Sandbox, path: Path) -> int:
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY)
         sys.addaudithook(hook)
 
-    assert sandbox.run(hook=install) == 0, sandbox.said[-1]
+    assert sandbox.run(hook=install) == 0, sandbox.ends[-1]
     return int(path.read_text() or 0)
 
 
-# What happens. Each returns the exit codes that its own commands may have besides those of a clean run.
+# What happens
 
 
 def kill_at_random_moment(box: Sandbox, rng: random.Random) -> None:
@@ -208,6 +210,8 @@ def second_writer(box: Sandbox, rng: random.Random) -> None:
         box.log = log
         os.kill(first, signal.SIGCONT)
         box.wait(first)
+    else:  # it ended before
+        box.note(os.waitstatus_to_exitcode(status))
 
 
 def clock_jump(box: Sandbox, rng: random.Random) -> None:

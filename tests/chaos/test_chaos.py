@@ -10,6 +10,7 @@ import hashlib
 import json
 import random
 import shutil
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -73,7 +74,7 @@ def box(tmp_path: Path) -> Sandbox:
     sandbox.num_events = count_events(sandbox, tmp_path / "events")
     shutil.rmtree(sandbox.out)
     began = time.monotonic()
-    assert sandbox.run() == 0, sandbox.said[-1]
+    assert sandbox.run() == 0, sandbox.ends[-1]
     sandbox.seconds = time.monotonic() - began
     return sandbox
 
@@ -107,37 +108,41 @@ def test_after_every_event_the_run_ends_as_if_nothing_had_happened_or_refuses_in
     shutil.rmtree(box.out)
     rng = random.Random(chaos_shard)
     counts: Counter[str] = Counter()
-    refused: Counter[str] = Counter()
+    ends: Counter[tuple[str, int]] = Counter()
     problems: list[str] = []
-    kinds = list(KINDS)
     for number in range(EVENTS):
-        kind = kinds[number % len(kinds)]
-        box.said.clear()
+        kind = list(KINDS)[number % len(KINDS)]
+        box.ends.clear()
         KINDS[kind](box, rng)
         code = box.run()
         counts[kind] += 1
-        problem = _problem(box, code, wanted)
+        ends.update((kind, end) for end, _ in box.ends[:-1])
+        problem = _problem(box, wanted)
         if problem:
-            problems.append(f"shard {chaos_shard}, event {number} ({kind}): {problem}\n" + "\n---\n".join(box.said))
+            said = "\n---\n".join(text for _, text in box.ends)
+            problems.append(f"shard {chaos_shard}, event {number} ({kind}): {problem}\n{said}")
             print(problems[-1], flush=True)
-        refused[kind] += code == 2
         # Every other event meets what the one before has left.
         if problem or code or number % 2:
             shutil.rmtree(box.out, ignore_errors=True)
     for kind, count in counts.items():
-        print(f"{count:4} {kind}, {refused[kind]} refused")
-    print(f"{counts.total():4} events, {refused.total()} refused, {len(problems)} silent or with a traceback")
+        killed, refused, ended = (ends[kind, code] for code in (-signal.SIGKILL, 2, 0))
+        print(f"{count:4} {kind}: {killed} runs killed, {refused} refused, {ended} ended")
+    print(f"{counts.total():4} events of shard {chaos_shard}, {len(problems)} silent or with a traceback", flush=True)
     assert not problems, f"{len(problems)} of {EVENTS} events: " + "; ".join(text.split("\n")[0] for text in problems)
+    assert ends["second writer", 2], "no second writer met a first one"
 
 
-def _problem(box: Sandbox, code: int, wanted: dict[str, Any]) -> str | None:
-    for text in box.said:
+def _problem(box: Sandbox, wanted: dict[str, Any]) -> str | None:
+    for code, text in box.ends:
         if "Traceback" in text:
             return f"a traceback: {text[text.index('Traceback') :].strip().splitlines()[-1]}"
-    if code == 2:
-        return None if "error: " in box.said[-1] else "refused without a sentence"
-    if code:
-        return f"exit code {code}"
+        if code not in (0, 2, -signal.SIGKILL):
+            return f"exit code {code}"
+        if code == 2 and "error: " not in text:
+            return "refused without a sentence"
+    if box.ends[-1][0] == 2:
+        return None
     found = results(box.out)
     if found != wanted:
         names = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
