@@ -27,7 +27,7 @@ from unspool.models.attention.interface import NAME, register
 from unspool.models.checks import check_attention, check_finite
 from unspool.models.config import SIZES, NewModel, build_plain_config, check_values, read_config_file
 from unspool.models.fuse import require_exact_fp32
-from unspool.models.rotary import apply_head_bases, rope_shape
+from unspool.models.rotary import apply_head_bases, decide_by_document, rope_shape
 from unspool.models.tokenizer import first_line, load_tokenizer, location, silence_transformers
 from unspool.models.weight_files import check_weights, model_digest
 
@@ -63,6 +63,7 @@ def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
     model = model.to(device).eval()
     check_finite(model, f"model {ref}")
     _check_supported(model)
+    decide_by_document(model)
     check_attention(model, NAME)
     if bases is not None:
         apply_head_bases(model, bases)
@@ -177,7 +178,9 @@ def build_new(new: NewModel, tokenizer: Any, *, seed: int) -> Any:
         attn_implementation=NAME,
         **SIZES[new.size],
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    decide_by_document(model)
+    return model
 
 
 def fit_vocabulary(model: Any, new: Collection[int], trained: np.ndarray) -> None:
