@@ -275,7 +275,7 @@ def cached_config(ref: str) -> dict[str, Any] | None:
     try:
         return config_values(ref)
     except ConfigError:
-        if (Path(ref) / "config.json").is_file():
+        if Path(ref).is_file() or (Path(ref) / "config.json").is_file():
             raise  # it is there, and damaged
         return None
 
