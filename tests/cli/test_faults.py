@@ -15,6 +15,7 @@ from factory import SMALL_SIZE, save_mini
 from synthesis.toy import MOCK, write_documents, write_recipe
 from unspool.cli.main import Commands, build_app
 from unspool.core.artifacts import file_digest
+from unspool.data.sources import base
 from unspool.models.config import SIZES
 from unspool.recipe.paths import find_bundled
 from unspool.training.checkpoint import save
@@ -195,15 +196,16 @@ def test_a_run_that_fills_the_disk_anywhere_is_resumed_to_the_same_result(mini, 
 
 
 @pytest.mark.slow
-def test_a_full_disk_in_worker_processes_is_the_same_sentence(mini, disk, capsys):
+def test_a_full_disk_in_worker_processes_is_the_same_sentence(mini, disk, capsys, monkeypatch):
+    monkeypatch.setattr(base, "TASK_BYTES", 1)  # each file is a task of its own
     texts = (mini.parent / "books.jsonl").read_text().splitlines(keepends=True)
-    for number in range(4):  # each is a task of its own
-        (mini.parent / f"part-{number}.jsonl").write_text("".join(texts[number::4]) * 900)
+    for number in range(4):
+        (mini.parent / f"part-{number}.jsonl").write_text("".join(texts[number::4]) * 40)
     sets = ("--set", "sources.books.path=part-*.jsonl", "--set", "engine.workers=2")
     whole, out = mini.parent / "parts", disk.path / "out"
     assert run("tokenize", str(mini), *sets, "--set", f"out={whole}") == 0
     check_recovery(
-        disk, [900, 3000], lambda: run("tokenize", str(mini), *sets, "--set", f"out={out}"), whole, out, capsys
+        disk, [60, 700], lambda: run("tokenize", str(mini), *sets, "--set", f"out={out}"), whole, out, capsys
     )
 
 

@@ -25,6 +25,7 @@ from data.conftest import build_tokenizer
 from data.sources import mds_folders
 from data.sources.packing import special, tar_bytes, write_tar, write_zip
 from unspool.core.errors import DataError, UnspoolError
+from unspool.data.corpus import build as corpus_build
 from unspool.data.corpus.build import build_corpus
 from unspool.data.corpus.config import EngineConfig
 from unspool.data.corpus.store import open_corpus
@@ -400,6 +401,13 @@ def tokenizer() -> Any:
     built = build_tokenizer()
     built.chat_template = TEMPLATE
     return built
+
+
+@pytest.fixture(autouse=True)
+def _reference_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choosing a faster one takes longer than these files."""
+    monkeypatch.setattr(corpus_build, "choose_route", lambda encoder, texts: encoder)
+    monkeypatch.setattr(corpus_build, "forget_engines", lambda: None)  # collects garbage of the whole suite
 
 
 def build(folder: Path, kind: str, tokenizer: Any, **settings: Any) -> Path:
