@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ import unspool.studies.study_report  # noqa: F401  (so that forked commands need
 from factory import SMALL_SIZE, build_model, save_folder, save_mini
 from synthesis.toy import write_documents, write_recipe
 from unspool.cli.main import build_app
+from unspool.core.lock import lock_run
 from unspool.models.config import SIZES
 from unspool.recipe.paths import ASSETS
 
@@ -147,20 +149,18 @@ def prepare(first: str, second: str, inputs: Path, place: Path) -> None:
             (draft.folder / "summary.json").write_text(json.dumps({"model": "base", "cells": []}))
 
 
+FAST = [("run", "train"), ("eval", "eval"), ("judge", "judge")]
 PAIRS = [
     ("run", "run"),
-    ("run", "train"),
     ("tokenize", "tokenize"),
     ("pack", "run"),
-    ("eval", "eval"),
     ("synth", "synth"),
-    ("judge", "judge"),
     ("study", "study"),
     ("train", "eval"),
 ]
 
 
-@pytest.mark.parametrize(("first", "second"), PAIRS)
+@pytest.mark.parametrize(("first", "second"), [*FAST, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS)])
 def test_the_second_command_names_the_first_and_changes_nothing(first, second, inputs, judge_url, tmp_path):
     place, out = tmp_path / "place", tmp_path / "place" / "run"
     place.mkdir()
@@ -183,7 +183,7 @@ def test_the_second_command_names_the_first_and_changes_nothing(first, second, i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), PAIRS)
+@pytest.mark.parametrize(("first", "second"), [*FAST, *PAIRS])
 def test_the_first_command_ends_as_if_it_were_alone(first, second, inputs, judge_url, tmp_path):
     """Both are started at once, so either may be first; afterwards the other one runs alone."""
     for name in ("alone", "both"):
@@ -210,3 +210,26 @@ def test_the_first_command_ends_as_if_it_were_alone(first, second, inputs, judge
             0
         ].read_text()
     assert results(tmp_path / "both") == results(tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_ranks_of_a_job_are_refused_together_and_once(inputs, tmp_path):
+    """Rank 0 locks for all. `unspool launch` refuses before any rank starts."""
+    out = tmp_path / "run"
+    words = [str(inputs / "mini.yaml"), "--set", f"out={out}", "--set", "device=cpu"]
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "unspool.cli.main", "train"]
+    launch = ["-m", "unspool.cli.main", "launch", "--verb=train", "--gpus=2"]
+    with lock_run(out):
+        before = contents(tmp_path)
+        direct, launched = (
+            subprocess.run(
+                [sys.executable, *args, *words], capture_output=True, text=True, check=False, timeout=SECONDS
+            )
+            for args in (ranks, launch)
+        )
+        assert contents(tmp_path) == before
+    sentence = f"error: {out} is in use: process {os.getpid()} on "
+    assert direct.returncode != 0
+    assert direct.stderr.count(sentence) == 1, direct.stderr
+    assert (launched.returncode, launched.stderr.count("error: "), launched.stderr.count(sentence)) == (2, 1, 1)
+    assert "Traceback" not in launched.stderr

@@ -16,7 +16,7 @@ import pytest
 
 from factory import die, in_child
 from unspool.core import lock
-from unspool.core.errors import BusyError, ConfigError
+from unspool.core.errors import BusyError
 from unspool.core.lock import LOCK, lock_output, lock_run, wait_for_lock
 
 
@@ -68,7 +68,7 @@ def test_the_second_writer_is_told_who_the_first_is_and_touches_nothing(tmp_path
     text = str(error.value)
     assert f"{tmp_path / 'run'} is in use: process {pid} on {socket.gethostname()}" in text
     assert f"since {holder['started']}" in text
-    assert holder["command"] in text
+    assert holder["command"][:100] in text
     assert "\n" not in text
 
 
@@ -184,17 +184,19 @@ def test_waiting_ends_with_the_other_process(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot write here"), lock_run(tmp_path / "file" / "run"):
+    with pytest.raises(NotADirectoryError, match="file/run"), lock_run(tmp_path / "file" / "run"):
         pass
 
 
 # Without locks
 
 
-@pytest.fixture(params=[errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+@pytest.fixture
 def no_locks(request, monkeypatch):
+    number = getattr(request, "param", errno.ENOLCK)
+
     def flock(descriptor: int, mode: int) -> None:
-        raise OSError(request.param, os.strerror(request.param))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(lock.fcntl, "flock", flock)
     monkeypatch.setattr(lock, "RENEW_SECONDS", 0.05)
@@ -207,6 +209,7 @@ def from_another_host(folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"host": "elsewhere"}))
 
 
+@pytest.mark.parametrize("no_locks", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS], indirect=True)
 def test_without_locks_a_lease_is_used_and_said(no_locks, tmp_path, capsys):
     with lock_run(tmp_path / "run"):
         assert (tmp_path / "run" / (LOCK + lock.LEASE)).exists()

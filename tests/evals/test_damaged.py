@@ -60,8 +60,17 @@ class Counting(Oracle):
         return found
 
 
-@pytest.mark.parametrize("kind", [*DAMAGES, "edit"])
-@pytest.mark.parametrize("name", ["samples.jsonl", "prompts.jsonl", "samples.jsonl.sums", "prompts.jsonl.sums"])
+@pytest.mark.parametrize(
+    "kind", ["flip", "edit", *(pytest.param(kind, marks=pytest.mark.slow) for kind in DAMAGES[1:])]
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "samples.jsonl",
+        "prompts.jsonl",
+        *(pytest.param(f"{name}.jsonl.sums", marks=pytest.mark.slow) for name in ("samples", "prompts")),
+    ],
+)
 def test_damage_to_a_half_done_evaluation_is_noticed(name, kind, places, tokenizer, tmp_path, capsys):
     killed, whole = places
     shutil.copytree(killed / "base.work", tmp_path / "base.work")

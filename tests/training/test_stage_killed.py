@@ -117,7 +117,7 @@ def test_work_of_another_configuration_is_set_aside_and_said_to_be(
     assert_same_result(out, never_killed)
 
 
-@pytest.mark.parametrize("between", ["finished", "killed"])
+@pytest.mark.parametrize("between", ["killed", pytest.param("finished", marks=pytest.mark.slow)])
 def test_changing_a_recipe_back_resumes_what_was_set_aside(
     between, materials, never_killed, tmp_path, monkeypatch, capsys
 ):
@@ -143,6 +143,7 @@ def test_changing_a_recipe_back_resumes_what_was_set_aside(
     assert_same_result(out, never_killed)
 
 
+@pytest.mark.slow
 def test_unfinished_work_on_another_recipe_survives_a_run_that_is_up_to_date(materials, tmp_path, monkeypatch, capsys):
     out = tmp_path / "one"
     other = STAGE.model_copy(update={"lr": 5e-3})

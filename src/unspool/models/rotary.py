@@ -167,6 +167,27 @@ def decide_by_document(model: Any) -> None:
     backbone.register_forward_hook(_forget_documents, always_call=True)
 
 
+def depends_on_length(model: Any) -> bool:
+    """Whether the model has layers whose frequencies depend on the length of the input."""
+    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    by_layer_type = parameters.values() if is_nested(parameters) else [parameters]
+    return any((each or {}).get("rope_type") in USES_INPUT_LENGTH for each in by_layer_type)
+
+
+def decides_by_document(model: Any) -> bool:
+    """Whether `decide_by_document` was called for such a model."""
+    return depends_on_length(model) and isinstance(model.base_model.rotary_emb, _ByDocument)
+
+
+def same_frequencies(model: Any, lengths: Sequence[int]) -> bool:
+    """Whether a model that decides by document rotates inputs of all these lengths alike."""
+    parameters = model.config.get_text_config().rope_parameters
+    by_layer_type = parameters.values() if is_nested(parameters) else [parameters]
+    dependent = [each for each in by_layer_type if (each or {}).get("rope_type") in USES_INPUT_LENGTH]
+    relevant = model.base_model.rotary_emb._relevant_length
+    return all(len({relevant(length, each) for length in lengths}) == 1 for each in dependent)
+
+
 def _note_documents(backbone: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     spans, doc_lens = kwargs.pop("rope_spans", None), kwargs.get("doc_lens")
     if spans is None and doc_lens is not None:

@@ -195,7 +195,15 @@ rm -f "$UNSPOOL_REFUSAL"
 stopped=0
 step=
 code=143
-stop() {{ stopped=1; kill -TERM "$step" 2> /dev/null; }}
+stop() {{
+  stopped=1
+  # On SIGTERM srun kills its tasks at once, so scancel hands it to them; before they exist there is nothing to save.
+  if squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -q -v batch; then
+    scancel --signal=TERM "$SLURM_JOB_ID"
+  else
+    kill -TERM "$step" 2> /dev/null
+  fi
+}}
 trap stop TERM
 
 # torchrun forwards SIGTERM to every rank, which saves after its step. Older versions always wait 30 seconds.
@@ -267,7 +275,7 @@ def cached_config(ref: str) -> dict[str, Any] | None:
     try:
         return config_values(ref)
     except ConfigError:
-        if (Path(ref) / "config.json").is_file():
+        if Path(ref).is_file() or (Path(ref) / "config.json").is_file():
             raise  # it is there, and damaged
         return None
 

@@ -13,6 +13,8 @@ from unspool.data.sources import base
 
 from .test_removed import build, killed_after_the_last_task, root, write_parts  # noqa: F401
 
+KINDS = ["flip", *(pytest.param(kind, marks=pytest.mark.slow) for kind in DAMAGES[1:])]
+
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> tuple[Path, Path]:
@@ -34,7 +36,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["docs-00003.arrow", "tasks/sizes-00003.npy", "tasks/ledger-00003.json"])
 def test_damage_to_a_finished_task_of_an_unfinished_corpus_is_noticed(name, kind, places, root, capsys):  # noqa: F811
     killed, whole = places
@@ -50,7 +52,7 @@ def test_damage_to_a_finished_task_of_an_unfinished_corpus_is_noticed(name, kind
     assert "unfinished work of task 3 is damaged" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_task_without_its_checksums_is_repeated(kind, places, root, capsys):  # noqa: F811
     killed, whole = places
     shutil.copytree(killed / "out", root / "out")
