@@ -80,13 +80,18 @@ def test_positions_of_the_whole_document_count_and_not_those_at_hand(models):
     rotary, hidden = model.base_model.rotary_emb, torch.zeros(1, 1, 1)
     wanted = rotary(hidden, torch.arange(length)[None], **named)
 
-    seen = []
-    hook = rotary.register_forward_hook(lambda module, args, out: seen.append(out))
+    seen = {}  # by layer type
+    hook = rotary.register_forward_hook(
+        lambda module, args, kwargs, out: seen.update(
+            {next((one for one in (*args, *kwargs.values()) if isinstance(one, str)), None): out}
+        ),
+        with_kwargs=True,
+    )
     part = {"input_ids": tokens[:, :30], "position_ids": torch.arange(30)[None]}
     model.base_model(**part, doc_lens=(30,), rope_spans=((30, length),), use_cache=False)
     hook.remove()
 
-    for found, right in zip(seen[-1], wanted, strict=True):
+    for found, right in zip(seen[named.get("layer_type")], wanted, strict=True):
         assert torch.equal(found, right[:, :30])
     short = rotary(hidden, torch.arange(30)[None], **named)
     assert not torch.equal(short[0], wanted[0][:, :30]), "the lengths would not show"

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from unspool.core.rng import rng_for
 from unspool.data.packing.row import Row
-from unspool.models.rotary import USES_INPUT_LENGTH
 from unspool.training.batch import build_batch
 from unspool.verification.case import Case, Measured, SkippedError, train_document, train_outcome
 from unspool.verification.fixtures import GRADIENT_DOCUMENT, NUM_ROWS, with_tokens
@@ -69,16 +68,15 @@ def check_isolation(case: Case) -> list[Measured]:
 
 def check_position_shift(case: Case) -> list[Measured]:
     """Add the same number to all positions of a document: RoPE depends only on distances, so nothing changes."""
-    rope_type = case.model.config.rope_parameters.get("rope_type")
-    if rope_type in USES_INPUT_LENGTH:
-        raise SkippedError(f"{rope_type} frequencies depend on the highest position")
     (row,) = case.steps["unequal"].rows
     tokens = torch.from_numpy(row.tokens[: row.doc_lens[0]].astype(np.int64)).to(case.device)[None]
     positions = torch.arange(tokens.shape[1], device=case.device)[None]
+    # The same for both, where frequencies depend on it.
+    length = {"doc_lens": (tokens.shape[1],), "rope_spans": ((tokens.shape[1], tokens.shape[1] + SHIFT),)}
     backbone = case.model_in_fp32().base_model
     with torch.no_grad():
         original, shifted = (
-            backbone(input_ids=tokens, position_ids=positions + shift, use_cache=False).last_hidden_state
+            backbone(input_ids=tokens, position_ids=positions + shift, use_cache=False, **length).last_hidden_state
             for shift in (0, SHIFT)
         )
     error = float((original - shifted).norm() / original.norm())
