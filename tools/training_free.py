@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 from unspool.core.charts import MODEL_STYLES, Frame, Point, Series, line_chart, swatch
 from unspool.core.sizes import format_size, parse_size
-from unspool.core.stats import Z
+from unspool.core.stats import t_quantile
 from unspool.data.sources.base import read_strictly
 from unspool.data.sources.jsonl import JsonlSource
 from unspool.evals.backends.transformers import window_losses
@@ -104,7 +104,7 @@ def buckets(losses: np.ndarray, context: int) -> list[dict[str, Any]]:
     out = []
     for start, stop in pairwise(edges):
         means = losses[:, start:stop].mean(axis=1)
-        half = Z * float(means.std(ddof=1)) / math.sqrt(len(means))
+        half = t_quantile(len(means) - 1) * float(means.std(ddof=1)) / math.sqrt(len(means))
         out.append({"from": start, "to": stop, "value": float(means.mean()), "half": half, "n": len(means)})
     return out
 

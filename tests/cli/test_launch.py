@@ -33,7 +33,11 @@ fi
 """
 COMMANDS = {
     "sbatch": 'echo "$1" > "$FAKE/script"; echo "Submitted batch job 17"',
-    "srun": 'while [[ "$1" == --* ]]; do shift; done; exec "$@"',
+    # As the real one: SIGTERM to srun kills its task at once, and scancel hands a signal to it.
+    "srun": 'while [[ "$1" == --* ]]; do shift; done; trap \'kill -KILL "$task"\' TERM; "$@" & task=$!; '
+    'echo "$task" > "$FAKE/task"; wait "$task"; code=$?; rm -f "$FAKE/task"; exit "$code"',
+    "squeue": 'echo 17.batch; [ -e "$FAKE/task" ] && echo 17.0',
+    "scancel": 'kill -TERM "$(cat "$FAKE/task")"',
     "scontrol": 'if [ "$1" = show ]; then echo node1; else echo "$*" > "$FAKE/requeued"; fi',
 }
 

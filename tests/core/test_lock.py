@@ -16,7 +16,7 @@ import pytest
 
 from factory import die, in_child
 from unspool.core import lock
-from unspool.core.errors import BusyError, ConfigError
+from unspool.core.errors import BusyError
 from unspool.core.lock import LOCK, lock_output, lock_run, wait_for_lock
 
 
@@ -184,7 +184,7 @@ def test_waiting_ends_with_the_other_process(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot write here"), lock_run(tmp_path / "file" / "run"):
+    with pytest.raises(NotADirectoryError, match="file/run"), lock_run(tmp_path / "file" / "run"):
         pass
 
 

@@ -50,8 +50,8 @@ def test_loss_cells_average_tokens_and_take_their_interval_from_windows():
         (0, 64, 4.0, 128),
         (64, 128, 2.0, 128),
     ]
-    # Standard deviation of (3, 5) is √2; over two windows, 1.96·√2/√2.
-    assert (cells[0]["low"], cells[0]["high"]) == pytest.approx((4 - 1.96, 4 + 1.96))
+    # Standard deviation of (3, 5) is √2; over two windows, 12.706·√2/√2 by Student's t with one degree of freedom.
+    assert (cells[0]["low"], cells[0]["high"]) == pytest.approx((4 - 12.7062, 4 + 12.7062), abs=1e-4)
     assert cells[1]["low"] == cells[1]["high"] == 2.0
 
 

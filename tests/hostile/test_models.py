@@ -392,6 +392,15 @@ def test_the_same_sentence_without_the_weights(name, folder):
         check_sentence(run("plan", "tiny", "--gpu", "4090", "--model", folder), said)
 
 
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"<html>503</html>" * 9], ids=["empty", "magic alone", "a page"])
+def test_a_file_that_is_no_gguf_is_refused(content, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+
+    check_sentence(run("rope", "--model", path, "--context", "1K"), "its config could not be read")
+    check_sentence(run("plan", "tiny", "--gpu", "4090", "--model", path), "its config could not be read")
+
+
 # Tokenizers
 
 
@@ -500,7 +509,7 @@ TEMPLATES = {
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_chat_template_that_cannot_be_used_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3, raising=False)
     tokenizer = build_tokenizer()
 
     with pytest.raises(ConfigError, match="template") as trained:

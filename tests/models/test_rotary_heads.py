@@ -9,10 +9,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from factory import CPU, build_model, build_tokenizer, packed_inputs, random_tokens
 from unspool.core.errors import ConfigError
+from unspool.models import modeling_harpe
 from unspool.models.attention.interface import NAME
 from unspool.models.export import save_model
 from unspool.models.load import load_model
-from unspool.models.modeling_harpe import ROPE_TYPE
 from unspool.models.rotary import apply_base, apply_head_bases, apply_rope, head_bases, rope_shape, rotate_heads
 from unspool.rope.harpe import Harpe
 from unspool.rope.methods import Abf
@@ -234,7 +234,7 @@ def test_plain_classes_refuse_the_folder_and_the_config_with_the_reason(harpe, t
 
     config = json.loads((folder / "config.json").read_text())
     # What versions before v5 read.
-    assert config["rope_scaling"]["rope_type"] == config["rope_parameters"]["rope_type"] == ROPE_TYPE
+    assert config["rope_scaling"]["rope_type"] == config["rope_parameters"]["rope_type"] == modeling_harpe.ROPE_TYPE
 
 
 def test_a_folder_that_its_user_saved_keeps_its_bases(harpe, tmp_path):

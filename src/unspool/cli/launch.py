@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -122,7 +123,8 @@ def _plan(options: "LaunchOptions", via: str) -> dict[str, Any]:
 
 
 def _start(options: "LaunchOptions", via: str, job: dict[str, Any], *, quiet: bool) -> Any:
-    from unspool.recipe.launch import ray_command, torchrun_command
+    from unspool.recipe.launch import local_command, ray_command
+    from unspool.training.parallel.config import REFUSAL
 
     if via == "slurm":
         return _submit(Path(job["script_path"]), job["script"])
@@ -131,8 +133,12 @@ def _start(options: "LaunchOptions", via: str, job: dict[str, Any], *, quiet: bo
     if not quiet:
         for line in job["layouts"]:
             logger.info(line)
-    command = torchrun_command(options) if via == "torchrun" else ray_command(options)
-    code = _run(command, os.environ | options.env)
+    command = local_command(options, os.getpid()) if via == "torchrun" else ray_command(options)
+    with tempfile.TemporaryDirectory() as scratch:
+        refusal = Path(scratch) / "refusal"
+        code = _run(command, os.environ | options.env | ({REFUSAL: str(refusal)} if via == "torchrun" else {}))
+        if refusal.is_file():
+            raise UnspoolError(refusal.read_text(encoding="utf-8"))
     if code:
         # The ranks have printed what failed.
         raise typer.Exit(code if code > 0 else 128 - code)
@@ -141,14 +147,22 @@ def _start(options: "LaunchOptions", via: str, job: dict[str, Any], *, quiet: bo
 
 def _run(command: list[str], env: dict[str, str]) -> int:
     """Run a command and forward SIGTERM to it. Ctrl-C reaches it by itself, so this process only waits for its end."""
+    stopped = False
     with subprocess.Popen(command, env=env) as child:
-        reactions: dict[int, Any] = {signal.SIGTERM: lambda *_: child.terminate(), signal.SIGINT: lambda *_: None}
+
+        def stop(*_: Any) -> None:
+            nonlocal stopped
+            stopped = True
+            child.terminate()
+
+        reactions: dict[int, Any] = {signal.SIGTERM: stop, signal.SIGINT: lambda *_: None}
         before = {number: signal.signal(number, react) for number, react in reactions.items()}
         try:
-            return child.wait()
+            code = child.wait()
         finally:
             for number, react in before.items():
                 signal.signal(number, react)
+    return 128 + signal.SIGTERM if stopped and code else code
 
 
 def _submit(path: Path, script: str) -> str:

@@ -88,8 +88,9 @@ def pack(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = F
         print_json(counts)
         return
     upsampled = [upsample_table(counts)] if any("upsample" in entry for entry in counts.values()) else []
+    mixed = [shares_table(counts)] if any("shares" in entry for entry in counts.values()) else []
     accounts = (accounting_table(entry, title=name) for name, entry in counts.items())
-    print_tables(datasets_table(counts), *upsampled, *accounts)
+    print_tables(datasets_table(counts), *mixed, *upsampled, *accounts)
 
 
 def train(
@@ -203,6 +204,16 @@ def datasets_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None
             _share(entry["tokens_added"], entry["tokens"]),
             _reasons(entry["dropped"]),
         )
+    return table
+
+
+def shares_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None = None) -> Table:
+    """Requested and realized shares of trained tokens, by dataset and source."""
+    table = _table(title, "dataset", "source", "trained tokens", "requested share", "realized")
+    for name, entry in counts.items():
+        for source, share in entry.get("shares", {}).items():
+            tokens = format_count(share["trained_tokens"])
+            table.add_row(name, source, tokens, f"{share['requested']:.2%}", f"{share['realized']:.2%}")
     return table
 
 

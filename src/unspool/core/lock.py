@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from unspool.core.errors import BusyError, ConfigError
+from unspool.core.errors import BusyError, naming
 from unspool.core.formatting import excerpt, one_line
 
 logger = logging.getLogger(__name__)
@@ -78,18 +78,8 @@ def wait_for_lock(path: Path) -> Iterator[None]:
 def _make_folder(folder: Path) -> list[Path]:
     """Create a folder; returns those that were missing, the deepest first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
+    folder.mkdir(parents=True, exist_ok=True)
     return missing
-
-
-def _unwritable(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{folder}: cannot write here ({error.strerror or error}); free space, change its permissions, or give another "
-        "folder."
-    )
 
 
 @contextmanager
@@ -106,10 +96,8 @@ def _lock(path: Path, what: Path, mode: int) -> Iterator[None]:
 
 @contextmanager
 def _lock_file(path: Path, what: Path, mode: int) -> Iterator[None]:
-    try:
+    with naming(path.parent):
         descriptor, problem = _take_lock(path, what, mode)
-    except OSError as error:
-        raise _unwritable(path.parent, error) from error
     if descriptor is None:
         logger.warning(
             f"{path.parent}: this file system has no locks ({problem}); using a lease instead, which is renewed every "

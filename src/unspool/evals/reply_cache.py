@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from unspool.core.artifacts import digest
-from unspool.core.errors import ConfigError
+from unspool.core.errors import ConfigError, naming
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,9 @@ class ReplyCache:
         data = (json.dumps({**record, "sha256": digest(record)}) + "\n").encode()
         self._file = self._file or self._open(exclusive=False)
         left = data
-        while left:
-            left = left[self._file.write(left) or 0 :]
+        with naming(self._path):
+            while left:
+                left = left[self._file.write(left) or 0 :]
         # The file is in append mode, so the position is the end of this record even if other processes append too.
         self._index(record, self._file.tell() - len(data), len(data))
 

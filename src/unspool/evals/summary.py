@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from unspool.core.stats import Z, score_interval, wilson
+from unspool.core.stats import score_interval, t_quantile, wilson
 from unspool.evals.config import TaskEval
 from unspool.evals.scoring.effective_length import adaptation_rate, effective_length
 from unspool.evals.scoring.ranking import pair_accuracy
@@ -49,7 +49,7 @@ def _loss_cell(suite: str, length: int, buckets: Sequence[dict[str, Any]]) -> Ce
     value = sum(bucket["value"] * bucket["n"] for bucket in buckets) / n
     means = [bucket["value"] for bucket in buckets]
     # One window gives no spread.
-    half = Z * stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+    half = t_quantile(len(means) - 1) * stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
     return {
         "suite": suite,
         "metric": "loss",

@@ -4,6 +4,7 @@ Only safetensors are read and no remote code runs. A model that we would compute
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from unspool.models.attention.interface import NAME, register
 from unspool.models.checks import check_attention, check_finite
 from unspool.models.config import SIZES, NewModel, build_plain_config, check_values, read_config_file
 from unspool.models.fuse import require_exact_fp32
-from unspool.models.rotary import apply_head_bases, rope_shape
+from unspool.models.rotary import apply_head_bases, decide_by_document, rope_shape
 from unspool.models.tokenizer import first_line, load_tokenizer, location, silence_transformers
 from unspool.models.weight_files import check_weights, model_digest
 
@@ -49,9 +50,8 @@ def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
     """Load a model with our attention, in evaluation mode."""
     register()
     require_exact_fp32()
-    check_weights(ref)
     check_values(ref, read_config_file(ref))
-    with _hide_gguf_progress(), _explain_errors(ref, "model"):
+    with _check_files(ref), _hide_gguf_progress(), _explain_errors(ref, "model"):
         bases, config = _read_harpe(ref)
         options = {"config": config} if config else _text_model_options(ref)
         model, loading = AutoModelForCausalLM.from_pretrained(
@@ -63,11 +63,24 @@ def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
     model = model.to(device).eval()
     check_finite(model, f"model {ref}")
     _check_supported(model)
+    decide_by_document(model)
     check_attention(model, NAME)
     if bases is not None:
         apply_head_bases(model, bases)
     model.base_model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
     return model
+
+
+@contextmanager
+def _check_files(ref: str) -> Iterator[None]:
+    """Check headers before the weights are loaded, and digests meanwhile; a wrong digest explains any other error."""
+    check_weights(ref, digests=False)
+    with ThreadPoolExecutor(1, "unspool-digests") as pool:
+        digests = pool.submit(check_weights, ref)
+        try:
+            yield
+        finally:
+            digests.result()
 
 
 def _refuse_padding(backbone: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -165,7 +178,9 @@ def build_new(new: NewModel, tokenizer: Any, *, seed: int) -> Any:
         attn_implementation=NAME,
         **SIZES[new.size],
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    decide_by_document(model)
+    return model
 
 
 def fit_vocabulary(model: Any, new: Collection[int], trained: np.ndarray) -> None:
@@ -261,8 +276,7 @@ class Embedder:
     @cached_property
     def _model(self) -> Any:
         what = "nextlong.model"
-        check_weights(self._ref)
-        with _explain_errors(self._ref, what):
+        with _check_files(self._ref), _explain_errors(self._ref, what):
             model, loading = AutoModel.from_pretrained(**location(self._ref), **_SAFE, dtype=torch.float32)
         _check_complete(model, loading, self._ref, what)
         model = model.to(self._device).eval()

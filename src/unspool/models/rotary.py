@@ -5,12 +5,16 @@ it, so that a later load computes the same tables. They are compared with our ow
 types have their own settings (Gemma 3, Olmo 3), the layers that see the whole context are extended; sliding layers,
 whose window does not grow, keep theirs.
 
+`longrope` and `dynamic` choose frequencies by the length of the input. That length is the one of a token's document
+(`decide_by_document`), whatever else is in the batch, was computed before or is on another rank.
+
 `transformers` has no setting for a base per head. There, a module that does nothing replaces the model's rotary module,
 and our attention function rotates each head. Cached keys are then unrotated, and rotated when they are attended to.
 """
 
 import copy
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -36,6 +40,8 @@ from unspool.rope.tables import (
 
 # Scalings of `transformers` that depend on max_position_embeddings (`yarn` in some versions).
 USES_MAX_POSITIONS = ("dynamic", "longrope", "yarn")
+# Scalings whose frequencies depend on whether, or by how much, an input is longer than the original length.
+USES_INPUT_LENGTH = ("dynamic", "longrope")
 # The name under which attention/interface.py registers our attention.
 OWN_ATTENTION = "unspool"
 # Relative: `transformers` blends in float32, with errors up to 1e-5; bfloat16 would have 4e-3.
@@ -140,6 +146,100 @@ def _check_tables(model: Any) -> None:
             f"{type(model).__name__} computes unexpected frequencies from rope_type {parameters['rope_type']!r}, so "
             "its positions cannot be changed this way; use method abf, or a model such as Llama or Qwen."
         )
+
+
+# Frequencies that depend on the length of the input
+
+
+Spans = tuple[tuple[int, int], ...]  # tokens in order: how many, and the positions of their whole document
+
+
+def decide_by_document(model: Any) -> None:
+    """Let `longrope` and `dynamic` choose frequencies by each document's own length, as if it were alone.
+
+    `transformers` takes the largest of all `position_ids` it is given. That is another document's in a packed batch,
+    and too small on a rank with a part of the row. Call this once for every new model.
+    """
+    backbone = model.base_model
+    own = type(backbone.rotary_emb)
+    backbone.rotary_emb.__class__ = type(own.__name__, (_ByDocument, own), {})
+    backbone.register_forward_pre_hook(_note_documents, with_kwargs=True)
+    backbone.register_forward_hook(_forget_documents, always_call=True)
+
+
+def depends_on_length(model: Any) -> bool:
+    """Whether the model has layers whose frequencies depend on the length of the input."""
+    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    by_layer_type = parameters.values() if is_nested(parameters) else [parameters]
+    return any((each or {}).get("rope_type") in USES_INPUT_LENGTH for each in by_layer_type)
+
+
+def decides_by_document(model: Any) -> bool:
+    """Whether `decide_by_document` was called for such a model."""
+    return depends_on_length(model) and isinstance(model.base_model.rotary_emb, _ByDocument)
+
+
+def same_frequencies(model: Any, lengths: Sequence[int]) -> bool:
+    """Whether a model that decides by document rotates inputs of all these lengths alike."""
+    parameters = model.config.get_text_config().rope_parameters
+    by_layer_type = parameters.values() if is_nested(parameters) else [parameters]
+    dependent = [each for each in by_layer_type if (each or {}).get("rope_type") in USES_INPUT_LENGTH]
+    relevant = model.base_model.rotary_emb._relevant_length
+    return all(len({relevant(length, each) for length in lengths}) == 1 for each in dependent)
+
+
+def _note_documents(backbone: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    spans, doc_lens = kwargs.pop("rope_spans", None), kwargs.get("doc_lens")
+    if spans is None and doc_lens is not None:
+        spans = tuple(zip(doc_lens, doc_lens, strict=True))
+    backbone.rotary_emb.spans = spans
+    return args, kwargs
+
+
+def _forget_documents(backbone: Any, *_: Any) -> None:
+    backbone.rotary_emb.spans = None
+
+
+class _ByDocument(nn.Module):
+    """Comes before a model's own rotary class, and is rebuilt from a config as that is."""
+
+    spans: Spans | None = None  # of the current forward pass; None: one document, of which all positions are given
+
+    def forward(self, hidden: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+        rotate: Any = super().forward
+        named = {} if layer_type is None else {"layer_type": layer_type}
+        config: Any = self.config
+        settings = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+        if not settings or settings.get("rope_type") not in USES_INPUT_LENGTH:
+            return rotate(hidden, position_ids, **named)
+        if self.spans is None:
+            self._reset(layer_type)
+            return rotate(hidden, position_ids, **named)
+        assert sum(count for count, _ in self.spans) == position_ids.shape[-1], "rope_spans must cover the tokens"
+        found, begin = [], 0
+        for length, group in groupby(self.spans, key=lambda span: self._relevant_length(span[1], settings)):
+            end = begin + sum(count for count, _ in group)
+            self._reset(layer_type)
+            # One more token at the document's last position, which decides, and is dropped again.
+            last = position_ids.new_full((len(position_ids), 1), length - 1)
+            tables = rotate(hidden, torch.cat([position_ids[:, begin:end], last], dim=1), **named)
+            found.append([table[:, :-1] for table in tables])
+            begin = end
+        return tuple(torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+
+    def _relevant_length(self, length: int, settings: dict[str, Any]) -> int:
+        """A length with the same frequencies, the same for as many lengths as possible."""
+        if settings["rope_type"] == "longrope":
+            return min(length, int(settings["original_max_position_embeddings"]) + 1)
+        original: Any = self.original_max_seq_len
+        return max(length, int(original))
+
+    def _reset(self, layer_type: str | None) -> None:
+        """Forget longer inputs: `dynamic` would keep the frequencies of the longest one so far."""
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        unscaled = getattr(self, f"{prefix}original_inv_freq")
+        self.register_buffer(f"{prefix}inv_freq", unscaled, persistent=False)
+        setattr(self, f"{prefix}max_seq_len_cached", self.original_max_seq_len)
 
 
 # A base per head

@@ -18,8 +18,9 @@ import zstandard
 
 from unspool.core.artifacts import Draft, digest, open_work, publish, remove
 from unspool.core.checked_lines import CheckedLines, intact_lines
+from unspool.core.errors import DataError
 from unspool.core.progress import progress_bar
-from unspool.synthesis.config import SynthConfig
+from unspool.synthesis.config import REJECT_REASONS, SynthConfig
 from unspool.synthesis.conversation import ConversationBuilder, Outcome, SynthInputs
 from unspool.synthesis.quality import NearDuplicates
 from unspool.synthesis.scheduler import Job, JournalEntry, KeptPair, Scheduler, surplus
@@ -177,9 +178,27 @@ def generate(
                 if client is not None:
                     stack.callback(client.close)
             Generation(name, inputs, journal).run()
+        if not any(entry["kept"] for entry in journal.entries):
+            # Without its journal the next run asks again for what failed, and takes all other replies from the cache.
+            remove(work)
+            raise DataError(_nothing_kept(name, journal.entries))
         with publish(out_dir, kind=KIND, inputs=input_hashes, settings=settings) as draft:
             _write(draft, journal, inputs)
     remove(work)
+
+
+def _nothing_kept(name: str, entries: Sequence[JournalEntry]) -> str:
+    reasons = Counter((entry["reason"], entry["failed"]) for entry in entries).most_common()
+    counted = "; ".join(
+        f"{count} failed: {reason}" if failed else f"{count} {reason} ({REJECT_REASONS[reason]})"
+        for (reason, failed), count in reasons
+    )
+    detail = next((entry["detail"].rstrip(".") for entry in entries if entry["detail"]), None)
+    return (
+        f"synth {name}: none of {len(entries)} conversations was kept, so no data set is written: {counted}. "
+        f"{f'The first: {detail}. ' if detail else ''}Use another generator, loosen checks, or repair what failed; "
+        "replies are cached and not paid for again."
+    )
 
 
 def _write(draft: Draft, journal: Journal, inputs: SynthInputs) -> None:

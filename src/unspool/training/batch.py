@@ -27,6 +27,7 @@ class Batch:
     doc_lens: tuple[int, ...]  # attended lengths, summing to T
     row_lens: tuple[int, ...]  # tokens of each row, summing to T
     num_valid: tuple[int, ...]  # labels of each row that carry loss
+    rope_spans: tuple[tuple[int, int], ...]  # tokens in order: how many, and the positions of their whole document
 
     def to(self, device: torch.device) -> "Batch":
         """Copy to `device`, without waiting if the arrays are pinned."""
@@ -37,7 +38,12 @@ class Batch:
 
     @property
     def model_inputs(self) -> dict[str, Any]:
-        return {"input_ids": self.tokens[None], "position_ids": self.position_ids[None], "doc_lens": self.doc_lens}
+        return {
+            "input_ids": self.tokens[None],
+            "position_ids": self.position_ids[None],
+            "doc_lens": self.doc_lens,
+            "rope_spans": self.rope_spans,
+        }
 
     @property
     def trainer_inputs(self) -> dict[str, Any]:
@@ -69,7 +75,14 @@ def build_batch(rows: Sequence[Row], *, attention: str) -> Batch:
         doc_lens=tuple(attended.tolist()),
         row_lens=tuple(row_lens),
         num_valid=tuple(valid.tolist()),
+        rope_spans=_rope_spans(positions, attended),
     )
+
+
+def _rope_spans(positions: np.ndarray, attended: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """Largest position + 1 of every span that attends to itself: what length-dependent RoPE calls its length."""
+    lengths = np.maximum.reduceat(positions, np.cumsum(attended) - attended) + 1
+    return tuple(zip(attended.tolist(), lengths.tolist(), strict=True))
 
 
 def attended_by(row: Row, attention: str) -> np.ndarray:
@@ -126,7 +139,14 @@ def split_batch(batch: Batch, rank: int, degree: int, *, ring: int = 1) -> Batch
         doc_lens=padded.doc_lens,
         row_lens=tuple(torch.bincount(row_of, minlength=num_rows).tolist()),
         num_valid=tuple(torch.bincount(row_of[shift_labels != IGNORE], minlength=num_rows).tolist()),
+        rope_spans=_own_spans(padded.rope_spans, own),
     )
+
+
+def _own_spans(spans: tuple[tuple[int, int], ...], own: Tensor) -> tuple[tuple[int, int], ...]:
+    counts, lengths = torch.tensor(spans).T
+    own_lengths, own_counts = torch.unique_consecutive(lengths.repeat_interleave(counts)[own], return_counts=True)
+    return tuple(zip(own_counts.tolist(), own_lengths.tolist(), strict=True))
 
 
 def pad_batch(batch: Batch, unit: int, *, own_document: bool) -> Batch:
@@ -139,6 +159,7 @@ def pad_batch(batch: Batch, unit: int, *, own_document: bool) -> Batch:
     if not extra:
         return batch
     *before, last = batch.doc_lens
+    *spans_before, (count, length) = batch.rope_spans
     return Batch(
         tokens=F.pad(batch.tokens, (0, extra)),
         shift_labels=F.pad(batch.shift_labels, (0, extra), value=IGNORE),
@@ -146,6 +167,8 @@ def pad_batch(batch: Batch, unit: int, *, own_document: bool) -> Batch:
         doc_lens=(*before, last, extra) if own_document else (*before, last + extra),
         row_lens=(*batch.row_lens[:-1], batch.row_lens[-1] + extra),
         num_valid=batch.num_valid,
+        # At the end of a document, padding gets that document's frequencies and does not change them.
+        rope_spans=(*batch.rope_spans, (extra, extra)) if own_document else (*spans_before, (count + extra, length)),
     )
 
 

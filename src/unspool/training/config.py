@@ -244,6 +244,12 @@ class StageConfig(Config):
         """Tokens of one micro-batch."""
         return self.micro_batch_tokens or self.context_length
 
+    def ranks_problem(self) -> str | None:
+        """Why these settings do not work on several ranks, in whatever layout; None if they do."""
+        if self.samples and self.parallel.offload:
+            return "samples cannot be combined with parallel.offload; remove one of them."
+        return self.optimizer.sharding_problem()
+
     @property
     def steps(self) -> int:
         return self.tokens // self.batch_tokens

@@ -58,7 +58,7 @@ def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, 
         stage, training.mix, training.rows, first=done + 1, pin=pin, coords=dist_context.coords, shape=training.shape
     )
     with (
-        catch_stop_signals(f"stage {stage.name}") as stop,
+        catch_stop_signals(f"stage {stage.name}", ranks=ranks.world_size) as stop,
         JsonlLog(work / LEDGER) if ranks.is_leader else nullcontext() as ledger,
         Saver(work / CHECKPOINTS, stage=stage.name, pin=pin, world_size=ranks.world_size) as saver,
     ):

@@ -105,10 +105,12 @@ class StopRequest:
 
 
 @contextmanager
-def catch_stop_signals(name: str) -> Iterator[StopRequest]:
+def catch_stop_signals(name: str, *, ranks: int = 1) -> Iterator[StopRequest]:
     """Inside, the first SIGTERM or Ctrl-C only sets `signal`, so that the step can be finished and saved.
 
-    A second signal ends the process at once. Has no effect outside of the main thread, where Python delivers signals.
+    A second signal ends the process at once, except SIGTERM in a job of several `ranks`: Slurm sends it to every
+    process of a job, and torchrun sends it to its ranks once more.
+    Has no effect outside of the main thread, where Python delivers signals.
     The exit code is the shell's: 143 for SIGTERM (Slurm sends it before it takes a machine away), 130 for Ctrl-C.
     """
     stop = StopRequest()
@@ -118,11 +120,16 @@ def catch_stop_signals(name: str) -> Iterator[StopRequest]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.signal is not None:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            if not repeats(number):
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
         stop.signal = signal.Signals(number)
-        logger.warning(f"{name}: {stop.signal.name}: stopping after this step; send it again to stop at once")
+        at_once = "" if repeats(number) else "; send it again to stop at once"
+        logger.warning(f"{name}: {stop.signal.name}: stopping after this step{at_once}")
+
+    def repeats(number: int) -> bool:
+        return ranks > 1 and number == signal.SIGTERM
 
     before = {number: signal.signal(number, handle) for number in SIGNALS}
     try:

@@ -56,6 +56,7 @@ from unspool.training.metrics.trackers import check_trackers
 from unspool.training.metrics.validation import SAMPLES, VALIDATION
 from unspool.training.optim.config import AdamWConfig
 from unspool.training.optim.updater import Updater, build_updater
+from unspool.training.parallel.agreement import dataset_facts, model_facts, require_agreement
 from unspool.training.parallel.apply import check_fit, load_sharded, parallelize
 from unspool.training.parallel.fsdp import unshard_model
 from unspool.training.parallel.mesh import DistContext, build_dist_context, single_rank
@@ -105,6 +106,7 @@ def run_stage(
     """Train `stage` unless `out_dir` is up to date. All of `ranks` call this."""
     dist_context = build_dist_context(stage.parallel, ranks or single_rank(device))
     world_size = dist_context.ranks.world_size
+    require_agreement(dist_context.ranks, _facts(stage, inputs, seed=seed))
     identity = dist_context.from_leader(lambda: _identity(stage, inputs, seed=seed, device=device))
     reason = dist_context.from_leader(lambda: _find_work(stage, out_dir, identity))
     if reason is None:
@@ -162,6 +164,19 @@ def run_stage(
         dist_context.ranks.leave_step("exporting", stage.steps)
         _publish(stage, model, tokenizer, updater, work, out_dir, identity, dist_context=dist_context)
         dist_context.barrier()
+
+
+def _facts(stage: StageConfig, inputs: StageInputs, *, seed: int) -> dict[str, Any]:
+    """What all ranks must have alike, without reading weights."""
+    folders = inputs.datasets | inputs.attention_distillation
+    folders |= {"of validation": inputs.validation} if inputs.validation else {}
+    model = inputs.model
+    return {
+        f"stage {stage.name}": stage.model_dump(mode="json"),
+        "seed": seed,
+        **dataset_facts(folders),
+        **(model_facts(model) if isinstance(model, str) else {"model": model.model_dump(mode="json")}),
+    }
 
 
 def _find_work(stage: StageConfig, out_dir: Path, identity: dict[str, Any]) -> str | None:

@@ -165,3 +165,20 @@ def test_reference_mode_shows_each_released_depth(tmp_path: Path, tokenizer: Pre
     found = [one.depth for one in asked if one.meta["id"] == "7"]
     assert found == pytest.approx([place / 19 for place in (0, 4, 8, 11, 15, 19)])
     assert all(one.context.count("(Title: Gold)") >= 1 for one in asked if one.meta["id"] == "7")
+
+
+def test_alces_documents_are_read_in_their_order(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    documents = [*passages(3), GOLD, *passages(40)[3:]]
+    rows = [{"question": "who built it", "answers": [["Ada", "Ada Lee"], ["Eve"]], "docs": documents}]
+    demos = [{"question": f"q{at}", "answer": "x [5].", "docs": passages(5)} for at in range(2)]
+    demo_file = tmp_path / "demos.json"
+    demo_file.write_text(json.dumps({"instruction": "", "demos": demos}))
+    sources = loaded(tokenizer, qampari=written(tmp_path / "q.jsonl", rows), qampari_demos=str(demo_file))
+
+    asked = SUITE.tasks["qampari"].build(sources, Ask(length=4096, seed=0, index=0, mode="reference"))
+
+    assert asked.meta["answers"] == [["Ada", "Ada Lee"], ["Eve"]]
+    assert asked.meta["documents"] == [f"Title: {one['title']}\n{one['text']}" for one in documents[:8]]
+    assert asked.meta["shots"] == 2
+    assert SUITE.tasks["qampari"].score("Ada [4]", asked) == 0.5
+    assert sources.qa("qampari").items[0].gold == (Passage("Gold", GOLD["text"]),)

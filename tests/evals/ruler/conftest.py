@@ -1,7 +1,9 @@
 """RULER's sources on the tokenizer that ships with the package, and a way to build a question of any task."""
 
+import json
 from collections.abc import Callable
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,3 +33,24 @@ def build(sources: Sources) -> Build:
         return SUITE.tasks[task].build(sources, Ask(length=length, seed=seed, index=index, **options))
 
     return build
+
+
+@pytest.fixture(scope="session")
+def squad_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As released: 30 articles of 8 paragraphs with two questions each, one of which has no answer."""
+    articles = []
+    for article in range(30):
+        paragraphs = []
+        for paragraph in range(8):
+            name = f"P{article}x{paragraph}"
+            answer = {"text": f"value{name}", "answer_start": 0}
+            asked = [
+                {"question": f"What is {name}?", "is_impossible": False, "answers": [answer]},
+                {"question": f"What is not {name}?", "is_impossible": True, "answers": []},
+            ]
+            text = f"About {name}: it is value{name}. " + f"Then follow words of {name}. " * 12
+            paragraphs.append({"context": text, "qas": asked})
+        articles.append({"title": f"article {article}", "paragraphs": paragraphs})
+    path = tmp_path_factory.mktemp("squad") / "squad.json"
+    path.write_text(json.dumps({"data": articles}))
+    return path

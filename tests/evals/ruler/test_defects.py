@@ -1,6 +1,5 @@
 """RULER's known defects: `reference` mode has them, so that published numbers can be met; `fixed` mode has not."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,27 +16,6 @@ from .conftest import Build
 
 def many(build: Build, task: str, mode: str, count: int, length: int = 4096) -> list[Question]:
     return [build(task, index=index, mode=mode, length=length) for index in range(count)]
-
-
-@pytest.fixture(scope="module")
-def squad_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As released: 30 articles of 8 paragraphs with two questions each, one of which has no answer."""
-    articles = []
-    for article in range(30):
-        paragraphs = []
-        for paragraph in range(8):
-            name = f"P{article}x{paragraph}"
-            answer = {"text": f"value{name}", "answer_start": 0}
-            asked = [
-                {"question": f"What is {name}?", "is_impossible": False, "answers": [answer]},
-                {"question": f"What is not {name}?", "is_impossible": True, "answers": []},
-            ]
-            text = f"About {name}: it is value{name}. " + f"Then follow words of {name}. " * 12
-            paragraphs.append({"context": text, "qas": asked})
-        articles.append({"title": f"article {article}", "paragraphs": paragraphs})
-    path = tmp_path_factory.mktemp("squad") / "squad.json"
-    path.write_text(json.dumps({"data": articles}))
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -120,3 +120,10 @@ def test_fitting_ends_when_sizes_do_not_help() -> None:
 def test_unknown_paths_are_refused(shipped_tokenizer: Any) -> None:
     with pytest.raises(UnspoolError, match="haystack"):
         SUITE.load(shipped_tokenizer, {"haystacks": "essays.txt"})
+
+
+def test_reference_mode_of_vt_fills_long_lengths_as_ruler_does(build: Build, shipped_tokenizer: Any) -> None:
+    """RULER's own generator reaches 99.9% of 16K (test_beside_ruler.py); its search knows the example's tokens."""
+    asked = [build("vt", length=16384, index=index, mode="reference") for index in range(3)]
+    used = [len(shipped_tokenizer.encode(one.context + one.question + one.prefix)) + 30 for one in asked]
+    assert all(0.99 * 16384 <= tokens <= 16384 for tokens in used), used

@@ -79,6 +79,39 @@ def test_asqa_and_qampari_by_hand():
     assert qampari("", many) == {"precision": 0, "recall": 0, "recall_top5": 0}
 
 
+# Scores by princeton-nlp/HELMET's eval_alce.py and princeton-nlp/ALCE's eval.py of outputs with several lines
+# (tests/evals/helmet/test_beside_alce.py runs both).
+LISTED = "Ada [1], Eve [2], Bob [3], Cy [1], Zoe [2], Ann, Tom, Jim,\nKim, Lou, Max, Pat.\n"
+SPLIT = "\nAda [1], Eve\n\nBob, Cy"
+GOLD = [["Ada"], ["Eve"], ["Bob"], ["Cy"], ["Zoe"], ["Fay"], ["Gus"], ["Hal"]]
+
+
+@pytest.mark.parametrize(
+    ("script", "output", "precision", "recall", "recall_top5"),
+    [
+        ("helmet", LISTED, 5 / 12, 5 / 8, 1),
+        ("alce", LISTED, 5 / 8, 5 / 8, 1),
+        ("helmet", SPLIT, 2 / 3, 2 / 8, 2 / 5),  # "Eve Bob" is one item
+        ("alce", SPLIT, 1, 2 / 8, 2 / 5),
+    ],
+    ids=["helmet, more lines", "alce, more lines", "helmet, split item", "alce, split item"],
+)
+def test_helmet_reads_all_lines_alce_the_first(script, output, precision, recall, recall_top5):
+    expected = {"precision": precision, "recall": recall, "recall_top5": recall_top5}
+    assert qampari(output, GOLD, script) == pytest.approx(expected)
+
+
+def test_alce_keeps_short_sentences_that_helmet_skips():
+    text = "1. It is red [1].\nIt is blue [3]."
+    assert claims_of(text, question=None, script="alce") == ["1.", "It is red [1]."]
+    assert claims_of(text, question=None) == ["It is red [1].", "It is blue [3]."]
+
+
+def test_an_answer_that_normalizes_to_nothing_is_in_every_output_of_the_reference():
+    assert str_em("Red.", [["The"], ["blue"]], "reference") == 0.5
+    assert str_em("Red.", [["The"], ["blue"]]) == 0
+
+
 def test_counting_every_citation_as_needed_would_show(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cite, "_needed", lambda *_: True)
     assert cited("It is red [1][3].") != CitationScore(1, 1 / 2)

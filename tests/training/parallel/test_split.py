@@ -87,3 +87,18 @@ def test_one_rank_gets_the_batch_as_it_is():
     batch = build()
 
     assert split_batch(batch, 0, 1) is batch
+
+
+@pytest.mark.parametrize(("degree", "ring"), [(2, 1), (3, 1), (7, 1), (2, 2), (4, 2)])
+def test_every_token_keeps_the_length_of_its_whole_document(degree, ring):
+    docs = ((83,),) if ring > 1 else DOCS
+    batch = build(docs)
+    wanted = torch.cat([torch.full((length,), length) for lens in docs for length in lens])
+
+    for rank in range(degree):
+        part = split_batch(batch, rank, degree, ring=ring)
+        found = torch.cat([torch.full((count,), length) for count, length in part.rope_spans])
+        own = sequence_part(degree * len(part.tokens), rank, degree, ring=ring)
+        real = own < len(wanted)
+        assert torch.equal(found[real], wanted[own[real]])
+        assert len(found) == len(part.tokens)

@@ -109,12 +109,13 @@ def build_corpus(
     ledger = Ledger()
     tasks = source.divide(units, seed)
     limit = source.token_limit
+    masked = source.has_loss_masks(units)
     steps = [
         ReadDocuments(
             source, tasks, encoder, root=root, seed=seed, vocabulary=len(tokenizer), ledger=ledger, chat=chat
         ),
         TokenizeDocuments(encoder),
-        WriteDocuments(partial, limit, ledger=ledger, masked=chat is not None),
+        WriteDocuments(partial, limit, ledger=ledger, masked=masked),
     ]
     with started(engine):
         sizes = _run(steps, partial, len(tasks), engine, limit, label=f"corpus {name}")
@@ -137,8 +138,9 @@ def build_corpus(
         "lengths": histogram(tokens),
         **total.counts(documents=documents),
     }
-    if chat is not None:
+    if masked:
         counts["trained_tokens"] = int(trained.sum())
+    if chat is not None:
         (partial / TEMPLATE_FILE).write_text(chat.template.text, encoding="utf-8")
     if total.bad:
         logger.warning(f"corpus {name}: {len(total.bad)} unreadable records in {QUARANTINE}: {describe_bad(total.bad)}")

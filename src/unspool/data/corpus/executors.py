@@ -18,7 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -195,7 +195,8 @@ class Tasks(PipelineExecutor):  # type: ignore[misc]
                 with naming(self.work.parent):
                     return PipelineExecutor._run_for_rank(self, rank, local_rank, node_rank)
             except Exception as error:
-                write_error(self.work, rank, error)
+                with suppress(OSError):  # a full disk; the error itself says so
+                    write_error(self.work, rank, error)
                 raise
 
 

@@ -155,6 +155,8 @@ class WriteDocuments(PipelineStep):  # type: ignore[misc]
             for document in data:
                 tokens = document.metadata["tokens"]
                 mask = document.metadata.get("loss_mask")
+                if self.masked and mask is None:
+                    mask = np.ones(len(tokens), dtype=np.bool_)
                 writer.append(document.id, tokens, mask)
                 # The first token is never a prediction target.
                 trained = len(tokens) - 1 if mask is None else np.count_nonzero(mask[1:])

@@ -1,21 +1,27 @@
 """ALCE's scores of answers with citations: correctness, and support by the cited documents.
 
-`citations` takes any function that decides whether a text entails a sentence. `reference` follows HELMET's script: an
-output without a sentence is None, "[0]" cites the last document, and a sentence that cites out of range does not lower
-precision. `fixed` scores the first 0, counts "[0]" as out of range, and counts the citations of the third.
+HELMET scores with a changed copy of ALCE's script: it reads all lines of an output, where ALCE reads the first one, and
+skips sentences of less than five characters. `script` chooses between them; HELMET's scores use HELMET's.
+
+`citations` takes any function that decides whether a text entails a sentence. In `reference` mode an output without a
+sentence is None, "[0]" cites the last document, a sentence that cites out of range does not lower precision, and a
+short answer that normalizes to nothing ("The") is found in every output. `fixed` scores the first 0, counts "[0]" as
+out of range, counts the citations of the third, and never finds the fourth.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 from unspool.evals.scoring.answers import normalize
 from unspool.evals.suite import Mode
 
 Entails = Callable[[str, str], bool]  # premise, claim
+Script = Literal["helmet", "alce"]
 MOST_CITATIONS = 3
-SHORTEST_SENTENCE = 5  # characters; "1." is not a sentence
+SHORTEST_SENTENCE = {"helmet": 5, "alce": 0}  # characters; for HELMET "1." is not a sentence
 _END = re.compile(r"(?<=[.!?])(?:(?:\s*\[\d+\])+)?\s+(?=[\"'(\[]?[A-Z0-9])")
 
 
@@ -25,9 +31,10 @@ class CitationScore:
     precision: float  # share of citations that are needed
 
 
-def one_line(output: str) -> str:
-    """Replace newlines by spaces, as ALCE does before scoring."""
-    return re.sub(r"\n+", " ", output).replace("<|im_end|>", "")
+def one_line(output: str, script: Script = "helmet") -> str:
+    """Return what is scored of an output: HELMET replaces newlines by spaces, ALCE takes the first line."""
+    line = re.sub(r"\n+", " ", output) if script == "helmet" else output.strip().split("\n")[0]
+    return line.replace("<|im_end|>", "")
 
 
 def remove_citations(text: str) -> str:
@@ -43,11 +50,17 @@ def sentences(text: str) -> list[str]:
     return [text[start:end].strip() for start, end in pairwise(starts) if text[start:end].strip()]
 
 
-def str_em(output: str, short_answers: Sequence[Sequence[str]]) -> float:
+def str_em(
+    output: str, short_answers: Sequence[Sequence[str]], mode: Mode = "fixed", script: Script = "helmet"
+) -> float:
     """Return the share of ASQA's sub-questions with a short answer in the output."""
-    text = normalize(remove_citations(one_line(output)))
-    found = [any(normalize(answer) in text for answer in answers if normalize(answer)) for answers in short_answers]
-    return sum(found) / len(found)
+    text = normalize(remove_citations(one_line(output, script)))
+
+    def is_found(answer: str) -> bool:
+        wanted = normalize(answer)
+        return wanted in text and (bool(wanted) or mode == "reference")
+
+    return sum(any(map(is_found, answers)) for answers in short_answers) / len(short_answers)
 
 
 def list_items(output: str) -> list[str]:
@@ -55,9 +68,9 @@ def list_items(output: str) -> list[str]:
     return [item.strip() for item in output.rstrip().rstrip(".").rstrip(",").split(",")]
 
 
-def qampari(output: str, answers: Sequence[Sequence[str]]) -> dict[str, float]:
+def qampari(output: str, answers: Sequence[Sequence[str]], script: Script = "helmet") -> dict[str, float]:
     """Return precision, recall and recall_top5 (min(5, hits) / min(5, answers)); each answer is a list of aliases."""
-    items = [item for item in map(normalize, list_items(remove_citations(one_line(output)))) if item]
+    items = [item for item in map(normalize, list_items(remove_citations(one_line(output, script)))) if item]
     wanted = [[normalize(alias) for alias in aliases] for aliases in answers]
     all_aliases = {alias for aliases in wanted for alias in aliases}
     hits = sum(any(alias in items for alias in aliases) for aliases in wanted)
@@ -68,12 +81,18 @@ def qampari(output: str, answers: Sequence[Sequence[str]]) -> dict[str, float]:
     }
 
 
-def claims_of(output: str, *, question: str | None, split: Callable[[str], list[str]] = sentences) -> list[str]:
+def claims_of(
+    output: str,
+    *,
+    question: str | None,
+    split: Callable[[str], list[str]] = sentences,
+    script: Script = "helmet",
+) -> list[str]:
     """Return the claims to check: sentences, or for a list (QAMPARI) the question with each item."""
-    text = one_line(output)
+    text = one_line(output, script)
     if question is not None:
         return [f"{question} {item}" for item in list_items(text)]
-    return [sentence for sentence in split(text) if len(sentence.strip()) >= SHORTEST_SENTENCE]
+    return [sentence for sentence in split(text) if len(sentence.strip()) >= SHORTEST_SENTENCE[script]]
 
 
 def citations(

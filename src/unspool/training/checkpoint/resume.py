@@ -99,13 +99,8 @@ def resume(
         for name in own_logs:
             (work / name).unlink(missing_ok=True)
         return 0
-    if updater.is_sharded:
-        # Straight into the shards, so that no rank needs more memory.
-        state = updater.state_tensors()
-        found.read_into(state)
-        updater.load_state_tensors(state)
-    else:
-        updater.load_state_tensors(found.tensors())
+    # Straight into the shards, so that no rank needs more memory.
+    updater.load_state_tensors(found.tensors(updater.state_tensors() if updater.is_sharded else None))
     set_random_state(found.facts["random"])
     guard.restore(found.facts["guard"])
     for name in own_logs:

@@ -54,22 +54,22 @@ class Checkpoint:
     def step(self) -> int:
         return int(self.facts["step"])
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors, in host memory."""
+    def tensors(self, into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """All tensors by name. Those of the same name and shape in `into` are filled in place, others in host memory.
+
+        Of sharded ones this rank gets its shard, however they were sharded when written.
+        """
         _silence_warning()
         reader = HuggingFaceStorageReader(str(self.folder))
-        found = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in reader.read_metadata().state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        found: dict[str, Tensor] = {}
+        for name, entry in reader.read_metadata().state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                own = (into or {}).get(name)
+                if own is None or own.shape != entry.size:
+                    own = torch.empty(entry.size, dtype=entry.properties.dtype)
+                found[name] = own
         load(found, storage_reader=reader, no_dist=True)
         return found
-
-    def read_into(self, tensors: dict[str, Tensor]) -> None:
-        """Fill `tensors` in place; of sharded ones this rank's shard, however they were sharded when written."""
-        _silence_warning()
-        load(tensors, storage_reader=HuggingFaceStorageReader(str(self.folder)), no_dist=True)
 
 
 def write_checkpoint(

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from unspool.core.errors import ConfigError
 from unspool.models.attention.interface import NAME, register
 from unspool.models.checks import layers_of
-from unspool.models.rotary import apply_head_bases, head_bases, plain_config
+from unspool.models.rotary import apply_head_bases, decide_by_document, head_bases, plain_config
 from unspool.models.weight_files import weight_files
 from unspool.training.parallel.dtensor import full_tensor, local_rows, local_shard
 from unspool.training.parallel.mesh import weights_mesh
@@ -100,6 +100,7 @@ def build_empty(config: Any, *, dtype: torch.dtype = torch.float32) -> Any:
     register()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    decide_by_document(model)
     return model.eval()
 
 

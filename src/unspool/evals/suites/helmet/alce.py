@@ -1,7 +1,7 @@
 """Answers with citations (ALCE): two examples, instruction, question, documents.
 
-Scored by ASQA's str_em and QAMPARI's recall of five. HELMET's category is the mean of six numbers; the other four need
-an entailment model (`scoring.citations.citations` with `meta["documents"]`).
+Scored by ASQA's str_em and QAMPARI's recall of five, with HELMET's copy of ALCE's script. HELMET's category is the mean
+of six numbers; the other four need an entailment model (`scoring.citations.citations` with `meta["documents"]`).
 """
 
 import re
@@ -95,7 +95,9 @@ def _short_answers(task: str, item: Item) -> list[list[str]]:
         return [list(pair) for pair in item.extra["pairs"]]
     if task == "asqa" and item.extra.get("qa_pairs"):
         return [list(pair["short_answers"]) for pair in item.extra["qa_pairs"]]
-    nested = item.extra.get("answers") or []
+    nested = item.extra.get("answers")
+    if not isinstance(nested, list):
+        return [list(item.answers)]
     return [list(aliases) if isinstance(aliases, list) else [aliases] for aliases in nested]
 
 
@@ -127,7 +129,7 @@ def _write_demo(task: str, sources: Sources, demo: Item) -> str:
 
 
 def score_asqa(output: str, question: Question) -> float:
-    return str_em(output, question.meta["answers"])
+    return str_em(output, question.meta["answers"], question.meta["mode"])
 
 
 def score_qampari(output: str, question: Question) -> float:

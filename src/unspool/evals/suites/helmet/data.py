@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ TASKS = (*WITH_PASSAGES, *BOOKS, *LABELS)
 PATHS = {"passages", "haystack", *TASKS, *(f"{task}_demos" for task in TASKS)}
 PATHS |= {f"{task}_passages" for task in WITH_PASSAGES}
 POPULAR = 3  # log10 of page views from which HELMET drops PopQA's questions
+AMONG = 100  # best-ranked passages among which a gold one is looked for
 # BM25 ranks this many passages; beyond that, similarity hardly matters, and sorting takes long.
 RANKED = 8192
 # Scores are compared after rounding, so that last digits that differ between machines change no order.
@@ -77,12 +78,16 @@ def qa_item(record: Record, path: str) -> Item:
         record.get("aliases") or []
     )
     contexts = record.get("ctxs") or []
+    documents = [to_passage(passage) for passage in record.get("docs") or []]  # ALCE's, ranked, without labels
     gold = [to_passage(passage) for passage in record.get("gold") or record.get("pos") or []]
     if record.get("gold_passage"):
         gold = [Passage(str(record.get("gold_title") or ""), str(record["gold_passage"]))]
     gold += [to_passage(passage) for passage in contexts if passage.get("has_answer")]
     others = [to_passage(passage) for passage in contexts if not passage.get("has_answer")]
     others += [to_passage(passage) for passage in record.get("neg") or record.get("retrieved") or []]
+    short = flatten([pair.get("short_answers", []) for pair in record.get("qa_pairs") or []]) or answers
+    gold += [passage for passage in documents[:AMONG] if has_answer(passage, short)]
+    others += documents
     golden = set(gold)
     return Item(
         id=str(record.get("id", record.get("question_id", question))),
@@ -90,7 +95,7 @@ def qa_item(record: Record, path: str) -> Item:
         answers=tuple(dict.fromkeys(answers)),
         gold=tuple(dict.fromkeys(gold)),
         others=tuple(passage for passage in dict.fromkeys(others) if passage not in golden),
-        released=tuple(to_passage(passage) for passage in contexts),
+        released=tuple(to_passage(passage) for passage in contexts) or tuple(documents),
         extra=record,
     )
 
@@ -166,9 +171,9 @@ class Pool:
             if passage not in seen and not has_answer(passage, item.answers):
                 yield passage
 
-    def gold_for(self, item: Item, among: int = 100) -> Passage | None:
+    def gold_for(self, item: Item) -> Passage | None:
         """Find the most similar passage that has an answer, for questions that come without passages."""
-        for passage, _ in zip(self.ranked(item.question), range(among), strict=False):
+        for passage, _ in zip(self.ranked(item.question), range(AMONG), strict=False):
             if has_answer(passage, item.answers):
                 return passage
         return None
@@ -231,8 +236,10 @@ def _load_qa(task: str, paths: Mapping[str, str]) -> QaSet:
     demos = _read_items(task, paths[f"{task}_demos"]) if f"{task}_demos" in paths else items
     path = paths.get(f"{task}_passages", paths.get("passages"))
     pool = Pool(_all_passages([*items, *demos], read_passages(path) if path else []))
-    answered = _with_gold(items, pool)
-    items, demos = answered, answered if demos is items else _with_gold(demos, pool)
+    # ALCE asks whatever its retriever found.
+    asked = partial(_with_gold, pool=pool, keep_released=task in CITE)
+    answered = asked(items)
+    items, demos = answered, answered if demos is items else asked(demos)
     if not items:
         raise DataError(f"{paths[task]}: no question has a passage with its answer; give passages as {task}_passages.")
     return QaSet(items, demos, pool, False, variants)
@@ -253,11 +260,12 @@ def _all_passages(items: Sequence[Item], others: Sequence[Passage]) -> list[Pass
     return list(dict.fromkeys([*own, *others]))
 
 
-def _with_gold(items: Sequence[Item], pool: Pool) -> list[Item]:
+def _with_gold(items: Sequence[Item], *, pool: Pool, keep_released: bool) -> list[Item]:
     """Give questions without passages the best one of the pool; drop those that no passage answers."""
     found = []
     for item in items:
-        gold = item.gold or tuple(filter(None, [pool.gold_for(item)]))
-        if gold:
-            found.append(replace(item, gold=gold))
+        if item.gold or (keep_released and item.released):
+            found.append(item)
+        elif gold := pool.gold_for(item):
+            found.append(replace(item, gold=(gold,)))
     return found

@@ -70,10 +70,11 @@ class PromptText:
     context: str
     question: str
     prefix: str
+    example: str = ""  # a worked example before the context that RULER counts apart while it searches a size
 
     @property
     def text(self) -> str:
-        return self.context + self.question + self.prefix
+        return self.example + self.context + self.question + self.prefix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,10 @@ def build_fixed(
     return to_question(ask, *fitted(ask, start))
 
 
+def _three_times(units: float) -> int:
+    return int(units * 3)
+
+
 def build_reference(
     sources: Sources,
     ask: Ask,
@@ -127,19 +132,26 @@ def build_reference(
     *,
     step: int,
     trial: int | None = None,
-    most_factor: int = 3,
+    most: Callable[[float], int] = _three_times,
+    example_tokens: int = 0,
 ) -> Question:
-    """Build a question as RULER does; `trial` is the size from which RULER estimates tokens per unit."""
+    """Build a question as RULER does.
+
+    RULER estimates tokens per unit from a prompt of size `trial`, and so how many units fill the length; the size is
+    searched up to `most` of them. `example_tokens` are those of the prompts' `example`.
+    """
     budget = spec.budget(ask)
 
     def tokens(size: int, attempt: int) -> int:
         searching = replace(ask, index=CALIBRATION)
-        return sources.count(builder(sources, searching)(size, spec.rng(searching, attempt)).prompt.text)
+        prompt = builder(sources, searching)(size, spec.rng(searching, attempt)).prompt
+        return sources.count(prompt.text.removeprefix(prompt.example))
 
-    key = (spec.task, "reference", ask.length, ask.seed, ask.overhead)
-    size = sources.cached(
-        key, lambda: reference_size(tokens, budget, step=step, trial=trial or step, most_factor=most_factor)
-    )
+    def search() -> int:
+        without_example = replace(budget, tokens=budget.tokens - example_tokens)
+        return reference_size(tokens, without_example, step=step, trial=trial or step, most=most)
+
+    size = sources.cached((spec.task, "reference", ask.length, ask.seed, ask.overhead), search)
     build = builder(sources, ask)
     attempt = 0
     # RULER shrinks a sample step by step until it fits. At the smallest size it retries forever; this gives up.
@@ -156,7 +168,7 @@ def build_reference(
 def to_question(ask: Ask, draft: Draft, size: int) -> Question:
     depths = [round(depth, 4) for depth in draft.depths]
     return Question(
-        context=draft.prompt.context,
+        context=draft.prompt.example + draft.prompt.context,
         question=draft.prompt.question,
         prefix=draft.prompt.prefix,
         references=draft.references,
@@ -194,11 +206,16 @@ def fit(
 
 
 def reference_size(
-    tokens: Callable[[int, int], int], budget: TokenBudget, *, step: int, trial: int, most_factor: int = 3
+    tokens: Callable[[int, int], int],
+    budget: TokenBudget,
+    *,
+    step: int,
+    trial: int,
+    most: Callable[[float], int] = _three_times,
 ) -> int:
     """RULER's binary search for the haystack size of a length; `tokens(size, attempt)` counts a new random prompt."""
     per_unit = tokens(trial, 0) / trial
-    low, high = step, max(int(budget.length / per_unit) * most_factor, 2 * step)
+    low, high = step, max(most(budget.length / per_unit), 2 * step)
     best, attempt = step, 1
     while low <= high:
         middle = (low + high) // 2

@@ -8,6 +8,8 @@ the same lines in every sample; every prompt ends in a space.
 
 import string
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -50,8 +52,15 @@ _LETTERS = list(string.ascii_uppercase)
 
 def build(sources: Sources, ask: Ask) -> Question:
     if ask.mode == "reference":
-        step = 5 if ask.length < fitting.SHORT else 10
-        return fitting.build_reference(sources, ask, VT, _reference, step=step)
+        example = _reference_example(sources, ask)
+        return fitting.build_reference(
+            sources,
+            ask,
+            VT,
+            partial(_reference, example),
+            step=5 if ask.length < fitting.SHORT else 10,
+            example_tokens=sources.count(example),
+        )
     fewest, guess = NUM_NAMES * PER_LINE, ask.length * PER_LINE // 32
     return fitting.build_fixed(sources, ask, VT, _fixed, fewest=fewest, guess=guess)
 
@@ -92,11 +101,11 @@ def _example(sources: Sources, ask: Ask, names: list[str], rng: np.random.Genera
     return text(lines, sorted(rng.choice(lines, size=NUM_NAMES, replace=False).tolist()), names, _draw_value(rng))
 
 
-def _reference(sources: Sources, ask: Ask) -> RandomBuilder:
+def _reference_example(sources: Sources, ask: Ask) -> str:
+    """Write the example of a run, in which later only names and value change."""
     line = sources.wording.fill("vt", "noise")
 
     def example(lines: int) -> tuple[str, list[str]]:
-        """Write the example of a run, in which later only names and value change."""
         rng = VT.rng(Ask(length=_EXAMPLE_TOKENS, seed=ask.seed, index=0, mode="reference"), "example")
         names = _draw_names(NUM_NAMES, _EXAMPLE_NAME_LEN, rng)
         positions = sorted(rng.choice(lines, size=NUM_NAMES, replace=False).tolist())
@@ -110,8 +119,12 @@ def _reference(sources: Sources, ask: Ask) -> RandomBuilder:
             lambda size, _: sources.count(example(size)[0]), budget, step=_EXAMPLE_STEP, trial=_EXAMPLE_STEP
         ),
     )
-    text, example_names = example(lines)
-    worked = f"{text} {' '.join(example_names)}"
+    text, names = example(lines)
+    return f"{text} {' '.join(names)}\n"
+
+
+def _reference(example: str, sources: Sources, ask: Ask) -> RandomBuilder:
+    line = sources.wording.fill("vt", "noise")
 
     def build(size: int, rng: np.random.Generator) -> Draft:
         names = _draw_names(NUM_NAMES, _NAME_LEN, rng)
@@ -119,7 +132,7 @@ def _reference(sources: Sources, ask: Ask) -> RandomBuilder:
         positions = sorted(rng.choice(size, size=NUM_NAMES, replace=False).tolist())
         text = insert([line] * size, positions, _chain(names, value, end=" "), "\n")
         prompt = _prompt(sources, text, value, trailing_space=True)
-        return _draft(_rename(worked, rng) + "\n\n", prompt, names, [position / size for position in positions])
+        return _draft(_rename(example, rng) + "\n", prompt, names, [position / size for position in positions])
 
     return build
 
@@ -136,7 +149,7 @@ def _rename(example: str, rng: np.random.Generator) -> str:
 
 
 def _draft(example: str, prompt: PromptText, names: list[str], depths: list[float]) -> Draft:
-    whole = PromptText(example + prompt.context, prompt.question, prompt.prefix)
+    whole = replace(prompt, example=example)
     return Draft(prompt=whole, references=tuple(names), depths=tuple(depths), meta={"example": example})
 
 

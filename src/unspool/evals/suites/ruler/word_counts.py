@@ -54,7 +54,9 @@ _ZETA = np.pi**2 / 6
 def build_cwe(sources: Sources, ask: Ask) -> Question:
     if ask.mode == "reference":
         trial = min(_CWE_TRIAL, len(sources.words))
-        return fitting.build_reference(sources, ask, CWE, _cwe_reference, step=_CWE_STEP, trial=trial, most_factor=2)
+        return fitting.build_reference(
+            sources, ask, CWE, _cwe_reference, step=_CWE_STEP, trial=trial, most=lambda units: 2 * int(units)
+        )
     return fitting.build_fixed(sources, ask, CWE, _cwe_fixed, fewest=NUM_COMMON + 1, guess=ask.length // 20)
 
 
@@ -174,8 +176,8 @@ def _fwe_reference(sources: Sources, ask: Ask) -> Question:
 
     def first_size() -> int:
         """Grow one random text step by step until it is too long, and take the last step back, as RULER does."""
-        size, trial = budget.tokens // _CODED_LEN, FWE.rng(replace(ask, index=fitting.CALIBRATION))
-        while sources.count(draft(size, trial).prompt.text) < budget.tokens:
+        size, searching = budget.tokens // _CODED_LEN, replace(ask, index=fitting.CALIBRATION)
+        while sources.count(draft(size, FWE.rng(searching)).prompt.text) < budget.tokens:
             size += step
         return size - step
 
