@@ -7,7 +7,7 @@ ARGS ?=
 WORKERS ?= auto
 STAMPS := $(VENV)/.runtime $(VENV)/.dev
 
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test check bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -28,13 +28,17 @@ check: $(VENV)/.dev  ## lint, formatting, types, import direction
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest tests/test_imports.py
+	@$(VENV)/bin/python benchmarks/gate.py --check
 
 bench: $(VENV)/.dev  ## run the benchmarks; those that need a GPU say so where there is none
-	@ran=; for file in benchmarks/*.py; do \
+	@ran=; for file in $(filter-out %/gate.py,$(wildcard benchmarks/*.py)); do \
 	  [ -f "$$file" ] || continue; \
 	  ran=yes; echo "== $$file"; $(VENV)/bin/python "$$file" $(ARGS) || [ $$? -eq 2 ] || exit 1; \
 	done; \
 	[ -n "$$ran" ] || echo "There are no benchmarks yet: benchmarks/ holds no Python file."
+
+gpu: $(VENV)/.dev  ## check everything that runs on a GPU, on a machine with one; under 8 minutes
+	$(VENV)/bin/python benchmarks/gate.py --commit $$(git rev-parse HEAD) $(ARGS)
 
 clean:  ## remove .venv, caches and build output; runs/ stays
 	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

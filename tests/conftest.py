@@ -27,6 +27,16 @@ def _log_lines_on_stderr() -> None:
     set_up_logging()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", help="of tests/chaos: run only this shard of events, such as 1/5")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "chaos_shard" in metafunc.fixturenames:
+        number, _, count = (metafunc.config.getoption("--shard") or "/5").partition("/")
+        metafunc.parametrize("chaos_shard", [int(number)] if number else range(1, int(count) + 1))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needing = [item for item in items if item.get_closest_marker("gpu")]
     if not needing:

@@ -198,6 +198,29 @@ def _on_file_events(react: Callable[[int], None]) -> Callable[[], int]:
     return lambda: seen
 
 
+DAMAGES = ("flip", "truncate", "delete", "swap")
+
+
+def damage(path: Path, kind: str, other: Path | None = None, *, at: float = 0.5) -> None:
+    """Change one bit of a file, shorten it, delete it, or exchange it with `other`, or two lines if there is none."""
+    content = path.read_bytes()
+    if kind == "flip":
+        place = int(len(content) * at)
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    elif kind == "truncate":
+        path.write_bytes(content[: int(len(content) * at)])
+    elif kind == "delete":
+        path.unlink()
+    elif other is not None:
+        path.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+    else:
+        lines = content.splitlines(keepends=True)
+        first, last = 0, len(lines) // 2
+        lines[first], lines[last] = lines[last], lines[first]
+        path.write_bytes(b"".join(lines))
+
+
 # A recipe as small as it can be
 
 # In place of the size that it names.

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from factory import build_model, build_tokenizer, save_folder
 from reporting.fake_run import write_fake_run
 from unspool.cli.main import build_app
-from unspool.core.artifacts import read_manifest
+from unspool.core.artifacts import read_manifest, seal
 from unspool.models import export, plain_logits
 from unspool.models.export import save_model
 from unspool.models.rotary import apply_base, apply_head_bases
@@ -49,7 +49,10 @@ def run_dir(tmp_path):
             apply_base(model, 2e5)
         else:
             apply_head_bases(model, np.array([2e5, 1e4]))
-        save_model(model, build_tokenizer(), folder / "stages" / stage / "model", dtype=torch.float32)
+        done = folder / "stages" / stage
+        save_model(model, build_tokenizer(), done / "model", dtype=torch.float32)
+        known = {name: read_manifest(done)[name] for name in ("kind", "inputs", "settings", "counts")}
+        seal(done.rename(done.with_suffix(".partial")), done, **known)
     return folder
 
 

@@ -19,7 +19,7 @@ STEPS = 40
 SECONDS = 600  # of a job; far less than the half hour after which a collective gives up by itself
 
 
-def job(recipe: Path, out: Path, *, gpus: int, restarts: int) -> "subprocess.Popen[str]":
+def job(recipe: Path, out: Path, *, gpus: int, restarts: int, **env: str) -> "subprocess.Popen[str]":
     settings = {
         "out": out,
         "device": "cpu",
@@ -36,7 +36,7 @@ def job(recipe: Path, out: Path, *, gpus: int, restarts: int) -> "subprocess.Pop
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
     )
 
 
@@ -58,16 +58,25 @@ def wait_for_step(job: "subprocess.Popen[str]", work: Path, step: int) -> None:
         time.sleep(0.05)
 
 
-def rank_process(rank: int, out: Path) -> int:
-    """The process of a rank that works into `out`."""
+def processes(out: Path) -> dict[int, bytes]:
+    """Every process of a job that works into `out`, with its environment."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
             words = (path / "cmdline").read_bytes().split(b"\0")
-            env = (path / "environ").read_bytes().split(b"\0")
+            env = (path / "environ").read_bytes()
         except OSError:
             continue
-        if b"RANK=%d" % rank in env and f"out={out}".encode() in words:
-            return int(path.name)
+        if f"out={out}".encode() in words:
+            found[int(path.name)] = env
+    return found
+
+
+def rank_process(rank: int, out: Path) -> int:
+    """The process of a rank that works into `out`."""
+    for process, env in processes(out).items():
+        if b"RANK=%d" % rank in env.split(b"\0"):
+            return process
     raise AssertionError(f"no rank {rank}")
 
 
@@ -112,7 +121,8 @@ def test_a_job_that_is_asked_to_stop_saves_and_goes_on(recipe, tmp_path):
     wait_for_step(asked, work, 4)
     asked.terminate()
     _, said = asked.communicate(timeout=SECONDS)
-    assert asked.returncode != 0
+    assert asked.returncode == 143, said
+    assert "Traceback" not in said
     assert "stopped by SIGTERM, saved as step-" in said, said
     assert " died" not in said
 
@@ -122,3 +132,46 @@ def test_a_job_that_is_asked_to_stop_saves_and_goes_on(recipe, tmp_path):
     assert "resuming after step" in said, "on another number of ranks, too"
     lines = read_ledger(out / "stages" / "first" / LEDGER)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+
+
+def test_a_job_that_is_asked_to_stop_before_it_trains_prints_no_traceback(recipe, tmp_path):
+    out = tmp_path / "out"
+    asked = job(recipe, out, gpus=2, restarts=3)
+    until = time.monotonic() + SECONDS
+    while not (out / "run.json").exists():
+        assert asked.poll() is None and time.monotonic() < until, asked.stderr and asked.stderr.read()
+        time.sleep(0.05)
+    asked.terminate()
+    _, said = asked.communicate(timeout=SECONDS)
+    assert asked.returncode == 143, said
+    assert "Traceback" not in said
+
+
+def test_a_killed_launch_leaves_nothing_behind_that_trains(recipe, tmp_path):
+    out = tmp_path / "out"
+    killed = job(recipe, out, gpus=2, restarts=3)
+    wait_for_step(killed, out / "stages" / "first.work", 4)
+    assert len(processes(out)) >= 4, "launch, torchrun and two ranks"
+    killed.kill()
+    killed.wait()
+    until = time.monotonic() + 60
+    while (left := processes(out)) and time.monotonic() < until:
+        time.sleep(0.2)
+    for process in left:
+        os.kill(process, signal.SIGKILL)
+    assert not left, "they went on without it"
+    assert not (out / "stages" / "first").exists(), "it came to its end, so this shows nothing"
+
+
+def test_what_only_ranks_find_out_is_said_once_and_not_tried_again(recipe, tmp_path):
+    """Here, that one of them runs another version of Python."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, platform\nif os.environ.get('RANK') == '1': platform.python_version = lambda: '2.7'\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    refused = job(recipe, tmp_path / "out", gpus=2, restarts=3, PYTHONPATH=path)
+    _, said = refused.communicate(timeout=SECONDS)
+    assert refused.returncode == 2, said
+    assert said.count("rank 1 disagrees with rank 0: python version is '2.7' there") == 1, said
+    assert "Traceback" not in said
+    assert len([line for line in said.splitlines() if line.startswith("error: ")]) == 1, said

@@ -1,6 +1,7 @@
 """The verbs that make things: `run`, `corpus`, `rows`, `train`."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,6 +72,22 @@ def test_the_first_boxes_can_be_made_alone_and_counted(verb, made, recipe, tmp_p
     again = invoke(verb, str(recipe), "--set", f"out={out}")
     assert all(name in again.stdout for name in counts)
     assert ("records" if verb == "tokenize" else "tokens in") in again.stdout
+
+
+def test_the_shares_of_a_mixed_dataset_are_printed_by_pack_and_inspect(recipe, tmp_path):
+    out = tmp_path / "out"
+    changes = ["sources.notes={kind: jsonl, path: held-out.jsonl}", f"out={out}"]
+    changes.append("datasets.mixed={from: {books: 0.75, notes: 0.25}, seq_len: 128, packing: truncate}")
+    overrides = [part for change in changes for part in ("--set", change)]
+
+    packed = invoke("pack", str(recipe), *overrides)
+    shown = invoke("inspect", str(out / "datasets/mixed"))
+
+    assert packed.exit_code == 0, packed.output
+    (line,) = [line for line in packed.stdout.splitlines() if line.split()[:2] == ["mixed", "notes"]]
+    assert re.search(r"25\.00%\s+2[45]\.\d\d%$", line.rstrip()), line
+    assert "shares of trained tokens: books 7" in packed.stderr
+    assert shown.exit_code == 0 and "(requested 25.00%)" in " ".join(shown.stdout.split()), shown.output
 
 
 def test_stages_can_be_trained_alone(recipe, tmp_path):

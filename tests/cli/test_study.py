@@ -1,6 +1,7 @@
 """`unspool study`: a whole study through the command; shared work, kills, failures, and the same bytes as `run`."""
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from factory import build_model, count_file_events, in_child_dying_at_file_event, save_folder, save_mini
 from unspool.cli.main import build_app
+from unspool.core.lock import LOCK, lock_run
 from unspool.recipe.paths import ASSETS
 
 STUDY = """\
@@ -226,16 +228,13 @@ def test_an_arm_that_fails_does_not_stop_the_others_and_is_tried_again(study, tm
 
 
 def test_a_run_that_another_process_is_at_is_passed_over(study, tmp_path):
-    import fcntl
-
     out = tmp_path / "out"
-    (out / "done").mkdir(parents=True)
-    with (out / "done" / ".plain-s0.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with lock_run(out / "plain-s0"):
         result = invoke("study", str(study), "--out", str(out), "--only", "plain-s0")
+        assert [path.name for path in (out / "plain-s0").iterdir()] == [LOCK]
     assert result.exit_code == 0
-    assert "locked by another process; skipping" in result.stderr
-    assert not (out / "plain-s0").exists()
+    assert f"plain-s0: skipping, because {out / 'plain-s0'} is in use: process {os.getpid()} on " in result.stderr
+    assert json.loads((out / "study.json").read_text())["runs"][0]["state"] == "running elsewhere"
 
 
 # Without running

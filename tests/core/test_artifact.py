@@ -15,11 +15,14 @@ from unspool import __version__
 from unspool.core import artifacts
 from unspool.core.artifacts import (
     MANIFEST,
+    REMOVED,
     digest,
     file_digest,
     folder_digest,
+    open_work,
     publish,
     read_manifest,
+    remove,
     seal,
     stale_reason,
     write_atomic,
@@ -45,6 +48,7 @@ def text_of(out_dir: Path) -> str:
 def with_manifest(out_dir: Path, change: Callable[[dict[str, Any]], None]) -> None:
     manifest = read_manifest(out_dir)
     assert manifest is not None
+    del manifest["sha256"]  # as older versions wrote it
     change(manifest)
     (out_dir / MANIFEST).write_text(json.dumps(manifest))
 
@@ -146,10 +150,13 @@ def kill_at(moment: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
     assert calls >= moment, "not reached"
 
 
-# Replacing takes: remove an old draft, write the manifest, remove an old leftover, two renames, remove the old folder.
-@pytest.mark.parametrize("moment", range(1, 7))
+# Replacing takes: rename and remove an old draft, write the manifest, remove an old leftover, two renames, remove the
+# old folder.
+@pytest.mark.parametrize("moment", range(1, 8))
 def test_killed_at_any_step_of_replacing_neither_the_old_folder_nor_the_new_one_is_lost(moment, tmp_path, monkeypatch):
     make(tmp_path / "rows", "old")
+    make(tmp_path / "draft", "draft")
+    (tmp_path / "draft").rename(tmp_path / "rows.partial")
     with monkeypatch.context() as patch, pytest.raises(Killed), kill_at(moment, patch):
         make(tmp_path / "rows", "new")
 
@@ -183,9 +190,10 @@ def test_where_the_new_folder_had_another_name_or_was_never_finished_the_old_one
     assert text_of(tmp_path / "rows") == "old"
 
 
-def test_there_is_no_seventh_step_of_replacing(tmp_path, monkeypatch):
+def test_there_is_no_eighth_step_of_replacing(tmp_path, monkeypatch):
     make(tmp_path / "rows", "old")
-    with monkeypatch.context() as patch, pytest.raises(AssertionError, match="not reached"), kill_at(7, patch):
+    (tmp_path / "rows.partial").mkdir()
+    with monkeypatch.context() as patch, pytest.raises(AssertionError, match="not reached"), kill_at(8, patch):
         make(tmp_path / "rows", "new")
 
 
@@ -249,6 +257,83 @@ def test_a_missing_or_broken_manifest_means_that_the_folder_is_redone(content, t
     if content is not None:
         (tmp_path / "rows" / MANIFEST).write_text(content)
     assert stale_reason(tmp_path / "rows", **IDENTITY) == "its manifest is missing or unreadable"
+
+
+@pytest.mark.parametrize("files", [None, [], "data.txt"])
+def test_a_manifest_that_lists_no_files_is_not_complete(files, tmp_path):
+    make(tmp_path / "rows")
+    with_manifest(tmp_path / "rows", lambda manifest: manifest.update(files=files))
+    assert stale_reason(tmp_path / "rows", **IDENTITY) == "its manifest lists no files"
+
+
+def test_a_changed_count_in_a_manifest_is_noticed(tmp_path):
+    make(tmp_path / "rows")
+    path = tmp_path / "rows" / MANIFEST
+    path.write_text(path.read_text().replace('"rows": 3', '"rows": 4'))
+    assert stale_reason(tmp_path / "rows", **IDENTITY) == "its manifest has changed"
+
+
+# Removal and unfinished work
+
+
+def test_a_killed_removal_leaves_no_half_of_a_folder_under_its_name(tmp_path, monkeypatch):
+    make(tmp_path / "rows")
+    (tmp_path / "rows").rename(tmp_path / "rows.partial")
+    with monkeypatch.context() as patch, pytest.raises(Killed), kill_at(2, patch):
+        remove(tmp_path / "rows.partial")
+    (left,) = tmp_path.iterdir()
+    assert left.name.endswith(REMOVED)
+
+    make(tmp_path / "rows")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
+
+
+def work_on(work: Path, key: str) -> str | None:
+    """Open a work folder for `key`, and return what earlier work on it has left."""
+    open_work(work, key, label="box", describe=lambda folder: describe(folder / "done"))
+    return describe(work / "done")
+
+
+def describe(path: Path) -> str | None:
+    return path.read_text() if path.exists() else None
+
+
+def test_work_for_another_key_is_kept_for_one_generation_and_comes_back(tmp_path, capsys):
+    work = tmp_path / "box.work"
+    assert work_on(work, "a") is None
+    (work / "done").write_text("3 steps")
+    assert work_on(work, "a") == "3 steps"
+    assert capsys.readouterr().err == ""
+
+    assert work_on(work, "b") is None
+    assert "box: discarding the unfinished work in box.work (3 steps)" in capsys.readouterr().err
+    assert work_on(work, "a") == "3 steps", "b had done nothing, so nothing is lost"
+    assert capsys.readouterr().err == ""
+    assert work_on(work, "b") is None
+    (work / "done").write_text("5 steps")
+    assert work_on(work, "a") == "3 steps"
+    assert work_on(work, "b") == "5 steps"
+    capsys.readouterr()
+    assert work_on(work, "c") is None
+    said = capsys.readouterr().err
+    assert "(5 steps)" in said and "3 steps of still older work there is deleted" in said
+
+
+@pytest.mark.parametrize("moment", range(1, 6))
+def test_killed_at_any_rename_no_work_is_lost(moment, tmp_path, monkeypatch):
+    work = tmp_path / "box.work"
+    for key in ("a", "b"):
+        work_on(work, key)
+        (work / "done").write_text(f"work of {key}")
+    with monkeypatch.context() as patch:
+        try:
+            with kill_at(moment, patch):
+                work_on(work, "a")
+        except (Killed, AssertionError):
+            pass
+    assert work_on(work, "a") == "work of a"
+    assert work_on(work, "b") == "work of b"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["box.work", "box.work.previous"]
 
 
 # Damage

@@ -7,7 +7,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unspool.data.packing import pack
-from unspool.data.packing.order import interleave
 from unspool.data.packing.pack import PACKERS, Doc, Tally
 from unspool.data.packing.row import IGNORE, labels
 
@@ -200,34 +199,6 @@ def test_the_first_rows_of_fit_hold_documents_as_long_as_the_others():
     for count in (50, 200, 400):
         assert means[:count].mean() == pytest.approx(means.mean(), rel=0.1)
     assert means.std() > 0.3 * means.mean(), "all rows are alike, so the lines above checked nothing"
-
-
-@given(
-    st.lists(st.lists(st.integers(1, 50), min_size=5, max_size=60), min_size=1, max_size=4),
-    st.lists(st.floats(0.05, 1), min_size=4, max_size=4),
-)
-def test_interleaving_follows_the_shares_to_within_a_document_at_every_moment(lens, weights):
-    useful = [np.array(each) for each in lens]
-    shares = np.array(weights[: len(lens)]) / sum(weights[: len(lens)])
-    longest = max(map(max, lens))
-    taken = np.zeros(len(lens))
-    used = [0] * len(lens)
-    for source in interleave(useful, shares.tolist()):
-        taken[source] += useful[source][used[source]]
-        used[source] += 1
-        # The one furthest behind goes next, so nobody is ahead by more than its last document.
-        assert (taken - shares * taken.sum() <= longest + 1e-6).all()
-    assert any(count == len(each) for count, each in zip(used, lens, strict=True))
-
-
-def test_interleaving_ends_when_the_source_whose_turn_it_is_has_no_more():
-    order = list(interleave([np.full(100, 10), np.full(3, 10)], [0.5, 0.5]))
-    assert order == [0, 1, 0, 1, 0, 1, 0]
-
-
-def test_documents_that_bring_no_tokens_do_not_stall_the_others():
-    order = list(interleave([np.array([0, 0, 8]), np.array([4, 4])], [0.5, 0.5]))
-    assert order == [0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("mode", sorted(PACKERS))

@@ -9,6 +9,7 @@ from itertools import count, islice
 import numpy as np
 import pytest
 
+from unspool.data.packing import pack
 from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.pack import Doc, Tally
 from unspool.data.packing.row import IGNORE, Row, labels
@@ -213,7 +214,7 @@ def test_rows_do_not_depend_on_how_many_documents_are_looked_at_together(keep_re
     arguments = {"keep_rest": keep_rest, "per": per, "hops": {2: 0.5, 5: 0.5}, "probability": 0.6}
 
     def rows(batch_tokens: int) -> list[list[int]]:
-        monkeypatch.setattr(tangle, "BATCH_TOKENS", batch_tokens)
+        monkeypatch.setattr(pack, "BATCH_TOKENS", batch_tokens)
         return [row.tokens.tolist() for row in tangled(lens, 256, **arguments)]
 
     at_once = rows(1 << 20)

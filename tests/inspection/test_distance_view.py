@@ -9,6 +9,7 @@ import numpy as np
 
 from inspection_factory import byte_tokenizer, pieced_row, save_rows, tangled_row
 from unspool.core.charts import decades
+from unspool.core.console import PlainConsole
 from unspool.core.formatting import format_share
 from unspool.data.packing.row import Row
 from unspool.inspection.detokenize import FoundTokenizer, find_tokenizer
@@ -27,7 +28,6 @@ from unspool.inspection.distance_view import (
 )
 from unspool.inspection.packed_rows import Rows
 from unspool.inspection.run_paths import find_data
-from unspool.inspection.terminal import build_console
 
 CIP = {"cip": {"pieces": 2}, "packing": "concat"}
 
@@ -171,7 +171,7 @@ def test_what_does_not_fit_beside_goes_below(tmp_path):
     rows = [pieced_row([4, 4, 4, 4], [0, 1, 0, 1])]
     sets = [counted(save_rows(tmp_path / name, rows, **CIP)) for name in names]
     out = StringIO()
-    print_distances(build_console(file=out, width=50), sets, [])
+    print_distances(PlainConsole(file=out, width=50), sets, [])
     heads = [line.split() for line in out.getvalue().splitlines() if line.startswith("share of pairs")]
     assert [head[3:] for head in heads] == [names[:3], names[3:]]
     assert max(map(len, out.getvalue().splitlines())) <= 55

@@ -2,13 +2,14 @@
 
 from io import StringIO
 
+from unspool.core.console import PlainConsole
 from unspool.inspection.items import Item, Part, Span
-from unspool.inspection.terminal import build_console, print_item, styled
+from unspool.inspection.terminal import print_item, styled
 
 
 def printed(item: Item, *, full: bool = False, width: int = 80, colors: bool = False) -> str:
     out = StringIO()
-    console = build_console(file=out, width=width, force_terminal=colors)
+    console = PlainConsole(file=out, width=width, force_terminal=colors)
     print_item(console, item, full=full)
     return out.getvalue()
 

@@ -4,8 +4,9 @@ import io
 
 import pytest
 
+from unspool.core.console import PlainConsole
 from unspool.inspection.items import Item, Part, Span, Summary, item_values
-from unspool.inspection.terminal import build_console, print_item
+from unspool.inspection.terminal import print_item
 from unspool.inspection.viewer_page import render
 
 SPANS = [
@@ -24,7 +25,7 @@ def item(trained: int | None) -> Item:
 
 def printed(trained: int | None) -> str:
     out = io.StringIO()
-    print_item(build_console(file=out, width=80), item(trained), full=True)
+    print_item(PlainConsole(file=out, width=80), item(trained), full=True)
     return out.getvalue()
 
 

@@ -1,15 +1,24 @@
 import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from factory import CPU, SHAPE, build_model, build_tokenizer, random_tokens
-from unspool.models.export import save_model
+from unspool.models.export import SCRIPT, build_request, save_model
 from unspool.models.load import load_model
-from unspool.models.rotary import apply_parameters
+from unspool.models.rotary import apply_parameters, apply_rope
+from unspool.rope.methods import LongRope
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -111,6 +120,9 @@ ROPES = {
 }
 
 
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+
+
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize("age", ["new", "old", "both"])
 def test_readers_of_any_age_get_the_same_frequencies(kind, age, tmp_path):
@@ -127,6 +139,102 @@ def test_readers_of_any_age_get_the_same_frequencies(kind, age, tmp_path):
 
     assert torch.equal(plain.inv_freq, model.model.rotary_emb.inv_freq)
     assert plain.attention_scaling == model.model.rotary_emb.attention_scaling
+
+
+def read_by_4_57(config: dict[str, Any], dim: int, seq_len: int) -> tuple[np.ndarray, float]:
+    """Frequencies and attention factor that transformers 4.57 reads from a longrope config, by its own rules."""
+    scaling = config["rope_scaling"]
+    original, factor = config.get("original_max_position_embeddings"), scaling.get("factor")
+    if original:
+        factor = config["max_position_embeddings"] / original
+    else:
+        original = config["max_position_embeddings"]
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    factors = scaling["long_factor"] if seq_len > original else scaling["short_factor"]
+    return 1 / (np.array(factors) * config["rope_theta"] ** (np.arange(0, dim, 2) / dim)), attention
+
+
+LONGROPES = {
+    "factor by the lengths": {},
+    "another factor": {"factor": 3.0},
+    "an attention factor": {"attention_factor": 1.3},
+}
+
+
+def save_longrope(folder: Path, family: str, changes: dict[str, Any]) -> Any:
+    """A model of 64 positions extended to 256; Phi-3 knows no other scaling than this."""
+    own = {"pad_token_id": 0, "original_max_position_embeddings": 64} if family == "Phi3" else {}
+    model = build_model(family, **own)
+    apply_rope(model, LongRope.model_validate({"method": "longrope"} | FACTORS | changes), 256)
+    save_model(model, build_tokenizer(), folder, dtype=torch.float32)
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama", "Phi3"])
+@pytest.mark.parametrize("changes", LONGROPES.values(), ids=LONGROPES)
+def test_longrope_means_the_same_before_v5(family, changes, tmp_path):
+    """4.57 looks for the original length beside the settings only: without it, short factors at every length."""
+    model = save_longrope(tmp_path, family, changes)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if family == "Phi3" and changes:
+        # Its config class before v5 allows exactly three fields, which cannot express these, and refuses more.
+        assert len(config["rope_scaling"]) > 3
+        return
+    assert family != "Phi3" or set(config["rope_scaling"]) == {"type", "short_factor", "long_factor"}
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).model.rotary_emb
+    for seq_len in (32, 64, 65, 200):
+        inv_freq, attention = read_by_4_57(config, 8, seq_len)
+        for rotary in (model.model.rotary_emb, plain):
+            rotary(torch.zeros(1), torch.arange(seq_len)[None])
+            np.testing.assert_allclose(rotary.inv_freq.numpy(), inv_freq, rtol=1e-6)
+            assert rotary.attention_scaling == pytest.approx(attention, rel=1e-9)
+
+
+BEFORE_V5 = os.environ.get("UNSPOOL_TRANSFORMERS_4_57")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BEFORE_V5, reason="UNSPOOL_TRANSFORMERS_4_57 names no folder with transformers 4.57")
+@pytest.mark.parametrize("family", ["llama", "mistral", "Phi3"])
+@pytest.mark.parametrize("changes", LONGROPES.values(), ids=LONGROPES)
+def test_transformers_4_57_computes_the_same_logits_below_and_above_the_original_length(family, changes, tmp_path):
+    """Its folder: pip install --no-deps --target FOLDER transformers==4.57.* tokenizers==0.22.* huggingface_hub==0.*"""
+    model = save_longrope(tmp_path, family, changes)
+    lengths = {"below": 32, "above": 200}
+    passes = [
+        {"name": name, "ids": random_tokens(length)[0].tolist(), "positions": list(range(length))}
+        | {"keep": 16, "dtype": "float32", "cached": False}
+        for name, length in lengths.items()
+    ]
+    request = build_request(tmp_path, passes, text=None, device=CPU) | {"out": str(tmp_path / "out")}
+    done = subprocess.run(
+        [sys.executable, "-P", str(SCRIPT)],
+        input=json.dumps(request) + "\n",
+        env=os.environ | {"PYTHONPATH": str(BEFORE_V5)},
+        capture_output=True,
+        text=True,
+    )
+    error = json.loads(done.stdout)["error"]
+    if family == "Phi3" and changes:
+        assert "three fields" in error, "it must not load with other frequencies"
+        return
+    assert error is None
+    found = load_file(tmp_path / "out")
+    for name, length in lengths.items():
+        with torch.no_grad():
+            wanted = model(input_ids=random_tokens(length), use_cache=False).logits[0, -16:]
+        torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_the_original_length_beside_longrope_does_not_outlive_it(tmp_path):
+    save_longrope(tmp_path / "longrope", "llama", {})
+    again = load_model(str(tmp_path / "longrope"), device=CPU, dtype=torch.float32)
+    apply_parameters(again, {"rope_type": "default", "rope_theta": 5e5}, 256)
+    save_model(again, build_tokenizer(), tmp_path / "abf", dtype=torch.float32)
+
+    assert "original_max_position_embeddings" not in json.loads((tmp_path / "abf" / "config.json").read_text())
 
 
 def test_old_words_do_not_outlive_the_settings_they_repeat(tmp_path):

@@ -14,7 +14,7 @@ from transformers import (
 
 from unspool.models.attention.interface import NAME, register
 from unspool.models.generation.generate import answer
-from unspool.models.rotary import apply_head_bases
+from unspool.models.rotary import apply_head_bases, decide_by_document
 
 SHAPE = {
     "vocab_size": 97,
@@ -154,3 +154,34 @@ def test_answers_on_cuda_in_bfloat16_do_not_depend_on_other_questions(context, q
     alone = [answer(model, context, [question], max_new_tokens=6, stop_ids=())[0] for question in questions]
 
     assert together == alone
+
+
+LENGTH_DEPENDENT = {
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0, 1.0, 1.2, 1.5],
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", LENGTH_DEPENDENT)
+def test_the_whole_prompt_decides_about_its_rotation_and_not_a_chunk_of_it(kind):
+    """Plain transformers sees each prompt at once; ours in chunks, below and above the original length of 64."""
+    options = {"rope_parameters": LENGTH_DEPENDENT[kind], "max_position_embeddings": 64}
+    ours = made("unspool", **options)
+    decide_by_document(ours)
+    rng = np.random.default_rng(0)
+    context = rng.integers(1, 97, 50)
+    questions = [rng.integers(1, 97, size) for size in (4, 13, 15, 40, 150, 8)]
+    wanted = []
+    for ids in questions:
+        plain = made("sdpa", **options)  # a new one: `dynamic` remembers the longest input
+        wanted.append([int(plain(torch.tensor([[*context, *ids]])).logits[0, -1].argmax())])
+    assert answer(ours, context, questions, max_new_tokens=1, stop_ids=(), prefill_chunk=16) == wanted
+    assert [
+        answer(ours, context, [ids], max_new_tokens=1, stop_ids=(), prefill_chunk=16)[0] for ids in questions
+    ] == wanted

@@ -5,13 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from factory import CPU, build_model, build_tokenizer, packed_inputs, random_tokens
 from unspool.core.errors import ConfigError
+from unspool.models import modeling_harpe
+from unspool.models.attention.interface import NAME
 from unspool.models.export import save_model
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_base, apply_head_bases, apply_rope, head_bases, rope_shape, rotate_heads
@@ -194,3 +193,66 @@ def test_heads_with_their_own_base_are_turned_in_fp32():
             [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
         )
         torch.testing.assert_close(found[0].double(), wanted, rtol=0, atol=1e-3)
+
+
+# Outside of our attention and our loader
+
+
+@pytest.fixture
+def harpe(tmp_path):
+    """A model with a base per head, loaded by us, and its folder."""
+    model = build_model()
+    apply_rope(model, Harpe(method="harpe", low=1e4, high=1e6), 256)
+    save_model(model, build_tokenizer(), tmp_path / "exported", dtype=torch.float32)
+    return load_model(str(tmp_path / "exported"), device=CPU, dtype=torch.float32), tmp_path / "exported"
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_stock_attention_on_a_base_per_head_raises_instead_of_losing_positions(harpe, attention):
+    model, _ = harpe
+    model.set_attn_implementation(attention)
+    with pytest.raises(ConfigError, match=rf"HARPE: attention '{attention}' knows no base per head"):
+        model(random_tokens(8))
+
+    model.set_attn_implementation(NAME)
+    assert torch.isfinite(logits(model)).all()
+
+
+def test_plain_classes_refuse_the_folder_and_the_config_with_the_reason(harpe, tmp_path):
+    model, folder = harpe
+    model.save_pretrained(tmp_path / "saved")
+    reason = r"a base per head \(HARPE\): load it with trust_remote_code=True"
+    for plain in (
+        lambda: LlamaForCausalLM.from_pretrained(folder),
+        lambda: LlamaForCausalLM.from_pretrained(tmp_path / "saved"),
+        lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "saved"),
+        lambda: AutoModelForCausalLM.from_config(model.config),
+        lambda: LlamaForCausalLM(model.config),
+    ):
+        with pytest.raises(KeyError, match=reason):
+            plain()
+
+    config = json.loads((folder / "config.json").read_text())
+    # What versions before v5 read.
+    assert config["rope_scaling"]["rope_type"] == config["rope_parameters"]["rope_type"] == modeling_harpe.ROPE_TYPE
+
+
+def test_a_folder_that_its_user_saved_keeps_its_bases(harpe, tmp_path):
+    model, _ = harpe
+    model.save_pretrained(tmp_path / "saved")
+
+    again = load_model(str(tmp_path / "saved"), device=CPU, dtype=torch.float32)
+
+    assert head_bases(again) == head_bases(model)
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_rows_of_a_batch_are_turned_by_their_own_positions():
+    model = build_model()
+    apply_head_bases(model, np.array([1e6, 50.0]))
+    tokens, positions = random_tokens(8), torch.stack([torch.arange(8), 3 * torch.arange(8)])
+    with torch.no_grad():
+        both = model(tokens.expand(2, -1), position_ids=positions).logits
+        for row in (0, 1):
+            alone = model(tokens, position_ids=positions[row : row + 1]).logits[0]
+            torch.testing.assert_close(both[row], alone)

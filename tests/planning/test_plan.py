@@ -130,8 +130,8 @@ def test_a_corpus_that_is_built_is_counted(mini, tmp_path):
 def case_of(recipe: str, gpu: str, count: int) -> Case:
     loaded, machine = load_recipe(recipe), Machine(gpu=find_gpu(gpu), count=count)
     docs = plan_data(loaded).documents[loaded.recipe.stages[0].name]
-    shape = planned_model(loaded).shape
-    return Case(loaded=loaded, shape=shape, docs=docs, speed=device_speed(machine.gpu), machine=machine)
+    model, speed = planned_model(loaded), device_speed(machine.gpu)
+    return Case(loaded=loaded, values=model.values, shape=model.shape, docs=docs, speed=speed, machine=machine)
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 64, 128])

@@ -14,6 +14,8 @@ from unspool.reporting.run_results import RunResults
 
 from .fake_run import CONFIG, NUM_STEPS
 
+SHARES = {"books": 0.496, "recall": 0.504}
+
 
 def column(table: Table, name: str) -> dict[str, str]:
     at = list(table.columns).index(name)
@@ -41,6 +43,15 @@ def test_records_and_tokens_add_up(fake_run: Path):
     assert column(found["Documents"], "not read")["books"] == "not JSON 2"
     assert column(found["Datasets"], "− dropped")["short"] == "short 31, tail 1,200"
     assert audit(gather(fake_run)).warnings == []
+
+
+def test_requested_and_realized_shares_of_sources_stand_on_the_page(fake_run: Path):
+    assert "Shares of sources" not in tables_of(gather(fake_run)), "older runs recorded none"
+    recorded = {name: {"requested": 0.5, "realized": share, "trained_tokens": 1000} for name, share in SHARES.items()}
+    change(fake_run, "datasets/short", shares=recorded)
+    table = tables_of(gather(fake_run))["Shares of sources"]
+    assert column(table, "requested share") == {"short: books": "50.0%", "short: recall": "50.0%"}
+    assert column(table, "realized") == {"short: books": "49.6%", "short: recall": "50.4%"}
 
 
 def test_a_lost_token_and_a_lost_record_are_pointed_out(fake_run: Path):

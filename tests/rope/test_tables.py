@@ -101,7 +101,7 @@ def test_old_fields_and_rope_parameters_are_read_to_the_same_tables_by_us_and_by
         beside = {"hidden_size": 4 * head_dim, "head_dim": head_dim, "num_attention_heads": 4}
         beside |= {"num_key_value_heads": 2, "max_position_embeddings": settled.max_positions}
         wanted = settled.tables(shape, 64 * K)
-        for spelled in (old_fields(parameters), {"rope_parameters": parameters}):
+        for spelled in (old_fields(parameters, settled.max_positions), {"rope_parameters": parameters}):
             for values in ({**beside, **spelled}, LlamaConfig(**beside, **spelled).to_dict()):
                 again, read = shape_of(values), global_parameters(values)
                 found = tables(read, again.rotary_dim, max_positions=again.max_positions, seq_len=64 * K)
@@ -111,7 +111,7 @@ def test_old_fields_and_rope_parameters_are_read_to_the_same_tables_by_us_and_by
 
 
 def test_old_fields_of_plain_rope_are_one_number():
-    assert old_fields({"rope_type": "default", "rope_theta": 8e6}) == {"rope_theta": 8e6, "rope_scaling": None}
+    assert old_fields({"rope_type": "default", "rope_theta": 8e6}, 64 * K) == {"rope_theta": 8e6, "rope_scaling": None}
 
 
 def test_layers_of_gemma_have_two_bases_and_the_global_one_is_read_and_written():
@@ -121,13 +121,15 @@ def test_layers_of_gemma_have_two_bases_and_the_global_one_is_read_and_written()
     nested = values["rope_parameters"] | {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     }
-    old = old_fields(nested)
+    old = old_fields(nested, 64 * K)
 
     assert old["rope_local_base_freq"] == 10_000.0
     read = Gemma3TextConfig(num_hidden_layers=6, **old).rope_parameters
     assert read["full_attention"]["factor"] == 8
     assert read["sliding_attention"]["rope_theta"] == 10_000.0
-    assert old_fields({"full_attention": nested["full_attention"], "other": nested["sliding_attention"]}) is None
+    assert (
+        old_fields({"full_attention": nested["full_attention"], "other": nested["sliding_attention"]}, 64 * K) is None
+    )
 
 
 def test_parts_of_heads_and_lengths_beside_the_settings_are_found():

@@ -16,7 +16,7 @@ from unspool.synthesis.decontamination import NgramIndex, eval_texts
 from unspool.synthesis.quality import NearDuplicates, pair_reason, refers, support, supports
 from unspool.synthesis.templates import Pair, parse_pair, parse_summary
 
-from .toy import document, write_documents, write_recipe
+from .toy import MOCK, document, write_documents, write_recipe
 
 QUESTION = (
     "In which year did the harbour master of Vardø first record the arrival of the northern lights expedition there?"
@@ -89,6 +89,24 @@ def test_a_question_of_an_evaluation_is_refused_by_the_command_wherever_it_stand
     refused = {entry["document"] for entry in listed if entry["reason"] == "contaminated_document"}
     assert refused == {"docs/docs.jsonl:1", "docs/docs.jsonl:6"}
     assert {entry["reason"] for entry in listed} == {"contaminated_document"}
+
+
+def test_a_set_without_any_answer_is_refused_with_counts_by_reason_and_keeps_its_replies(tmp_path):
+    write_documents(tmp_path / "docs.jsonl", 4)
+    faults = {"unsupported": 1.0}
+    recipe = write_recipe(tmp_path, {"generator": MOCK | {"faults": faults}, "shares": {"qa": 1}})
+    done = CliRunner().invoke(build_app(), ["synth", str(recipe)])
+    replies = (tmp_path / "run/replies/synth.jsonl").read_text().splitlines()
+
+    assert done.exit_code == 2, done.output
+    assert "synth long: none of 4 conversations was kept, so no data set is written: 4 unsupported (" in done.stderr
+    assert not (tmp_path / "run/synth").exists() or not list((tmp_path / "run/synth").iterdir())
+    assert len(replies) == 4, "what was paid for stays"
+
+    # A run with other checks uses the same replies.
+    again = CliRunner().invoke(build_app(), ["synth", str(recipe), "--set", "synth.long.checks.support=0.1"])
+    assert again.exit_code == 2, again.output
+    assert (tmp_path / "run/replies/synth.jsonl").read_text().splitlines() == replies
 
 
 def near_copy(text: str, rng: np.random.Generator, changes: int) -> str:

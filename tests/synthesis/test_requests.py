@@ -1,7 +1,10 @@
 """Requests in the user's words: checked, filled, asked in two steps, with the first words of a reply given."""
 
 import json
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -11,7 +14,7 @@ from unspool.core.errors import ConfigError
 from unspool.synthesis.config import REJECT_REASONS, ChecksConfig, ServerGenerator
 from unspool.synthesis.generators import ServerBackend
 from unspool.synthesis.quality import echoes, pair_reason, repeats, summary_reason
-from unspool.synthesis.requests import Request
+from unspool.synthesis.requests import GeneratorClient, GeneratorReplies, Request
 from unspool.synthesis.templates import (
     DEFAULT_REQUESTS,
     PAIR_PROMPT,
@@ -175,3 +178,51 @@ def test_question_and_answer_are_asked_for_one_after_the_other(tmp_path):
         asked, told = (message["content"] for message in record["messages"])
         assert "What of " in asked
         assert told.rstrip(".").split()[-1] in asked
+
+
+# An error that stops the run, such as a full disk
+
+
+class Silent:
+    """A generator that answers when it is told to."""
+
+    identity = "silent"
+
+    def __init__(self) -> None:
+        self.may_answer = threading.Event()
+
+    def reply(self, request: Request) -> Any:
+        self.may_answer.wait(20)
+        raise AssertionError("stopped")
+
+
+def test_closing_while_a_request_is_added_does_not_hang(tmp_path, monkeypatch):
+    """The pool cancels what waits under a lock of its own, which adding a request also needs."""
+    backend = Silent()
+    client = GeneratorClient(backend, GeneratorReplies(tmp_path / "replies.jsonl"), width=1)
+    pool, inside = client._pool, threading.Event()
+    add = pool.submit
+
+    def add_late(*args: Any) -> Any:
+        if args[-1].prompt == "late":
+            inside.set()
+            while not pool._shutdown:
+                time.sleep(0.001)
+        return add(*args)
+
+    monkeypatch.setattr(pool, "submit", add_late)
+    client._submit(Request(prompt="first", max_tokens=1))
+    client._submit(Request(prompt="second", max_tokens=1))  # waits, and will be cancelled
+
+    def add_request() -> None:
+        with pytest.raises(RuntimeError, match="shutdown"):
+            client._submit(Request(prompt="late", max_tokens=1))
+
+    adding, closing = (threading.Thread(target=work, daemon=True) for work in (add_request, client.close))
+    adding.start()
+    inside.wait(10)
+    closing.start()
+    adding.join(5)
+    backend.may_answer.set()
+    closing.join(10)
+    assert not adding.is_alive() and not closing.is_alive()

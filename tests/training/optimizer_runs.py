@@ -29,7 +29,14 @@ def adamw_param(
     in_8bit: bool,
 ) -> ParamState:
     """A parameter with AdamW's state before the first step."""
-    param = ParamState(name=name, weight=weight, bf16_copy=bf16_copy, weight_decay=weight_decay)
+    param = ParamState(
+        name=name,
+        weight=weight,
+        bf16_copy=bf16_copy,
+        weight_decay=weight_decay,
+        shape=tuple(weight.shape),
+        rows_per_rank=len(weight),
+    )
     param.state = AdamW(in_8bit=in_8bit).init_state(param)
     return param
 

@@ -1,12 +1,18 @@
+import itertools
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
+import torch.nn.functional as F
+from transformers import Trainer, TrainingArguments
 
-from factory import random_row
-from unspool.data.packing.row import IGNORE, labels
+from factory import CPU, build_model, random_row
+from unspool.data.packing.row import IGNORE, Row, labels
 from unspool.data.strategies.pose import PoseConfig, skip_positions
+from unspool.models.attention.interface import NAME
 from unspool.training.batch import build_batch, row_sums
+from unspool.training.step import loss_pass
 
 ROWS = [random_row((5, 3), 1, mask=0.3), random_row((8,), 2), random_row((4, 4), 3, attention="full", mask=0.5)]
 
@@ -34,9 +40,9 @@ def test_labels_are_those_of_each_row_alone_whatever_attention():
     for attention in ("intra_document", "full"):
         batch = build_batch(ROWS, attention=attention)
 
-        assert batch.labels.tolist() == alone.tolist()
-        assert (batch.labels[[4, 7, 15, 19, 23]] == IGNORE).all()
-        by_row = [int((part != IGNORE).sum()) for part in torch.split(batch.labels, 8)]
+        assert batch.shift_labels.tolist() == alone.tolist()
+        assert (batch.shift_labels[[4, 7, 15, 19, 23]] == IGNORE).all()
+        by_row = [int((part != IGNORE).sum()) for part in torch.split(batch.shift_labels, 8)]
         assert batch.num_valid == tuple(by_row)
         assert len(set(by_row)) == 3, "equal counts would hide a mix-up"
 
@@ -67,3 +73,71 @@ def test_positions_of_rows_arrive_in_the_batch():
     assert batch.position_ids.dtype == torch.int64
     assert 40 < int(batch.position_ids.max()) < 64
     assert (torch.diff(batch.position_ids[:56].reshape(7, 8), dim=1) > 0).all()
+
+
+# Stock code
+
+
+@pytest.mark.parametrize("attention", [NAME, "eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["packed", "sft"])
+def test_the_trainer_of_transformers_computes_our_loss_of_packed_and_sft_rows(attention, kind, tmp_path):
+    """The reference is plain cross-entropy, document by document."""
+    mask = 0.6 if kind == "sft" else None
+    rows = [random_row((5, 3), 1, mask=mask), random_row((2, 6), 2, mask=mask)]
+    batch = build_batch(rows, attention="intra_document")
+    model = build_model(attention=attention)
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], remove_unused_columns=False),
+        data_collator=lambda batches: batches[0].trainer_inputs,
+    )
+    inputs = trainer.data_collator([batch])
+
+    _, num_items = trainer.get_batch_samples(iter([inputs]), 1, CPU)
+    with torch.no_grad():
+        found = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
+        # Code that knows `labels` alone shifts them itself.
+        unaware = {name: value for name, value in inputs.items() if name != "shift_labels"}
+        same = trainer.compute_loss(model, unaware, num_items_in_batch=num_items)
+        ours = loss_pass(build_model(), batch)[0] / sum(batch.num_valid)
+
+    wanted = [loss for row in rows for loss in losses_by_document(row)]
+    assert int(num_items) == len(wanted)
+    assert float(found) == pytest.approx(np.mean(wanted), rel=1e-5)
+    assert float(same) == pytest.approx(np.mean(wanted), rel=1e-5)
+    assert float(ours) == pytest.approx(np.mean(wanted), rel=1e-5)
+
+
+def losses_by_document(row: Row) -> list[float]:
+    """Losses of the tokens of a row that count, each document alone through plain `transformers`."""
+    plain, found = build_model(attention="eager"), []
+    counts = np.ones(len(row.tokens), bool) if row.loss_mask is None else row.loss_mask
+    for start, end in itertools.pairwise([0, *np.cumsum(row.doc_lens)]):
+        ids = torch.from_numpy(row.tokens[start:end].astype(np.int64))
+        with torch.no_grad():
+            losses = F.cross_entropy(plain(ids[None]).logits[0, :-1], ids[1:], reduction="none")
+        found += losses[torch.from_numpy(counts[start + 1 : end])].tolist()
+    return found
+
+
+def test_fields_of_a_batch_given_to_a_stock_model_are_not_shifted_twice():
+    """As `labels`, they would be trained to predict the token after the next one."""
+    rows = [random_row((5, 3), 1), random_row((2, 6), 2)]
+    batch = build_batch(rows, attention="intra_document")
+    fields = {name: value[None] for name, value in vars(batch).items() if name.endswith("labels")}
+    with torch.no_grad():
+        found = build_model(attention="eager")(**batch.model_inputs, **fields).loss
+
+    wanted = np.mean([loss for row in rows for loss in losses_by_document(row)])
+    assert fields
+    assert found is None or float(found) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_labels_for_stock_code_are_not_shifted_and_shift_labels_are():
+    batch = build_batch(ROWS, attention="intra_document")
+    inputs = batch.trainer_inputs
+
+    assert not hasattr(batch, "labels")
+    assert "labels" not in batch.model_inputs
+    assert inputs["shift_labels"][0].tolist() == batch.shift_labels.tolist()
+    assert inputs["labels"][0, 1:].tolist() == batch.shift_labels[:-1].tolist()

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 from factory import build_model, build_stage, random_tokens
+from unspool.core import artifacts
 from unspool.training.checkpoint import save as checkpoint_module
 from unspool.training.checkpoint.save import KEEP, STATE, checkpoints, newest_checkpoint, write_checkpoint
 from unspool.training.optim.updater import build_updater
@@ -160,7 +161,7 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_it_used(kind, tm
 
 def test_without_checksums_a_changed_bit_would_pass(tmp_path, monkeypatch):
     """So the test above is about the checksums."""
-    monkeypatch.setattr(checkpoint_module, "file_digest", lambda path: "")
+    monkeypatch.setattr(artifacts, "file_digest", lambda path: "")
     save(tmp_path, trained()[1], 4)
     flip(tensor_file(tmp_path / "step-000004"))
     assert newest_checkpoint(tmp_path).step == 4

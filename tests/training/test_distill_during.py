@@ -293,7 +293,7 @@ def test_on_cuda_it_follows_the_cpu_to_bfloat16(position, text_rows, tmp_path):
         tokens=4 * 1024,
         lr=1e-3,
         attention_distillation={
-            "rows": "short",
+            "datasets": "short",
             "before": 2,
             "during": 4.0,
             "after": 2,

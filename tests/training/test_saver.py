@@ -94,7 +94,7 @@ def test_buffers_are_used_again_and_hold_each_state_in_turn(tmp_path):
 # A full disk
 
 
-@pytest.mark.parametrize("name", ["_sync", "save", "file_digest"])
+@pytest.mark.parametrize("name", ["_sync", "save", "list_files"])
 def test_a_full_disk_costs_the_new_checkpoint_only_and_training_goes_on(name, tmp_path, monkeypatch, capsys):
     true = getattr(checkpoint_module, name)
     full = True

@@ -36,9 +36,13 @@ KILLS = {
         Path, "rename", dying_if(Path.rename, lambda path, target: target.name == "one")
     ),
     "just after the folder appeared": lambda patch: patch(
-        shutil, "rmtree", dying_if(shutil.rmtree, lambda path, **options: path.name == "one.work")
+        Path, "rename", dying_if(Path.rename, lambda path, target: path.name == "one.work")
+    ),
+    "while the checkpoints of the published stage are removed": lambda patch: patch(
+        shutil, "rmtree", dying_if(shutil.rmtree, lambda path, **options: path.name.startswith("one.work."))
     ),
 }
+PUBLISHED = list(KILLS)[-2:]
 
 
 @pytest.mark.parametrize("moment", KILLS)
@@ -51,7 +55,7 @@ def test_a_killed_stage_resumes_and_ends_with_the_same_bits(moment, materials, n
 
     run(materials, out)
 
-    assert published == (moment == "just after the folder appeared")
+    assert published == (moment in PUBLISHED)
     assert_same_result(out, never_killed)
 
 
@@ -91,7 +95,9 @@ def test_a_resumed_stage_says_where_it_goes_on_and_does_not_repeat_what_is_kept(
     assert len(steps) == 2
 
 
-def test_work_of_another_configuration_is_thrown_away(materials, never_killed, tmp_path, monkeypatch, capsys):
+def test_work_of_another_configuration_is_set_aside_and_said_to_be(
+    materials, never_killed, tmp_path, monkeypatch, capsys
+):
     out = tmp_path / "one"
     other = STAGE.model_copy(update={"lr": 5e-3})
     with monkeypatch.context() as patched:
@@ -101,7 +107,76 @@ def test_work_of_another_configuration_is_thrown_away(materials, never_killed, t
 
     run(materials, out)
 
-    assert "resuming" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "resuming" not in said
+    assert "stage one: discarding the unfinished work in one.work (2 trained steps)" in said
+    assert "kept as one.work.previous" in said
+    kept = tmp_path / "one.work.previous"
+    assert [path.name for path in (kept / "checkpoints").iterdir()] == ["step-000002"]
+    shutil.rmtree(kept)
+    assert_same_result(out, never_killed)
+
+
+@pytest.mark.parametrize("between", ["killed", pytest.param("finished", marks=pytest.mark.slow)])
+def test_changing_a_recipe_back_resumes_what_was_set_aside(
+    between, materials, never_killed, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "one"
+    other = STAGE.model_copy(update={"lr": 5e-3})
+    with monkeypatch.context() as patched:
+        kill_after_step(5)(patched.setattr)
+        in_child(lambda: run(materials, out))
+        if between == "killed":
+            kill_after_step(3)(patched.setattr)
+            in_child(lambda: run(materials, out, other))
+    if between == "finished":
+        run(materials, out, other)
+    capsys.readouterr()
+
+    run(materials, out)
+
+    said = capsys.readouterr().err
+    assert "resuming after step 4" in said
+    assert ("(2 trained steps)" in said) == (between == "killed")
+    assert (tmp_path / "one.work.previous").exists() == (between == "killed")
+    shutil.rmtree(tmp_path / "one.work.previous", ignore_errors=True)
+    assert_same_result(out, never_killed)
+
+
+@pytest.mark.slow
+def test_unfinished_work_on_another_recipe_survives_a_run_that_is_up_to_date(materials, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "one"
+    other = STAGE.model_copy(update={"lr": 5e-3})
+    run(materials, out)
+    with monkeypatch.context() as patched:
+        kill_after_step(5)(patched.setattr)
+        in_child(lambda: run(materials, out, other))
+
+    run(materials, out)  # changed back: nothing to do
+    run(materials, out, other)
+
+    said = capsys.readouterr().err
+    assert "stage one: up to date" in said
+    assert "resuming after step 4" in said
+
+
+def test_where_every_checkpoint_is_damaged_the_stage_says_that_it_starts_over(
+    materials, never_killed, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "one"
+    with monkeypatch.context() as patched:
+        kill_after_step(5)(patched.setattr)
+        in_child(lambda: run(materials, out))
+    saved = sorted((tmp_path / "one.work" / "checkpoints").iterdir())
+    assert [path.name for path in saved] == ["step-000002", "step-000004"]
+    for path in saved:
+        (path / "state.json").write_text("{}")
+
+    run(materials, out)
+
+    said = capsys.readouterr().err
+    assert "stage one: every checkpoint is damaged; the stage starts over from step 1" in said
+    assert said.count("rolling back to the previous one") == 1
     assert_same_result(out, never_killed)
 
 

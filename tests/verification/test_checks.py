@@ -65,6 +65,20 @@ def test_rows_on_a_gpu_are_long_enough_for_the_kernel_of_long_documents():
     assert sorted(row.doc_lens)[-2] < limit <= max(row.doc_lens)
 
 
+@pytest.mark.parametrize("family", ["phi3", "llama+dynamic"])
+def test_rows_have_documents_on_both_sides_of_a_methods_threshold(family, case):
+    found = case(family)
+    parameters = found.model.config.rope_parameters
+    original = parameters.get("original_max_position_embeddings") or found.model.config.max_position_embeddings
+    for step in found.steps.values():
+        lens = [length for row in step.rows for length in row.doc_lens.tolist()]
+        assert max(lens) > original
+        assert step.name == "equal" or min(lens) <= original
+        assert len(step.rows) == 1 or step.row_len // 2 <= original, "half of a row, which is a rank's, is not beyond"
+    for step, loss in found.plain.items():
+        assert loss.gradient < 1e-5, f"{step}: the reference itself would differ by more than rounding"
+
+
 def test_documents_differ_in_length_and_rows_in_what_they_ask_for():
     steps = build_steps(192, vocabulary=256, seed=0)
     assert len(set(steps["unequal"].rows[0].doc_lens.tolist())) == 4

@@ -39,6 +39,7 @@ class Forked:
             if rank == 0:
                 torch.save(found, self._folder / "answer")
 
+        (self._folder / "store").unlink(missing_ok=True)
         run_ranks(work, world_size=self.world_size, store=self._folder / "store")
         return torch.load(self._folder / "answer", weights_only=True)
 
@@ -47,9 +48,9 @@ class Forked:
 def failed(case, tmp_path) -> Callable[..., list[str]]:
     """The quantities that do not come out right on 2 ranks, in layouts with this `ulysses` on rows of this step."""
 
-    def check(ulysses: int, step: str = "several") -> list[str]:
+    def check(ulysses: int, step: str = "several", family: str = "llama") -> list[str]:
         ranks = Forked(tmp_path, 2, lambda one: (one["ulysses"], one["step"], one["replicate"]) == (ulysses, step, 1))
-        found = run_check(rank_check(ranks), case("llama"))
+        found = run_check(rank_check(ranks), case(family))
         assert found and all(result.error is not None for result in found), found
         return [result.quantity for result in found if result.status == "failed"]
 
@@ -72,9 +73,9 @@ def test_a_loss_averaged_by_rank(failed, monkeypatch):
 def test_labels_shifted_after_the_split(failed, monkeypatch):
     def late(batch: Batch, rank: int, degree: int, *, ring: int) -> Batch:
         part = split_batch(batch, rank, degree, ring=ring)
-        labels = part.labels.clone()
+        labels = part.shift_labels.clone()
         labels[-1] = IGNORE
-        return replace(part, labels=labels, num_valid=(int((labels != IGNORE).sum()),))
+        return replace(part, shift_labels=labels, num_valid=(int((labels != IGNORE).sum()),))
 
     monkeypatch.setattr(unspool.training.loader, "split_batch", late)
     assert "ulysses 2, single documents loss" in failed(ulysses=2, step="single")
@@ -102,6 +103,24 @@ def test_a_gradient_that_counts_twice(failed, monkeypatch):
 
     monkeypatch.setattr(unspool.training.parallel.fsdp, "sum_gradients", twice)
     assert failed(ulysses=2) == ["ulysses 2 gradient"], "the loss knows nothing of it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["phi3", "llama+dynamic"])
+def test_frequencies_chosen_by_the_positions_of_one_rank(failed, monkeypatch, family):
+    assert failed(ulysses=2, step="single", family=family) == []
+    monkeypatch.setattr(Batch, "model_inputs", property(_without_spans))
+    assert "ulysses 2, single documents loss" in failed(ulysses=2, step="single", family=family)
+
+
+def _without_spans(batch: Batch) -> dict[str, Any]:
+    lengths = batch.position_ids.max() + 1
+    return {
+        "input_ids": batch.tokens[None],
+        "position_ids": batch.position_ids[None],
+        "doc_lens": batch.doc_lens,
+        "rope_spans": ((len(batch.tokens), int(lengths)),),
+    }
 
 
 def test_layouts_are_those_that_the_heads_allow():

@@ -2,14 +2,18 @@
 
 import json
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
 from unspool.cli.eval_options import print_table
+from unspool.core.artifacts import write_atomic
 from unspool.core.config import lookup
+from unspool.core.console import print_json
 from unspool.core.errors import ConfigError
+from unspool.core.lock import lock_output
 from unspool.core.sizes import parse_size
 from unspool.evals.backends.base import BACKENDS, Backend, BackendOptions, RopeOverride, build_backend
 from unspool.evals.config import EvalConfig
@@ -121,7 +125,8 @@ def eval_(
         if processes > 1:
             raise ConfigError(f"--suite {SHORT} runs lm-eval in one process; leave --processes out.")
         include = paths.get("tasks")
-        summary = _score_short(model, tasks, override, samples=samples, include=include, device=device, out=out)
+        with nullcontext() if out is None else lock_output(out):
+            summary = _score_short(model, tasks, override, samples=samples, include=include, device=device, out=out)
         _print(summary, as_json)
         return
     evals = chosen_evals(
@@ -167,10 +172,10 @@ def eval_(
         return
     from unspool.evals.run import Scoring, score
 
-    if out is not None:
-        _check_out(out)
     name = Path(model).name or model
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, nullcontext() if out is None else lock_output(out):
+        if out is not None:
+            _check_out(out)
         scoring = Scoring(
             model=name if override is None else override.name_of(name),
             model_hash=options.identity,
@@ -289,7 +294,7 @@ def _compare(first: Backend, second: Backend, evals: list[EvalConfig], seed: int
 
     found = compare_backends(EvalPlan(evals, first.tokenizer, seed=seed, root=Path.cwd()), first, second)
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        print_json(found)
     else:
         typer.echo(f"{found['equal']} of {found['n']} answers are equal.")
         for one in found["differences"][:1]:
@@ -327,13 +332,13 @@ def _score_short(
     summary = run_short(model, names, samples=samples, include=include, device=target, dtype=dtype, rope=rope)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        write_atomic(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     return summary
 
 
 def _print(summary: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(summary, indent=1))
+        print_json(summary)
     else:
         print_table(summary)
 

@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from unspool.core.console import PlainConsole
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
 from unspool.recipe.json_schema import message, validation_problems
@@ -52,7 +53,6 @@ def _explain(value: dict[str, Any]) -> str:
 
 def print_table(summary: dict[str, Any]) -> None:
     """Print the cells of a summary, and below them the means of its suites."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("suite", "length", "positions or depth")
@@ -62,7 +62,7 @@ def print_table(summary: dict[str, Any]) -> None:
         # Depths of tasks are only in summary.json and in the report, since they would bury the tasks.
         if not cell.get("task") or cell["depth"] is None:
             table.add_row(*table_row(cell))
-    console = Console()
+    console = PlainConsole(highlight=True)
     console.print(table)
     for suite in summary.get("suites", []):
         _print_means(console, suite)

@@ -1,11 +1,13 @@
 """`unspool export`: write a trained model for plain `transformers`, and check it."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from unspool.core.console import PlainConsole, print_json
+from unspool.core.lock import lock_output
 
 if TYPE_CHECKING:
     from unspool.recipe.export import Exported
@@ -39,9 +41,10 @@ def export(
 
     check_out(out)
     found = find_checkpoint(checkpoint, stage=stage, run_dir=run)
-    exported = write(found, out, dtype=dtype, device=pick_device(device))
+    with lock_output(out):
+        exported = write(found, out, dtype=dtype, device=pick_device(device))
     if as_json:
-        typer.echo(json.dumps(as_plain(exported), indent=1))
+        print_json(as_plain(exported))
         return
     _print(exported)
 
@@ -61,7 +64,6 @@ def as_plain(exported: "Exported") -> dict[str, Any]:
 
 
 def _print(exported: "Exported") -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from unspool.core.formatting import format_bytes
@@ -72,7 +74,7 @@ def _print(exported: "Exported") -> None:
     for check in exported.checks:
         numbers = (f"{check.tokens:,}", f"{check.last_position:,}", f"{check.error:.1e}", f"{check.tolerance:.0e}")
         table.add_row(check.name, check.dtype, *numbers)
-    Console().print(table)
+    PlainConsole(highlight=True).print(table)
     typer.echo("Plain transformers computes the same logits (error: share of the largest logit).")
     if exported.own_code:
         typer.echo("HARPE needs the code beside the weights: load the model with trust_remote_code=True.")

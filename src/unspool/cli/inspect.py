@@ -1,8 +1,6 @@
 """`unspool inspect`: look inside corpora, datasets and input files."""
 
 import copy
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +17,7 @@ from unspool.cli.inspect_views import (
     find_rows,
     load_tokenizer_of,
 )
+from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -112,7 +111,6 @@ def inspect_path(
     """
     from unspool.inspection.run_paths import find_data
 
-    _keep_printing()
     place = find_data(path)
     if place.kind == "run":
         _list(place, source, html=html, as_json=as_json)
@@ -124,7 +122,7 @@ def inspect_path(
     _write(chosen, html, tokens=tokens, full=full, quiet=as_json)
     if as_json:
         (values,) = _values(chosen, tokens=tokens)
-        typer.echo(json.dumps(values, indent=1, ensure_ascii=False))
+        print_json(values)
     elif html is None:
         _print(chosen, tokens=tokens, full=full)
 
@@ -156,7 +154,6 @@ def inspect_rows(
     """
     from unspool.inspection.packed_rows import Rows
 
-    _keep_printing()
     check_page(html)
     places = find_rows(paths, name)
     few = OF_EACH if html is None else max(2, ON_PAGE // len(places))
@@ -167,15 +164,9 @@ def inspect_rows(
         chosen.append((rows, rows.pick(indices=index or [], count=wanted, seed=seed, source=source)))
     _write(chosen, html, tokens=tokens, full=full, quiet=as_json)
     if as_json:
-        typer.echo(json.dumps(_values(chosen, tokens=tokens), indent=1, ensure_ascii=False))
+        print_json(_values(chosen, tokens=tokens))
     elif html is None:
         _print(chosen, tokens=tokens, full=full)
-
-
-def _keep_printing() -> None:
-    # A terminal that cannot show a character must not stop the command.
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
 
 
 def _write(
@@ -213,9 +204,9 @@ def _print(chosen: "list[tuple[Collection, list[int]]]", *, tokens: bool, full: 
     from dataclasses import replace
 
     from unspool.inspection.items import Show
-    from unspool.inspection.terminal import SHORT, build_console, print_item, print_summary
+    from unspool.inspection.terminal import SHORT, print_item, print_summary
 
-    console = build_console()
+    console = PlainConsole()
     show = Show(tokens=tokens) if full else replace(SHORT, tokens=tokens)
     for number, (collection, indices) in enumerate(chosen):
         if number:
@@ -238,7 +229,7 @@ def _values(chosen: "list[tuple[Collection, list[int]]]", *, tokens: bool) -> li
 def _list(place: "DataPath", source: str | None, *, html: Path | None, as_json: bool) -> None:
     from unspool.inspection.items import listing_values
     from unspool.inspection.run_paths import list_run, sources_of
-    from unspool.inspection.terminal import build_console, print_listing
+    from unspool.inspection.terminal import print_listing
 
     entries = list_run(place.path, source)
     if not entries:
@@ -247,6 +238,6 @@ def _list(place: "DataPath", source: str | None, *, html: Path | None, as_json: 
     if html is not None:
         raise ConfigError(f"--html needs one folder; give one of those in {place.path}, such as {entries[-1].name}.")
     if as_json:
-        typer.echo(json.dumps(listing_values(entries), indent=1, ensure_ascii=False))
+        print_json(listing_values(entries))
     else:
-        print_listing(build_console(), str(place.path), entries)
+        print_listing(PlainConsole(), str(place.path), entries)

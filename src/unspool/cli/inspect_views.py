@@ -1,12 +1,12 @@
 """`unspool inspect attention` and `unspool inspect distances`, and options shared with `unspool inspect rows`."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from unspool.core.config import nearest
+from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import parse_size
 
@@ -190,12 +190,11 @@ def attention(
                 write(measured, path)
                 written.append(f"{kind}: {path.absolute()}")
     from unspool.inspection.attention.map_page import attention_values, print_attention
-    from unspool.inspection.terminal import build_console
 
     if as_json:
-        typer.echo(json.dumps(attention_values(measured), indent=1, ensure_ascii=False))
+        print_json(attention_values(measured))
         return
-    print_attention(build_console(), measured)
+    print_attention(PlainConsole(), measured)
     if written:
         typer.echo("\n" + "\n".join(written))
 
@@ -332,11 +331,10 @@ def distances(
 
         write_distances(counted, thresholds, html)
     if as_json:
-        typer.echo(json.dumps([distance_values(each, thresholds) for each in counted], indent=1, ensure_ascii=False))
+        print_json([distance_values(each, thresholds) for each in counted])
         return
     from unspool.inspection.distance_view import print_distances
-    from unspool.inspection.terminal import build_console
 
-    print_distances(build_console(), counted, thresholds)
+    print_distances(PlainConsole(), counted, thresholds)
     if html is not None:
         typer.echo(f"\npage: {html.absolute()}")

@@ -1,13 +1,14 @@
 """`unspool judge`: let a model grade answers that no rule can score, and check how far it agrees with people."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from unspool.cli.eval_options import print_table
+from unspool.core.console import print_json
 from unspool.core.errors import ConfigError
+from unspool.core.lock import lock_output
 
 if TYPE_CHECKING:
     from unspool.evals.judge.run import Judge
@@ -50,15 +51,17 @@ def judge(
         return
     assert run is not None
     summaries = []
-    for folder in scores_folders(run):
-        with replies_for(folder, chosen.name) as replies:
-            planned = estimate(read_samples(folder), replies)
-        price = f", about {planned.cost(price_in, price_out):.2f}" if price_in or price_out else ""
-        typer.echo(f"{folder.name}: {planned}{price}", err=True)
-        if not dry_run:
-            summaries.append(judge_folder(folder, chosen))
+    scores = scores_folders(run)
+    with lock_output(run):
+        for folder in scores:
+            with replies_for(folder, chosen.name) as replies:
+                planned = estimate(read_samples(folder), replies)
+            price = f", about {planned.cost(price_in, price_out):.2f}" if price_in or price_out else ""
+            typer.echo(f"{folder.name}: {planned}{price}", err=True)
+            if not dry_run:
+                summaries.append(judge_folder(folder, chosen))
     if as_json:
-        typer.echo(json.dumps(summaries, indent=1))
+        print_json(summaries)
     else:
         _print(summaries)
 
@@ -66,10 +69,11 @@ def judge(
 def _check(path: Path, chosen: "Judge", as_json: bool) -> None:
     from unspool.evals.judge.run import JUDGEMENTS, JudgeReplies, check_judge
 
-    with JudgeReplies(path.with_name(f"{path.name}.{JUDGEMENTS}"), chosen.name) as replies:
+    beside = path.with_name(f"{path.name}.{JUDGEMENTS}")
+    with lock_output(beside), JudgeReplies(beside, chosen.name) as replies:
         found = vars(check_judge(path, chosen, replies))
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        print_json(found)
         return
     for name, value in found.items():
         shown = "–" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -1,12 +1,12 @@
 """`unspool launch`: run a recipe on several GPUs or nodes with torchrun, Slurm or Ray."""
 
-import json
 import logging
 import os
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,10 @@ import typer
 
 from unspool.cli.recipes import Override
 from unspool.cli.run import RecipeArgument
+from unspool.core.artifacts import write_atomic
+from unspool.core.console import print_json
 from unspool.core.errors import ConfigError, UnspoolError
+from unspool.core.lock import lock_run
 
 if TYPE_CHECKING:
     from unspool.recipe.launch import LaunchOptions
@@ -101,6 +104,9 @@ def launch(
         sbatch=tuple(sbatch or ()),
     )
     layouts = check_layouts(loaded, options.world_size)
+    if not dry_run and via == "torchrun":
+        with lock_run(loaded.recipe.out):  # refuse a folder in use once, instead of on restarted ranks
+            pass
     job: dict[str, Any] = {"via": via, "ranks": options.world_size, "layouts": layouts} | _plan(options, via)
     if not dry_run and not (via == "torchrun" and nodes > 1):
         job["result"] = _start(options, via, job, quiet=as_json)
@@ -117,7 +123,8 @@ def _plan(options: "LaunchOptions", via: str) -> dict[str, Any]:
 
 
 def _start(options: "LaunchOptions", via: str, job: dict[str, Any], *, quiet: bool) -> Any:
-    from unspool.recipe.launch import ray_command, torchrun_command
+    from unspool.recipe.launch import local_command, ray_command
+    from unspool.training.parallel.config import REFUSAL
 
     if via == "slurm":
         return _submit(Path(job["script_path"]), job["script"])
@@ -126,8 +133,12 @@ def _start(options: "LaunchOptions", via: str, job: dict[str, Any], *, quiet: bo
     if not quiet:
         for line in job["layouts"]:
             logger.info(line)
-    command = torchrun_command(options) if via == "torchrun" else ray_command(options)
-    code = _run(command, os.environ | options.env)
+    command = local_command(options, os.getpid()) if via == "torchrun" else ray_command(options)
+    with tempfile.TemporaryDirectory() as scratch:
+        refusal = Path(scratch) / "refusal"
+        code = _run(command, os.environ | options.env | ({REFUSAL: str(refusal)} if via == "torchrun" else {}))
+        if refusal.is_file():
+            raise UnspoolError(refusal.read_text(encoding="utf-8"))
     if code:
         # The ranks have printed what failed.
         raise typer.Exit(code if code > 0 else 128 - code)
@@ -136,19 +147,27 @@ def _start(options: "LaunchOptions", via: str, job: dict[str, Any], *, quiet: bo
 
 def _run(command: list[str], env: dict[str, str]) -> int:
     """Run a command and forward SIGTERM to it. Ctrl-C reaches it by itself, so this process only waits for its end."""
+    stopped = False
     with subprocess.Popen(command, env=env) as child:
-        reactions: dict[int, Any] = {signal.SIGTERM: lambda *_: child.terminate(), signal.SIGINT: lambda *_: None}
+
+        def stop(*_: Any) -> None:
+            nonlocal stopped
+            stopped = True
+            child.terminate()
+
+        reactions: dict[int, Any] = {signal.SIGTERM: stop, signal.SIGINT: lambda *_: None}
         before = {number: signal.signal(number, react) for number, react in reactions.items()}
         try:
-            return child.wait()
+            code = child.wait()
         finally:
             for number, react in before.items():
                 signal.signal(number, react)
+    return 128 + signal.SIGTERM if stopped and code else code
 
 
 def _submit(path: Path, script: str) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(script)
+    write_atomic(path, script)
     try:
         done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -167,7 +186,7 @@ def _submit(path: Path, script: str) -> str:
 def _print(job: dict[str, Any], *, as_json: bool, dry_run: bool) -> None:
 
     if as_json:
-        typer.echo(json.dumps(job, indent=1))
+        print_json(job)
         return
     if "result" in job:
         if job["via"] == "slurm":

@@ -4,8 +4,12 @@ Each subcommand is a function in its own file. So that --help is fast, no file i
 schema at its top: a command imports what it needs when it is called.
 """
 
+import locale
 import logging
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -13,8 +17,12 @@ from typer.core import TyperGroup
 
 from unspool import __version__
 from unspool.cli import eval, export, inspect, judge, launch, plan, recipes, report, rope, run, study, synth, verify
-from unspool.core.errors import UnspoolError
+from unspool.core.console import escaped_streams
+from unspool.core.errors import explain
+from unspool.core.formatting import printable
 from unspool.core.logging import set_up_logging
+
+logger = logging.getLogger(__name__)
 
 USER_ERROR = 2
 INTERRUPTED = 130  # exit code of a command ended by Ctrl-C, as in shells
@@ -23,16 +31,42 @@ INTERRUPTED = 130  # exit code of a command ended by Ctrl-C, as in shells
 class Commands(TyperGroup):
     """Prints errors that the user can fix without a traceback."""
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        with escaped_streams():
+            return super().main(*args, **options)
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with _printable_usage():
+            return super().make_context(*args, **options)
+
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
-        except UnspoolError as error:
-            for line in str(error).splitlines():
-                print(f"error: {line}", file=sys.stderr)
-            raise typer.Exit(USER_ERROR) from None
+            with _printable_usage():
+                result = super().invoke(ctx)
+            sys.stdout.flush()  # here, because a full disk behind it could not be reported any more at exit
+            return result
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
+        except Exception as error:
+            message = explain(error)
+            if message is None:
+                raise
+            logger.debug("where it was raised:", exc_info=error)
+            for line in message.split("\n"):
+                print(f"error: {line}", file=sys.stderr)
+            raise typer.Exit(USER_ERROR) from None
+
+
+@contextmanager
+def _printable_usage() -> Iterator[None]:
+    """Escape arguments in errors about usage, which a console of typer's own prints."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(text := getattr(error, "message", None), str):
+            error.message = printable(text)  # type: ignore[attr-defined]
+        raise
 
 
 def _print_version(wanted: bool) -> None:
@@ -87,7 +121,15 @@ def build_app() -> typer.Typer:
 
 
 def main() -> None:
+    _require_utf8()
     build_app()()
+
+
+def _require_utf8() -> None:
+    """Start again in UTF-8 mode if the locale has another encoding: files are UTF-8 everywhere."""
+    if not sys.flags.utf8_mode and locale.getpreferredencoding(False).upper() not in ("UTF-8", "UTF8"):
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 if __name__ == "__main__":

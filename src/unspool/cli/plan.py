@@ -1,6 +1,5 @@
 """`unspool plan`: tokens, memory, time and settings of a recipe before it runs."""
 
-import json
 import logging
 import re
 import shlex
@@ -12,6 +11,7 @@ import typer
 
 from unspool.cli.recipes import Override
 from unspool.cli.run import RecipeArgument
+from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
 from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count, format_size
@@ -73,7 +73,7 @@ def plan(
     with progress_bar("stages planned", len(loaded.recipe.stages)) as advance:
         found = plan_recipe(loaded, machine, model=model, measured=measured, advance=lambda done: advance(done))
     if as_json:
-        typer.echo(json.dumps(as_plain(found, price), indent=1, ensure_ascii=False))
+        print_json(as_plain(found, price))
     else:
         _print(found, price)
     if not found.fits:
@@ -162,9 +162,8 @@ def _refusals(found: "Plan") -> list[str]:
 
 
 def _print(found: "Plan", price: float | None) -> None:
-    from rich.console import Console
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = PlainConsole()
     machine, shape = found.machine, found.model.shape
     console.print(f"{found.loaded.recipe.name} on {machine.count} × {machine.gpu.title}", style="bold", soft_wrap=True)
     console.print(f"model  {format_count(shape.params)} parameters ({found.model.origin})", soft_wrap=True)

@@ -1,11 +1,11 @@
 """`unspool recipes`: list, print and check recipes, and print their JSON schema."""
 
-import json
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
+
+from unspool.core.console import PlainConsole, print_json
 
 Override = Annotated[
     list[str] | None,
@@ -39,7 +39,7 @@ def list_recipes(
         )
     entries.sort(key=lambda entry: max(stage["context_length"] for stage in entry["stages"]))
     if as_json:
-        print(json.dumps(entries, indent=1))
+        print_json(entries)
     else:
         _print_table(entries)
 
@@ -52,7 +52,7 @@ def _print_table(entries: list[dict[str, Any]]) -> None:
         contexts = dict.fromkeys(format_size(stage["context_length"]) for stage in entry["stages"])
         tokens = [format_size(stage["tokens"]) for stage in entry["stages"]]
         table.add_row(entry["name"], " ".join(contexts), " + ".join(tokens), entry["summary"])
-    Console(highlight=False).print(table)
+    PlainConsole().print(table)
     print("\nunspool recipes show NAME > my.yaml   copies one to edit.")
 
 
@@ -88,4 +88,4 @@ def schema() -> None:
     """
     from unspool.recipe.json_schema import recipe_schema
 
-    print(json.dumps(recipe_schema(), indent=1))
+    print_json(recipe_schema())

@@ -1,10 +1,11 @@
 """`unspool report`: the page of one run, or of several side by side; also as Markdown and JSON."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from unspool.core.console import print_json
 
 
 def report(
@@ -54,7 +55,7 @@ def report(
     if markdown is not None:
         write_markdown(results, markdown)
     if as_json:
-        typer.echo(json.dumps(report_values(results), indent=1, ensure_ascii=False))
+        print_json(report_values(results))
         return
     for one in results:
         for line in headline(one):

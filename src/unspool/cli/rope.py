@@ -1,6 +1,5 @@
 """`unspool rope`: advice before training on extending a model to a context length."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unspool.cli.inspect_views import check_page
+from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
 from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_size, parse_size
@@ -50,7 +50,7 @@ def rope(
     if html is not None:
         write_advice(advice, model, html)
     if as_json:
-        typer.echo(json.dumps(as_plain(advice, model), indent=1, ensure_ascii=False))
+        print_json(as_plain(advice, model))
         return
     _print(advice, model)
     if html is not None:
@@ -64,13 +64,12 @@ def as_plain(advice: "Advice", model: str) -> dict[str, Any]:
 
 
 def _print(advice: "Advice", model: str) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from unspool.rope.advice import PUBLISHED, model_facts, reach_text, sparkline, verdict
     from unspool.rope.methods import ROPE_METHODS
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = PlainConsole()
     console.print(f"{model} at {format_size(advice.context_len)}", style="bold", soft_wrap=True)
     facts = [*model_facts(advice), *verdict(advice)]
     width = max(len(name) for name, _ in facts)

@@ -1,9 +1,8 @@
 """`unspool run`, and its steps one by one: `tokenize`, `pack`, `train`."""
 
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -12,6 +11,8 @@ from rich.table import Table
 
 from unspool.cli.recipes import Override
 from unspool.core.config import lookup
+from unspool.core.console import PlainConsole, print_json
+from unspool.core.lock import lock_run
 from unspool.core.sizes import format_count, format_size
 from unspool.data.lengths import LONG, TABLE_EDGES, by_edges, from_length
 
@@ -39,7 +40,7 @@ def run(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = Fa
     if not context.is_leader:
         return
     if as_json:
-        typer.echo(json.dumps({"headline": outcome.headline, "report": str(outcome.report)}, indent=1))
+        print_json({"headline": outcome.headline, "report": str(outcome.report)})
         return
     typer.echo("")
     for line in outcome.headline:
@@ -60,9 +61,10 @@ def tokenize(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson
     loaded = _loaded(recipe, overrides)
     from unspool.recipe import prepare
 
-    counts = prepare.tokenize(prepare.open_data_run(loaded))
+    with lock_run(loaded.recipe.out):
+        counts = prepare.tokenize(prepare.open_data_run(loaded))
     if as_json:
-        typer.echo(json.dumps(counts, indent=1))
+        print_json(counts)
         return
     print_tables(records_table(counts), length_table(counts))
 
@@ -78,15 +80,17 @@ def pack(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = F
     loaded = _loaded(recipe, overrides)
     from unspool.recipe import prepare
 
-    context = prepare.open_data_run(loaded)
-    prepare.tokenize(context)
-    counts = prepare.pack(context)
+    with lock_run(loaded.recipe.out):
+        context = prepare.open_data_run(loaded)
+        prepare.tokenize(context)
+        counts = prepare.pack(context)
     if as_json:
-        typer.echo(json.dumps(counts, indent=1))
+        print_json(counts)
         return
     upsampled = [upsample_table(counts)] if any("upsample" in entry for entry in counts.values()) else []
+    mixed = [shares_table(counts)] if any("shares" in entry for entry in counts.values()) else []
     accounts = (accounting_table(entry, title=name) for name, entry in counts.items())
-    print_tables(datasets_table(counts), *upsampled, *accounts)
+    print_tables(datasets_table(counts), *mixed, *upsampled, *accounts)
 
 
 def train(
@@ -123,7 +127,10 @@ def _opened(recipe: str, overrides: list[str] | None) -> Iterator[Any]:
     from unspool.recipe.run import open_run, pick_device
     from unspool.training.parallel.ranks import init_ranks
 
-    with init_ranks(pick_device(loaded.recipe.device).type) as these:
+    with (
+        init_ranks(pick_device(loaded.recipe.device).type) as these,
+        lock_run(loaded.recipe.out) if these.is_leader else nullcontext(),  # rank 0 locks for all
+    ):
         yield open_run(loaded, these)
 
 
@@ -136,10 +143,9 @@ def _loaded(recipe: str, overrides: list[str] | None) -> Any:
 
 
 def print_tables(*tables: Table, highlight: bool = True) -> None:
-    from rich.console import Console
 
     # Without a terminal, wide enough that no column is cut.
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=highlight)
+    console = PlainConsole(width=None if sys.stdout.isatty() else 200, highlight=highlight)
     for table in tables:
         console.print(table, end="\n\n")
 
@@ -198,6 +204,16 @@ def datasets_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None
             _share(entry["tokens_added"], entry["tokens"]),
             _reasons(entry["dropped"]),
         )
+    return table
+
+
+def shares_table(counts: Mapping[str, Mapping[str, Any]], *, title: str | None = None) -> Table:
+    """Requested and realized shares of trained tokens, by dataset and source."""
+    table = _table(title, "dataset", "source", "trained tokens", "requested share", "realized")
+    for name, entry in counts.items():
+        for source, share in entry.get("shares", {}).items():
+            tokens = format_count(share["trained_tokens"])
+            table.add_row(name, source, tokens, f"{share['requested']:.2%}", f"{share['realized']:.2%}")
     return table
 
 

@@ -1,7 +1,7 @@
 """`unspool study`: run the arms of a study and rank them."""
 
-import json
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +10,8 @@ from rich.table import Table
 
 from unspool.cli.recipes import Override
 from unspool.cli.run import print_tables
+from unspool.core.console import print_json
+from unspool.core.lock import lock_run, wait_for_lock
 from unspool.core.sizes import format_count
 
 SOME_FAILED = 1
@@ -65,12 +67,15 @@ def study(
         check_study_inputs(waiting)
         for run in waiting:
             pick_device(run.loaded.recipe.device)
-    found = states(loaded) if report_only else run_study(loaded, chosen)
     from unspool.studies.study_report import publish_study
 
-    result = publish_study(loaded, found, checked=not report_only)
+    # Several processes may share the arms of a study by --only.
+    with nullcontext() if report_only else lock_run(loaded.out, shared=bool(only)):
+        found = states(loaded) if report_only else run_study(loaded, chosen)
+        with wait_for_lock(loaded.out / ".report.lock"):
+            result = publish_study(loaded, found, checked=not report_only)
     if as_json:
-        typer.echo(json.dumps(result, indent=1, ensure_ascii=False))
+        print_json(result)
     else:
         _show(loaded, result)
     if any(one.state == "failed" for one in found if one.run in chosen):
@@ -82,7 +87,7 @@ def _dry_run(loaded: Any, chosen: list[Any], *, as_json: bool) -> None:
 
     plan = study_plan(loaded, chosen)
     if as_json:
-        typer.echo(json.dumps(plan, indent=1, ensure_ascii=False))
+        print_json(plan)
         return
     typer.echo(f"{plan['name']}, into {plan['out']}\n")
     print_tables(runs_table(plan), shared_table(plan), highlight=False)

@@ -1,6 +1,5 @@
 """`unspool synth`: generate long conversations about documents with a language model."""
 
-import json
 from collections import Counter
 from typing import Annotated, Any
 
@@ -9,7 +8,9 @@ from rich.table import Table
 
 from unspool.cli.recipes import Override
 from unspool.cli.run import AsJson, RecipeArgument
+from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
+from unspool.core.lock import lock_run
 from unspool.core.sizes import format_count
 from unspool.synthesis.config import REJECT_REASONS
 
@@ -49,29 +50,29 @@ def synth(
     # Import late, since it loads torch: recipe errors appear immediately.
     from unspool.recipe.synthesize import Synthesis
 
-    synthesis = Synthesis(loaded, only or ())
-    synthesis.corpora()
+    with lock_run(loaded.recipe.out):
+        synthesis = Synthesis(loaded, only or ())
+        synthesis.corpora()
+        estimates = synthesis.estimates() if estimate else {}
+        results = {} if estimate else synthesis.make()
     if estimate:
-        estimates = synthesis.estimates()
         if as_json:
-            typer.echo(json.dumps({name: found.plain() for name, found in estimates.items()}, indent=1))
+            print_json({name: found.plain() for name, found in estimates.items()})
             return
         for name, found in estimates.items():
             typer.echo(f"{name}: {found}")
         return
-    results = synthesis.make()
     if as_json:
-        typer.echo(json.dumps(results, indent=1))
+        print_json(results)
         return
-    from rich.console import Console
 
-    console = Console()
+    console = PlainConsole(highlight=True)
     for name, result in results.items():
         console.print(kinds_table(name, result))
         if result["rejected"] or result["failed"]:
             console.print(reasons_table(result))
         for line in notes(result):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(line, highlight=False, soft_wrap=True)
 
 
 def kinds_table(name: str, result: dict[str, Any]) -> Table:

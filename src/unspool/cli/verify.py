@@ -1,6 +1,5 @@
 """`unspool verify`: check the numeric promises on this machine."""
 
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unspool.core.config import lookup
+from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def verify(
             return
         results = _run(model or [], chosen, _devices(device), seed=seed)
     if as_json:
-        typer.echo(json.dumps([result.plain() for result in results], indent=1))
+        print_json([result.plain() for result in results])
     else:
         _print_table(results, each=each)
     if any(result.status == "failed" for result in results):
@@ -143,7 +143,6 @@ def _devices(name: str) -> "list[torch.device]":
 
 
 def _print_list(checks: "Sequence[Check]") -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from unspool.verification.fixtures import FAMILIES
@@ -152,7 +151,7 @@ def _print_list(checks: "Sequence[Check]") -> None:
     table = Table("promise", "check", "what it compares", box=None, pad_edge=False)
     for check in checks:
         table.add_row(str(check.promise), check.name, check.what)
-    console = Console(highlight=False)
+    console = PlainConsole()
     console.print(table)
     console.print("\npromises", soft_wrap=True)
     for number, text in PROMISES.items():
@@ -161,7 +160,6 @@ def _print_list(checks: "Sequence[Check]") -> None:
 
 
 def _print_table(results: "Sequence[Result]", *, each: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from unspool.verification.run import reasons, summary_line, table_rows
@@ -174,7 +172,7 @@ def _print_table(results: "Sequence[Result]", *, each: bool) -> None:
     for row in table_rows(results, each=each):
         table.add_row(*row)
     # A number wrapped over two lines is unreadable, and a file has no width.
-    console = Console(highlight=False, width=max(Console().width, TABLE_WIDTH))
+    console = PlainConsole(width=max(PlainConsole().width, TABLE_WIDTH))
     console.print(table)
     for line in [*reasons(results), summary_line(results)]:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)

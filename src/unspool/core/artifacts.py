@@ -1,26 +1,38 @@
 """Artifacts: folders that are published complete or not at all, each with a `manifest.json`.
 
-A folder with a manifest is complete; unfinished work is beside it under a `.partial` name. A rerun skips a folder whose
-manifest matches its inputs and settings. A kill while a folder is replaced loses neither the old nor the new one.
+A folder is complete if its manifest lists files that are all there; unfinished work is beside it under another name.
+A rerun skips a folder whose manifest matches its inputs and settings. A kill while a folder is replaced loses neither
+the old nor the new one. Folders are renamed before they are deleted, so a kill leaves no half-deleted one behind that
+a later run could take for work.
 """
 
 import hashlib
 import json
+import logging
 import os
+import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from unspool import __version__
+from unspool.core.errors import naming
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+KEY = "key"  # file of a work folder that says which inputs and settings it is for
 # Increased when the meaning of files changes, so that older folders are rebuilt.
 FORMAT = 1
 # Up to this size a rerun also compares checksums; above, only names and sizes, so that skipping a terabyte is instant.
 CHECKSUM_LIMIT = 256 << 20
+# Of an earlier recipe's unfinished work, and of a folder that is being deleted.
+PREVIOUS, REMOVED = ".previous", ".removed"
+# Endings of what is beside finished folders and is no result.
+WORK_ENDINGS = (".work", ".partial", ".old", ".tmp", PREVIOUS, REMOVED, ".lock")
 
 
 def digest(value: Any) -> str:
@@ -34,10 +46,10 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def folder_digest(folder: Path) -> str:
+def folder_digest(folder: Path, of_file: Callable[[Path], str] = file_digest) -> str:
     """Hash of every file in a folder: names and contents."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return digest({str(path.relative_to(folder)): file_digest(path) for path in files})
+    return digest({str(path.relative_to(folder)): of_file(path) for path in files})
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -63,17 +75,37 @@ def stale_reason(folder: Path, *, kind: str, inputs: dict[str, Any], settings: d
         changed = sorted(key for key in {*old, *new} if digest(old.get(key)) != digest(new.get(key)))
         if changed:
             return f"changed {name}: {', '.join(changed)}"
-    return _damage(folder, manifest)
+    return find_damage(folder)
 
 
-def _damage(folder: Path, manifest: dict[str, Any]) -> str | None:
-    files: dict[str, dict[str, Any]] = manifest.get("files", {})
-    check_content = sum(entry["bytes"] for entry in files.values()) <= CHECKSUM_LIMIT
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with a published folder; None if its manifest lists files and all of them are as listed."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return "its manifest is missing or unreadable"
+    checksum = manifest.pop("sha256", None)
+    if checksum is not None and checksum != digest(manifest):  # manifests of older versions have none
+        return "its manifest has changed"
+    files = manifest.get("files")
+    if not isinstance(files, dict):
+        return "its manifest lists no files"
+    return changed_file(folder, files, content=sum(entry["bytes"] for entry in files.values()) <= CHECKSUM_LIMIT)
+
+
+def list_files(folder: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Size and checksum of some files in a folder, by name, as manifests have them."""
+    return {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": file_digest(path)} for path in paths
+    }
+
+
+def changed_file(folder: Path, files: Mapping[str, Mapping[str, Any]], *, content: bool = True) -> str | None:
+    """What is wrong with the first file that is not as listed, by size and, if `content`, by checksum."""
     for name, entry in files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
             return f"file {name} is missing or has another size"
-        if check_content and file_digest(path) != entry["sha256"]:
+        if content and file_digest(path) != entry["sha256"]:
             return f"file {name} has changed"
     return None
 
@@ -89,13 +121,14 @@ class Draft:
 @contextmanager
 def publish(out_dir: Path, *, kind: str, inputs: dict[str, Any], settings: dict[str, Any]) -> Iterator[Draft]:
     """Write into `Draft.folder`; when the block ends without error the folder appears as `out_dir`."""
-    _repair(out_dir)
-    partial = out_dir.with_name(out_dir.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    draft = Draft(partial)
-    yield draft
-    seal(partial, out_dir, kind=kind, inputs=inputs, settings=settings, counts=draft.counts)
+    with naming(out_dir):
+        _repair(out_dir)
+        partial = out_dir.with_name(out_dir.name + ".partial")
+        remove(partial)
+        partial.mkdir(parents=True)
+        draft = Draft(partial)
+        yield draft
+        seal(partial, out_dir, kind=kind, inputs=inputs, settings=settings, counts=draft.counts)
 
 
 def seal(
@@ -106,14 +139,16 @@ def seal(
     inputs: dict[str, Any],
     settings: dict[str, Any],
     counts: dict[str, Any],
+    unlisted: Collection[str] = (),
 ) -> None:
-    """Give a finished work folder its manifest and its final name."""
-    files = {
-        str(path.relative_to(partial)): {"bytes": path.stat().st_size, "sha256": file_digest(path)}
-        for path in sorted(partial.rglob("*"))
-        if path.is_file() and path.name != MANIFEST
-    }
-    manifest = {
+    """Give a finished work folder its manifest and its final name.
+
+    `unlisted` files and folders belong to the work and not to the result. They are deleted last, so that a kill before
+    costs no work.
+    """
+    found = [path for path in sorted(partial.rglob("*")) if path.is_file() and path.name != MANIFEST]
+    files = list_files(partial, [path for path in found if path.relative_to(partial).parts[0] not in unlisted])
+    manifest: dict[str, Any] = {
         "kind": kind,
         "format": FORMAT,
         "unspool": __version__,
@@ -122,6 +157,8 @@ def seal(
         "counts": counts,
         "files": files,
     }
+    # As JSON gives it back: keys are texts there.
+    manifest["sha256"] = digest(json.loads(json.dumps(manifest, default=str)))
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True, default=str) + "\n")
     if out_dir.exists():
         # Two renames instead of delete and rename: a half-deleted folder is never in place.
@@ -132,6 +169,32 @@ def seal(
         shutil.rmtree(old, ignore_errors=True)
     else:
         partial.rename(out_dir)
+    clean_up(out_dir, unlisted)
+
+
+def clean_up(out_dir: Path, unlisted: Collection[str]) -> None:
+    """Delete what `seal` did not list."""
+    for name in unlisted:
+        remove(out_dir / name)
+    delete_removed(out_dir)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or folder, if it exists; a folder is renamed first to a name that nothing reads."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    renamed = path.with_name(f"{path.name}.{secrets.token_hex(4)}{REMOVED}")
+    path.rename(renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
+
+
+def delete_removed(folder: Path) -> None:
+    """Finish removals that were killed."""
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if path.name.endswith(REMOVED):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _old(out_dir: Path) -> Path:
@@ -143,6 +206,7 @@ def _repair(out_dir: Path) -> None:
 
     A draft with a manifest is complete and becomes `out_dir`; otherwise the old folder is restored.
     """
+    delete_removed(out_dir.parent)
     old = _old(out_dir)
     if not old.is_dir():
         return
@@ -152,11 +216,60 @@ def _repair(out_dir: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def open_work(work: Path, key: str, *, label: str, describe: Callable[[Path], str | None], key_file: str = KEY) -> None:
+    """Make `work` the folder of unfinished work on what `key` stands for: a digest of inputs and settings.
+
+    Work on anything else is set aside under the ending `.previous`, one generation of it, and comes back when its key
+    does. `describe` says how much a folder holds, None for nothing; what holds nothing is deleted.
+    """
+    previous, swapped = (work.with_name(work.name + ending) for ending in (PREVIOUS, ".swap" + PREVIOUS))
+    if swapped.exists():  # killed in the middle of the renames below
+        swapped.rename(previous if work.exists() else work)
+    if work.exists() and _read_key(work / key_file) != key:
+        amount = describe(work)
+        comes_back = _read_key(previous / key_file) == key
+        if comes_back:
+            previous.rename(swapped)
+        if amount is None:
+            remove(work)
+        else:
+            older = describe(previous) if previous.exists() else None
+            replaced = f"; {older} of still older work there is deleted" if older else ""
+            remove(previous)
+            work.rename(previous)
+            logger.warning(
+                f"{label}: discarding the unfinished work in {work.name} ({amount}), because it was made with other "
+                f"inputs or settings; it is kept as {previous.name} and resumes when you change back, else delete it"
+                f"{replaced}"
+            )
+        if comes_back:
+            swapped.rename(work)
+    elif not work.exists() and _read_key(previous / key_file) == key:
+        previous.rename(work)
+    if _read_key(work / key_file) == key:
+        return
+    (work / key_file).parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(work / key_file, key)
+
+
+def _read_key(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+
+
 def write_atomic(path: Path, text: str) -> None:
     """Replace a file in one step, so that readers never see a part of it."""
     aside = path.with_name(path.name + ".tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    with naming(path):
+        try:
+            with aside.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        except OSError:
+            with suppress(OSError):
+                aside.unlink()
+            raise

@@ -7,18 +7,23 @@ from typing import Any
 MISSING = "–"
 NEWLINE = "↵"
 _TAB = "⇥   "
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
-# C1 controls, line separators, zero-width spaces, marks that change the direction of writing, and tags, which spell
-# invisible text. Joiners stay: words of Persian and Hindi and many emoji need them.
-_INVISIBLE = re.compile(
-    "[\u0080-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
+# Control characters but tabs and line breaks; C1 controls, line separators, zero-width spaces, marks that change the
+# direction of writing, and tags, which spell invisible text; halves of surrogate pairs, which no encoding has. Joiners
+# stay: words of Persian and Hindi and many emoji need them.
+UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb"
+    "\U000e0000-\U000e007f\ud800-\udfff]"
 )
 
 
 def printable(text: str) -> str:
     """Replace control characters by signs and invisible characters by their numbers; line breaks and tabs stay."""
-    text = _CONTROL.sub(lambda found: "\u2421" if found[0] == "\x7f" else chr(0x2400 + ord(found[0])), text)
-    return _INVISIBLE.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
+    return UNPRINTABLE.sub(lambda found: _sign(found[0]), text)
+
+
+def _sign(character: str) -> str:
+    code = ord(character)
+    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else f"⟨U+{code:04X}⟩"
 
 
 def visible(text: str) -> str:

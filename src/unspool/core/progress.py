@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -21,9 +20,11 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from unspool.core.console import PlainConsole
+
 logger = logging.getLogger(__name__)
 # Progress goes to stderr, so that `--json` on stdout stays clean.
-console = Console(stderr=True, highlight=False)
+console = PlainConsole(stderr=True)
 # Without a terminal, a long job logs a line after every tenth of its work. MIN_SECONDS lie between two lines and at
 # most MAX_SECONDS, so that a log shows that the job is alive, or when it stopped.
 LINES = 10
@@ -45,10 +46,10 @@ def progress_bar(label: str, total: int | None) -> Iterator[Advance]:
         yield lambda amount, note="": None
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
         TimeElapsedColumn(),
         TextColumn("eta"),
         TimeRemainingColumn(),
@@ -66,7 +67,12 @@ def long_bar(label: str, total: int, *, clock: Callable[[], float] = time.monoto
     bar = (BarColumn(bar_width=None),) if console.width >= NARROW else ()
     # A note that is too long is cut at its end; the count never is.
     count = MofNCompleteColumn(table_column=Column(min_width=2 * len(str(total)) + 1, no_wrap=True))
-    columns = (TextColumn("{task.description}"), *bar, count, TextColumn("{task.fields[note]}"))
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        *bar,
+        count,
+        TextColumn("{task.fields[note]}", markup=False),
+    )
     with _live_bar(columns, label, total, expand=True) as advance:
         yield advance
 
@@ -75,7 +81,11 @@ def long_bar(label: str, total: int, *, clock: Callable[[], float] = time.monoto
 def _live_bar(
     columns: tuple[ProgressColumn, ...], label: str, total: int | None, *, expand: bool = False
 ) -> Iterator[Advance]:
-    with Progress(*columns, console=console, transient=True, expand=expand) as progress:
+    # Log lines appear above the bar without redirection, and redirected streams would act on control sequences.
+    shown = Progress(
+        *columns, console=console, transient=True, expand=expand, redirect_stdout=False, redirect_stderr=False
+    )
+    with shown as progress:
         task = progress.add_task(label, total=total, note="")
 
         def advance(amount: int, note: str = "", /) -> None:

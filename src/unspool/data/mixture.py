@@ -151,6 +151,7 @@ class ModelShape:
     num_layers: int
     attention_width: int  # query heads times their size
     num_params: int
+    num_embeddings: int = 0  # tokens that the model knows; 0: not known
 
     @property
     def linear(self) -> float:

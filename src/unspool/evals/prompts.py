@@ -17,6 +17,9 @@ import numpy as np
 import zstandard
 
 from unspool.core.errors import ConfigError
+from unspool.data.sources.base import Message
+from unspool.data.sources.files import Unreadable, first_line
+from unspool.data.tokenize.chat_template import own_template
 from unspool.evals.backends.base import ROW_TOKENS
 from unspool.evals.suite import Question, Task
 
@@ -246,9 +249,13 @@ class PromptEncoder:
         return head, tail, f" {_PLACEHOLDER} " not in self._render(f" {_PLACEHOLDER} ")
 
     def _render(self, words: str) -> str:
-        turns = [{"role": "user", "content": words}]
-        text: str = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        return text
+        try:
+            template = own_template(self.tokenizer)
+            return template.render([Message("user", words)], prompt=True)
+        except (Unreadable, ValueError) as error:
+            raise ConfigError(
+                f"this model's chat template cannot render a user message ({first_line(error)}); use chat: off."
+            ) from error
 
     def _with_special(self, text: str) -> np.ndarray:
         found = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 from contextlib import suppress
 from io import FileIO
@@ -10,14 +11,20 @@ from threading import Lock
 from types import TracebackType
 from typing import Any, Self
 
-from unspool.core.errors import ConfigError
+from unspool.core.artifacts import digest
+from unspool.core.errors import ConfigError, naming
+
+logger = logging.getLogger(__name__)
+
+DAMAGED = ".damaged"  # ending of the file that damaged lines are moved to
 
 
 class ReplyCache:
     """Replies by key: `with ReplyCache(path) as cache`.
 
-    A reply is in the file when `write_reply` returns. Memory holds only offsets. A line that a killed run left
-    incomplete is skipped. With `exclusive`, a second process that opens the file gets a ConfigError.
+    A reply is in the file when `write_reply` returns, with a checksum. Memory holds only offsets. A line that a killed
+    run left incomplete is cut off; damaged ones are moved to another file, so that they are requested again. With
+    `exclusive`, a second process that opens the file gets a ConfigError.
     """
 
     def __init__(self, path: Path, *, exclusive: bool = False) -> None:
@@ -55,11 +62,12 @@ class ReplyCache:
                 self._append({"key": key, **fields, "reply": reply})
 
     def _append(self, record: dict[str, Any]) -> None:
-        data = (json.dumps(record) + "\n").encode()
+        data = (json.dumps({**record, "sha256": digest(record)}) + "\n").encode()
         self._file = self._file or self._open(exclusive=False)
         left = data
-        while left:
-            left = left[self._file.write(left) or 0 :]
+        with naming(self._path):
+            while left:
+                left = left[self._file.write(left) or 0 :]
         # The file is in append mode, so the position is the end of this record even if other processes append too.
         self._index(record, self._file.tell() - len(data), len(data))
 
@@ -80,13 +88,54 @@ class ReplyCache:
                 ) from None
             except OSError:
                 pass  # some network file systems do not support locks
-        offset, line = 0, b"\n"
+        if self._repair():
+            file.close()
+            return self._open(exclusive)  # the file was replaced
+        offset = 0
         with self._path.open("rb") as lines:
             for line in lines:
-                # Some lines are blank, or incomplete because a run was killed.
-                with suppress(ValueError, KeyError, TypeError):
-                    self._index(json.loads(line), offset, len(line))
+                record = _checked(line)
+                if record is not None:
+                    with suppress(KeyError, TypeError):  # a record of an older version, without a checksum
+                        self._index(record, offset, len(line))
                 offset += len(line)
-        if not line.endswith(b"\n"):
-            file.write(b"\n")
         return file
+
+    def _repair(self) -> bool:
+        """Cut off an incomplete last line, and move damaged lines to another file; whether the file was replaced."""
+        damaged, offset, end = [], 0, b"\n"
+        with self._path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip() and _checked(line) is None:
+                    if not line.endswith(b"\n"):
+                        os.truncate(self._path, offset)  # a run was killed
+                        break
+                    damaged.append(number)
+                offset, end = offset + len(line), line[-1:]
+        if end != b"\n":
+            with self._path.open("ab") as file:
+                file.write(b"\n")
+        if not damaged:
+            return False
+        beside, aside = (self._path.with_name(self._path.name + ending) for ending in (DAMAGED, ".tmp"))
+        with self._path.open("rb") as lines, beside.open("ab") as bad, aside.open("wb") as good:
+            for number, line in enumerate(lines, 1):
+                (bad if number in damaged else good).write(line)
+        aside.replace(self._path)
+        logger.warning(
+            f"{self._path}: {len(damaged)} cached replies are damaged, the first on line {damaged[0]}; moving them to "
+            f"{beside.name} and requesting them again, keeping the others"
+        )
+        return True
+
+
+def _checked(line: bytes) -> dict[str, Any] | None:
+    """The record of a line; None if it is damaged."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not record.keys() & {"key", "trouble"}:
+        return None
+    checksum = record.pop("sha256", None)
+    return record if checksum is None or checksum == digest(record) else None

@@ -6,7 +6,6 @@ the same bytes as one that was never killed.
 
 import json
 import logging
-import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unspool.core.artifacts import digest, seal, stale_reason, write_atomic
-from unspool.core.errors import ConfigError
+from unspool.core.artifacts import clean_up, digest, open_work, seal, stale_reason, write_atomic
+from unspool.core.checked_lines import SUMS, CheckedLines, intact_lines, read_checked
+from unspool.core.errors import ConfigError, naming
 from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count
 from unspool.data.facts import word_list
@@ -38,6 +38,8 @@ SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"
 PLAN = "plan.json"
 PROMPTS = "prompts.jsonl"
+# Files of the work folder that are no result.
+WORK_FILES = (PLAN, SAMPLES + SUMS, PROMPTS + SUMS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,17 +69,23 @@ def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
     identity = _identity(scoring)
     reason = stale_reason(scoring.out_dir, **identity)
     if reason is None:
+        clean_up(scoring.out_dir, WORK_FILES)
         logger.info(f"scores of {scoring.model}: up to date")
         loaded: dict[str, Any] = json.loads((scoring.out_dir / SUMMARY).read_text(encoding="utf-8"))
         return loaded
     plan = EvalPlan(scoring.evals, backend.tokenizer, seed=scoring.seed, root=scoring.root)
     backend.planned_tokens = plan.prompt_tokens
-    num_samples = plan.num_samples
     logger.info(
-        f"scores of {scoring.model} ({reason}): {plan.num_contexts} contexts, {num_samples} samples, "
+        f"scores of {scoring.model} ({reason}): {plan.num_contexts} contexts, {plan.num_samples} samples, "
         f"{format_count(plan.prompt_tokens)} prompt tokens"
     )
-    work_dir = _work_dir(scoring.out_dir, digest(identity))
+    with naming(scoring.out_dir):
+        return _score(scoring, backend, plan, identity)
+
+
+def _score(scoring: Scoring, backend: Backend, plan: EvalPlan, identity: dict[str, Any]) -> dict[str, Any]:
+    work_dir = scoring.out_dir.with_name(scoring.out_dir.name + ".work")
+    open_work(work_dir, digest(identity), key_file=PLAN, label=f"scores of {scoring.model}", describe=_describe_work)
     cache = PromptCache(work_dir)
     if plan.num_listed:
         _list_prompts(plan, work_dir / PROMPTS, cache)
@@ -88,8 +96,8 @@ def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
     cache.close()
     summary = summarize(scoring.model, scoring.evals, _read_lines(work_dir / SAMPLES))
     write_atomic(work_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
-    (work_dir / PLAN).unlink()
-    seal(work_dir, scoring.out_dir, **identity, counts={"contexts": plan.num_contexts, "samples": num_samples})
+    counts = {"contexts": plan.num_contexts, "samples": plan.num_samples}
+    seal(work_dir, scoring.out_dir, **identity, counts=counts, unlisted=WORK_FILES)
     return summary
 
 
@@ -142,27 +150,22 @@ def _settings(config: EvalConfig) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name != "wording" or value is not None}
 
 
-def _work_dir(out_dir: Path, identity: str) -> Path:
-    """The folder of work in progress, emptied if it belongs to other inputs."""
-    work_dir = out_dir.with_name(out_dir.name + ".work")
-    plan_path = work_dir / PLAN
-    if not plan_path.is_file() or plan_path.read_text(encoding="utf-8") != identity:
-        shutil.rmtree(work_dir, ignore_errors=True)
-        work_dir.mkdir(parents=True)
-        write_atomic(plan_path, identity)
-    return work_dir
+def _describe_work(folder: Path) -> str | None:
+    try:
+        samples = (folder / SAMPLES).read_bytes().count(b"\n")
+    except OSError:
+        return None
+    return f"{samples} samples" if samples else None
 
 
 def _list_prompts(plan: EvalPlan, path: Path, cache: PromptCache) -> None:
     """Write prompts.jsonl, resuming after its last complete line."""
-    complete = [line for line in _read_bytes(path).splitlines(keepends=True) if line.endswith(b"\n")]
-    with path.open("ab") as file:
-        file.truncate(sum(map(len, complete)))
-        with progress_bar("make prompts", plan.num_listed) as advance:
-            advance(len(complete), "")
-            for line in plan.prompt_lines(skip=len(complete), cache=cache):
-                file.write(json.dumps(line).encode() + b"\n")
-                advance(1, f"{line['suite']} {line['task']}")
+    kept = intact_lines(path)
+    with CheckedLines(path, kept) as file, progress_bar("make prompts", plan.num_listed) as advance:
+        advance(len(kept), "")
+        for line in plan.prompt_lines(skip=len(kept), cache=cache):
+            file.append(json.dumps(line).encode() + b"\n")
+            advance(1, f"{line['suite']} {line['task']}")
 
 
 def _read_lines(path: Path) -> list[PromptLine]:
@@ -170,26 +173,32 @@ def _read_lines(path: Path) -> list[PromptLine]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
-def _read_bytes(path: Path) -> bytes:
-    return path.read_bytes() if path.exists() else b""
-
-
 def _score_units(plan: EvalPlan, backend: Backend, path: Path, *, label: str) -> None:
     units, total = plan.units, plan.num_contexts
-    done = _recover(path, units)
-    contexts = sum(unit.num_contexts for unit in units[:done])
-    if done:
+    scored = _recover(path, units)
+    contexts = sum(units[at].num_contexts for at in scored)
+    if scored:
         logger.info(f"{label}: {contexts} of {total} contexts were scored before")
-    if done < len(units):
+    if len(scored) < len(units):
         plan.check()
+    done = next((at for at in range(len(units)) if at not in scored), len(units))
+    missing = [unit for at, unit in enumerate(units) if at not in scored]
     # Counted in tokens, since a long context takes as much time as many short ones.
-    with progress_bar(label, plan.prompt_tokens) as advance, path.open("a", encoding="utf-8") as file:
-        advance(sum(unit.tokens for unit in units[:done]), "")
-        for unit, samples in _score_in_order(backend, units[done:]):
-            file.write("".join(json.dumps(sample) + "\n" for sample in samples))
-            file.flush()
+    with (
+        progress_bar(label, plan.prompt_tokens) as advance,
+        CheckedLines(path, [line for at in range(done) for line in scored[at]]) as file,
+    ):
+        advance(sum(units[at].tokens for at in scored), "")
+        coming = iter(_score_in_order(backend, missing))
+        for at in range(done, len(units)):
+            if at in scored:  # behind a damaged line
+                file.append(*scored[at])
+                continue
+            unit, samples = next(coming)
+            file.append(*(json.dumps(sample).encode() + b"\n" for sample in samples))
             contexts += unit.num_contexts
             advance(unit.tokens, f"tokens, {contexts}/{total} contexts, {unit.name}")
+        assert next(coming, None) is None, "every unit is written"
 
 
 def _score_in_order(backend: Backend, units: Sequence[Unit]) -> Iterator[tuple[Unit, list[Sample]]]:
@@ -230,25 +239,21 @@ def _score_in_threads(backend: Backend, units: Sequence[Unit]) -> Iterator[tuple
             backend.stop()
 
 
-def _recover(path: Path, units: Sequence[Unit]) -> int:
-    """Count the units that are complete on disk, and cut off what follows them."""
-    lines = _read_bytes(path).splitlines(keepends=True)
-    done = kept = size = 0
-    for unit in units:
-        found = lines[kept : kept + unit.num_samples]
-        if len(found) < unit.num_samples or not all(_belongs(line, unit, at) for at, line in enumerate(found)):
-            break
-        done, kept, size = done + 1, kept + len(found), size + sum(map(len, found))
-    if path.exists():
-        with path.open("r+b") as file:
-            file.truncate(size)
-    return done
+def _recover(path: Path, units: Sequence[Unit]) -> dict[int, list[bytes]]:
+    """The lines of every unit that is complete and intact on disk, by the unit's index."""
+    lines = read_checked(path)
+    scored: dict[int, list[bytes]] = {}
+    first = 0
+    for at, unit in enumerate(units):
+        found = [line for line in lines[first : first + unit.num_samples] if line is not None]
+        first += unit.num_samples
+        if len(found) == unit.num_samples and all(_belongs(line, unit, place) for place, line in enumerate(found)):
+            scored[at] = found
+    return scored
 
 
 def _belongs(line: bytes, unit: Unit, at: int) -> bool:
     """Whether a line is the unit's sample number `at`."""
-    if not line.endswith(b"\n"):
-        return False
     try:
         sample: Sample = json.loads(line)
         if unit.hashes:

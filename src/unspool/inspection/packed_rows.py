@@ -16,6 +16,7 @@ from unspool.core.sizes import format_size
 from unspool.data.packing.describe import (
     CONTINUING_MODE,
     PADDING_MODE,
+    describe_shares,
     packing_mode,
     recorded_strategies,
     summarize_packing,
@@ -112,6 +113,7 @@ class Rows:
             ("length", f"{format_size(self._rows.row_len)} tokens"),
             ("tokens", f"{tokens:,}"),
             ("sources", ", ".join(f"{name} (in {count:,} rows)" for name, count in self._sources.items())),
+            ("shares", describe_shares(self._place.counts.get("shares", {}))),
             ("attention", self.row(0).attention if len(self) else ""),
             ("packing", ", ".join(summarize_packing(self._settings))),
             ("tokenizer", self._tokenizer.name or "not found"),

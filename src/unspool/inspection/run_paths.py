@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from unspool.core.artifacts import read_manifest
+from unspool.core.artifacts import WORK_ENDINGS, read_manifest
 from unspool.core.config import nearest
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.sizes import format_size
@@ -98,7 +98,7 @@ def published_folders(folder: Path) -> list[PublishedFolder]:
     for pattern in ("corpus/*", "datasets/*", "*"):
         for inner in sorted(folder.glob(pattern)):
             # Unfinished folders and those being replaced are not results.
-            if inner.suffix in (".partial", ".work", ".old") or not inner.is_dir():
+            if inner.name.endswith(WORK_ENDINGS) or not inner.is_dir():
                 continue
             manifest = read_manifest(inner) or {}
             if manifest.get("kind") in ("corpus", "dataset"):

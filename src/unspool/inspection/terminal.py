@@ -5,7 +5,6 @@ colors, but every border and number is still printed.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -28,11 +27,19 @@ _COLORS = (
     "dark_cyan", "red3", "chartreuse4", "cornflower_blue", "rosy_brown", "magenta3",
 )  # fmt: skip
 _STYLES = {"text": "", "control": "yellow", "knot": "bold magenta", "label": "cyan", "hidden": "italic", "bad": "red"}
-
-
-def build_console(**options: Any) -> Console:
-    """A console without markup, emoji and highlighting; `options` are rich's."""
-    return Console(highlight=False, markup=False, emoji=False, **options)
+# Facts about a file or folder that the terminal shows; pages show all of them.
+_SHOWN = (
+    "file",
+    "read as",
+    "source",
+    "sources",
+    "shares",
+    "packing",
+    "quarantined",
+    "filtered",
+    "dropped",
+    "tokenizer",
+)
 
 
 def print_summary(console: Console, summary: Summary) -> None:
@@ -40,7 +47,7 @@ def print_summary(console: Console, summary: Summary) -> None:
     console.print(Text(one_line(str(summary.path)), style="bold"), soft_wrap=True)
     console.print(summary.headline)
     # The page shows all facts; the terminal only those needed to read what follows.
-    for name in ("file", "read as", "source", "sources", "packing", "quarantined", "filtered", "dropped", "tokenizer"):
+    for name in _SHOWN:
         if name in facts:
             console.print(f"{name}: {one_line(facts[name])}", soft_wrap=True)
     if summary.length_line:

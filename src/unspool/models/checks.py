@@ -5,10 +5,12 @@ carry a state from token to token, other rotations. Computed our way, such a mod
 So the numbers themselves are compared, on a few tokens.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +23,46 @@ TOLERANCE = 1e-2
 TOLERANCE_16_BITS = 5e-2
 # The size of attention windows during a check, smaller than a document.
 WINDOW = 4
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
+
+
+@torch.no_grad()
+def check_finite(model: Any, what: str) -> None:
+    """Refuse weights with NaN or infinite values. Reads them once, where they are, without a copy."""
+    weights = {name: weight for name, weight in model.named_parameters() if weight.dtype in _FLOATS}
+    if not weights:
+        return
+    # A sum is not finite if any value is not; one transfer from the device for all of them.
+    sums = torch.stack([weight.sum().float() for weight in weights.values()]).tolist()
+    suspects = [name for name, total in zip(weights, sums, strict=True) if not math.isfinite(total)]
+    # Sums of 16-bit values can overflow by themselves.
+    counts = {name: int((~weights[name].isfinite()).sum()) for name in suspects}
+    bad = [f"{name} ({count} of {weights[name].numel()})" for name, count in counts.items() if count]
+    if bad:
+        more = f" and {len(bad) - 3} more tensors" if len(bad) > 3 else ""
+        raise ConfigError(
+            f"{what}: NaN or infinite values in {', '.join(bad[:3])}{more}; its weights are damaged, so download or "
+            "train it again."
+        )
+
+
+def check_tokens(model: Any, ids: Iterable[np.ndarray]) -> None:
+    """Refuse tokens for which the model has no embedding: on a GPU, one of them ends the process."""
+    highest, size = max((int(some.max()) for some in ids if len(some)), default=0), num_embeddings(model)
+    if highest >= size:
+        raise ConfigError(f"the text holds token {highest}, and {no_embedding(size)}")
+
+
+def num_embeddings(model: Any) -> int:
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def no_embedding(size: int) -> str:
+    return (
+        f"the model has embeddings for 0 to {size - 1} only: its tokenizer has more tokens than the model; use the "
+        "tokenizer that the model was trained with."
+    )
 
 
 def check_attention(model: Any, own: str) -> None:

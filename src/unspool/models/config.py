@@ -10,6 +10,17 @@ from unspool.core.config import Config
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import Size
 from unspool.models.tokenizer import first_line, location, silence_transformers
+from unspool.models.weight_files import check_weights
+
+_COUNTS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
 
 # Llama-architecture shapes; the vocabulary comes from the tokenizer. Eight small heads: the only one of ten trials
 # that learned to recall a stated fact had them, though three others with eight did not (benchmarks/README.md).
@@ -43,15 +54,30 @@ class NewModel(Config):
 
 def config_values(ref: str) -> dict[str, Any]:
     """Read the config of a Hub id, a folder or a GGUF file, with the architecture's defaults; of its text part only."""
-    content = _read_folder(ref)
-    values: dict[str, Any] = _load_config(ref, content).get_text_config().to_dict()
+    check_weights(ref, digests=False)
+    content = read_config_file(ref)
+    check_values(ref, content)
+    config = _load_config(ref, content)
+    try:
+        values: dict[str, Any] = config.get_text_config().to_dict()
+    except ValueError as error:
+        raise _unreadable(ref, error) from error
+    check_values(ref, values)
     return values
+
+
+def check_values(ref: str, values: dict[str, Any]) -> None:
+    """Refuse sizes that no model can have, before `transformers` computes with them."""
+    for name in _COUNTS:
+        value = values.get(name)
+        if isinstance(value, int | float | str) and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"model {ref}: its config has {name} {value!r}, and it must be a positive number.")
 
 
 def original_context(ref: str) -> int:
     """Read the context length of a model before any stage."""
     # A folder of ours may have a model_type that only we know, so its file is read as it is.
-    found = _read_folder(ref) or _load_config(ref, {}).to_dict()
+    found = read_config_file(ref) or _load_config(ref, {}).to_dict()
     if not found.get("max_position_embeddings"):
         raise ConfigError(
             f"model {ref}: its config gives no max_position_embeddings, so it has no rotary positions to extend; "
@@ -60,13 +86,29 @@ def original_context(ref: str) -> int:
     return int(found["max_position_embeddings"])
 
 
-def _read_folder(ref: str) -> dict[str, Any]:
+def read_config_file(ref: str) -> dict[str, Any]:
+    """Read config.json of a folder as it is; empty for a Hub id or a GGUF file."""
     path = Path(ref) / "config.json"
     try:
-        content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    except (OSError, ValueError) as error:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if not isinstance(content, dict):
+            raise ValueError(f"config.json holds a {type(content).__name__}, not a table")
+    except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(ref, error) from error
     return content
+
+
+def build_plain_config(content: dict[str, Any]) -> Any:
+    """Build the config of the plain architecture from config.json of a model with a base per head, which it keeps.
+
+    An exported folder has a model_type that only we know. One that a user saved has that of the plain architecture.
+    """
+    from transformers import AutoConfig
+
+    own = ("model_type", "plain_type", "auto_map", "architectures", "rope_scaling")
+    plain = {key: value for key, value in content.items() if key not in own}
+    plain["rope_parameters"] = {**content["rope_parameters"], "rope_type": "default"}
+    return AutoConfig.for_model(content.get("plain_type") or content["model_type"], **plain)
 
 
 def _load_config(ref: str, content: dict[str, Any]) -> Any:
@@ -75,12 +117,10 @@ def _load_config(ref: str, content: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
     try:
-        if "plain_type" in content:
-            # A base per head: a model_type that only we know.
-            plain = {key: value for key, value in content.items() if key not in ("model_type", "auto_map")}
-            return AutoConfig.for_model(content["plain_type"], **plain)
+        if "head_bases" in content:
+            return build_plain_config(content)
         return AutoConfig.from_pretrained(**location(ref), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # of any type: config classes compute with whatever the file says
         raise _unreadable(ref, error) from error
 
 

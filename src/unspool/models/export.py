@@ -6,6 +6,7 @@ which `transformers` uses if the user allows its code.
 """
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -24,11 +25,9 @@ from unspool.core.artifacts import write_atomic
 from unspool.core.errors import UnspoolError
 from unspool.models import modeling_harpe
 from unspool.models.rotary import head_bases
-from unspool.rope.tables import old_fields
+from unspool.rope.tables import STORES_ORIGINAL_LEN, global_parameters, old_fields, tables
 
 HARPE_TYPE = modeling_harpe.MODEL_TYPE
-# Keys in config.json of such a folder that the plain architecture does not have, or has with other values.
-HARPE_KEYS = ("model_type", "plain_type", "head_bases", "auto_map", "architectures")
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path, *, dtype: torch.dtype) -> None:
@@ -44,32 +43,46 @@ def save_model(model: Any, tokenizer: Any, folder: Path, *, dtype: torch.dtype) 
     config["dtype"] = str(dtype).removeprefix("torch.")
     bases = head_bases(model)
     if bases is not None:
-        config |= _harpe_config(config["model_type"], bases)
+        config |= _harpe_config(config, bases)
         shutil.copyfile(modeling_harpe.__file__, folder / Path(modeling_harpe.__file__).name)
     else:
         config = _add_old_fields(config)
     write_atomic(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _harpe_config(plain_type: str, bases: Any) -> dict[str, Any]:
+def _harpe_config(plain: dict[str, Any], bases: Any) -> dict[str, Any]:
     file = Path(modeling_harpe.__file__).stem
     model, config = modeling_harpe.HarpeForCausalLM.__name__, modeling_harpe.HarpeConfig.__name__
     return {
         "model_type": HARPE_TYPE,
-        "plain_type": plain_type,
+        "plain_type": plain["model_type"],
         "head_bases": bases,
         # Converters and engines may use this name alone, so it must not be that of the plain architecture.
         "architectures": [model],
         "auto_map": {"AutoConfig": f"{file}.{config}", "AutoModelForCausalLM": f"{file}.{model}"},
+        # For transformers before v5, which must refuse it too.
+        "rope_scaling": plain["rope_parameters"],
     }
 
 
 def _add_old_fields(config: dict[str, Any]) -> dict[str, Any]:
     """Add RoPE settings in the form of transformers before v5, if that can express them."""
-    parameters = config.get("rope_parameters")
-    fields = (old_fields(parameters) if parameters else None) or {}
+    parameters, max_positions = config.get("rope_parameters") or {}, config["max_position_embeddings"]
+    fields = (old_fields(parameters, max_positions) if parameters else None) or {}
+    scaling = fields.get("rope_scaling")
+    if config["model_type"] == "phi3" and scaling:
+        # Phi-3 before v5 allows three fields, and computes the attention factor from the two lengths. Where that gives
+        # another number, all fields are written, which it refuses.
+        three = {key: scaling[key] for key in ("type", "short_factor", "long_factor")}
+        only = {key: value for key, value in parameters.items() if key not in ("factor", "attention_factor")}
+        own = tables(only, 2 * len(three["short_factor"]), max_positions=max_positions)
+        if math.isclose(own.attention_factor, scaling["attention_factor"], rel_tol=1e-9):
+            fields["rope_scaling"] = three
     # Fields that an earlier export wrote must not survive the settings that they repeat.
-    return {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")} | fields
+    repeated = {"rope_theta", "rope_scaling"}
+    if parameters and global_parameters(config)["rope_type"] not in STORES_ORIGINAL_LEN:
+        repeated.add("original_max_position_embeddings")
+    return {key: value for key, value in config.items() if key not in repeated} | fields
 
 
 def _converted(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -3,8 +3,8 @@
 Only safetensors are read and no remote code runs. A model that we would compute wrongly is refused.
 """
 
-import json
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -23,17 +22,22 @@ from transformers import (
 )
 from transformers import modeling_gguf_pytorch_utils as gguf_conversion
 
-from unspool.core.artifacts import digest, file_digest, folder_digest
-from unspool.core.errors import ConfigError
+from unspool.core.errors import ConfigError, UnspoolError
 from unspool.models.attention.interface import NAME, register
-from unspool.models.checks import check_attention
-from unspool.models.config import SIZES, NewModel
-from unspool.models.export import HARPE_KEYS, HARPE_TYPE
+from unspool.models.checks import check_attention, check_finite
+from unspool.models.config import SIZES, NewModel, build_plain_config, check_values, read_config_file
 from unspool.models.fuse import require_exact_fp32
-from unspool.models.rotary import apply_head_bases, rope_shape
+from unspool.models.rotary import apply_head_bases, decide_by_document, rope_shape
 from unspool.models.tokenizer import first_line, load_tokenizer, location, silence_transformers
+from unspool.models.weight_files import check_weights, model_digest
 
-_SAFE: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True, "output_loading_info": True}
+_SAFE: dict[str, Any] = {
+    "trust_remote_code": False,
+    "use_safetensors": True,
+    "output_loading_info": True,
+    # Reported instead of raised, so that `_check_complete` can name the tensor.
+    "ignore_mismatched_sizes": True,
+}
 # Names of the language model's weights in multimodal models, and in a language model alone.
 _TEXT_WEIGHT_NAMES = {
     r"^language_model\.model\.": "model.",
@@ -46,28 +50,47 @@ def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
     """Load a model with our attention, in evaluation mode."""
     register()
     require_exact_fp32()
-    try:
-        with _hide_gguf_progress(), _explain_errors(ref, "model"):
-            bases, config = _read_harpe(ref)
-            options = {"config": config} if config else _text_model_options(ref)
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                **location(ref), **_SAFE, dtype=dtype, attn_implementation=NAME, **options
-            )
-    except KeyError as error:
-        # Of our attention's name, in architectures that do not look it up where it is registered.
-        raise ConfigError(
-            f"model {ref}: its architecture has its own attention code, which is not supported; "
-            "use a model such as Llama, Qwen or Mistral."
-        ) from error
-    _check_complete(loading, ref, "model")
+    check_values(ref, read_config_file(ref))
+    with _check_files(ref), _hide_gguf_progress(), _explain_errors(ref, "model"):
+        bases, config = _read_harpe(ref)
+        options = {"config": config} if config else _text_model_options(ref)
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            **location(ref), **_SAFE, dtype=dtype, attn_implementation=NAME, **options
+        )
+    _check_complete(model, loading, ref, "model")
     if ref.endswith(".gguf"):
         _forget_quantization(model)
     model = model.to(device).eval()
+    check_finite(model, f"model {ref}")
     _check_supported(model)
+    decide_by_document(model)
     check_attention(model, NAME)
     if bases is not None:
         apply_head_bases(model, bases)
+    model.base_model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
     return model
+
+
+@contextmanager
+def _check_files(ref: str) -> Iterator[None]:
+    """Check headers before the weights are loaded, and digests meanwhile; a wrong digest explains any other error."""
+    check_weights(ref, digests=False)
+    with ThreadPoolExecutor(1, "unspool-digests") as pool:
+        digests = pool.submit(check_weights, ref)
+        try:
+            yield
+        finally:
+            digests.result()
+
+
+def _refuse_padding(backbone: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse padded batches from other code, such as `generate`: our attention builds no mask, and would ignore it."""
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and backbone.config._attn_implementation == NAME and not bool(mask.all()):
+        raise ConfigError(
+            f"attn_implementation={NAME!r} does not support padding; give one text at a time, or packed documents with "
+            "doc_lens and position_ids."
+        )
 
 
 @contextmanager
@@ -76,16 +99,39 @@ def _explain_errors(ref: str, what: str) -> Iterator[None]:
     silence_transformers()
     try:
         yield
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except UnspoolError:
+        raise
+    except Exception as error:  # of any type: `transformers` computes with whatever the files say
+        if isinstance(error, KeyError) and error.args[:1] == (NAME,):
+            # Architectures that do not look up attention where ours is registered.
+            raise ConfigError(
+                f"model {ref}: its architecture has its own attention code, which is not supported; "
+                "use a model such as Llama, Qwen or Mistral."
+            ) from error
         needs = " pip install 'unspool[gguf]'." if ref.endswith(".gguf") and isinstance(error, ImportError) else ""
         raise ConfigError(f"{what} {ref}: could not be loaded ({first_line(error)}).{needs}") from error
 
 
-def _check_complete(loading: dict[str, Any], ref: str, what: str) -> None:
+def _check_complete(model: Any, loading: dict[str, Any], ref: str, what: str) -> None:
+    """Refuse weights that do not fit the config: `transformers` would only warn, and compute something else."""
     if loading["missing_keys"]:
-        # `transformers` would initialize them randomly and only warn.
         missing = ", ".join(sorted(loading["missing_keys"])[:3])
         raise ConfigError(f"{what} {ref}: its files lack weights ({missing}, …); download it again.")
+    for name, stored, wanted in sorted(loading["mismatched_keys"]):
+        raise ConfigError(
+            f"{what} {ref}: {name} has shape {tuple(stored)} in its file, but {tuple(wanted)} by its config; "
+            "download it again."
+        )
+    layers = (f"{model.base_model_prefix}.layers.", "layers.")
+    # Old files also store the RoPE table, which the config gives.
+    unused = sorted(
+        name for name in loading["unexpected_keys"] if name.startswith(layers) and not name.endswith(".inv_freq")
+    )
+    if unused:
+        raise ConfigError(
+            f"{what} {ref}: its config does not use {len(unused)} of its weights ({', '.join(unused[:3])}, …), so the "
+            "two do not belong together; download it again."
+        )
 
 
 def _text_model_options(ref: str) -> dict[str, Any]:
@@ -132,7 +178,9 @@ def build_new(new: NewModel, tokenizer: Any, *, seed: int) -> Any:
         attn_implementation=NAME,
         **SIZES[new.size],
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    decide_by_document(model)
+    return model
 
 
 def fit_vocabulary(model: Any, new: Collection[int], trained: np.ndarray) -> None:
@@ -153,24 +201,11 @@ def fit_vocabulary(model: Any, new: Collection[int], trained: np.ndarray) -> Non
             parameter.data[sorted(new)] = (is_trained @ parameter.data) / is_trained.sum()
 
 
-def model_digest(ref: str) -> str:
-    """Hash a model's files, or the name alone of a Hub id."""
-    path = Path(ref)
-    if path.is_dir():
-        return folder_digest(path)
-    return file_digest(path) if path.is_file() else digest(ref)
-
-
 def _read_harpe(ref: str) -> tuple[Any, Any]:
     """Return the bases and the plain config of a folder that we exported with a base per head, else None twice."""
-    path = Path(ref) / "config.json"
-    if not path.is_file():
-        return None, None
-    content = json.loads(path.read_text())
-    if content.get("model_type") != HARPE_TYPE:
-        return None, None
-    plain = {key: value for key, value in content.items() if key not in HARPE_KEYS}
-    return content["head_bases"], AutoConfig.for_model(content["plain_type"], **plain)
+    content = read_config_file(ref)
+    bases = content.pop("head_bases", None)
+    return bases, None if bases is None else build_plain_config(content)
 
 
 def _check_supported(model: Any) -> None:
@@ -241,7 +276,9 @@ class Embedder:
     @cached_property
     def _model(self) -> Any:
         what = "nextlong.model"
-        with _explain_errors(self._ref, what):
+        with _check_files(self._ref), _explain_errors(self._ref, what):
             model, loading = AutoModel.from_pretrained(**location(self._ref), **_SAFE, dtype=torch.float32)
-        _check_complete(loading, self._ref, what)
-        return model.to(self._device).eval()
+        _check_complete(model, loading, self._ref, what)
+        model = model.to(self._device).eval()
+        check_finite(model, f"{what} {self._ref}")
+        return model

@@ -24,6 +24,9 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 MODEL_TYPE = "unspool_harpe"
+# The `rope_type` of saved configs and of configs in memory. No version of `transformers` knows it, so a plain class
+# that is given the config or the folder raises a KeyError with this reason, instead of computing other positions.
+ROPE_TYPE = "a base per head (HARPE): load it with trust_remote_code=True, or with unspool"
 
 
 class HarpeConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -33,7 +36,8 @@ class HarpeConfig(PreTrainedConfig):  # type: ignore[misc]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        kept = {key: value for key, value in config_dict.items() if key != "model_type"}
+        kept = {key: value for key, value in config_dict.items() if key not in ("model_type", "rope_scaling")}
+        kept["rope_parameters"] = dict(config_dict["rope_parameters"], rope_type="default")
         return config_class(config_dict["plain_type"]).from_dict(kept, **kwargs)
 
 
@@ -60,7 +64,9 @@ class _SavedAsHarpe:
         auto_map = {name: f"{Path(__file__).stem}.{made.__name__}" for name, made in names.items()}
         own = {"model_type": MODEL_TYPE, "architectures": [HarpeForCausalLM.__name__], "auto_map": auto_map}
         plain: dict[str, Any] = super().to_dict()  # type: ignore[misc]
-        return plain | own
+        # `rope_scaling` is for transformers before v5.
+        rope = dict(plain["rope_parameters"], rope_type=ROPE_TYPE)
+        return plain | own | {"rope_parameters": rope, "rope_scaling": rope}
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         done = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
@@ -74,8 +80,10 @@ class _HeadBases:
     """Mixin of a model class: builds the plain model, then applies the bases."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        config.rope_parameters = dict(config.rope_parameters, rope_type="default")
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         apply_head_bases(self, config)
+        config.rope_parameters = dict(config.rope_parameters, rope_type=ROPE_TYPE)
 
 
 @lru_cache

@@ -5,11 +5,16 @@ it, so that a later load computes the same tables. They are compared with our ow
 types have their own settings (Gemma 3, Olmo 3), the layers that see the whole context are extended; sliding layers,
 whose window does not grow, keep theirs.
 
+`longrope` and `dynamic` choose frequencies by the length of the input. That length is the one of a token's document
+(`decide_by_document`), whatever else is in the batch, was computed before or is on another rank.
+
 `transformers` has no setting for a base per head. There, a module that does nothing replaces the model's rotary module,
 and our attention function rotates each head. Cached keys are then unrotated, and rotated when they are attended to.
 """
 
+import copy
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -19,6 +24,7 @@ from torch import Tensor, nn
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
 from unspool.models.checks import DOC_LEN, is_close, last_states
+from unspool.models.modeling_harpe import ROPE_TYPE
 from unspool.models.tokenizer import first_line
 from unspool.rope.tables import (
     GLOBAL_LAYERS,
@@ -34,6 +40,10 @@ from unspool.rope.tables import (
 
 # Scalings of `transformers` that depend on max_position_embeddings (`yarn` in some versions).
 USES_MAX_POSITIONS = ("dynamic", "longrope", "yarn")
+# Scalings whose frequencies depend on whether, or by how much, an input is longer than the original length.
+USES_INPUT_LENGTH = ("dynamic", "longrope")
+# The name under which attention/interface.py registers our attention.
+OWN_ATTENTION = "unspool"
 # Relative: `transformers` blends in float32, with errors up to 1e-5; bfloat16 would have 4e-3.
 TOLERANCE = 1e-4
 
@@ -138,6 +148,100 @@ def _check_tables(model: Any) -> None:
         )
 
 
+# Frequencies that depend on the length of the input
+
+
+Spans = tuple[tuple[int, int], ...]  # tokens in order: how many, and the positions of their whole document
+
+
+def decide_by_document(model: Any) -> None:
+    """Let `longrope` and `dynamic` choose frequencies by each document's own length, as if it were alone.
+
+    `transformers` takes the largest of all `position_ids` it is given. That is another document's in a packed batch,
+    and too small on a rank with a part of the row. Call this once for every new model.
+    """
+    backbone = model.base_model
+    own = type(backbone.rotary_emb)
+    backbone.rotary_emb.__class__ = type(own.__name__, (_ByDocument, own), {})
+    backbone.register_forward_pre_hook(_note_documents, with_kwargs=True)
+    backbone.register_forward_hook(_forget_documents, always_call=True)
+
+
+def depends_on_length(model: Any) -> bool:
+    """Whether the model has layers whose frequencies depend on the length of the input."""
+    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    by_layer_type = parameters.values() if is_nested(parameters) else [parameters]
+    return any((each or {}).get("rope_type") in USES_INPUT_LENGTH for each in by_layer_type)
+
+
+def decides_by_document(model: Any) -> bool:
+    """Whether `decide_by_document` was called for such a model."""
+    return depends_on_length(model) and isinstance(model.base_model.rotary_emb, _ByDocument)
+
+
+def same_frequencies(model: Any, lengths: Sequence[int]) -> bool:
+    """Whether a model that decides by document rotates inputs of all these lengths alike."""
+    parameters = model.config.get_text_config().rope_parameters
+    by_layer_type = parameters.values() if is_nested(parameters) else [parameters]
+    dependent = [each for each in by_layer_type if (each or {}).get("rope_type") in USES_INPUT_LENGTH]
+    relevant = model.base_model.rotary_emb._relevant_length
+    return all(len({relevant(length, each) for length in lengths}) == 1 for each in dependent)
+
+
+def _note_documents(backbone: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    spans, doc_lens = kwargs.pop("rope_spans", None), kwargs.get("doc_lens")
+    if spans is None and doc_lens is not None:
+        spans = tuple(zip(doc_lens, doc_lens, strict=True))
+    backbone.rotary_emb.spans = spans
+    return args, kwargs
+
+
+def _forget_documents(backbone: Any, *_: Any) -> None:
+    backbone.rotary_emb.spans = None
+
+
+class _ByDocument(nn.Module):
+    """Comes before a model's own rotary class, and is rebuilt from a config as that is."""
+
+    spans: Spans | None = None  # of the current forward pass; None: one document, of which all positions are given
+
+    def forward(self, hidden: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+        rotate: Any = super().forward
+        named = {} if layer_type is None else {"layer_type": layer_type}
+        config: Any = self.config
+        settings = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+        if not settings or settings.get("rope_type") not in USES_INPUT_LENGTH:
+            return rotate(hidden, position_ids, **named)
+        if self.spans is None:
+            self._reset(layer_type)
+            return rotate(hidden, position_ids, **named)
+        assert sum(count for count, _ in self.spans) == position_ids.shape[-1], "rope_spans must cover the tokens"
+        found, begin = [], 0
+        for length, group in groupby(self.spans, key=lambda span: self._relevant_length(span[1], settings)):
+            end = begin + sum(count for count, _ in group)
+            self._reset(layer_type)
+            # One more token at the document's last position, which decides, and is dropped again.
+            last = position_ids.new_full((len(position_ids), 1), length - 1)
+            tables = rotate(hidden, torch.cat([position_ids[:, begin:end], last], dim=1), **named)
+            found.append([table[:, :-1] for table in tables])
+            begin = end
+        return tuple(torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+
+    def _relevant_length(self, length: int, settings: dict[str, Any]) -> int:
+        """A length with the same frequencies, the same for as many lengths as possible."""
+        if settings["rope_type"] == "longrope":
+            return min(length, int(settings["original_max_position_embeddings"]) + 1)
+        original: Any = self.original_max_seq_len
+        return max(length, int(original))
+
+    def _reset(self, layer_type: str | None) -> None:
+        """Forget longer inputs: `dynamic` would keep the frequencies of the longest one so far."""
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        unscaled = getattr(self, f"{prefix}original_inv_freq")
+        self.register_buffer(f"{prefix}inv_freq", unscaled, persistent=False)
+        setattr(self, f"{prefix}max_seq_len_cached", self.original_max_seq_len)
+
+
 # A base per head
 
 
@@ -157,9 +261,12 @@ def apply_head_bases(model: Any, bases: np.ndarray | Sequence[Any]) -> None:
     if len(by_layer) not in (1, num_layers):
         raise ConfigError(f"rope harpe: bases for {len(by_layer)} layers, and the model has {num_layers}.")
     device = next(model.parameters()).device
-    backbone.rotary_emb = NoRotation(shape.rotary_dim)
+    backbone.rotary_emb = NoRotation(shape.rotary_dim, config)
     # One list for all layers if they are equal: shorter, and easier to check in the config.
     backbone.head_bases = (by_layer[0] if (by_layer == by_layer[0]).all() else by_layer).tolist()
+    # Kept when a user saves the model, with a rope_type that plain classes refuse.
+    config.head_bases = backbone.head_bases
+    config.rope_parameters = config.rope_parameters | {"rope_type": ROPE_TYPE}
     for layer, of_layer in zip(backbone.layers, np.broadcast_to(by_layer, (num_layers, num_bases)), strict=True):
         inv_freq = torch.from_numpy(frequencies(of_layer, shape.rotary_dim)).to(device)
         layer.self_attn.register_buffer("head_inv_freq", inv_freq, persistent=False)
@@ -174,7 +281,7 @@ def _check_rotation(model: Any) -> None:
     )
     if not layers or not all(hasattr(layer, "self_attn") for layer in layers):
         raise refusal
-    if model.config._attn_implementation != "unspool":
+    if model.config._attn_implementation != OWN_ATTENTION:
         raise ConfigError(
             'rope harpe: a base per head needs attn_implementation="unspool"; load the model with load_model.'
         )
@@ -199,14 +306,30 @@ def head_bases(model: Any) -> Any:
     return getattr(model.base_model, "head_bases", None)
 
 
-class NoRotation(nn.Module):
-    """Replaces the model's rotary module: cos 1, sin 0."""
+def plain_config(config: Any) -> Any:
+    """Return a copy of a model's config, without a base per head, from which its plain class can be built."""
+    plain = copy.deepcopy(config)
+    if getattr(plain, "head_bases", None) is not None:
+        del plain.head_bases
+        plain.rope_parameters = plain.rope_parameters | {"rope_type": "default"}
+    return plain
 
-    def __init__(self, rotary_dim: int) -> None:
+
+class NoRotation(nn.Module):
+    """Replaces the model's rotary module: cos 1, sin 0, because our attention rotates. Refuses any other attention."""
+
+    def __init__(self, rotary_dim: int, config: Any) -> None:
         super().__init__()
         self.rotary_dim = rotary_dim
+        self._config = config
 
     def forward(self, hidden: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self._config._attn_implementation != OWN_ATTENTION:
+            raise ConfigError(
+                f"HARPE: attention {self._config._attn_implementation!r} knows no base per head, so every position "
+                f"would be lost; use attn_implementation={OWN_ATTENTION!r}, or export the model and load that folder "
+                "with trust_remote_code=True."
+            )
         shape = (*position_ids.shape, self.rotary_dim)
         return hidden.new_ones(1).expand(shape), hidden.new_zeros(1).expand(shape)
 
@@ -221,13 +344,13 @@ def rotate_heads(query: Tensor, key: Tensor, inv_freq: Tensor, position_ids: Ten
     num_queries, num_keys = query.shape[2], key.shape[2]
     is_whole = num_queries == num_keys
     if is_whole and position_ids is not None:
-        positions = position_ids.reshape(-1)[:num_keys].float()
+        positions = position_ids[:, :num_keys].float()
     else:
-        positions = torch.arange(num_keys, device=key.device, dtype=torch.float32)
+        positions = torch.arange(num_keys, device=key.device, dtype=torch.float32)[None]
     cos, sin = _tables(inv_freq, positions)
     if is_whole or position_ids is None:
         last = slice(num_keys - num_queries, num_keys)
-        query_cos, query_sin = cos[None, :, None, last], sin[None, :, None, last]
+        query_cos, query_sin = cos[:, :, None, last], sin[:, :, None, last]
     else:
         query_cos, query_sin = (table[:, :, None] for table in _tables(inv_freq, position_ids.float()))
     groups = query.shape[1] // key.shape[1]

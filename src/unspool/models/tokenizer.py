@@ -17,13 +17,35 @@ def load_tokenizer(ref: str) -> Any:
     silence_transformers()
     try:
         tokenizer = _loader(ref).from_pretrained(**location(ref), trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # of any type: `tokenizers` raises bare ones, and files can hold anything
         raise ConfigError(f"model {ref}: no tokenizer could be loaded ({first_line(error)}).") from error
     if not tokenizer.is_fast:
         raise ConfigError(f"model {ref}: its tokenizer has no fast version; save one as tokenizer.json beside it.")
     if Path(ref).suffix == ".gguf":
         _split_digits(tokenizer, header_text(Path(ref), "tokenizer.ggml.pre"))
+    _check_vocabulary(tokenizer, ref)
     return tokenizer
+
+
+def _check_vocabulary(tokenizer: Any, ref: str) -> None:
+    """Refuse a tokenizer of another model before hours of work: ordinary text would have tokens without embeddings.
+
+    Special tokens may lie outside of the embeddings, as those of images do in text models; they are refused when used.
+    """
+    try:
+        config = json.loads((Path(ref) / "config.json").read_text(encoding="utf-8"))
+        size = int((config.get("text_config") or config).get("vocab_size") or len(tokenizer))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return  # a folder without a model, or one that the reader of its config reports
+    if len(tokenizer) <= size:
+        return
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    outside = sorted(token for token in tokenizer.get_vocab().values() if token >= size and token not in special)
+    if outside:
+        raise ConfigError(
+            f"model {ref}: its tokenizer has {len(tokenizer)} tokens and its config a vocab_size of {size}, so "
+            f"{len(outside)} ordinary tokens have no embedding; use the tokenizer that the model was trained with."
+        )
 
 
 def header_text(path: Path, key: str) -> str | None:
@@ -83,4 +105,8 @@ def silence_transformers() -> None:
 
 
 def first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = str(error).strip().splitlines()
+    if not lines or isinstance(error, KeyError):
+        # A KeyError says no more than the key.
+        return " ".join([type(error).__name__, *lines[:1]])
+    return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])

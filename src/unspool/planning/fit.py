@@ -1,12 +1,12 @@
 """Find settings of a stage that fit a machine, and the fastest of them.
 
 Settings are tried in this order until something fits: those that change no result (memory settings, layouts), then
-cheaper settings of the optimizer (one device), then weights in host memory (several devices). What is proposed is
+cheaper settings of the optimizer, then weights in host memory (several devices). What is proposed is
 estimated by the same arithmetic as what is written, so that planning again with it gives the same answer.
 """
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +18,11 @@ from unspool.models.memory.policy import MemoryPolicy
 from unspool.planning.cost import GPUS, Gpu, Shape
 from unspool.planning.footprint import Footprint, StepSetup, footprint, reserve
 from unspool.planning.step_time import DeviceSpeed, Documents, StepSeconds, device_speed, step_seconds
-from unspool.recipe.launch import work_of
+from unspool.recipe.launch import check_stage
 from unspool.recipe.load import LoadedRecipe
 from unspool.recipe.yaml_lines import CoreDumper
 from unspool.training.config import StageConfig
-from unspool.training.parallel.config import Layout, check_layout, divisors, fits_heads, settle_layout
+from unspool.training.parallel.config import Layout, divisors, fits_heads
 
 GIB = 1 << 30
 TILE = 16 << 10
@@ -59,6 +59,7 @@ class Case:
     """What is the same for all settings that are tried."""
 
     loaded: LoadedRecipe
+    values: Mapping[str, Any]  # the model's config
     shape: Shape
     docs: Documents  # of the mix, per token
     speed: DeviceSpeed
@@ -94,13 +95,8 @@ class Estimate:
 
 def estimate(case: Case, stage: StageConfig) -> Estimate:
     """Memory and time of a stage. Raises a ConfigError if it cannot be spread over the machine's devices."""
-    layout = settle_layout(stage.parallel, case.machine.count)
-    heads = (case.shape.num_heads, case.shape.num_kv_heads)
-    check_layout(layout, work_of(case.loaded, stage, heads))
+    layout = check_stage(case.loaded, stage, case.values, case.machine.count)
     is_single = case.machine.count == 1
-    problem = None if is_single else stage.optimizer.sharding_problem()
-    if problem is not None:
-        raise ConfigError(problem)
     stage.memory.check_layers(case.shape.num_layers)
     setup = StepSetup(
         tokens=-(-stage.tokens_per_pass // layout.sequence_ranks),
@@ -170,11 +166,11 @@ def _same_results(case: Case, stage: StageConfig) -> Iterator[Estimate]:
 
 
 def _other_optimizers(case: Case, stage: StageConfig) -> Iterator[Estimate]:
-    if case.machine.count > 1:
-        return
     whole = stage.tokens_per_pass == stage.batch_tokens
     for optimizer in stage.optimizer.alternatives():
         if optimizer.step == "in-backward" and (not whole or "skip" in (stage.guard.nan, stage.guard.spike)):
+            continue
+        if case.machine.count > 1 and optimizer.sharding_problem() is not None:
             continue
         found = [one for one in _same_results(case, stage.model_copy(update={"optimizer": optimizer})) if one.fits]
         yield from found

@@ -122,7 +122,15 @@ def _plan_stage(
     if measured is not None:
         speed, activations = measured.correct(speed), measured.activations
     docs = data.documents[stage.name]
-    case = Case(loaded=loaded, shape=model.shape, docs=docs, speed=speed, machine=machine, activations=activations)
+    case = Case(
+        loaded=loaded,
+        values=model.values,
+        shape=model.shape,
+        docs=docs,
+        speed=speed,
+        machine=machine,
+        activations=activations,
+    )
     written, problem = _written(case, stage)
     best = fastest(case, stage)
     fitting = written if problem is None else None

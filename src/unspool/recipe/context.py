@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from unspool.core.artifacts import MANIFEST, write_atomic
+from unspool.core.errors import naming
 from unspool.models.config import NewModel
 from unspool.recipe.load import LoadedRecipe
 from unspool.recipe.schema import Recipe, dump_recipe
@@ -81,7 +82,8 @@ class RunContext:
         manifest = self.out / folder / MANIFEST
         before = manifest.stat().st_mtime_ns if manifest.is_file() else None
         began = time.perf_counter()
-        yield
+        with naming(self.out / folder):
+            yield
         # A folder that was up to date keeps the time it took when it was built.
         if manifest.is_file() and manifest.stat().st_mtime_ns != before:
             seconds = round(time.perf_counter() - began, 1)

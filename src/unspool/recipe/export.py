@@ -5,7 +5,6 @@ The folder appears only after a fresh process has loaded it and computed the sam
 
 import gc
 import json
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,14 @@ import torch
 import yaml
 from huggingface_hub import hf_hub_download
 
-from unspool.core.artifacts import publish, read_manifest
+from unspool.core.artifacts import publish, read_manifest, remove
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
+from unspool.models.checks import check_finite
 from unspool.models.export import Compared, check_folder, our_passes, round_weights, save_model
-from unspool.models.load import load_model, model_digest
+from unspool.models.load import load_model
 from unspool.models.tokenizer import load_tokenizer
+from unspool.models.weight_files import model_digest
 from unspool.recipe.paths import resolve_path
 from unspool.recipe.run import versions
 from unspool.reporting.gather import gather
@@ -102,8 +103,9 @@ def export(checkpoint: Checkpoint, out_dir: Path, *, dtype: str | None, device: 
     tokenizer = load_tokenizer(str(checkpoint.model))
     model = load_model(str(checkpoint.model), device=device, dtype=torch.float32)
     round_weights(model, target)
-    passes = our_passes(model, target)
     name = str(target).removeprefix("torch.")
+    check_finite(model, f"model {checkpoint.model} in {name}")
+    passes = our_passes(model, target)
     inputs = {"model": model_digest(str(checkpoint.model))}
     with publish(out_dir, kind=KIND, inputs=inputs, settings={"dtype": name, "stage": checkpoint.stage}) as draft:
         try:
@@ -119,7 +121,7 @@ def export(checkpoint: Checkpoint, out_dir: Path, *, dtype: str | None, device: 
             (draft.folder / CARD).write_text(render_card(facts), encoding="utf-8")
             draft.counts = {"bytes": _num_bytes(draft.folder), "checks": [asdict(check) for check in checks]}
         except BaseException:
-            shutil.rmtree(draft.folder, ignore_errors=True)
+            remove(draft.folder)
             raise
     return Exported(
         folder=out_dir,

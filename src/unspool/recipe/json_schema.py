@@ -13,11 +13,13 @@ from pydantic_core import ErrorDetails
 
 from unspool.core.config import did_you_mean, nearest, registry_version
 from unspool.core.errors import ConfigError
+from unspool.core.formatting import clip
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import Marks, Place, Problem
 
 Shape = dict[str, Any]
 
+MOST_SHOWN = 200  # characters of a value
 SIZE_TYPES = {"integer", "number", "string"}
 
 
@@ -128,6 +130,7 @@ def _describe_form(form: Shape) -> str:
         "minimum": "of at least {}",
         "exclusiveMaximum": "below {}",
         "maximum": "of at most {}",
+        "maxLength": "of at most {} characters",
         "pattern": "made of letters, digits, '-', '_' and '.', beginning with a letter or digit",
     }
     limits = [text.format(form[key]) for key, text in words.items() if key in form]
@@ -170,7 +173,7 @@ def _spell(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return f" = {str(value).lower()}"
-    text = f"{value:g}" if isinstance(value, float) else str(value)
+    text = f"{value:g}" if isinstance(value, float) else clip(str(value), MOST_SHOWN)
     plain = text.isprintable() and text == text.strip() != ""
     return f" = {text if plain else repr(text)}"
 

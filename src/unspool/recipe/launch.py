@@ -5,6 +5,7 @@ Every value is quoted, and values that a scheduler would misread are refused. No
 
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from unspool.models.config import SIZES, config_values
 from unspool.recipe.load import HUB_ID, LoadedRecipe
 from unspool.recipe.paths import path_exists
 from unspool.training.config import StageConfig
-from unspool.training.parallel.config import Layout, Work, check_layout, settle_layout
+from unspool.training.parallel.config import REFUSAL, Layout, Work, check_layout, not_on_ring, settle_layout
 
 PORT = 29400
 GRACE = 300  # seconds to finish a step and save a checkpoint when the job is preempted
@@ -117,6 +118,12 @@ def torchrun_command(options: LaunchOptions) -> list[str]:
     ]
 
 
+def local_command(options: LaunchOptions, parent: int) -> list[str]:
+    """The command of a job on this machine, which ends with its parent process."""
+    python, module, _, *args = torchrun_command(options)
+    return [python, module, "unspool.recipe.torchrun", str(parent), *args]
+
+
 def torchrun_lines(options: LaunchOptions) -> list[str]:
     """One line per node, to run in the same folder on each."""
     settings = [f"{key}={shlex.quote(value)}" for key, value in options.env.items()]
@@ -169,6 +176,7 @@ def slurm_script(options: LaunchOptions) -> str:
         tries=options.restarts + 1,
         grace=GRACE,
         port=PORT,
+        refusal=f"{REFUSAL}={shlex.quote(str(options.logs))}",
         command=shlex.join(rank_command(options)),
     )
 
@@ -180,6 +188,9 @@ cd {folder} || exit 1
 {exports}python={python}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$(({port} + SLURM_JOB_ID % 10000))
+# A rank writes here why the job cannot work, which another try would not change.
+export {refusal}/refusal-$SLURM_JOB_ID
+rm -f "$UNSPOOL_REFUSAL"
 
 stopped=0
 step=
@@ -210,6 +221,10 @@ for try in $(seq {tries}); do
   [ "$stopped" = 1 ] && stop
   # A signal ends the wait, not the step.
   while true; do wait "$step"; code=$?; kill -0 "$step" 2> /dev/null || break; done
+  if [ -s "$UNSPOOL_REFUSAL" ]; then
+    echo "error: $(cat "$UNSPOOL_REFUSAL")"
+    exit 2
+  fi
   [ "$code" = 0 ] && exit 0
   [ "$stopped" = 1 ] && break
   echo "try $try of {tries} ended with exit code $code"
@@ -221,30 +236,32 @@ exit "$code"
 
 def check_layouts(loaded: LoadedRecipe, world_size: int) -> list[str]:
     """Describe the layout of every stage on `world_size` ranks; ConfigError if a stage does not fit."""
-    heads = model_heads(loaded)
+    values = model_values(loaded)
     lines = []
     for stage in loaded.recipe.stages:
         try:
-            layout = settle_layout(stage.parallel, world_size)
-            check_layout(layout, work_of(loaded, stage, heads))
+            layout = check_stage(loaded, stage, values, world_size)
         except ConfigError as error:
             raise ConfigError(f"stage {stage.name} on {world_size} ranks: {error}") from None
         lines.append(f"stage {stage.name}: {describe_layout(layout)}")
     return lines
 
 
-def model_heads(loaded: LoadedRecipe) -> tuple[int, int] | None:
-    """Query and KV heads of the recipe's model; None if its config is not on this machine."""
+def check_stage(loaded: LoadedRecipe, stage: StageConfig, values: Mapping[str, Any] | None, world_size: int) -> Layout:
+    """The layout of a stage; ConfigError if it cannot work. `values` is the model's config, None if it is unknown."""
+    layout = settle_layout(stage.parallel, world_size)
+    check_layout(layout, work_of(loaded, stage, values))
+    problem = stage.ranks_problem() if world_size > 1 else None
+    if problem is not None:
+        raise ConfigError(problem)
+    return layout
+
+
+def model_values(loaded: LoadedRecipe) -> Mapping[str, Any] | None:
+    """The config of the recipe's model; None if it is not on this machine."""
     model = loaded.recipe.model
-    if not isinstance(model, str):
-        shape = SIZES[model.size]
-        return shape["num_attention_heads"], shape["num_key_value_heads"]
-    ref = loaded.path(model)
-    values = cached_config(ref)
-    if values is None or "num_attention_heads" not in values:
-        return None
-    heads = int(values["num_attention_heads"])
-    return heads, int(values.get("num_key_value_heads") or heads)
+    values = cached_config(loaded.path(model)) if isinstance(model, str) else SIZES[model.size]
+    return None if values is None or "num_attention_heads" not in values else values
 
 
 def cached_config(ref: str) -> dict[str, Any] | None:
@@ -258,24 +275,31 @@ def cached_config(ref: str) -> dict[str, Any] | None:
     try:
         return config_values(ref)
     except ConfigError:
+        if Path(ref).is_file() or (Path(ref) / "config.json").is_file():
+            raise  # it is there, and damaged
         return None
 
 
-def work_of(loaded: LoadedRecipe, stage: StageConfig, heads: tuple[int, int] | None) -> Work:
+def work_of(loaded: LoadedRecipe, stage: StageConfig, values: Mapping[str, Any] | None) -> Work:
     # If the heads are unknown, one per rank passes their check.
-    num_heads, num_kv_heads = heads or (stage.parallel.ulysses, stage.parallel.ulysses)
+    heads = int(values["num_attention_heads"]) if values else stage.parallel.ulysses
     rows = [loaded.recipe.datasets[name] for name in stage.mix]
-    masks = stage.attention == "intra_document" and not all(
-        entry.attention == "full" or entry.chunk_strategy is not None for entry in rows
+    masks = any(entry.seq_len < stage.context_length for entry in rows) or (
+        stage.attention == "intra_document"
+        and not all(
+            entry.attention == "full" or entry.chunk_strategy is not None or entry.packing == "single_doc"
+            for entry in rows
+        )
     )
     return Work(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_heads=heads,
+        num_kv_heads=int((values or {}).get("num_key_value_heads") or heads),
         context_length=stage.context_length,
         batch_tokens=stage.batch_tokens,
         micro_batch_tokens=stage.micro_batch_tokens or stage.context_length,
         document_masks=masks,
-        kv_heads_at_once=stage.attention_heads_at_once if heads else None,
+        not_on_ring=not_on_ring(values or {}, stage.context_length),
+        kv_heads_at_once=stage.attention_heads_at_once if values else None,
     )
 
 

@@ -18,7 +18,7 @@ from unspool.core.logging import silence
 from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.run import Scoring, score_model
 from unspool.models.config import NewModel, original_context
-from unspool.models.load import model_digest
+from unspool.models.weight_files import model_digest
 from unspool.recipe.context import RunContext, Share, build_in_place
 from unspool.recipe.load import LoadedRecipe
 from unspool.recipe.prepare import check_data_inputs, pack, tokenize
@@ -28,6 +28,7 @@ from unspool.reporting.page import write_report
 from unspool.training.checkpoint.resume import OPTIMIZER
 from unspool.training.config import StageConfig
 from unspool.training.distill.distill import check_distillation
+from unspool.training.parallel.agreement import require_agreement, version_facts
 from unspool.training.parallel.apply import check_fit
 from unspool.training.parallel.mesh import single_rank
 from unspool.training.parallel.ranks import Ranks
@@ -52,6 +53,8 @@ def open_run(loaded: LoadedRecipe, ranks: Ranks | None = None, *, share: Share =
     context = RunContext(loaded=loaded, ranks=ranks or single_rank(pick_device(loaded.recipe.device)), share=share)
     if not context.is_leader:
         silence()  # rank 0 logs for all
+    assert context.ranks is not None
+    require_agreement(context.ranks, {**context.recipe.model_dump(mode="json", by_alias=True), **version_facts()})
     check_data_inputs(context)
     _check_layouts(context)
     facts = {

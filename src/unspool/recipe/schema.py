@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, model_validator
 
+from unspool.core.artifacts import WORK_ENDINGS
 from unspool.core.config import Config, did_you_mean
+from unspool.core.formatting import clip
 from unspool.core.sizes import format_size, parse_size
 from unspool.data.corpus.config import EngineConfig
 from unspool.data.packing.config import STRATEGIES, AnyDataset
@@ -22,9 +24,7 @@ from unspool.recipe.yaml_lines import CoreDumper, Place, Problem
 from unspool.synthesis.config import SynthConfig
 from unspool.training.config import StageConfig
 
-FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-# Endings of unfinished folders, which are beside the finished ones.
-WORK_ENDINGS = (".work", ".partial", ".old", ".tmp")
+FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 # Both are values of `init:`, and the scores of the base model are in `scores/base`.
 RESERVED_STAGES = ("previous", "base")
 
@@ -209,8 +209,8 @@ def _init_problems(index: int, start: Any, stage_names: list[str]) -> Iterator[P
 def folder_problems(name: str, place: Place) -> Iterator[Problem]:
     """Refuse a name that cannot be that of a folder."""
     if not FOLDER_NAME.fullmatch(name) or name.endswith(WORK_ENDINGS):
-        allowed = "begin with a letter or digit, use only those, '-', '_' and '.'"
-        text = f"{name!r} cannot name a folder; {allowed}, and do not end in {', '.join(WORK_ENDINGS)}."
+        allowed = "begin with a letter or digit, use at most 100 of those, '-', '_' and '.'"
+        text = f"{clip(name, 120)!r} cannot name a folder; {allowed}, and do not end in {', '.join(WORK_ENDINGS)}."
         yield Problem(place=place, text=text)
 
 

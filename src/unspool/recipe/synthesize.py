@@ -22,7 +22,7 @@ from unspool.evals.backends.transformers import ModelBackend
 from unspool.evals.config import EvalConfig
 from unspool.evals.heldout import heldout_digest
 from unspool.evals.suites import suite_of
-from unspool.models.load import model_digest
+from unspool.models.weight_files import model_digest
 from unspool.recipe.context import RunContext
 from unspool.recipe.load import LoadedRecipe
 from unspool.recipe.prepare import build_source, check_data_inputs

@@ -140,6 +140,9 @@ class _Reader:
             for index, item in enumerate(node.value):
                 self.marks.lines[(*place, index)] = item.start_mark.line + 1
             return [self.build(item, (*place, index)) for index, item in enumerate(node.value)]
+        if "\0" in node.value:
+            self.problems.append(Problem(place=place, text="a NUL character; remove it, as no path or name has one."))
+            return None
         try:
             return SCALARS[kind](node.value)
         except (KeyError, ValueError, TypeError):

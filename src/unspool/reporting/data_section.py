@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unspool.core.charts import Figure, Pair, pair_bars
-from unspool.core.formatting import MISSING, excerpt, format_manifest_count, format_percent
+from unspool.core.formatting import MISSING, excerpt, format_manifest_count, format_percent, format_share
 from unspool.core.sizes import format_count, format_size
 from unspool.core.table import Table, entries
 from unspool.reporting.run_results import Artifact, Problem, RunResults, Stage
@@ -17,7 +17,7 @@ from unspool.reporting.run_results import Artifact, Problem, RunResults, Stage
 # Counts with a column of their own; other counts follow them, except details that other parts of the page show.
 _CORPUS = ("records", "documents", "tokens", "quarantined", "filtered", "left_out")
 _ROWS = ("rows", "documents", "tokens_in", "tokens_added", "dropped", "tokens")
-_DETAILS = {"sources", "lengths", "added_tokens", "strategy", "upsample"}
+_DETAILS = {"sources", "lengths", "added_tokens", "strategy", "upsample", "shares"}
 _TITLES = {
     "quarantined": "not read",
     "filtered": "filtered out",
@@ -44,7 +44,8 @@ def audit(results: RunResults) -> Audit:
     corpus = _count_table(groups["corpus"], "Documents", _CORPUS, _corpus_gap)
     rows = _count_table(groups["datasets"], "Datasets", _ROWS, _rows_gap)
     mixes = [stage for stage in results.stages if stage.mix]
-    tables = [table for table in (corpus, rows, _mix_table(mixes, groups["datasets"])) if table is not None]
+    found = (corpus, rows, _shares_table(groups["datasets"]), _mix_table(mixes, groups["datasets"]))
+    tables = [table for table in found if table is not None]
     gaps = [(f"corpus {name}", _corpus_gap(one.counts)) for name, one in groups["corpus"].items()]
     gaps += [(f"dataset {name}", _rows_gap(one.counts)) for name, one in groups["datasets"].items()]
     return Audit(
@@ -103,6 +104,22 @@ def _count_table(group: dict[str, Artifact], caption: str, first: Sequence[str],
     titles = [[_TITLES.get(name, name.replace("_", " ")) for name in names] for names in (known, more)]
     columns = ["name", *titles[0], "adds up", *titles[1]]
     return Table(caption=caption, columns=columns, rows=lines)
+
+
+def _shares_table(group: dict[str, Artifact]) -> Table | None:
+    """Requested and realized shares of the sources of mixed datasets, in trained tokens."""
+    lines = [
+        entries(
+            f"{name}: {source}",
+            format_manifest_count(share.get("trained_tokens"), "trained_tokens"),
+            format_share(share.get("requested")),
+            format_share(share.get("realized")),
+        )
+        for name, one in group.items()
+        for source, share in (one.counts.get("shares") or {}).items()
+    ]
+    columns = ["dataset and source", "trained tokens", "requested share", "realized"]
+    return Table(caption="Shares of sources", columns=columns, rows=lines) if lines else None
 
 
 def _length_figures(groups: dict[str, dict[str, Artifact]]) -> list[Figure]:

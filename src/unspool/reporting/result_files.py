@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from unspool.core.artifacts import MANIFEST
+from unspool.core.artifacts import MANIFEST, WORK_ENDINGS
 from unspool.core.errors import DataError
 from unspool.core.sizes import parse_size
 
@@ -19,7 +19,7 @@ def published(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = (path.parent for path in folder.glob(f"*/{MANIFEST}"))
-    return sorted(path for path in found if path.suffix not in (".partial", ".old", ".work"))
+    return sorted(path for path in found if not path.name.endswith(WORK_ENDINGS))
 
 
 def read_text(path: Path) -> str:

@@ -85,6 +85,13 @@ def global_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
         outside = config.get("original_max_position_embeddings")
         inside = found.get("original_max_position_embeddings")
         found["original_max_position_embeddings"] = outside or inside or config["max_position_embeddings"]
+    for name, least in (("rope_theta", 1), ("factor", 0), ("original_max_position_embeddings", 0)):
+        value = found.get(name)
+        if value is not None and not (isinstance(value, int | float) and least < value < math.inf):
+            raise ConfigError(
+                f"model_type {config.get('model_type')!r} has {name} {value!r} in its config; it must be a number "
+                f"above {least}."
+            )
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -92,7 +99,7 @@ def shape_of(config: Mapping[str, Any]) -> RopeShape:
     """Read what RoPE methods need to know from a config; ConfigError for a model without RoPE."""
     parameters = global_parameters(config)
     heads = config["num_attention_heads"]
-    if not config.get("max_position_embeddings"):
+    if (config.get("max_position_embeddings") or 0) <= 0:
         raise ConfigError(
             f"model_type {config.get('model_type')!r} has no max_position_embeddings in its config, so its original "
             "context length is not known; write it into the model's config.json."
@@ -130,9 +137,14 @@ def _original_len(parameters: Mapping[str, Any], max_positions: int) -> int:
     return round(max_positions / parameters["factor"]) if parameters["rope_type"] == "linear" else max_positions
 
 
-def old_fields(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+def old_fields(parameters: Mapping[str, Any], max_positions: int) -> dict[str, Any] | None:
     """Return `rope_theta` and `rope_scaling` for versions before v5; None where they cannot express the settings."""
     if not is_nested(parameters):
+        outside = {}
+        if parameters["rope_type"] == "longrope":
+            # Before v5, the original length is only read beside the settings, and `factor` is not read at all.
+            outside = {"original_max_position_embeddings": parameters["original_max_position_embeddings"]}
+            parameters = {**parameters, "attention_factor": _longrope_attention(parameters, max_positions)}
         scaling = {
             key: value for key, value in parameters.items() if key not in ("rope_theta", "partial_rotary_factor")
         }
@@ -142,11 +154,12 @@ def old_fields(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
         return {
             "rope_theta": parameters["rope_theta"],
             "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
+            **outside,
         } | ({} if partial is None else {"partial_rotary_factor": partial})
     local = parameters.get("sliding_attention")
     if set(parameters) != {GLOBAL_LAYERS, "sliding_attention"} or not local or local["rope_type"] != "default":
         return None
-    fields = old_fields(parameters[GLOBAL_LAYERS])
+    fields = old_fields(parameters[GLOBAL_LAYERS], max_positions)
     return None if fields is None else fields | {"rope_local_base_freq": local["rope_theta"]}
 
 
@@ -208,13 +221,20 @@ def _temperature(factor: float, weight: float = 1.0) -> float:
 
 
 def _longrope(p: Mapping[str, Any], dim: int, max_positions: int, seq_len: int | None) -> tuple[np.ndarray, float]:
+    is_long = seq_len and seq_len > p["original_max_position_embeddings"]
+    factors = p["long_factor"] if is_long else p["short_factor"]
+    if len(factors) != dim // 2:
+        raise ConfigError(f"longrope: {len(factors)} factors for {dim // 2} frequencies; give one each.")
+    inv_freq = plain_frequencies(float(p["rope_theta"]), dim) / np.asarray(factors, dtype=np.float64)
+    return inv_freq, _longrope_attention(p, max_positions)
+
+
+def _longrope_attention(p: Mapping[str, Any], max_positions: int) -> float:
     original = p["original_max_position_embeddings"]
     factor = p.get("factor") or max_positions / original
-    attention = p.get("attention_factor")
-    if attention is None:
-        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    factors = p["long_factor"] if seq_len and seq_len > original else p["short_factor"]
-    return plain_frequencies(float(p["rope_theta"]), dim) / np.asarray(factors, dtype=np.float64), float(attention)
+    if p.get("attention_factor") is not None:
+        return float(p["attention_factor"])
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _llama3(p: Mapping[str, Any], dim: int, max_positions: int, seq_len: int | None) -> tuple[np.ndarray, float]:

@@ -5,15 +5,13 @@ one is tried again. A failure does not stop the other runs. A study runs in one 
 `unspool launch` a written recipe, or start several processes with `--only`.
 """
 
-import fcntl
 import gc
 import json
 import logging
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,13 +19,21 @@ from typing import Any, Literal
 import torch
 
 from unspool.core.artifacts import MANIFEST, digest, read_manifest, write_atomic
-from unspool.core.errors import UnspoolError
+from unspool.core.errors import BusyError, explain
+from unspool.core.lock import LOCK, lock_run, wait_for_lock
 from unspool.data.corpus.build import files_digest
 from unspool.recipe.paths import path_exists
 from unspool.recipe.run import REPORT, open_run
 from unspool.recipe.run import run as run_recipe
 from unspool.studies.load import Study, StudyRun
-from unspool.studies.shared_work import load_written, recipe_digest, share_between_runs, shared_folders, write_recipes
+from unspool.studies.shared_work import (
+    RECIPES,
+    load_written,
+    recipe_digest,
+    share_between_runs,
+    shared_folders,
+    write_recipes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +56,8 @@ def states(study: Study) -> list[RunState]:
 
 def run_study(study: Study, chosen: Sequence[StudyRun]) -> list[RunState]:
     """Run the chosen runs that are not finished; returns the state of every run of the study."""
-    write_recipes(study)
+    with wait_for_lock(study.out / RECIPES / LOCK):
+        write_recipes(study)
     left = [run for run in chosen if not is_done(study, run)]
     if len(left) < len(chosen):
         logger.info(f"{study.name}: {len(chosen) - len(left)} of {len(chosen)} runs are finished")
@@ -58,12 +65,12 @@ def run_study(study: Study, chosen: Sequence[StudyRun]) -> list[RunState]:
     busy: set[str] = set()
     for at, run in enumerate(left, start=1):
         logger.info(f"\n[{at}/{len(left)}] {run.name}{_eta(began, at - 1, len(left))}")
-        with _lock_run(study, run) as mine:
-            if not mine:
-                logger.warning(f"{run.name}: locked by another process; skipping")
-                busy.add(run.name)
-                continue
-            _run_one(study, run)
+        try:
+            with lock_run(study.run_dir(run)):
+                _run_one(study, run)
+        except BusyError as error:
+            logger.warning(f"{run.name}: skipping, because {error}")
+            busy.add(run.name)
     return [
         RunState(run=one.run, state="running elsewhere") if one.run.name in busy and one.state != "finished" else one
         for one in states(study)
@@ -75,7 +82,7 @@ def _run_one(study: Study, run: StudyRun) -> None:
     try:
         run_recipe(open_run(load_written(study, run), share=share_between_runs(study.out)))
     except Exception as error:  # a failure must not stop the other arms
-        message = str(error) if isinstance(error, UnspoolError) else f"{type(error).__name__}: {error}"
+        message = explain(error) or f"{type(error).__name__}: {error}"
         failure.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(failure, json.dumps({"error": message, "traceback": traceback.format_exc()}, indent=1) + "\n")
         logger.warning(f"{run.name} failed: {message.splitlines()[0]} (traceback: {failure})")
@@ -99,20 +106,6 @@ def _eta(began: float, done: int, total: int) -> str:
         return ""
     minutes = (time.monotonic() - began) / done * (total - done) / 60
     return f", about {minutes:.0f} min left for all" if minutes >= 1 else ""
-
-
-@contextmanager
-def _lock_run(study: Study, run: StudyRun) -> Iterator[bool]:
-    """Lock a run for this process; yields False if another process holds the lock."""
-    folder = study.out / DONE
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f".{run.name}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        yield True
 
 
 def is_done(study: Study, run: StudyRun) -> bool:

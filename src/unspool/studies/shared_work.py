@@ -4,18 +4,17 @@ Shared folders are in `shared/`, named by a hash of everything that their conten
 to their files (copies on disks without links), so that its folder is complete and can be moved or deleted.
 """
 
-import fcntl
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from unspool.core.artifacts import MANIFEST, digest, read_manifest, write_atomic
+from unspool.core.artifacts import MANIFEST, digest, find_damage, read_manifest, remove, write_atomic
+from unspool.core.lock import LOCK, wait_for_lock
 from unspool.models.config import NewModel
 from unspool.recipe.context import RunContext, Share
 from unspool.recipe.json_schema import value_at
@@ -100,7 +99,6 @@ def recipe_digest(loaded: LoadedRecipe, *, paths: bool = True) -> str:
 
 
 SHARED = "shared"
-LOCK = ".lock"
 
 
 def corpus_key(loaded: LoadedRecipe, name: str) -> str:
@@ -157,7 +155,7 @@ def share_between_runs(study_dir: Path) -> Share:
             return build(context.out / folder)
         kind, name = folder.split("/")
         shared = study_dir / SHARED / kind / key / name
-        with locked(shared.parent):
+        with wait_for_lock(shared.parent / LOCK):
             result = build(shared)
             link_folder(shared, context.out / folder)
         return result
@@ -165,23 +163,14 @@ def share_between_runs(study_dir: Path) -> Share:
     return share
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder; the system releases it when the process ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def link_folder(shared: Path, own: Path) -> None:
     """Link the files of `shared` into `own`, unless `own` is up to date."""
     theirs, ours = read_manifest(shared), read_manifest(own)
     assert theirs is not None, shared
-    if ours is not None and _same_content(theirs, ours) and _is_complete(own, ours):
+    if ours is not None and _same_content(theirs, ours) and find_damage(own) is None:
         return
     draft = own.with_name(own.name + ".partial")
-    shutil.rmtree(draft, ignore_errors=True)
+    remove(draft)
     draft.mkdir(parents=True)
     for name in [*theirs["files"], MANIFEST]:
         target = draft / name
@@ -191,7 +180,7 @@ def link_folder(shared: Path, own: Path) -> None:
         except OSError:  # another disk, or one without hard links
             shutil.copyfile(shared / name, target)
     # A kill between these two lines loses nothing: the next run links again.
-    shutil.rmtree(own, ignore_errors=True)
+    remove(own)
     draft.rename(own)
 
 
@@ -199,10 +188,3 @@ def _same_content(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two folders have the same inputs and settings; a judge may have added files to one of them."""
     keys = ("kind", "format", "inputs", "settings")
     return all(json.dumps(one.get(key), sort_keys=True) == json.dumps(other.get(key), sort_keys=True) for key in keys)
-
-
-def _is_complete(folder: Path, manifest: dict[str, Any]) -> bool:
-    files: dict[str, dict[str, Any]] = manifest.get("files", {})
-    return all(
-        (folder / name).is_file() and (folder / name).stat().st_size == entry["bytes"] for name, entry in files.items()
-    )

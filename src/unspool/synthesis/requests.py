@@ -172,8 +172,8 @@ class GeneratorClient:
     def _submit(self, request: Request) -> Future[Reply]:
         key = request.key(self.identity)
         with self._lock:
-            if key in self._in_flight:
-                return self._in_flight[key]
+            if (begun := self._in_flight.get(key)) is not None:
+                return begun
             if (cached := self._replies.get(key)) is not None:
                 self.stats.cached += 1
                 done: Future[Reply] = Future()
@@ -181,12 +181,9 @@ class GeneratorClient:
                 return done
             future = self._pool.submit(self._run, key, request)
             self._in_flight[key] = future
-        future.add_done_callback(lambda _: self._forget(key))
+        # Without the lock: `close` calls this while it holds the pool's own lock, which `submit` needs above.
+        future.add_done_callback(lambda _: self._in_flight.pop(key, None))
         return future
-
-    def _forget(self, key: str) -> None:
-        with self._lock:
-            self._in_flight.pop(key, None)
 
     def _run(self, key: str, request: Request) -> Reply:
         tokens = len(request.prompt) // CHARS_PER_TOKEN + request.max_tokens

@@ -6,7 +6,6 @@ sends no request that has a cached reply.
 """
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,9 +16,11 @@ from typing import Any, Self
 
 import zstandard
 
-from unspool.core.artifacts import Draft, digest, publish, write_atomic
+from unspool.core.artifacts import Draft, digest, open_work, publish, remove
+from unspool.core.checked_lines import CheckedLines, intact_lines
+from unspool.core.errors import DataError
 from unspool.core.progress import progress_bar
-from unspool.synthesis.config import SynthConfig
+from unspool.synthesis.config import REJECT_REASONS, SynthConfig
 from unspool.synthesis.conversation import ConversationBuilder, Outcome, SynthInputs
 from unspool.synthesis.quality import NearDuplicates
 from unspool.synthesis.scheduler import Job, JournalEntry, KeptPair, Scheduler, surplus
@@ -28,28 +29,23 @@ from unspool.synthesis.templates import Pair
 KIND = "synth"
 REJECTED = "rejected.ndjson"  # a suffix that chat sources do not read
 SHARD_BYTES = 64 << 20  # before compression
-JOURNAL, EXAMPLES, KEY = "journal.jsonl", "examples.jsonl", "key"
+JOURNAL, EXAMPLES = "journal.jsonl", "examples.jsonl"
 
 
 class Journal:
     """Finished jobs and kept conversations of a set, on disk: `with Journal(folder, key) as journal`.
 
-    A conversation is written before the entry that refers to it. On opening, everything after the last complete entry
-    is cut off, so that a killed run leaves nothing twice and nothing missing. A folder with another key is deleted.
+    A conversation is written before the entry that refers to it. On opening, everything after the last complete and
+    intact entry is cut off, so that a killed run leaves nothing twice and nothing missing. What is cut off is built
+    again from cached replies.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
         self.folder = folder
-        if not (folder / KEY).is_file() or (folder / KEY).read_text() != key:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            write_atomic(folder / KEY, key)
-        self.entries, size = _read_entries(folder / JOURNAL)
-        self._end = max((entry["end"] for entry in self.entries), default=0)
-        self._journal = (folder / JOURNAL).open("ab", buffering=0)
-        self._journal.truncate(size)
-        self._examples = (folder / EXAMPLES).open("ab", buffering=0)
-        self._examples.truncate(self._end)
+        open_work(folder, key, label=f"synth {folder.stem}", describe=_describe_work)
+        self.entries, lines, examples = _read_entries(folder)
+        self._journal = CheckedLines(folder / JOURNAL, lines)
+        self._examples = CheckedLines(folder / EXAMPLES, examples)
 
     def __enter__(self) -> Self:
         return self
@@ -60,11 +56,8 @@ class Journal:
 
     def add(self, entry: JournalEntry, example: dict[str, Any] | None) -> None:
         if example is not None:
-            data = (json.dumps(example, ensure_ascii=False) + "\n").encode()
-            _write_all(self._examples, data)
-            self._end += len(data)
-        entry = {**entry, "end": self._end}
-        _write_all(self._journal, (json.dumps(entry) + "\n").encode())
+            self._examples.append((json.dumps(example, ensure_ascii=False) + "\n").encode())
+        self._journal.append((json.dumps(entry) + "\n").encode())
         self.entries.append(entry)
 
     def examples(self) -> Iterator[tuple[JournalEntry, bytes]]:
@@ -74,25 +67,28 @@ class Journal:
                 yield entry, file.readline()
 
 
-def _read_entries(path: Path) -> tuple[list[JournalEntry], int]:
-    """The complete entries, which are numbered from 0, and their size in bytes."""
+def _describe_work(folder: Path) -> str | None:
+    try:
+        entries = (folder / JOURNAL).read_bytes().count(b"\n")
+    except OSError:
+        return None
+    return f"{entries} conversations" if entries else None
+
+
+def _read_entries(folder: Path) -> tuple[list[JournalEntry], list[bytes], list[bytes]]:
+    """The entries up to the first that is damaged or whose conversation is, as they are and as lines; conversations."""
+    examples = intact_lines(folder / EXAMPLES)
     entries: list[JournalEntry] = []
-    size = 0
-    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else []:
-        try:
-            entry = json.loads(line)
-        except ValueError:
+    lines: list[bytes] = []
+    kept = 0
+    for line in intact_lines(folder / JOURNAL):
+        entry = json.loads(line)
+        if entry["kept"] and kept == len(examples):
             break
-        if not line.endswith(b"\n") or entry.get("n") != len(entries):
-            break
+        kept += entry["kept"]
         entries.append(entry)
-        size += len(line)
-    return entries, size
-
-
-def _write_all(file: Any, data: bytes) -> None:
-    while data:
-        data = data[file.write(data) or 0 :]
+        lines.append(line)
+    return entries, lines, examples[:kept]
 
 
 class Generation:
@@ -182,9 +178,27 @@ def generate(
                 if client is not None:
                     stack.callback(client.close)
             Generation(name, inputs, journal).run()
+        if not any(entry["kept"] for entry in journal.entries):
+            # Without its journal the next run asks again for what failed, and takes all other replies from the cache.
+            remove(work)
+            raise DataError(_nothing_kept(name, journal.entries))
         with publish(out_dir, kind=KIND, inputs=input_hashes, settings=settings) as draft:
             _write(draft, journal, inputs)
-    shutil.rmtree(work)
+    remove(work)
+
+
+def _nothing_kept(name: str, entries: Sequence[JournalEntry]) -> str:
+    reasons = Counter((entry["reason"], entry["failed"]) for entry in entries).most_common()
+    counted = "; ".join(
+        f"{count} failed: {reason}" if failed else f"{count} {reason} ({REJECT_REASONS[reason]})"
+        for (reason, failed), count in reasons
+    )
+    detail = next((entry["detail"].rstrip(".") for entry in entries if entry["detail"]), None)
+    return (
+        f"synth {name}: none of {len(entries)} conversations was kept, so no data set is written: {counted}. "
+        f"{f'The first: {detail}. ' if detail else ''}Use another generator, loosen checks, or repair what failed; "
+        "replies are cached and not paid for again."
+    )
 
 
 def _write(draft: Draft, journal: Journal, inputs: SynthInputs) -> None:

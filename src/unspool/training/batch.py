@@ -16,17 +16,18 @@ from torch import Tensor
 from unspool.core.errors import ConfigError
 from unspool.data.packing.row import IGNORE, Row, attended_lens, labels, position_ids
 
-_TENSORS = ("tokens", "labels", "position_ids")
+_TENSORS = ("tokens", "shift_labels", "position_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     tokens: Tensor  # int64[T]
-    labels: Tensor  # int64[T]
+    shift_labels: Tensor  # int64[T]: the token after each; not called `labels`, which others would shift again
     position_ids: Tensor  # int64[T]
     doc_lens: tuple[int, ...]  # attended lengths, summing to T
     row_lens: tuple[int, ...]  # tokens of each row, summing to T
     num_valid: tuple[int, ...]  # labels of each row that carry loss
+    rope_spans: tuple[tuple[int, int], ...]  # tokens in order: how many, and the positions of their whole document
 
     def to(self, device: torch.device) -> "Batch":
         """Copy to `device`, without waiting if the arrays are pinned."""
@@ -37,7 +38,22 @@ class Batch:
 
     @property
     def model_inputs(self) -> dict[str, Any]:
-        return {"input_ids": self.tokens[None], "position_ids": self.position_ids[None], "doc_lens": self.doc_lens}
+        return {
+            "input_ids": self.tokens[None],
+            "position_ids": self.position_ids[None],
+            "doc_lens": self.doc_lens,
+            "rope_spans": self.rope_spans,
+        }
+
+    @property
+    def trainer_inputs(self) -> dict[str, Any]:
+        """Inputs of a whole batch for stock code such as `transformers.Trainer`, whose models then return the loss.
+
+        `shift_labels` are already shifted, and `transformers` uses them as they are. Code that only knows `labels`
+        shifts those itself, so they are not shifted here.
+        """
+        labels = F.pad(self.shift_labels[:-1], (1, 0), value=IGNORE)
+        return self.model_inputs | {"labels": labels[None], "shift_labels": self.shift_labels[None]}
 
 
 def build_batch(rows: Sequence[Row], *, attention: str) -> Batch:
@@ -54,12 +70,19 @@ def build_batch(rows: Sequence[Row], *, attention: str) -> Batch:
     valid = np.add.reduceat(targets != IGNORE, np.cumsum([0, *row_lens[:-1]]), dtype=np.int64)
     return Batch(
         tokens=torch.from_numpy(tokens.astype(np.int64)),
-        labels=torch.from_numpy(targets),
+        shift_labels=torch.from_numpy(targets),
         position_ids=torch.from_numpy(positions),
         doc_lens=tuple(attended.tolist()),
         row_lens=tuple(row_lens),
         num_valid=tuple(valid.tolist()),
+        rope_spans=_rope_spans(positions, attended),
     )
+
+
+def _rope_spans(positions: np.ndarray, attended: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """Largest position + 1 of every span that attends to itself: what length-dependent RoPE calls its length."""
+    lengths = np.maximum.reduceat(positions, np.cumsum(attended) - attended) + 1
+    return tuple(zip(attended.tolist(), lengths.tolist(), strict=True))
 
 
 def attended_by(row: Row, attention: str) -> np.ndarray:
@@ -108,15 +131,22 @@ def split_batch(batch: Batch, rank: int, degree: int, *, ring: int = 1) -> Batch
     own = sequence_part(len(padded.tokens), rank, degree, ring=ring)
     num_rows = len(batch.row_lens)
     row_of = torch.repeat_interleave(torch.arange(num_rows), torch.tensor(padded.row_lens))[own]
-    labels = padded.labels[own]
+    shift_labels = padded.shift_labels[own]
     return Batch(
         tokens=padded.tokens[own],
-        labels=labels,
+        shift_labels=shift_labels,
         position_ids=padded.position_ids[own],
         doc_lens=padded.doc_lens,
         row_lens=tuple(torch.bincount(row_of, minlength=num_rows).tolist()),
-        num_valid=tuple(torch.bincount(row_of[labels != IGNORE], minlength=num_rows).tolist()),
+        num_valid=tuple(torch.bincount(row_of[shift_labels != IGNORE], minlength=num_rows).tolist()),
+        rope_spans=_own_spans(padded.rope_spans, own),
     )
+
+
+def _own_spans(spans: tuple[tuple[int, int], ...], own: Tensor) -> tuple[tuple[int, int], ...]:
+    counts, lengths = torch.tensor(spans).T
+    own_lengths, own_counts = torch.unique_consecutive(lengths.repeat_interleave(counts)[own], return_counts=True)
+    return tuple(zip(own_counts.tolist(), own_lengths.tolist(), strict=True))
 
 
 def pad_batch(batch: Batch, unit: int, *, own_document: bool) -> Batch:
@@ -129,13 +159,16 @@ def pad_batch(batch: Batch, unit: int, *, own_document: bool) -> Batch:
     if not extra:
         return batch
     *before, last = batch.doc_lens
+    *spans_before, (count, length) = batch.rope_spans
     return Batch(
         tokens=F.pad(batch.tokens, (0, extra)),
-        labels=F.pad(batch.labels, (0, extra), value=IGNORE),
+        shift_labels=F.pad(batch.shift_labels, (0, extra), value=IGNORE),
         position_ids=torch.cat([batch.position_ids, torch.arange(extra)]),
         doc_lens=(*before, last, extra) if own_document else (*before, last + extra),
         row_lens=(*batch.row_lens[:-1], batch.row_lens[-1] + extra),
         num_valid=batch.num_valid,
+        # At the end of a document, padding gets that document's frequencies and does not change them.
+        rope_spans=(*batch.rope_spans, (extra, extra)) if own_document else (*spans_before, (count + extra, length)),
     )
 
 

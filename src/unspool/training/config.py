@@ -104,7 +104,7 @@ class AttentionDistillationConfig(Config):
 class StageConfig(Config):
     """One training stage: a mix of rows at one context length under one schedule."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)
     init: str = Field("previous", description="previous | base | the name of an earlier stage")
     context_length: Size
     export_context_length: Size | None = Field(
@@ -243,6 +243,12 @@ class StageConfig(Config):
     def tokens_per_pass(self) -> int:
         """Tokens of one micro-batch."""
         return self.micro_batch_tokens or self.context_length
+
+    def ranks_problem(self) -> str | None:
+        """Why these settings do not work on several ranks, in whatever layout; None if they do."""
+        if self.samples and self.parallel.offload:
+            return "samples cannot be combined with parallel.offload; remove one of them."
+        return self.optimizer.sharding_problem()
 
     @property
     def steps(self) -> int:

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from unspool.core.errors import ConfigError
 from unspool.data.mixture import Mix, ModelShape, arrange, row_cost
 from unspool.data.packing.row import Row
 from unspool.data.packing.store import RowSet
+from unspool.models.checks import no_embedding, num_embeddings
 from unspool.training.batch import Batch, attended_by, build_batch, split_batch
 from unspool.training.config import StageConfig
 from unspool.training.parallel.mesh import SINGLE_RANK, RankCoords
@@ -51,6 +53,8 @@ def build_step(
         [(name, rows[name][index]) for slot in picks[start : start + slots_per_micro] for name, index in slot]
         for start in range(0, len(picks), slots_per_micro)
     ]
+    if shape is not None and shape.num_embeddings:
+        _check_tokens(stage, micros, shape.num_embeddings)
     attended = [[attended_by(row, stage.attention) for _, row in micro] for micro in micros]
     mine = micros
     if coords.data_ranks > 1:
@@ -63,6 +67,14 @@ def build_step(
         names=tuple(name for micro in mine for name, _ in micro),
         batches=tuple(_build_own_batch([row for _, row in micro], stage, coords) for micro in mine),
     )
+
+
+def _check_tokens(stage: StageConfig, micros: Sequence[Sequence[tuple[str, Row]]], size: int) -> None:
+    # All ranks see all rows of a step, so that all of them refuse alike.
+    for name, row in (one for micro in micros for one in micro):
+        highest = int(row.tokens.max())
+        if highest >= size:
+            raise ConfigError(f"stage {stage.name}: dataset {name} holds token {highest}, and {no_embedding(size)}")
 
 
 def _build_own_batch(rows: Sequence[Row], stage: StageConfig, coords: RankCoords) -> Batch:
@@ -113,6 +125,7 @@ def model_shape(model: Any) -> ModelShape:
         num_layers=config.num_hidden_layers,
         attention_width=config.num_attention_heads * head_dim,
         num_params=sum(parameter.numel() for parameter in model.parameters()),
+        num_embeddings=num_embeddings(model),
     )
 
 

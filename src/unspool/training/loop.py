@@ -25,6 +25,7 @@ from unspool.training.config import StageConfig
 from unspool.training.distill.distill import AuxLoss
 from unspool.training.loader import LEDGER, Picks, ledger_line, load_steps
 from unspool.training.metrics.logger import METRICS, JsonlLog, MetricsLogger, StepReport
+from unspool.training.metrics.validation import SAMPLES, VALIDATION
 from unspool.training.optim.updater import Updater
 from unspool.training.parallel.mesh import DistContext, single_rank
 from unspool.training.schedule import SpikeGuard, StoppedError, catch_stop_signals, learning_rate
@@ -98,8 +99,9 @@ def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, 
             )
             asked = _agree_on_stop(stop.signal, dist_context)  # once: a signal may come between the next two lines
             if step % every == 0 or step == stage.steps or asked:
-                files = {LEDGER: ledger.content} | _read_if_exists(work / METRICS) if ledger is not None else {}
-                saver.save(training.updater.state_tensors(), resume_facts(step, guard), files)
+                files = {LEDGER: ledger.content} | _read_logs(work) if ledger is not None else {}
+                facts = resume_facts(step, guard) | {"logs": sorted(files)}
+                saver.save(training.updater.state_tensors(), facts, files)
             if asked:
                 saver.wait()
                 _stop(stage, work, asked)
@@ -119,8 +121,9 @@ def _agree_on_stop(asked: Signals | None, dist_context: DistContext) -> Signals 
     return asked or SIGTERM if dist_context.ranks.any(asked is not None) else None
 
 
-def _read_if_exists(path: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes()} if path.is_file() else {}
+def _read_logs(work: Path) -> dict[str, bytes]:
+    paths = [work / name for name in (METRICS, VALIDATION, SAMPLES)]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
 def _stop(stage: StageConfig, work: Path, asked: Signals) -> None:

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from unspool.core.artifacts import digest, publish, read_manifest, stale_reason, write_atomic
+from unspool.core.artifacts import KEY, digest, open_work, publish, read_manifest, remove, stale_reason
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.core.sizes import format_count, format_size
 from unspool.data.mixture import Mix, epoch_warnings
@@ -32,11 +32,12 @@ from unspool.models.checks import check_trainable
 from unspool.models.config import NewModel
 from unspool.models.export import save_model
 from unspool.models.fuse import fuse_parts
-from unspool.models.load import build_new, fit_vocabulary, load_model, model_digest
+from unspool.models.load import build_new, fit_vocabulary, load_model
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import load_tokenizer
+from unspool.models.weight_files import check_written_file, model_digest
 from unspool.training.checkpoint.resume import (
     CHECKPOINTS,
     OPTIMIZER,
@@ -52,8 +53,10 @@ from unspool.training.loader import LEDGER, model_shape
 from unspool.training.loop import Training, run_steps
 from unspool.training.metrics.logger import METRICS, build_logger, copy_logs
 from unspool.training.metrics.trackers import check_trackers
+from unspool.training.metrics.validation import SAMPLES, VALIDATION
 from unspool.training.optim.config import AdamWConfig
 from unspool.training.optim.updater import Updater, build_updater
+from unspool.training.parallel.agreement import dataset_facts, model_facts, require_agreement
 from unspool.training.parallel.apply import check_fit, load_sharded, parallelize
 from unspool.training.parallel.fsdp import unshard_model
 from unspool.training.parallel.mesh import DistContext, build_dist_context, single_rank
@@ -63,6 +66,7 @@ from unspool.training.schedule import SpikeGuard
 logger = logging.getLogger(__name__)
 
 KIND = "stage"
+LOGS = (LEDGER, METRICS, VALIDATION, SAMPLES)
 
 
 # Settings that change a result by rounding at most: saving, validation, memory, ranks. The guard is one of them, so
@@ -102,6 +106,7 @@ def run_stage(
     """Train `stage` unless `out_dir` is up to date. All of `ranks` call this."""
     dist_context = build_dist_context(stage.parallel, ranks or single_rank(device))
     world_size = dist_context.ranks.world_size
+    require_agreement(dist_context.ranks, _facts(stage, inputs, seed=seed))
     identity = dist_context.from_leader(lambda: _identity(stage, inputs, seed=seed, device=device))
     reason = dist_context.from_leader(lambda: _find_work(stage, out_dir, identity))
     if reason is None:
@@ -111,6 +116,8 @@ def run_stage(
     distilled_rows = {name: open_rows(folder) for name, folder in inputs.attention_distillation.items()}
     distilled_lens = {name: row_set.row_len for name, row_set in distilled_rows.items()}
     check_distillation(stage, inputs.model, distilled_lens, world_size=world_size)
+    if inputs.moments:
+        check_written_file(inputs.moments)
     dist_context.from_leader(lambda: _prepare_work(stage, out_dir, identity))
     work = _work_path(out_dir)
     mix = _mix(stage, inputs, rows, seed=seed)
@@ -131,7 +138,7 @@ def run_stage(
     if distillation is not None:
         with _require_disk(stage, work):
             distillation.before()
-    done = resume(work, updater, guard, logs=(LEDGER, METRICS), seed=seed, stage=stage.name, dist_context=dist_context)
+    done = resume(work, updater, guard, logs=LOGS, seed=seed, stage=stage.name, dist_context=dist_context)
     if dist_context.is_leader:
         _announce(stage, mix, reason, done=done, dist_context=dist_context)
     # No rank reads the logs before the leader has cut them back to the checkpoint.
@@ -159,19 +166,34 @@ def run_stage(
         dist_context.barrier()
 
 
+def _facts(stage: StageConfig, inputs: StageInputs, *, seed: int) -> dict[str, Any]:
+    """What all ranks must have alike, without reading weights."""
+    folders = inputs.datasets | inputs.attention_distillation
+    folders |= {"of validation": inputs.validation} if inputs.validation else {}
+    model = inputs.model
+    return {
+        f"stage {stage.name}": stage.model_dump(mode="json"),
+        "seed": seed,
+        **dataset_facts(folders),
+        **(model_facts(model) if isinstance(model, str) else {"model": model.model_dump(mode="json")}),
+    }
+
+
 def _find_work(stage: StageConfig, out_dir: Path, identity: dict[str, Any]) -> str | None:
     """Why the stage has to be trained; None if it is up to date."""
     reason = stale_reason(out_dir, **identity)
     if reason is None:
-        # A kill just after publishing leaves checkpoints behind.
-        shutil.rmtree(_work_path(out_dir), ignore_errors=True)
+        # A kill just after publishing leaves checkpoints behind; work on another recipe stays.
+        work = _work_path(out_dir)
+        if (work / KEY).is_file() and (work / KEY).read_text() == digest(identity):
+            remove(work)
         logger.info(f"stage {stage.name}: up to date")
     return reason
 
 
 def _prepare_work(stage: StageConfig, out_dir: Path, identity: dict[str, Any]) -> None:
     check_trackers(stage.loggers)
-    _work_folder(out_dir, digest(identity))
+    open_work(_work_path(out_dir), digest(identity), label=f"stage {stage.name}", describe=_describe_work)
 
 
 def stage_reason(
@@ -254,14 +276,9 @@ def _work_path(out_dir: Path) -> Path:
     return out_dir.with_name(out_dir.name + ".work")
 
 
-def _work_folder(out_dir: Path, key: str) -> None:
-    """Make the folder of the work in progress; delete one that belongs to other inputs."""
-    work = _work_path(out_dir)
-    key_path = work / "key"
-    if work.exists() and (not key_path.is_file() or key_path.read_text() != key):
-        shutil.rmtree(work)
-    work.mkdir(parents=True, exist_ok=True)
-    write_atomic(key_path, key)
+def _describe_work(work: Path) -> str | None:
+    saved = checkpoints(work / CHECKPOINTS)
+    return f"{int(saved[-1].name.removeprefix('step-'))} trained steps" if saved else None
 
 
 def _build(
@@ -371,4 +388,4 @@ def _publish(
             shutil.copy(work / DISTILLATION, draft.folder / DISTILLATION)
         draft.counts |= {"steps": stage.steps, "tokens": stage.steps * stage.batch_tokens}
     # Last, so that a kill before this line costs only the export.
-    shutil.rmtree(work)
+    remove(work)

@@ -39,7 +39,7 @@ def loss_pass(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         hidden = model.base_model(**batch.model_inputs, use_cache=False).last_hidden_state[0]
         if device.type == "cuda":
             hidden = hidden.to(torch.bfloat16)
-        return summed_loss(hidden, head, batch.labels, num_valid=sum(batch.num_valid))
+        return summed_loss(hidden, head, batch.shift_labels, num_valid=sum(batch.num_valid))
 
 
 class StepUpdater(Protocol):

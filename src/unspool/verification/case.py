@@ -15,7 +15,7 @@ from unspool.models.fuse import cast_parameters
 from unspool.training.config import StageConfig
 from unspool.training.loader import build_step
 from unspool.training.step import train_step
-from unspool.verification.fixtures import ModelSpec, Step, build_steps, only_document, row_len
+from unspool.verification.fixtures import ModelSpec, Step, build_steps, lower_original_len, only_document, row_len
 from unspool.verification.ground_truth import (
     STEP,
     Difference,
@@ -120,6 +120,7 @@ def build_case(spec: ModelSpec, *, device: torch.device, seed: int) -> Case:
     plain = spec.load_plain(device)
     if spec.rope is not None:
         apply_rope_by_hand(plain, spec.rope)
+    lower_original_len(plain, device)
     length = row_len(plain.num_parameters(), device)
     steps = build_steps(length, vocabulary=plain.config.vocab_size, seed=seed)
     if device.type == "cpu" and plain.num_parameters() > LARGE_MODEL:

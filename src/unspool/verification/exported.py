@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from unspool.models.export import PlainError, PlainProcess, build_request, save_model
-from unspool.models.rotary import head_bases, rotate_heads
+from unspool.models.rotary import USES_INPUT_LENGTH, head_bases, rotate_heads
 from unspool.models.tokenizer import load_tokenizer
-from unspool.verification.case import Case, Measured, SkippedError
+from unspool.rope.tables import global_parameters
+from unspool.verification.case import Case, Measured
 from unspool.verification.tolerance import FP32, angle_tolerance
 
 
@@ -50,16 +51,25 @@ NUM_POSITIONS = 257  # that are compared, evenly spaced
 
 def check_rope_tables(case: Case) -> list[Measured]:
     """Cosines and sines up to the last position against float64; logits of short rows would not show errors there."""
-    config = case.model.config
-    last = int(config.max_position_embeddings) - 1
-    positions = torch.linspace(0, last, NUM_POSITIONS, dtype=torch.float64).round().long()
-    error = max(
-        float((used - wanted).abs().max())
-        for used, wanted in zip(_used(case, positions), _wanted(case.model, positions), strict=True)
-    )
+    errors = []
+    for last in _last_positions(case.model.config):
+        positions = torch.linspace(0, last, NUM_POSITIONS, dtype=torch.float64).round().long()
+        tables = zip(_used(case, positions), _wanted(case.model, positions), strict=True)
+        errors.append((max(float((used - wanted).abs().max()) for used, wanted in tables), last))
     return [
         Measured(quantity="cos, sin", error=error, tolerance=angle_tolerance(last), detail=f"positions 0 to {last}")
+        for error, last in errors
     ]
+
+
+def _last_positions(config: Any) -> list[int]:
+    """The model's last position; with frequencies that depend on the length, also the last with the original ones."""
+    last = int(config.max_position_embeddings) - 1
+    parameters = global_parameters(config.to_dict())
+    if parameters["rope_type"] not in USES_INPUT_LENGTH:
+        return [last]
+    original = int(parameters.get("original_max_position_embeddings") or config.max_position_embeddings)
+    return [original - 1, max(last, 2 * original)]
 
 
 def _used(case: Case, positions: Tensor) -> list[Tensor]:
@@ -90,7 +100,9 @@ def _used_by_heads(attention: Any, ids: Tensor) -> list[Tensor]:
 def _wanted(model: Any, positions: Tensor) -> list[Tensor]:
     bases = head_bases(model)
     if bases is None:
-        return [_table(*_frequencies(model.config, layer_type), positions) for layer_type in _layer_types(model.config)]
+        length = int(positions[-1]) + 1
+        kinds = _layer_types(model.config)
+        return [_table(*_frequencies(model.config, layer_type, length), positions) for layer_type in kinds]
     layers = model.base_model.layers
     by_layer = bases if isinstance(bases[0], list) else [bases] * len(layers)
     dim = 2 * layers[0].self_attn.head_inv_freq.shape[-1]
@@ -107,13 +119,11 @@ def _layer_types(config: Any) -> list[dict[str, str]]:
     return [{}] if "rope_theta" in rope else [{"layer_type": name} for name, own in rope.items() if own]
 
 
-def _frequencies(config: Any, layer_type: dict[str, str]) -> tuple[Tensor, float]:
+def _frequencies(config: Any, layer_type: dict[str, str], length: int) -> tuple[Tensor, float]:
     rope = config.rope_parameters[layer_type["layer_type"]] if layer_type else config.rope_parameters
     name = rope.get("rope_type", "default")
-    if name in ("dynamic", "longrope"):
-        raise SkippedError(f"{name} frequencies depend on the highest position")
     if name != "default":
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"), **layer_type)
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"), seq_len=length, **layer_type)
         return inv_freq.double(), float(scaling)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return _powers(rope["rope_theta"], int(head_dim * rope.get("partial_rotary_factor", 1.0))), 1.0

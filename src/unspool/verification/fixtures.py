@@ -18,11 +18,11 @@ from unspool.core.rng import rng_for
 from unspool.data.packing.row import Row
 from unspool.models.fuse import compute_in_bf16
 from unspool.models.load import load_model
-from unspool.models.rotary import apply_rope
+from unspool.models.rotary import USES_INPUT_LENGTH, apply_rope
 from unspool.models.tokenizer import first_line, location, silence_transformers
 from unspool.rope.harpe import Harpe
-from unspool.rope.methods import Abf, Yarn
-from unspool.rope.tables import RopeMethod
+from unspool.rope.methods import Abf, Dynamic, Yarn
+from unspool.rope.tables import GLOBAL_LAYERS, RopeMethod, global_parameters, is_nested
 
 CONTEXT = 512
 WINDOW = 16
@@ -50,6 +50,19 @@ WIDE: dict[str, Any] = {
 }
 # One layer with a sliding window, one without.
 MIXED_LAYERS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+
+# A model that comes with LongRoPE: a factor for each pair of dimensions.
+LONGROPE: dict[str, Any] = {
+    "head_dim": 16,
+    "original_max_position_embeddings": CONTEXT // 4,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0, 1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0],
+        "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0],
+        "original_max_position_embeddings": CONTEXT // 4,
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +97,10 @@ YARN = RopeCase(
         "beta_slow": 1.0,
     },
 )
+DYNAMIC = RopeCase(
+    method=Dynamic(method="dynamic", factor=4.0),
+    parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+)
 HARPE = RopeCase(method=Harpe(method="harpe", low=1e3, high=1e6), bases=((1e6, 1e3), (1e6, 1e3)))
 HARPE_BY_LAYER = RopeCase(
     method=Harpe(method="harpe", low=1e3, high=1e6, rotate_by_layer=True),
@@ -104,8 +121,10 @@ FAMILIES: dict[str, Family] = {
         config="Gemma3Text", model="Gemma3ForCausalLM", changes=MIXED_LAYERS | {"query_pre_attn_scalar": 24}
     ),
     "olmo2": Family(config="Olmo2"),
+    "phi3": Family(config="Phi3", changes=LONGROPE),
     "llama+abf": Family(config="Llama", rope=ABF),
     "llama+yarn": Family(config="Llama", rope=YARN),
+    "llama+dynamic": Family(config="Llama", rope=DYNAMIC),
     "llama+harpe": Family(config="Llama", rope=HARPE),
     "qwen3+harpe": Family(config="Qwen3", changes={"num_key_value_heads": 4}, rope=HARPE_BY_LAYER),
 }
@@ -124,6 +143,7 @@ class ModelSpec:
         model = load_model(self.ref, device=device, dtype=torch.float32)
         if self.rope is not None:
             apply_rope(model, self.rope.method, model.config.max_position_embeddings)
+        lower_original_len(model, device)
         if bf16:
             compute_in_bf16(model)
         # Some memory policies apply only in training mode. None of these models has dropout.
@@ -139,6 +159,33 @@ class ModelSpec:
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"model {self.ref}: cannot be loaded ({first_line(error)}).") from error
         return model.to(device).eval()
+
+
+def lower_original_len(model: Any, device: torch.device) -> None:
+    """Lower the length from which `longrope` and `dynamic` change their frequencies, so that rows have both sides.
+
+    Rows as long as a model's own threshold would take hours. Weights stay as they are, and the reference is changed
+    in the same way, so all that depends on the length is computed as at the real one.
+    """
+    config = model.config
+    parameters = global_parameters(config.to_dict())
+    if parameters["rope_type"] not in USES_INPUT_LENGTH:
+        return
+    lowered = documents_around(row_len(model.num_parameters(), device))
+    if parameters["rope_type"] == "dynamic":
+        config.max_position_embeddings = lowered
+    else:
+        own = config.rope_parameters
+        (own[GLOBAL_LAYERS] if is_nested(own) else own)["original_max_position_embeddings"] = lowered
+        if hasattr(config, "original_max_position_embeddings"):
+            config.original_max_position_embeddings = lowered
+    backbone = model.base_model
+    backbone.rotary_emb = type(backbone.rotary_emb)(config).to(device)
+
+
+def documents_around(length: int) -> int:
+    """A length that every step of `build_steps` has shorter and longer documents than, and halves of rows up to."""
+    return length // 8
 
 
 def user_model(ref: str) -> ModelSpec:

@@ -4,6 +4,7 @@ None of our code takes part. Labels are cut here, and the rotation of HARPE, whi
 written with complex numbers.
 """
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from transformers import AttentionInterface
 
 from unspool.core.rng import rng_for
 from unspool.data.packing.row import Row
+from unspool.models.rotary import USES_INPUT_LENGTH
+from unspool.rope.tables import global_parameters
 from unspool.verification.fixtures import GRADIENT_DOCUMENT, RopeCase, Step
 from unspool.verification.tolerance import DRAW_FROM, DRAWS
 
@@ -64,7 +67,8 @@ def plain_outcome(model: Any, step: Step, *, targets_only: bool = False) -> Outc
             count = int((targets >= 0).sum())
             if not count:
                 continue
-            summed = _summed_loss(model, tokens[None], targets[None], targets_only=targets_only)
+            with _fresh_rotary(model):
+                summed = _summed_loss(model, tokens[None], targets[None], targets_only=targets_only)
             (summed / num_valid).backward()  # type: ignore[no-untyped-call]
             total += summed.item()
             losses[f"document {number}"] = summed.item() / count
@@ -78,18 +82,38 @@ def plain_outcome(model: Any, step: Step, *, targets_only: bool = False) -> Outc
 def batched_outcome(model: Any, step: Step) -> Outcome:
     """Loss and gradient of the step with all documents that have targets in one right-padded batch.
 
-    Differs from one document at a time only by rounding: larger matrix products sum in another order.
+    Differs from one document at a time only by rounding: larger matrix products sum in another order. Where RoPE
+    depends on the length of the input, only documents of one length are in a batch.
     """
     documents = [document for row in step.rows for document in _documents(row) if (document[1] >= 0).any()]
-    longest = max(len(tokens) for tokens, _ in documents)
-    # Attention is causal, so padding on the right needs no mask.
-    tokens = np.stack([np.pad(tokens, (0, longest - len(tokens))) for tokens, _ in documents])
-    targets = np.stack([np.pad(targets, (0, longest - len(targets)), constant_values=-1) for _, targets in documents])
-    num_valid = int((targets >= 0).sum())
+    num_valid = sum(int((targets >= 0).sum()) for _, targets in documents)
+    by_length: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+    one_length = global_parameters(model.config.to_dict())["rope_type"] in USES_INPUT_LENGTH
+    for document in documents:
+        by_length.setdefault(len(document[0]) if one_length else 0, []).append(document)
+    total = 0.0
     with summed_gradients(model) as sums:
-        summed = _summed_loss(model, tokens, targets)
-        (summed / num_valid).backward()  # type: ignore[no-untyped-call]
-    return Outcome({STEP: summed.item() / num_valid}, {STEP: gradients(model, sums)})
+        for group in by_length.values():
+            longest = max(len(tokens) for tokens, _ in group)
+            # Attention is causal, so padding on the right needs no mask.
+            tokens = np.stack([np.pad(tokens, (0, longest - len(tokens))) for tokens, _ in group])
+            targets = np.stack([np.pad(labels, (0, longest - len(labels)), constant_values=-1) for _, labels in group])
+            with _fresh_rotary(model):
+                summed = _summed_loss(model, tokens, targets)
+            (summed / num_valid).backward()  # type: ignore[no-untyped-call]
+            total += summed.item()
+    return Outcome({STEP: total / num_valid}, {STEP: gradients(model, sums)})
+
+
+@contextmanager
+def _fresh_rotary(model: Any) -> Iterator[None]:
+    """A copy of the rotary module for one input: with `dynamic`, it would remember longer ones."""
+    own = model.base_model.rotary_emb
+    model.base_model.rotary_emb = copy.deepcopy(own)
+    try:
+        yield
+    finally:
+        model.base_model.rotary_emb = own
 
 
 def exact_outcome(model: Any, step: Step) -> Outcome:

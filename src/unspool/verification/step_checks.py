@@ -8,6 +8,7 @@ from torch import Tensor
 
 from unspool.core.rng import rng_for
 from unspool.data.packing.row import Row
+from unspool.models.rotary import USES_INPUT_LENGTH
 from unspool.training.batch import build_batch
 from unspool.verification.case import Case, Measured, SkippedError, train_document, train_outcome
 from unspool.verification.fixtures import GRADIENT_DOCUMENT, NUM_ROWS, with_tokens
@@ -69,7 +70,7 @@ def check_isolation(case: Case) -> list[Measured]:
 def check_position_shift(case: Case) -> list[Measured]:
     """Add the same number to all positions of a document: RoPE depends only on distances, so nothing changes."""
     rope_type = case.model.config.rope_parameters.get("rope_type")
-    if rope_type in ("dynamic", "longrope"):
+    if rope_type in USES_INPUT_LENGTH:
         raise SkippedError(f"{rope_type} frequencies depend on the highest position")
     (row,) = case.steps["unequal"].rows
     tokens = torch.from_numpy(row.tokens[: row.doc_lens[0]].astype(np.int64)).to(case.device)[None]

@@ -114,12 +114,12 @@ def save_index(folder: Path, shards: Any) -> None:
 # Reading
 
 
-def source(path: str = ".", tokens: str = "input_ids") -> MdsSource:
-    return MdsSource(kind="mds", path=path, tokens=tokens)
+def source(path: str = ".", **columns: str | None) -> MdsSource:
+    return MdsSource(kind="mds", path=path, **columns)
 
 
-def read(root: Path, path: str = ".", tokens: str = "input_ids") -> list[Item]:
-    settings = source(path, tokens)
+def read(root: Path, path: str = ".", **columns: str | None) -> list[Item]:
+    settings = source(path, **columns)
     return list(settings.read_units(settings.units(root), 0))
 
 

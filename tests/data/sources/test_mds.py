@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,12 @@ import pytest
 import zstandard
 
 from unspool.core.errors import ConfigError
+from unspool.data.corpus.build import build_corpus
+from unspool.data.corpus.config import EngineConfig
+from unspool.data.packing.build import build_rows
+from unspool.data.packing.config import DatasetConfig
+from unspool.data.packing.row import IGNORE, labels
+from unspool.data.packing.store import open_rows
 from unspool.data.sources.base import Bad, Document
 
 from .mds_folders import PACKED, UNPACKED, bad, read, save_index, source, tokens_of, unpacked, write
@@ -106,6 +113,90 @@ def test_the_tokens_may_lie_in_another_column(tmp_path):
     assert tokens_of(read(tmp_path, tokens="ids")) == [[3, 4]]
     (item,) = read(tmp_path)
     assert isinstance(item, Bad) and item.reason == "missing_field" and "'ids'" in item.detail
+
+
+# Loss masks
+
+MASKED = {"input_ids": "ndarray:uint32", "mask": "ndarray:uint8"}
+
+
+def masked_sample(rng: np.random.Generator, length: int, dtype: str = "uint8") -> dict[str, Any]:
+    """A conversation as instruction data stores it: runs of 0 and 1, never a trained first token."""
+    mask = np.repeat(np.arange(length) % 2, rng.integers(1, 9, size=length))[:length].astype(dtype)
+    return {"input_ids": rng.integers(0, 300, size=length).astype(np.uint32), "mask": mask}
+
+
+@pytest.mark.parametrize(("encoding", "dtype"), [("ndarray:uint8", "uint8"), ("ndarray", "int64"), ("json", "list")])
+def test_the_mask_column_is_the_loss_mask(tmp_path, encoding, dtype):
+    sample = masked_sample(np.random.default_rng(0), 40)
+    mask = sample["mask"].tolist()
+    stored = mask if dtype == "list" else sample["mask"].astype(dtype)
+    write(tmp_path, MASKED | {"mask": encoding}, [sample | {"mask": stored}])
+
+    (item,) = read(tmp_path)
+    (other,) = read(tmp_path, mask=None)
+
+    assert isinstance(item, Document) and item.loss_mask is not None
+    assert item.loss_mask.tolist() == [bool(value) for value in mask]
+    assert isinstance(other, Document) and other.loss_mask is None
+
+
+@pytest.mark.parametrize(
+    ("encoding", "mask", "detail"),
+    [
+        ("ndarray:uint8", np.ones(39, dtype=np.uint8), r"'mask' has the shape \(39,\) for 40 tokens"),
+        ("ndarray:uint8", np.ones((40, 1), dtype=np.uint8), "has the shape"),
+        (
+            "ndarray:float32",
+            np.ones(40, dtype=np.float32),
+            "0 and 1, not 1.0 to 1.0 of float32",
+        ),
+        ("ndarray:int8", np.full(40, -100, dtype=np.int8), "0 and 1, not -100 to -100 of int8"),
+        ("pkl", [1] * 40, "pickled"),
+    ],
+)
+def test_a_mask_that_does_not_fit_its_tokens_sets_the_sample_aside(tmp_path, encoding, mask, detail):
+    sample = masked_sample(np.random.default_rng(0), 40)
+    write(tmp_path, MASKED | {"mask": encoding}, [sample | {"mask": mask}])
+    (item,) = read(tmp_path)
+    assert isinstance(item, Bad) and re.search(detail, item.detail), item
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_masks_travel_into_the_labels_of_packed_rows(tmp_path, tokenizer, packing):
+    """Also those of documents in packed samples, beside a shard without masks, of which all is trained on."""
+    rng = np.random.default_rng(1)
+    samples = [masked_sample(rng, 400) | {"indices": np.array([[0, 150], [150, 400]], np.uint32)} for _ in range(20)]
+    plain = [sample | {"input_ids": sample["input_ids"] % 300} for sample in unpacked(rng, 3)]
+    write(tmp_path / "mds/talks", MASKED | {"indices": "ndarray:uint32"}, samples, per_shard=7)
+    write(tmp_path / "mds/books", UNPACKED, plain)
+    engine = EngineConfig(workers=1)
+    counts = build_corpus(source("mds"), tmp_path / "talks", tokenizer=tokenizer, root=tmp_path, engine=engine, seed=0)
+    config = DatasetConfig.model_validate({"from": "talks", "seq_len": 512, "packing": packing})
+    build_rows(config, {"talks": tmp_path / "talks"}, tmp_path / "rows", tokenizer=tokenizer, seed=0)
+
+    # The token after each pair of tokens, if it is trained on. Pairs are rarely repeated, and then all of them count.
+    docs = [(sample["input_ids"], sample["mask"].astype(bool)) for sample in samples]
+    docs = [(tokens[cut], mask[cut]) for tokens, mask in docs for cut in (slice(150), slice(150, 400))]
+    docs += [(sample["input_ids"], np.ones(len(sample["input_ids"]), dtype=bool)) for sample in plain]
+    expected: dict[tuple[int, ...], set[bool]] = {}
+    for tokens, mask in docs:
+        for at in range(2, len(tokens)):
+            expected.setdefault(tuple(tokens[at - 2 : at + 1].tolist()), set()).add(bool(mask[at]))
+    checked = 0
+    rows = open_rows(tmp_path / "rows")
+    for row in (rows[index] for index in range(len(rows))):
+        found = labels(row.tokens, row.doc_lens, row.loss_mask)
+        for stop, length in zip(np.cumsum(row.doc_lens).tolist(), row.doc_lens.tolist(), strict=True):
+            for at in range(stop - length + 2, stop):
+                trained = expected.get(tuple(row.tokens[at - 2 : at + 1].tolist()))
+                if trained is None:
+                    assert packing == "best_fit" and not row.loss_mask[at], "only padding is in no document"
+                    continue
+                assert (found[at - 1] != IGNORE) in trained
+                checked += len(trained) == 1
+    assert checked > 4000
+    assert counts["trained_tokens"] == sum(int(mask[1:].sum()) for _, mask in docs)
 
 
 # Folders

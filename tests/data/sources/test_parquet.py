@@ -157,7 +157,8 @@ def test_a_file_cut_short_is_told_from_one_that_is_no_parquet(tmp_path):
     assert bad(read(tmp_path / "cut.parquet")) == [("whole file", "truncated")]
     assert bad(read(tmp_path / "text.parquet")) == [("whole file", "unreadable")]
     assert bad(read(tmp_path / "empty.parquet")) == [("whole file", "unreadable")]
-    assert bad(read(tmp_path / "gone.parquet")) == [("whole file", "unreadable")]
+    with pytest.raises(FileNotFoundError):
+        read(tmp_path / "gone.parquet")
 
 
 def test_a_file_without_records_gives_nothing(tmp_path):

@@ -182,9 +182,10 @@ def test_a_small_zstd_file_of_gigabytes_is_read_in_bounded_memory(tmp_path, monk
     assert peak < 300_000_000
 
 
-def test_a_file_that_has_gone_is_set_aside(tmp_path):
-    (bad,) = read_jsonl(tmp_path / "gone.jsonl")
-    assert (bad.reason, bad.detail) == ("unreadable", "the file no longer exists")
+def test_a_file_that_has_gone_is_an_error_and_no_bad_record(tmp_path):
+    with pytest.raises(FileNotFoundError) as error:
+        list(read_jsonl(tmp_path / "gone.jsonl"))
+    assert error.value.filename == str(tmp_path / "gone.jsonl")
 
 
 # Text

@@ -83,9 +83,9 @@ def _without_exchange(model: Any) -> None:
 def _shift_late(batch: Batch, rank: int, degree: int, *, ring: int) -> Batch:
     """As if labels were made of the part: its last token has none."""
     part = split_batch(batch, rank, degree, ring=ring)
-    labels = part.labels.clone()
+    labels = part.shift_labels.clone()
     labels[-1] = IGNORE
-    return replace(part, labels=labels, num_valid=(int((labels != IGNORE).sum()),))
+    return replace(part, shift_labels=labels, num_valid=(int((labels != IGNORE).sum()),))
 
 
 def _gradient_twice(model: Any) -> None:

@@ -73,7 +73,7 @@ def train(materials: StageInputs, out: Path, parallel: dict[str, Any], *, whole:
         patch.undo()
 
 
-def cut_off(materials: StageInputs, out: Path, parallel: dict[str, Any]) -> None:
+def cut_off(materials: StageInputs, out: Path, parallel: dict[str, Any], **changes: Any) -> None:
     """Leaves what a job does whose ranks die in the middle, without dying."""
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -86,7 +86,7 @@ def cut_off(materials: StageInputs, out: Path, parallel: dict[str, Any]) -> None
         loop_module, "train_step", lambda *args, **kw: (fail if next(calls) == CUT_AT else true_step)(*args, **kw)
     )
     try:
-        train(materials, out, parallel)
+        train(materials, out, parallel, **changes)
     except _CutError:
         return
     finally:

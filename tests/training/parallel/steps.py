@@ -46,11 +46,15 @@ class Steps:
     rows: str = "packed"
     micro_batch_tokens: int = 32
     vocab: int = 300
+    hidden: int = 32
+    optimizer: dict[str, Any] = field(default_factory=dict)
 
 
 STEP_CASES = {
     "fsdp 2": Steps(2),
     "fsdp 2, uneven, tied": Steps(2, family="llama-tied", vocab=301, micro_batch_tokens=64),
+    # Sizes that are whole blocks, so that moments are quantized.
+    "fsdp 2, 8-bit states": Steps(2, vocab=512, hidden=64, optimizer={"states": "8bit"}),
     "fsdp 2, host memory": Steps(2, {"offload": True}),
     "replicate 2": Steps(2, {"replicate": 2}),
     "ulysses 2": Steps(2, {"ulysses": 2}, micro_batch_tokens=64),
@@ -78,8 +82,9 @@ def take_steps(case: Steps, *, alone: bool, steps: int = STEPS) -> Taken:
         micro_batch_tokens=case.micro_batch_tokens,
         mix={"long": 1.0},
         parallel=case.parallel,
+        optimizer=case.optimizer,
     )
-    model = build_model(case.family, vocab_size=case.vocab).train()
+    model = build_model(case.family, vocab_size=case.vocab, hidden_size=case.hidden).train()
     mesh, coords = None, SINGLE_RANK
     shape = model_shape(model)
     if not alone:
@@ -195,7 +200,7 @@ def run_broken(name: str) -> Taken:
 def refusals(world: int) -> dict[str, str]:
     """What `build_updater` says to a divided model."""
     found = {}
-    for key, value in {"weights": "bf16", "states": "8bit", "step": "in-backward"}.items():
+    for key, value in {"weights": "bf16", "step": "in-backward"}.items():
         config = ParallelConfig()
         model = parallelize(build_model(), build_mesh(config, world, "cpu"), config)
         try:

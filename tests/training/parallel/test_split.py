@@ -21,10 +21,10 @@ def test_parts_put_together_are_the_whole(degree):
     parts = [split_batch(batch, rank, degree) for rank in range(degree)]
 
     assert {len(part.tokens) for part in parts} == {-(-len(batch.tokens) // degree)}
-    for name in ("tokens", "labels", "position_ids"):
+    for name in ("tokens", "shift_labels", "position_ids"):
         together = torch.cat([getattr(part, name) for part in parts])
         assert torch.equal(together[: len(batch.tokens)], getattr(batch, name)), name
-    padding = torch.cat([part.labels for part in parts])[len(batch.tokens) :]
+    padding = torch.cat([part.shift_labels for part in parts])[len(batch.tokens) :]
     assert (padding == IGNORE).all()
 
 
@@ -35,10 +35,11 @@ def test_every_label_is_in_exactly_one_part(degree, ring):
 
     counts = torch.tensor([part.num_valid for part in parts]).sum(0)
     assert counts.tolist() == list(batch.num_valid)
-    assert all(sum(part.num_valid) == int((part.labels != IGNORE).sum()) for part in parts)
+    assert all(sum(part.num_valid) == int((part.shift_labels != IGNORE).sum()) for part in parts)
     assert all(sum(part.row_lens) == len(part.tokens) for part in parts)
-    targets = torch.cat([part.labels for part in parts])
-    assert sorted(targets[targets != IGNORE].tolist()) == sorted(batch.labels[batch.labels != IGNORE].tolist())
+    targets = torch.cat([part.shift_labels for part in parts])
+    wanted = batch.shift_labels
+    assert sorted(targets[targets != IGNORE].tolist()) == sorted(wanted[wanted != IGNORE].tolist())
 
 
 def test_all_ranks_know_all_documents_and_padding_is_one_of_its_own():
@@ -86,3 +87,18 @@ def test_one_rank_gets_the_batch_as_it_is():
     batch = build()
 
     assert split_batch(batch, 0, 1) is batch
+
+
+@pytest.mark.parametrize(("degree", "ring"), [(2, 1), (3, 1), (7, 1), (2, 2), (4, 2)])
+def test_every_token_keeps_the_length_of_its_whole_document(degree, ring):
+    docs = ((83,),) if ring > 1 else DOCS
+    batch = build(docs)
+    wanted = torch.cat([torch.full((length,), length) for lens in docs for length in lens])
+
+    for rank in range(degree):
+        part = split_batch(batch, rank, degree, ring=ring)
+        found = torch.cat([torch.full((count,), length) for count, length in part.rope_spans])
+        own = sequence_part(degree * len(part.tokens), rank, degree, ring=ring)
+        real = own < len(wanted)
+        assert torch.equal(found[real], wanted[own[real]])
+        assert len(found) == len(part.tokens)

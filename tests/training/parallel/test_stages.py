@@ -172,7 +172,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_what_would(stage_materials, 
         ({"parallel": {"ring": 2}}, 2, "does not support document masks"),
         # Full, but two short rows make a context.
         ({"parallel": {"ring": 2}, "attention": "full"}, 2, "does not support document masks"),
-        ({"parallel": {"ulysses": 2}} | SAMPLES, 2, "samples cannot be generated while ranks share a row"),
+        ({"optimizer": {"weights": "bf16"}}, 2, "optimizer.weights bf16 is not supported on several devices"),
         ({"parallel": {"offload": True}} | SAMPLES, 2, "samples cannot be combined with parallel.offload"),
     ],
 )

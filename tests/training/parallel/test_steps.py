@@ -19,7 +19,9 @@ def test_steps_on_ranks_are_those_of_one_rank(answers, name):
     found, same = answers[case.world][f"steps: {name}"]
 
     off = off_by(found, take_steps(case, alone=True))
-    assert all(off[key] < most for key, most in ALLOWED.items()), off
+    # Of 8-bit moments, those next to the edge of two levels may turn with the order of sums.
+    allowed = ALLOWED | ({"weight": 0.1} if case.optimizer else {})
+    assert all(off[key] < most for key, most in allowed.items()), off
     assert same, "a second run has other bits"
 
 
@@ -35,7 +37,7 @@ def test_steps_that_are_broken_are_noticed(answers, name):
 def test_optimizers_that_divided_weights_cannot_have_are_refused(answers):
     found = answers[2]["refusals"]
 
-    assert found.keys() == {"weights", "states", "step"}
+    assert found.keys() == {"weights", "step"}
     assert all("not supported on several devices" in text for text in found.values())
 
 

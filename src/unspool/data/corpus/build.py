@@ -5,33 +5,47 @@ as a datatrove pipeline on any executor. The source divides it into tasks; a tas
 not depend on the number of workers.
 
 Every record is in the corpus, in quarantine, or counted under the reason it was left out. A build that was killed
-continues with the missing tasks; a partial folder made from other inputs or settings is deleted. Documents are kept in
-order up to and including the one that reaches the source's limit.
+continues with the missing and the damaged tasks; a partial folder made from other inputs or settings is set aside.
+Documents are kept in order up to and including the one that reaches the source's limit.
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datatrove.pipeline.base import PipelineStep
 
-from unspool.core.artifacts import CHECKSUM_LIMIT, FORMAT, digest, file_digest, read_manifest, seal, stale_reason
+from unspool.core.artifacts import (
+    CHECKSUM_LIMIT,
+    FORMAT,
+    KEY,
+    clean_up,
+    digest,
+    file_digest,
+    open_work,
+    read_manifest,
+    remove,
+    seal,
+    stale_reason,
+)
 from unspool.core.errors import DataError
 from unspool.data.corpus.config import EngineConfig
-from unspool.data.corpus.executors import check_engine, run_tasks, started
+from unspool.data.corpus.executors import check_engine, completed_tasks, forget_task, run_tasks, started
 from unspool.data.corpus.ledger import QUARANTINE, Ledger, check_bad_share, describe_bad, load_ledgers
 from unspool.data.corpus.pipeline import (
     WORK,
     ReadDocuments,
     TokenizeDocuments,
     WriteDocuments,
+    find_task_damage,
     ledger_path,
     shard_path,
     sizes_path,
+    write_sums,
 )
 from unspool.data.corpus.store import keep_first
 from unspool.data.lengths import histogram
@@ -48,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 KIND = "corpus"
 # Format of the files that tasks write into the work folder; raised when it changes, so that no old folder is resumed.
-WORK_FORMAT = 2
+WORK_FORMAT = 3
 
 
 def build_corpus(
@@ -77,13 +91,17 @@ def build_corpus(
         settings["seed"] = seed
     reason = stale_reason(out_dir, kind=KIND, inputs=inputs, settings=settings)
     if reason is None:
+        clean_up(out_dir, (WORK,))
         logger.info(f"corpus {name}: up to date")
         manifest = read_manifest(out_dir)
         assert manifest is not None
         counts: dict[str, Any] = manifest["counts"]
         return counts
 
-    partial = _open_work_folder(out_dir, digest([inputs, settings, FORMAT, WORK_FORMAT]))
+    partial = out_dir.with_name(out_dir.name + ".partial")
+    key = digest([inputs, settings, FORMAT, WORK_FORMAT])
+    open_work(partial, key, key_file=f"{WORK}/{KEY}", label=f"corpus {name}", describe=_describe_work)
+    _forget_damaged(partial, label=f"corpus {name}")
     if chat is None:
         encoder = choose_route(encoder, list(source.sample(units, seed)))
     forget_engines()
@@ -91,16 +109,18 @@ def build_corpus(
     ledger = Ledger()
     tasks = source.divide(units, seed)
     limit = source.token_limit
+    masked = source.has_loss_masks(units)
     steps = [
         ReadDocuments(
             source, tasks, encoder, root=root, seed=seed, vocabulary=len(tokenizer), ledger=ledger, chat=chat
         ),
         TokenizeDocuments(encoder),
-        WriteDocuments(partial, limit, ledger=ledger, masked=chat is not None),
+        WriteDocuments(partial, limit, ledger=ledger, masked=masked),
     ]
     with started(engine):
         sizes = _run(steps, partial, len(tasks), engine, limit, label=f"corpus {name}")
 
+    _check_unchanged(source, units, inputs["files"], partial)
     total = load_ledgers(ledger_path(partial, rank) for rank in range(len(sizes)))
     total.publish(partial)
     check_bad_share(total, name=name, max_bad=source.max_bad_share, listed=partial / QUARANTINE)
@@ -118,13 +138,13 @@ def build_corpus(
         "lengths": histogram(tokens),
         **total.counts(documents=documents),
     }
-    if chat is not None:
+    if masked:
         counts["trained_tokens"] = int(trained.sum())
+    if chat is not None:
         (partial / TEMPLATE_FILE).write_text(chat.template.text, encoding="utf-8")
     if total.bad:
         logger.warning(f"corpus {name}: {len(total.bad)} unreadable records in {QUARANTINE}: {describe_bad(total.bad)}")
-    shutil.rmtree(partial / WORK)
-    seal(partial, out_dir, kind=KIND, inputs=inputs, settings=settings, counts=counts)
+    seal(partial, out_dir, kind=KIND, inputs=inputs, settings=settings, counts=counts, unlisted=(WORK,))
     return counts
 
 
@@ -148,6 +168,8 @@ def _run(
     # Beyond the limit there may be shards of other workers, or of an earlier run that had more workers.
     kept_paths = {shard_path(partial, rank) for rank, kept_sizes in enumerate(sizes) if len(kept_sizes)}
     for path in set(partial.glob("docs-*")) - kept_paths:
+        if path.suffix == ".arrow":
+            write_sums(partial, int(path.stem.removeprefix("docs-")), with_shard=False)
         path.unlink()
     return sizes
 
@@ -158,19 +180,41 @@ def _cut_to_limit(partial: Path, rank: int, tokens_left: int | None) -> np.ndarr
     if tokens_left is None:
         return sizes
     count = int(np.searchsorted(np.cumsum(sizes[:, 0]), tokens_left)) + 1
-    keep_first(shard_path(partial, rank), count)
+    if count < len(sizes):
+        keep_first(shard_path(partial, rank), count)
+        write_sums(partial, rank)
     return sizes[:count]
 
 
-def _open_work_folder(out_dir: Path, key: str) -> Path:
-    """The folder of partial results, emptied unless it was started for the same inputs and settings."""
-    partial = out_dir.with_name(out_dir.name + ".partial")
-    key_path = partial / WORK / "key"
-    if not key_path.is_file() or key_path.read_text() != key:
-        shutil.rmtree(partial, ignore_errors=True)
-        key_path.parent.mkdir(parents=True)
-        key_path.write_text(key)
-    return partial
+def _describe_work(partial: Path) -> str | None:
+    tasks = len(completed_tasks(partial / WORK))
+    return f"{tasks} completed tasks" if tasks else None
+
+
+def _forget_damaged(partial: Path, *, label: str) -> None:
+    """Let tasks run again whose files are not as they left them."""
+    ranks = completed_tasks(partial / WORK)
+    with ThreadPoolExecutor() as pool:  # hashing uses all cores
+        found = list(pool.map(lambda rank: find_task_damage(partial, rank), ranks))
+    for rank, damage in zip(ranks, found, strict=True):
+        if damage is not None:
+            logger.warning(f"{label}: unfinished work of task {rank} is damaged ({damage}); reading its input again")
+            forget_task(partial / WORK, rank)
+
+
+def _check_unchanged(source: Source, units: list[Path], digest_before: str, partial: Path) -> None:
+    """Refuse documents of files that changed or vanished while they were read, and read all of them next time."""
+    try:
+        changed = _digest_units(source, units) != digest_before
+    except OSError:
+        remove(partial)
+        raise
+    if changed:
+        remove(partial)
+        raise DataError(
+            f"corpus {partial.stem}: a file of the source changed while it was read; run the same command again when "
+            "nothing writes to the source any more."
+        )
 
 
 def files_digest(source: Source, root: Path) -> str:

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -31,7 +31,7 @@ from datatrove.utils.stats import Stats
 from multiprocess import forkserver, resource_tracker
 from multiprocess.connection import Connection, wait  # type: ignore[import-untyped]
 
-from unspool.core.errors import ConfigError, DataError, UnspoolError
+from unspool.core.errors import ConfigError, DataError, UnspoolError, explain, naming
 from unspool.core.progress import console, progress_bar
 from unspool.data.corpus.config import EngineConfig
 
@@ -66,7 +66,7 @@ def run_tasks(
             text = first_error(work)
             if text is None and isinstance(error, UnspoolError):
                 raise
-            raise DataError(text or f"{type(error).__name__}: {error}") from error
+            raise DataError(text or _message(error)) from error
         assert not tasks.get_incomplete_ranks(), "a task neither completed nor failed"
 
 
@@ -143,7 +143,7 @@ def _bar(label: str, num_tasks: int, work: Path) -> Iterator[None]:
             shown = 0
             while True:
                 last = ended.wait(_BAR_SECONDS)
-                done = num_completed(work)
+                done = len(completed_tasks(work))
                 advance(done - shown)
                 shown = done
                 if last:
@@ -192,9 +192,11 @@ class Tasks(PipelineExecutor):  # type: ignore[misc]
         with _locked(self.work / "tasks.lock", fcntl.LOCK_SH):
             try:
                 # Not the Ray executor's own method, which logs into a folder that all users share.
-                return PipelineExecutor._run_for_rank(self, rank, local_rank, node_rank)
+                with naming(self.work.parent):
+                    return PipelineExecutor._run_for_rank(self, rank, local_rank, node_rank)
             except Exception as error:
-                write_error(self.work, rank, error)
+                with suppress(OSError):  # a full disk; the error itself says so
+                    write_error(self.work, rank, error)
                 raise
 
 
@@ -213,17 +215,22 @@ def wait_for_orphans(work: Path) -> None:
         pass
 
 
-def num_completed(work: Path) -> int:
+def completed_tasks(work: Path) -> list[int]:
     try:
-        return sum(1 for _ in (work / _COMPLETIONS).iterdir())
+        return sorted(int(path.name) for path in (work / _COMPLETIONS).iterdir() if path.name.isdigit())
     except FileNotFoundError:
-        return 0
+        return []
+
+
+def forget_task(work: Path, rank: int) -> None:
+    """Let a completed task run again."""
+    (work / _COMPLETIONS / f"{rank:05d}").unlink()
 
 
 def write_error(work: Path, rank: int, error: Exception) -> None:
     """Write the message for the caller, and for a bug also the traceback."""
-    text = str(error)
-    if not isinstance(error, UnspoolError):
+    text = explain(error)
+    if text is None:
         log = work / "logs" / f"task_{rank:05d}.log"
         log.parent.mkdir(exist_ok=True)
         with log.open("a") as file:
@@ -232,6 +239,10 @@ def write_error(work: Path, rank: int, error: Exception) -> None:
     aside = work / f"error-{rank:05d}.tmp"
     aside.write_text(text)
     aside.replace(_error_path(work, rank))
+
+
+def _message(error: Exception) -> str:
+    return explain(error) or f"{type(error).__name__}: {error}"
 
 
 def first_error(work: Path) -> str | None:
@@ -352,7 +363,7 @@ def _serve(tasks: LocalTasks, pipe: Connection) -> None:
             tasks._run_for_rank(rank)
             pipe.send(None)
         except Exception as error:
-            pipe.send(f"{type(error).__name__}: {error}")
+            pipe.send(_message(error))
 
 
 def _end_with_parent() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unspool.core.errors import DataError
+from unspool.core.formatting import one_line
 from unspool.data.sources.base import Bad, Document, Filtered, Item
 
 QUARANTINE = "quarantine.jsonl"
@@ -106,4 +107,4 @@ def describe_bad(bad: list[Bad]) -> str:
     reasons = Counter(entry.reason for entry in bad).most_common()
     first = bad[0]
     counted = ", ".join(f"{count:,} {reason}" for reason, count in reasons)
-    return f"{counted}; the first is {first.file}, {first.record}: {first.detail}."
+    return f"{counted}; the first is {one_line(f'{first.file}, {first.record}: {first.detail}')}."

@@ -4,6 +4,8 @@ What task r writes depends only on its own part of the source, so the result is 
 number of workers. A task's files are complete before datatrove marks it as completed.
 """
 
+import io
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 from datatrove.data import Document as PipelineDocument
 from datatrove.pipeline.base import PipelineStep
 
+from unspool.core.artifacts import changed_file, list_files, write_atomic
 from unspool.data.corpus.ledger import Ledger
 from unspool.data.corpus.store import CorpusWriter
 from unspool.data.sources.base import Bad, Document, Filtered, Item, Source, read_items
@@ -35,6 +38,26 @@ def sizes_path(folder: Path, rank: int) -> Path:
 
 def ledger_path(folder: Path, rank: int) -> Path:
     return folder / WORK / f"ledger-{rank:05d}.json"
+
+
+def sums_path(folder: Path, rank: int) -> Path:
+    return folder / WORK / f"sums-{rank:05d}.json"
+
+
+def write_sums(folder: Path, rank: int, *, with_shard: bool = True) -> None:
+    """Write the checksums of a task's files, by which a later run knows that it can use them."""
+    paths = [sizes_path(folder, rank), ledger_path(folder, rank), *([shard_path(folder, rank)] if with_shard else [])]
+    content = {"rank": rank, "files": list_files(folder, [path for path in paths if path.is_file()])}
+    write_atomic(sums_path(folder, rank), json.dumps(content))
+
+
+def find_task_damage(folder: Path, rank: int) -> str | None:
+    """What is wrong with the files of a completed task; None if they are as the task wrote them."""
+    try:
+        content = json.loads(sums_path(folder, rank).read_text(encoding="utf-8"))
+        return changed_file(folder, content["files"]) if content["rank"] == rank else "its checksums are of another one"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return "its checksums are missing or unreadable"
 
 
 class ReadDocuments(PipelineStep):  # type: ignore[misc]
@@ -132,6 +155,8 @@ class WriteDocuments(PipelineStep):  # type: ignore[misc]
             for document in data:
                 tokens = document.metadata["tokens"]
                 mask = document.metadata.get("loss_mask")
+                if self.masked and mask is None:
+                    mask = np.ones(len(tokens), dtype=np.bool_)
                 writer.append(document.id, tokens, mask)
                 # The first token is never a prediction target.
                 trained = len(tokens) - 1 if mask is None else np.count_nonzero(mask[1:])
@@ -139,8 +164,12 @@ class WriteDocuments(PipelineStep):  # type: ignore[misc]
                 total += len(tokens)
                 if self.limit is not None and total >= self.limit:
                     break
-        np.save(sizes_path(self.folder, rank), np.array(sizes, dtype=np.int64).reshape(-1, 3))
+        # Not `np.save` to the path: on a full disk it raises an error without a reason.
+        buffer = io.BytesIO()
+        np.save(buffer, np.array(sizes, dtype=np.int64).reshape(-1, 3))
+        sizes_path(self.folder, rank).write_bytes(buffer.getvalue())
         self.ledger.save(ledger_path(self.folder, rank))
+        write_sums(self.folder, rank)
 
 
 def _render_chat(item: Item, chat: ChatEncoder | None) -> Item:

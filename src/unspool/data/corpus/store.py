@@ -1,8 +1,8 @@
 """The Arrow files of a corpus: written in batches, read through a memory map.
 
-Files `docs-00000.arrow` … have the columns id, tokens and, for conversations, loss_mask; any Arrow reader opens them.
-Any document is found in constant time and returned without a copy, as a read-only view of the file. A file is renamed
-into place when it is complete.
+Files `docs-00000.arrow` … have the columns id, tokens and, if the source has loss masks, loss_mask; any Arrow reader
+opens them. Any document is found in constant time and returned without a copy, as a read-only view of the file. A file
+is renamed into place when it is complete.
 """
 
 import os
@@ -125,6 +125,13 @@ class CorpusReader:
     @property
     def num_tokens(self) -> int:
         return int(self.lens.sum())
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens with a loss, give or take the first of each document."""
+        if not self.is_masked:
+            return self.num_tokens - len(self)
+        return sum(len(batch.tokens) if batch.masks is None else int(batch.masks.sum()) for batch in self._batches)
 
     @property
     def is_masked(self) -> bool:

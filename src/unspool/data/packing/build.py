@@ -4,10 +4,13 @@ Documents are shuffled by the seed, sources follow their shares of tokens, and t
 corpora + tokens added = tokens in rows + tokens dropped, by reason. Memory holds the order of the documents and a
 batch of rows.
 
+With several sources the shares hold in tokens with a loss (shares.py); `shares` has them as requested and realized.
+
 Reasons for drops: `unread` documents never drawn (`limit`, or a source of a mix ran out), `last_row` a row that was
-never filled, `limit` the rest of a document when the limit was reached, `cut` the rest of a document under
-`truncate`, `short` and `tail` documents below, and rests above, whole rows under `single_doc`, `downsampled` short
-documents that `upsample` does not keep, `untrained` rows without any loss.
+never filled, `limit` the rest of a document when the limit was reached, `cut` the rest of a document under `truncate`,
+`share` the rest of a document that was cut where its source reached its share, `short` and `tail` documents below, and
+rests above, whole rows under `single_doc`, `downsampled` short documents that `upsample` does not keep, `untrained`
+rows without any loss.
 
 Further counts: `padding` tokens under `best_fit`, `fill_rate` (share of rows that is not padding), `truncated`
 documents that are not in one row as a whole and `truncation_rate`, `lengths` of the documents as rows hold them (of
@@ -16,6 +19,7 @@ with tokens drawn again and dropped; of conversations `trained_tokens` and `untr
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -34,10 +38,13 @@ from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count, format_size
 from unspool.data.corpus.store import CorpusReader, open_corpus
 from unspool.data.lengths import Lengths, add_up
+from unspool.data.mixture import MOST_EPOCHS
 from unspool.data.packing.config import DatasetConfig
+from unspool.data.packing.describe import describe_shares
 from unspool.data.packing.order import Drawn, Order
 from unspool.data.packing.pack import PACKERS, Packer, RowStream, Tally
-from unspool.data.packing.row import BATCH_TOKENS, Row, num_trained
+from unspool.data.packing.row import Row, num_trained
+from unspool.data.packing.shares import TOLERANCE, ShareKeeper
 from unspool.data.packing.store import RowWriter
 from unspool.data.strategies.base import Finish, PackingInputs, RowBuilder
 from unspool.data.strategies.retrieval import Embed
@@ -69,7 +76,12 @@ def build_rows(
         inputs["embeddings"] = embed.digest
     if any(strategy.uses_tokenizer for strategy in config.strategies):
         inputs["tokenizer"] = build_encoder(tokenizer).digest
-    settings: dict[str, Any] = {"dataset": config.model_dump(mode="json", by_alias=True), "name": name, "seed": seed}
+    # Left out by default, so that datasets from before the key stay up to date.
+    unset = {"max_epochs"} if config.max_epochs == 1 else set()
+    dumped = config.model_dump(mode="json", by_alias=True, exclude=unset)
+    settings: dict[str, Any] = {"dataset": dumped, "name": name, "seed": seed}
+    if len(config.shares) > 1:
+        settings["shares_of"] = "trained tokens"
     # No label asks for it and no document sees it, so without EOS any token will do.
     pad = tokenizer.eos_token_id or 0
     if config.packing == "best_fit":
@@ -88,14 +100,21 @@ def build_rows(
     given = PackingInputs(readers=readers, tokenizer=tokenizer, pad=pad, seed=seed, name=name, embed=embed)
     with publish(out_dir, kind=KIND, inputs=inputs, settings=settings) as draft:
         builder = _row_builder(config, given)
-        # Without an end `fit` has more to choose from, and the shares hold over documents that the limit leaves out.
-        most_tokens = _most_rows(config) * config.seq_len if config.limit and config.packing == "best_fit" else None
-        order = Order(config, readers, seed=seed, name=name, arrays=builder.arrays, most_tokens=most_tokens)
-        draft.counts = _write_rows(config, order, builder, draft.folder, _finish(config, given))
+        tally, most = Tally(), _most_rows(config)
+        order = Order(config, readers, seed=seed, name=name, builder=builder, tally=tally, most_rows=most)
+        if tally.shares:
+            _check_suffices(config, tally.shares, name, builder)
+        draft.counts = _write_rows(config, order, builder, tally, draft.folder, _finish(config, given))
         if template is not None:
             (draft.folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
         if not draft.counts["rows"]:
             raise DataError(f"dataset {name}: {_too_little(config, readers, draft.counts['dropped'])}")
+        if tally.shares and most and draft.counts["rows"] < (1 - TOLERANCE) * most:
+            raise DataError(_ran_out(config, tally.shares, name, builder))
+        if tally.shares and order.ran_out:
+            _check_survived(config, draft.counts, name, order.ran_out)
+    if tally.shares:
+        _report_shares(name, draft.counts["shares"])
     was_limited = config.limit is not None and draft.counts["tokens"] >= config.limit
     if order.ran_out and not was_limited and "unread" in draft.counts["dropped"]:
         unread = format_count(draft.counts["dropped"]["unread"])
@@ -131,10 +150,9 @@ def _finish(config: DatasetConfig, inputs: PackingInputs) -> Finish:
 
 
 def _write_rows(
-    config: DatasetConfig, order: Order, builder: RowBuilder, folder: Path, finish: Finish
+    config: DatasetConfig, order: Order, builder: RowBuilder, tally: Tally, folder: Path, finish: Finish
 ) -> dict[str, Any]:
-    most = _most_rows(config) if config.limit else None
-    tally = Tally()
+    most = _most_rows(config)
     num_rows = 0
     pieces = Lengths()
     is_masked = any(reader.is_masked for reader in order.readers.values())
@@ -147,9 +165,11 @@ def _write_rows(
         closing(_pack(config, order, builder.pack, tally)) as rows,
         progress_bar("pack", most) as advance,
     ):
-        for batch in _batches(islice(rows, most), max(1, BATCH_TOKENS // config.seq_len)):
+        for batch in _batches(islice(rows, most), max(1, tally.window // config.seq_len)):
             for row in finish(batch):
                 writer.append(row)
+                if tally.shares:
+                    tally.shares.count(row)
                 if is_masked and row.loss_mask is not None:
                     trained.append(num_trained(row.doc_lens, row.loss_mask))
             if not builder.counts_documents:
@@ -157,13 +177,15 @@ def _write_rows(
             num_rows += len(batch)
             advance(len(batch), "")
     counts = _counts(config, order, builder, tally, num_rows, pieces)
+    if tally.shares:
+        counts["shares"] = tally.shares.realized()
     if is_masked:
         counts |= {"trained_tokens": sum(trained), "untrained_rows": trained.count(0)}
     return counts
 
 
 def _pack(config: DatasetConfig, order: Order, pack: Packer, tally: Tally) -> RowStream:
-    if config.upsample and config.packing == "best_fit":
+    if (config.upsample or config.max_epochs > 1) and config.packing == "best_fit":
         # Best fit looks far ahead and puts equal lengths together, so copies of a document would meet in a row.
         for stretch in order.stretches():
             yield from pack(stretch, config.seq_len, tally)
@@ -171,9 +193,71 @@ def _pack(config: DatasetConfig, order: Order, pack: Packer, tally: Tally) -> Ro
         yield from pack(order, config.seq_len, tally)
 
 
-def _most_rows(config: DatasetConfig) -> int:
+def _most_rows(config: DatasetConfig) -> int | None:
+    return None if config.limit is None else -(-config.limit // config.seq_len)
+
+
+def _check_suffices(config: DatasetConfig, shares: ShareKeeper, name: str, builder: RowBuilder) -> None:
+    """Refuse before any work what sources cannot give even if no token is lost."""
+    if builder.borrows:
+        return
+    for source in shares.sources:
+        if not source.left:
+            of_length = f" of {format_size(config.seq_len)} tokens" if config.packing == "single_doc" else ""
+            raise DataError(
+                f"dataset {name}: source {source.name} has no document{of_length} that packing: {config.packing} could "
+                f"use for its share of {source.goal:.3g}; add text, use a shorter seq_len, or leave the source out."
+            )
+    most = _most_rows(config)
+    if most and shares.missing[1] > TOLERANCE * shares.missing[0].goal * most * config.seq_len:
+        raise DataError(_ran_out(config, shares, name, builder))
+
+
+def _check_survived(config: DatasetConfig, counts: Mapping[str, Any], name: str, source: str) -> None:
+    """Refuse a dataset that ended far from its shares, because rows kept next to nothing of the source that ran out."""
+    share = counts["shares"][source]
+    if share["requested"] - share["realized"] > TOLERANCE + 1 / counts["rows"]:
+        raise DataError(
+            f"dataset {name}: all of source {source} gives {share['trained_tokens']:,} trained tokens in packing: "
+            f"{config.packing}, a share of {share['realized']:.3g} instead of {share['requested']:.3g}; use a greater "
+            "seq_len, packing: best_fit, max_epochs, or a lower share."
+        )
+
+
+def _ran_out(config: DatasetConfig, shares: ShareKeeper, name: str, builder: RowBuilder) -> str:
+    """Which source has too few tokens for its share of the limit, how many are missing, and what can be done."""
     assert config.limit is not None
-    return -(-config.limit // config.seq_len)
+    if builder.borrows:
+        tokens = shares.num_rows * config.seq_len
+        return (
+            f"dataset {name}: documents of at least {builder.min_doc_len} tokens give {format_count(tokens)} tokens of "
+            f"rows, and limit is {format_size(config.limit)}. Set max_epochs: "
+            f"{math.ceil(config.max_epochs * config.limit / max(1, tokens))} to repeat them, add text, or set "
+            f"limit: {tokens}."
+        )
+    source, missing = shares.missing
+    needed = source.goal * shares.limit_tokens
+    has = max(1.0, needed - missing)
+    epochs = math.ceil(config.max_epochs * needed / has)
+    costly = f" (beyond {MOST_EPOCHS:g} times little is learnt)" if epochs > MOST_EPOCHS else ""
+    share = source.goal * has / needed
+    return (
+        f"dataset {name}: source {source.name} runs out: its share of {source.goal:.3g} in {format_size(config.limit)} "
+        f"tokens takes {format_count(round(needed))} trained tokens, and it gives about {format_count(round(has))}; "
+        f"about {format_count(round(missing))} are missing. Set max_epochs: {epochs} to repeat it{costly}, lower its "
+        f"share to {math.floor(1000 * share) / 1000:g}, add text, or set limit: {int(config.limit * has / needed)}."
+    )
+
+
+def _report_shares(name: str, shares: Mapping[str, Mapping[str, float]]) -> None:
+    logger.info(f"dataset {name}: shares of trained tokens: {describe_shares(shares)}")
+    off = {source: abs(entry["realized"] - entry["requested"]) for source, entry in shares.items()}
+    worst = max(off, key=lambda source: off[source])
+    if off[worst] > TOLERANCE:
+        logger.warning(
+            f"dataset {name}: the share of source {worst} is off by {off[worst]:.2%}; there are too few rows, or too "
+            "little text, for shares this exact"
+        )
 
 
 def _batches(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:

@@ -40,6 +40,7 @@ class DatasetConfig(Config):
         "strategy needs",
     )
     limit: Size | None = Field(None, description="stop after about this many tokens of rows")
+    max_epochs: int = Field(1, ge=1, description="how often a source may be used until it has run out")
 
     @property
     def strategies(self) -> list[StrategyConfig]:

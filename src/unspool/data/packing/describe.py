@@ -35,6 +35,11 @@ def strategy_titles(settings: Mapping[str, Any]) -> list[str]:
     return [*titles, *(["with synthetic tasks"] if settings.get("replace") else [])]
 
 
+def describe_shares(shares: Mapping[str, Mapping[str, float]]) -> str:
+    """The sources of a dataset with their realized and requested shares of trained tokens, from its counts."""
+    return ", ".join(f"{name} {of['realized']:.2%} (requested {of['requested']:.2%})" for name, of in shares.items())
+
+
 def summarize_packing(settings: Mapping[str, Any]) -> list[str]:
     """The packing mode of a dataset and its strategies, one phrase each."""
     phrases = [packing_mode(settings), *(strategy.summary() for strategy in recorded_strategies(settings))]

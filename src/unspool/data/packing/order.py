@@ -1,13 +1,13 @@
-"""The order in which documents are packed: shuffled by the seed, sources by their shares of tokens.
+"""The order in which documents are packed: shuffled by the seed, sources by their shares of trained tokens.
 
-Without `limit`, every document is drawn as often as planned, or until a source of a mix runs out. The plan does not
-depend on how rows are filled. Memory holds a few numbers for every use of a document, never its tokens.
+Without `limit`, every document is drawn as often as planned, or until a source of a mix runs out. The order within a
+source does not depend on how rows are filled; which source comes next does (shares.py). Memory holds a few numbers for
+every use of a document, never its tokens.
 """
 
-import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, groupby, repeat
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,11 +15,14 @@ import numpy as np
 from unspool.core.rng import rng_for
 from unspool.data.corpus.store import CorpusReader
 from unspool.data.packing.config import DatasetConfig
-from unspool.data.packing.pack import Doc
+from unspool.data.packing.pack import Doc, Tally
+from unspool.data.packing.shares import ShareKeeper, SourceShare
+from unspool.data.strategies.base import RowBuilder
 from unspool.data.strategies.upsample import draw_uses, is_again, spread
 
-# Source, document, start and stop: a document, or the part of one that counts as one (`longest`).
-Span = tuple[int, int, int, int]
+# Source, document, start and stop: a document, or the part of one that counts as one (`longest`); and the tokens after
+# it that are cut off to keep the shares.
+Span = tuple[int, int, int, int, int]
 
 
 class Drawn(NamedTuple):
@@ -36,8 +39,8 @@ class Drawn(NamedTuple):
 class Order:
     """The documents of all sources in packing order. It can be gone through once.
 
-    `arrays` gives documents as arrays, for strategies that cut them further; else their pieces are read one by one.
-    `most_tokens` ends it with the document that reaches so many.
+    `builder` says what its rows need. `most_rows` is the limit. With several sources, `tally.shares` says which one
+    gives the next document, and documents that are cut to keep the shares are counted in the tally.
     """
 
     def __init__(
@@ -47,8 +50,9 @@ class Order:
         *,
         seed: int,
         name: str,
-        arrays: bool = False,
-        most_tokens: int | None = None,
+        builder: RowBuilder,
+        tally: Tally,
+        most_rows: int | None = None,
     ) -> None:
         rng = rng_for(seed, "rows", name)
         self.readers = readers
@@ -56,10 +60,11 @@ class Order:
         self._sources_read = array("H")  # of the documents drawn, in order
         self._readers = list(readers.values())
         self._names = list(readers)
-        self._shares = list(config.shares.values())
-        self._slices = arrays or config.max_doc_len is not None
+        self._tally = tally
+        self._slices = builder.arrays or config.max_doc_len is not None
         self._is_masked = any(reader.is_masked for reader in self._readers)
-        self._most_tokens = most_tokens
+        # Best fit looks far ahead, but a limit must not make it draw more than it needs.
+        self._most_tokens = most_rows * config.seq_len if most_rows and config.packing == "best_fit" else None
         self._above = config.upsample.above if config.upsample else 0
         spans = [_spans(reader.lens, config.max_doc_len) for reader in self._readers]
         if config.upsample is None:
@@ -74,9 +79,18 @@ class Order:
             self._again = [is_again(order) for order in orders]
             dropped = [reader.lens[use == 0] for reader, use in zip(self._readers, uses, strict=True)]
             self._dropped = [int(lens.sum()) for lens in dropped]
-        # Under `whole` a document counts towards its source's share only with the rows it gives.
-        unit = config.seq_len if config.packing == "single_doc" else 1
-        self._useful = [(each[:, 2] - each[:, 1]) // unit * unit for each in self._spans]
+        if config.max_epochs > 1:
+            again = [[rng.permutation(len(each)) for _ in range(config.max_epochs - 1)] for each in self._spans]
+            self._spans = [
+                np.concatenate([each, *(each[order] for order in more)])
+                for each, more in zip(self._spans, again, strict=True)
+            ]
+            self._again = [
+                np.concatenate([first, np.ones(len(spans) - len(first), dtype=np.bool_)])
+                for first, spans in zip(self._again, self._spans, strict=True)
+            ]
+        if len(self._readers) > 1:
+            tally.shares = self._share_keeper(config, builder, most_rows)
 
     def __iter__(self) -> Iterator[Doc]:
         return map(self._open, self._draw())
@@ -110,45 +124,79 @@ class Order:
             dropped=self._dropped[source],
         )
 
+    def _share_keeper(self, config: DatasetConfig, builder: RowBuilder, most_rows: int | None) -> ShareKeeper:
+        """The tokens that each source has and may bring; a rate is exact for whole documents."""
+        unit = config.seq_len if config.packing == "single_doc" else 1
+        total = sum(config.shares.values())
+        sources = []
+        for name, reader, spans in zip(self._names, self._readers, self._spans, strict=True):
+            lens = spans[:, 2] - spans[:, 1]
+            usable = int((lens[lens >= builder.min_doc_len] // unit * unit).sum())
+            trained = reader.num_trained / max(1, reader.num_tokens)
+            sources.append(SourceShare(name, config.shares[name] / total, trained, left=usable))
+        return ShareKeeper(
+            sources,
+            config.seq_len,
+            most_rows=most_rows,
+            unit=unit,
+            min_doc_len=builder.min_doc_len,
+            truncates=config.packing == "truncate",
+            borrows=builder.borrows,
+        )
+
     def _draw(self) -> Iterator[Span]:
+        shares = self._tally.shares
+        if shares is None:
+            yield from self._draw_one()
+            return
         left = [iter_chunks(each) for each in self._spans]
-        taken = [0] * len(left)
+        while (source := shares.next_source()) is not None:
+            found = next(left[source], None)
+            if found is None:
+                self.ran_out = self._names[source]
+                if shares.run_out(source):
+                    return
+                continue
+            doc, start, stop = found
+            used = shares.take(source, stop - start)
+            yield source, doc, start, start + used, stop - start - used
+
+    def _draw_one(self) -> Iterator[Span]:
         tokens = 0
-        for source in interleave(self._useful, self._shares):
-            doc, start, stop = next(left[source])
-            taken[source] += 1
+        for doc, start, stop in iter_chunks(self._spans[0]):
             tokens += stop - start
-            yield source, doc, start, stop
+            yield 0, doc, start, stop, 0
             if self._most_tokens is not None and tokens >= self._most_tokens:
                 return
-        over = [len(each) - count for each, count in zip(self._spans, taken, strict=True)]
-        self.ran_out = self._names[over.index(0)]
+        self.ran_out = self._names[0]
 
     def _open(self, span: Span) -> Doc:
-        source, doc, start, stop = span
+        source, doc, start, stop, rest = span
         self._sources_read.append(source)
+        if rest:
+            self._tally.drop("share", self._names[source], rest)
         reader = self._readers[source]
         stored: Any = reader.stored(doc)
         mask: Any = None
         if self._is_masked:
             # Beside masked documents every other one has a mask too, which takes no memory.
             mask = reader.stored_mask(doc) if reader.is_masked else np.broadcast_to(np.True_, len(stored))
-        if self._slices:
+        if self._slices or stop < len(stored):
             stored, mask = stored[start:stop], None if mask is None else mask[start:stop]
         return Doc(stored, self._names[source], doc, mask)
 
 
 def _numbered() -> Callable[[Span], int]:
     """For each span given, in order, the number of its stretch."""
-    seen: set[Span] = set()
+    seen: set[tuple[int, ...]] = set()
     number = 0
 
     def stretch(span: Span) -> int:
         nonlocal number
-        if span in seen:
+        if span[:3] in seen:
             number += 1
             seen.clear()
-        seen.add(span)
+        seen.add(span[:3])
         return number
 
     return stretch
@@ -161,34 +209,6 @@ def _spans(lens: np.ndarray, longest: int | None) -> np.ndarray:
     docs = np.repeat(np.arange(len(lens)), counts)
     starts = (np.arange(len(docs)) - np.repeat(np.cumsum(counts) - counts, counts)) * longest
     return np.stack([docs, starts, np.minimum(starts + longest, lens[docs])], axis=1)
-
-
-def interleave(useful: Sequence[np.ndarray], shares: Sequence[float]) -> Iterator[int]:
-    """Which source gives its next document, so that the tokens taken so far follow `shares`.
-
-    `useful[s][i]` counts the tokens that the i-th document of source s brings. Always the source
-    that is furthest behind its share goes next. Ends when that source has no document left,
-    because going on would break the shares.
-    """
-    goal = [share / sum(shares) for share in shares]
-    if len(goal) == 1:
-        yield from repeat(0, len(useful[0]))
-        return
-    taken = [0] * len(goal)
-    left = [iter_chunks(tokens) for tokens in useful]
-    total = 0
-    while True:
-        source, furthest = 0, -math.inf
-        for index, share in enumerate(goal):
-            behind = share * total - taken[index]
-            if behind > furthest:
-                source, furthest = index, behind
-        tokens = next(left[source], None)
-        if tokens is None:
-            return
-        taken[source] += tokens
-        total += tokens
-        yield source
 
 
 def iter_chunks(values: np.ndarray) -> Iterator[Any]:

@@ -14,7 +14,7 @@ Documents are planned in windows, so memory is bounded; `best_fit` is optimal wi
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,11 +23,14 @@ import numpy as np
 from unspool.data.lengths import Lengths
 from unspool.data.packing.modes import PLANNERS, Layout
 from unspool.data.packing.row import BATCH_TOKENS, Row
+from unspool.data.packing.shares import ShareKeeper
 
 # Tokens that are planned at a time; `fit` leaves the less room empty the more it can choose from.
 WINDOW_TOKENS = {"best_fit": 1 << 26}
 # Documents that are planned at a time, at most; each costs some 300 bytes.
 WINDOW_DOCS = 1 << 17
+# Rows of each source that `best_fit` chooses the next one from, where a limit takes only some of its rows.
+_ROWS_TO_CHOOSE_FROM = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,20 @@ class Tally:
     padding: int = 0  # of those added
     given_back: int = 0  # documents that were drawn ahead and not needed; their tokens are dropped as `unread`
     sources: dict[str, SourceTally] = field(default_factory=dict)
+    shares: ShareKeeper | None = None  # of a dataset with several sources
+
+    @property
+    def window(self) -> int:
+        """Tokens of documents to plan at a time."""
+        return self.shares.window if self.shares else BATCH_TOKENS
+
+    def settle(self, waiting: Iterable[tuple["Doc", int]]) -> None:
+        """Report the documents that wait for a row, and how much of each does; all others are in rows or dropped."""
+        if self.shares:
+            by_source: Counter[str] = Counter()
+            for doc, tokens in waiting:
+                by_source[doc.source] += tokens
+            self.shares.settle(by_source)
 
     def drop(self, reason: str, source: str, tokens: int) -> None:
         self.dropped[reason] += tokens
@@ -99,13 +116,16 @@ class _Window:
 def pack_rows(docs: Iterable[Doc], row_len: int, tally: Tally, *, mode: str, pad: int = 0) -> RowStream:
     """`pad` is the token of padding; no label asks for it and no document sees it."""
     drawing = iter(docs)
-    most_tokens = max(WINDOW_TOKENS.get(mode, BATCH_TOKENS), row_len)
+    most_tokens = max(WINDOW_TOKENS.get(mode, tally.window), row_len)
     window = _Window([], [])
     ended = False
     while not ended:
-        more, ended = _draw(drawing, most_tokens)
+        needed = tally.shares.most_window if tally.shares else most_tokens
+        more, ended = _draw(drawing, min(most_tokens, needed))
         window = window.extended(more)
         layout = _without_untrained(window, PLANNERS[mode](window.lens, row_len, ended))
+        if tally.shares and mode == "best_fit":
+            layout = _ordered_by_shares(window, layout, tally.shares)
         made = 0
         try:
             for row in _gather(window, layout, row_len, pad):
@@ -116,12 +136,13 @@ def pack_rows(docs: Iterable[Doc], row_len: int, tally: Tally, *, mode: str, pad
             raise
         _account(tally, window, layout)
         window = window.rest(layout)
+        tally.settle(zip(window.docs, window.lens.tolist(), strict=True))
 
 
 PACKERS = {mode: partial(pack_rows, mode=mode) for mode in PLANNERS}
 
 
-def _draw(docs: Iterator[Doc], most_tokens: int) -> tuple[list[Doc], bool]:
+def _draw(docs: Iterator[Doc], most_tokens: float) -> tuple[list[Doc], bool]:
     """The next documents, and whether there are no more."""
     drawn: list[Doc] = []
     tokens = 0
@@ -159,8 +180,13 @@ def _gather(window: _Window, layout: Layout, row_len: int, pad: int) -> Iterator
         begin = 0
         for number, end in enumerate(borders):
             span = slice(number * row_len, (number + 1) * row_len)
-            source = _source(window, docs[begin:end])
-            yield Row(tokens[span], lens[begin:end], None if mask is None else mask[span], source, "intra_document")
+            sources = None
+            source = window.sources[0]
+            if len(window.sources) > 1:
+                sources = [window.docs[doc].source if doc >= 0 else "" for doc in docs[begin:end]]
+                source = "+".join(dict.fromkeys(filter(None, sources)))
+            row_mask = None if mask is None else mask[span]
+            yield Row(tokens[span], lens[begin:end], row_mask, source, "intra_document", sources=sources)
             begin = end
 
 
@@ -180,10 +206,32 @@ def _without_untrained(window: _Window, layout: Layout) -> Layout:
     return Layout(pieces[kept[rows]], layout.per_row[kept], layout.rest, drops, layout.padded)
 
 
-def _source(window: _Window, docs: Sequence[int]) -> str:
-    if len(window.sources) == 1:
-        return window.sources[0]
-    return "+".join(dict.fromkeys(window.docs[doc].source for doc in docs if doc >= 0))
+def _ordered_by_shares(window: _Window, layout: Layout, shares: ShareKeeper) -> Layout:
+    """The same rows in an order in which the first ones keep the shares too, for a limit that takes only those."""
+    pieces, is_doc = layout.pieces, layout.pieces.docs >= 0
+    rows = np.repeat(np.arange(layout.num_rows), layout.per_row)
+    held = np.zeros((layout.num_rows, len(window.sources)))
+    np.add.at(held, (rows[is_doc], window.source_ids[pieces.docs[is_doc]]), pieces.lens[is_doc])
+    by_name = {source.name: source for source in shares.sources}
+    goal = np.array([by_name[name].goal for name in window.sources])
+    held *= [by_name[name].rate for name in window.sources]
+    # Of each source, the next rows of which it has most; the one comes next that leaves the shares best.
+    by_main = held.argmax(axis=1)
+    queues = [np.flatnonzero(by_main == number).tolist()[::-1] for number in range(len(goal))]
+    order: list[int] = []
+    taken = np.zeros(len(goal))
+    while heads := [row for queue in queues for row in queue[-_ROWS_TO_CHOOSE_FROM:]]:
+        after = taken + held[heads]
+        error = np.abs(after - after.sum(axis=1, keepdims=True) * goal).max(axis=1)
+        best = int(error.argmin())
+        taken = after[best]
+        order.append(heads[best])
+        queue = queues[by_main[heads[best]]]
+        del queue[queue.index(heads[best], max(0, len(queue) - _ROWS_TO_CHOOSE_FROM))]
+    begins = np.cumsum(layout.per_row) - layout.per_row
+    moved = [np.arange(begins[row], begins[row] + layout.per_row[row]) for row in order]
+    in_order = np.concatenate(moved) if moved else np.zeros(0, dtype=np.int64)
+    return Layout(pieces[in_order], layout.per_row[order], layout.rest, layout.drops, layout.padded)
 
 
 def _stop(layout: Layout, num_rows: int, lens: np.ndarray) -> Layout:

@@ -1,5 +1,7 @@
 """One packed row, and what it trains on: labels and positions."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +21,9 @@ class Row:
     attention: str  # "intra_document" | "full"
     chunk_ids: np.ndarray | None = None  # int32[k]: pieces of one document share its number; None: all are different
     positions: np.ndarray | None = None  # int32[L]; None: 0, 1, 2 … in what attends to itself
+    # Only while rows are packed:
+    sources: Sequence[str] | None = None  # of each entry of doc_lens, "" for padding; None: all are of `source`
+    added: np.ndarray | None = None  # bool[L]: special tokens, which belong to no source
 
 
 IGNORE = -100
@@ -38,6 +43,21 @@ def num_trained(doc_lens: np.ndarray, loss_mask: np.ndarray) -> int:
     """How many labels of a row carry loss; the first token of a document is asked for by nothing."""
     starts = np.cumsum(doc_lens) - doc_lens
     return int(np.count_nonzero(loss_mask) - np.count_nonzero(loss_mask[starts]))
+
+
+def trained_by_source(row: Row) -> dict[str, int]:
+    """How many labels of a row carry loss, by the source of their tokens."""
+    starts = np.cumsum(row.doc_lens) - row.doc_lens
+    counted = np.ones(len(row.tokens), dtype=np.bool_) if row.loss_mask is None else row.loss_mask.copy()
+    if row.added is not None:
+        counted &= ~row.added
+    counted[starts] = False
+    if row.sources is None:
+        return {row.source: int(np.count_nonzero(counted))}
+    found: Counter[str] = Counter()
+    for name, count in zip(row.sources, np.add.reduceat(counted, starts, dtype=np.int64).tolist(), strict=True):
+        found[name] += count
+    return found
 
 
 def attended_lens(doc_lens: np.ndarray, attention: str) -> np.ndarray:

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from unspool.data.sources.files import MAX_NAME_LEN, Unreadable, first_line, printable
+from unspool.data.sources.files import MAX_NAME_LEN, Unreadable, damaged, first_line, printable
 
 _GZIP, _BZIP2, _XZ = (".tar.gz", ".tgz"), (".tar.bz2", ".tbz2"), (".tar.xz", ".txz")
 _ZIP = (".zip", ".whl")
@@ -67,7 +67,7 @@ def members(path: Path) -> Iterator[Member]:
                 raise Unreadable("archive_bomb", f"more than {MAX_MEMBERS:,} members")
             yield member
     except OSError as error:
-        raise Unreadable("unreadable", first_line(error)) from error
+        raise damaged(error, path) from error
 
 
 def build_member(name: str, size: int, refused: str | None, read: Callable[[], bytes]) -> Member:
@@ -262,7 +262,7 @@ def _unpacked(path: Path) -> Iterator[bytes]:
     except EOFError as error:
         raise Unreadable("truncated", "the compressed file is truncated") from error
     except (OSError, ValueError, zlib.error, lzma.LZMAError) as error:
-        raise Unreadable("unreadable", first_line(error)) from error
+        raise damaged(error, path) from error
 
 
 def _decompressed(

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from unspool.data.sources.base import MAX_RECORD_BYTES, Bad, Document, Filtered, Item
-from unspool.data.sources.files import Unreadable, checked_text, decode, first_line, list_names
+from unspool.data.sources.files import Unreadable, checked_text, damaged, decode, first_line, list_names
 
 _BATCH_BYTES = 8 << 20
 _BATCH_RECORDS = 1024
@@ -122,16 +122,15 @@ def _read_row_groups(path: Path, choose_columns: Callable[[pa.Schema], Columns])
 def _open_parquet(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, page_checksum_verification=True)
-    except FileNotFoundError as error:
-        raise Unreadable("unreadable", "the file no longer exists") from error
     except ARROW_ERRORS as error:
+        unreadable = damaged(error, path, "cannot be read as Parquet ({})")
         with path.open("rb") as file:
             has_start = file.read(len(_MAGIC)) == _MAGIC
             file.seek(max(path.stat().st_size - len(_MAGIC), 0))
             has_end = file.read() == _MAGIC
         if has_start and not has_end:
             raise Unreadable("truncated", "truncated; the metadata at the end of a Parquet file is missing") from error
-        raise Unreadable("unreadable", f"cannot be read as Parquet ({first_line(error)})") from error
+        raise unreadable from error
 
 
 def _row_group_size(file: pq.ParquetFile, group: int) -> tuple[int, int]:
@@ -165,7 +164,7 @@ def _read_row_group(
             yield from items(batch, number)
             number += batch.num_rows
     except ARROW_ERRORS as error:
-        problem = first_line(error)
+        problem = damaged(error, path).detail
     if problem is None and number < end:
         problem = "fewer records than the metadata says"
     if problem is not None:
@@ -197,10 +196,9 @@ def read_arrow(path: Path, column: str) -> Iterator[Item]:
         at = f"after record {number - 1}" if number > 1 else "whole file"
         if isinstance(error, Unreadable):
             yield Bad(str(path), at, error.reason, error.detail)
-        elif isinstance(error, FileNotFoundError):
-            yield Bad(str(path), at, "unreadable", "the file no longer exists")
         else:
-            yield Bad(str(path), at, "unreadable", f"cannot be read as Arrow ({first_line(error)})")
+            unreadable = damaged(error, path, "cannot be read as Arrow ({})")
+            yield Bad(str(path), at, unreadable.reason, unreadable.detail)
 
 
 def _arrow_batches(file: pa.MemoryMappedFile, column: str) -> Iterator[tuple[pa.RecordBatch, list[str]]]:

@@ -132,6 +132,10 @@ class Source(Config):
         """List (unit, file) for every file whose content the documents depend on."""
         return [(unit, file) for unit in units for file in files_below(unit)]
 
+    def has_loss_masks(self, units: Sequence[Path]) -> bool:
+        """Whether some documents have a loss mask; in the corpus then all have one."""
+        return self.is_chat
+
     def divide(self, units: list[Path], seed: int) -> list[Any]:
         """Divide the work. Each task is picklable and writes one shard, so the division must not depend on workers."""
         raise NotImplementedError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import zstandard
 
-from unspool.core.errors import ConfigError
+from unspool.core.errors import ConfigError, naming, system_error
 
 MAX_NAME_LEN = 1024
 _CHUNK = 1 << 20
@@ -25,6 +25,17 @@ class Unreadable(Exception):  # noqa: N818
         super().__init__(detail)
         self.reason = reason
         self.detail = detail
+
+
+def damaged(error: Exception, path: Path, what: str = "{}") -> Unreadable:
+    """What to raise for content that a library could not read; raises errors of the operating system themselves.
+
+    A file that vanishes, or a disk that fails, says nothing about the content: the next run may read it.
+    """
+    with naming(path):
+        if system_error(error) is not None:
+            raise error
+    return Unreadable("unreadable", what.format(first_line(error)))
 
 
 def find_files(path: str, root: Path, *, kind: str, endings: tuple[str, ...]) -> list[Path]:
@@ -81,12 +92,10 @@ def chunks(path: Path) -> Iterator[bytes]:
             with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
                 while chunk := file.read(_CHUNK):
                     yield chunk
-    except FileNotFoundError as error:
-        raise Unreadable("unreadable", "the file no longer exists") from error
     except EOFError as error:
         raise Unreadable("truncated", "the compressed file is truncated") from error
     except (OSError, zlib.error, zstandard.ZstdError) as error:
-        raise Unreadable("unreadable", first_line(error)) from error
+        raise damaged(error, path) from error
 
 
 def _zstd_chunks(path: Path) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ is held in memory whole (64 MiB as usually written).
 
 ProLong's public data uses Llama-3's tokenizer. Its unpacked sets have no BOS and no EOS; its packer puts 128000
 before and 128001 after a document, so a row that starts in the middle of one has no BOS. The column `mask` of its
-instruction data is not read: documents carry no loss mask.
+instruction data is the loss mask: a token with 0 is never a prediction target.
 """
 
 import bz2
@@ -34,7 +34,7 @@ from pydantic import Field
 
 from unspool.core.errors import ConfigError
 from unspool.data.sources.base import MAX_RECORD_BYTES, Bad, Document, FileSource, Filtered, Item
-from unspool.data.sources.files import Unreadable, first_line, list_names
+from unspool.data.sources.files import Unreadable, damaged, first_line, list_names
 
 INDEX = "index.json"
 BOUNDARIES = "indices"
@@ -65,6 +65,9 @@ class MdsSource(FileSource):
 
     kind: Literal["mds"]
     tokens: str = Field("input_ids", description="the column that holds the tokens")
+    mask: str | None = Field(
+        "mask", description="the column that holds the loss mask, where shards have it; null trains on all tokens"
+    )
 
     endings: ClassVar[tuple[str, ...]] = (INDEX,)
 
@@ -99,6 +102,16 @@ class MdsSource(FileSource):
         beside = [(index, index) for index in indexes if index.is_file() and index not in units]
         return [*super().input_files(units), *beside]
 
+    def has_loss_masks(self, units: Sequence[Path]) -> bool:
+        known: dict[Path, dict[Path, Any]] = {}
+        for path in units:
+            try:
+                if path.name != INDEX and self.mask in _find_shard(path, known).names:
+                    return True
+            except Unreadable:
+                continue  # `read_units` reports it
+        return False
+
     def estimate_tokens(self, files: Sequence[Path]) -> int:
         return int(sum(file.stat().st_size for file in files) / 4)  # bytes of a stored token
 
@@ -110,12 +123,12 @@ class MdsSource(FileSource):
                 yield from _index_problems(path, missing)
                 continue
             try:
-                yield from _read_shard(path, _find_shard(path, known), self.tokens)
+                yield from _read_shard(path, _find_shard(path, known), self.tokens, self.mask)
             except Unreadable as error:
                 yield Bad(str(path), "whole file", error.reason, error.detail)
 
 
-def _read_shard(path: Path, shard: _Shard, column: str) -> Iterator[Item]:
+def _read_shard(path: Path, shard: _Shard, column: str, mask_column: str | None) -> Iterator[Item]:
     if column not in shard.names:
         raise Unreadable("missing_field", f"no column {column!r}; it has {list_names(shard.names, 'no columns')}")
     with _open_shard(path, shard) as stream:
@@ -124,7 +137,8 @@ def _read_shard(path: Path, shard: _Shard, column: str) -> Iterator[Item]:
         for number, (begin, end) in enumerate(pairwise(offsets), start=1):
             try:
                 data = _read_sample(stream, begin, end, size, first=4 * (len(offsets) + 1))
-                yield from _documents(f"{path.parent.name}/{path.name}:{number}", _split_columns(shard, data), column)
+                columns = _split_columns(shard, data)
+                yield from _documents(f"{path.parent.name}/{path.name}:{number}", columns, column, mask_column)
             except Unreadable as error:
                 yield Bad(str(path), f"sample {number}", error.reason, error.detail)
 
@@ -136,7 +150,7 @@ def _read_index(index: Path) -> list[Any]:
     try:
         content = json.loads(index.read_bytes())
     except OSError as error:
-        raise Unreadable("unreadable", first_line(error)) from error
+        raise damaged(error, index) from error
     except (ValueError, RecursionError) as error:
         raise Unreadable("broken_json", f"not valid JSON ({first_line(error)})") from error
     shards = content.get("shards") if isinstance(content, dict) else None
@@ -247,10 +261,8 @@ def _open_shard(path: Path, shard: _Shard) -> BinaryIO:
     try:
         _check_hashes(path, shard)
         return path.open("rb") if shard.compression is None else _decompress(path, shard, shard.compression)
-    except FileNotFoundError as error:
-        raise Unreadable("unreadable", _MISSING) from error
     except (OSError, zlib.error, zstandard.ZstdError) as error:
-        raise Unreadable("unreadable", first_line(error)) from error
+        raise damaged(error, path) from error
 
 
 def _check_hashes(path: Path, shard: _Shard) -> None:
@@ -312,11 +324,8 @@ def _read_sample(stream: BinaryIO, begin: int, end: int, size: int, *, first: in
         raise Unreadable("truncated", f"it should end at byte {end}, but the shard is truncated after {size}")
     if end - begin > MAX_RECORD_BYTES:
         raise Unreadable("too_long", f"more than {MAX_RECORD_BYTES >> 20} MiB in one sample")
-    try:
-        stream.seek(begin)
-        return stream.read(end - begin)
-    except OSError as error:
-        raise Unreadable("unreadable", first_line(error)) from error
+    stream.seek(begin)
+    return stream.read(end - begin)
 
 
 # The sample
@@ -339,15 +348,23 @@ def _split_columns(shard: _Shard, data: bytes) -> dict[str, tuple[str, bytes]]:
     return columns
 
 
-def _documents(sample: str, columns: dict[str, tuple[str, bytes]], column: str) -> Iterator[Item]:
+def _documents(
+    sample: str, columns: dict[str, tuple[str, bytes]], column: str, mask_column: str | None
+) -> Iterator[Item]:
     tokens = _check_tokens(_decode_column(column, *columns[column]), column)
+    mask = None
+    if mask_column in columns:
+        mask = _check_mask(_decode_column(mask_column, *columns[mask_column]), mask_column, len(tokens))
     if BOUNDARIES not in columns:
-        yield Document(sample, "", tokens) if len(tokens) else Filtered(sample, "empty")
+        yield Document(sample, "", tokens, loss_mask=mask) if len(tokens) else Filtered(sample, "empty")
         return
     borders = _check_boundaries(_decode_column(BOUNDARIES, *columns[BOUNDARIES]), len(tokens))
     for number, (begin, end) in enumerate(borders, start=1):
         name = f"{sample}.{number}"
-        yield Document(name, "", tokens[begin:end]) if end > begin else Filtered(name, "empty")
+        if end == begin:
+            yield Filtered(name, "empty")
+            continue
+        yield Document(name, "", tokens[begin:end], loss_mask=None if mask is None else mask[begin:end])
 
 
 def _decode_column(column: str, encoding: str, data: bytes) -> np.ndarray:
@@ -394,6 +411,15 @@ def _check_tokens(values: np.ndarray, column: str) -> np.ndarray:
         raise Unreadable("not_tokens", f"column {column!r} holds {values.min()} to {values.max()}; tokens take 32 bits")
     # Always a copy, because the values may be unaligned.
     return values.astype(np.uint32)
+
+
+def _check_mask(values: np.ndarray, column: str, num_tokens: int) -> np.ndarray:
+    if values.shape != (num_tokens,):
+        raise Unreadable("bad_mask", f"column {column!r} has the shape {values.shape} for {num_tokens} tokens")
+    if num_tokens and (values.dtype.kind not in "biu" or not (values.min() >= 0 and values.max() <= 1)):
+        found = f"{values.min()} to {values.max()} of {values.dtype}"
+        raise Unreadable("bad_mask", f"column {column!r} must hold whole numbers 0 and 1, not {found}")
+    return values.astype(np.bool_)
 
 
 def _check_boundaries(values: np.ndarray, num_tokens: int) -> list[tuple[int, int]]:

@@ -28,6 +28,8 @@ class RowBuilder:
     masked: bool = False  # rows have a loss mask
     chunked: bool = False  # rows have chunks of one document in several places
     arrays: bool = False  # documents must be arrays, not read when sliced
+    min_doc_len: int = 1  # shorter documents give no row of their own
+    borrows: bool = False  # rows take text of documents other than those drawn, by `ShareKeeper.row_quotas`
     counts_documents: bool = True  # the tally gets documents and their lengths, not only tokens
     added_tokens: Mapping[str, int] = field(default_factory=dict)  # new in the vocabulary
     cost: Mapping[str, Any] = field(default_factory=dict)  # for the manifest, complete when the last row is made

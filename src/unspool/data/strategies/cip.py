@@ -76,7 +76,9 @@ def interleave_rows(rows: Sequence[Row], pieces: int) -> list[Row]:
     for row, end in zip(rows, ends, strict=True):
         span, held = slice(at, at + len(row.tokens)), slice(begin, end)
         row_mask = None if mask is None else mask[span]
-        made.append(Row(tokens[span], piece_lens[held], row_mask, row.source, "full", chunk_ids[held]))
+        owners = chunk_ids[held]
+        sources = None if row.sources is None else [row.sources[doc] for doc in owners.tolist()]
+        made.append(Row(tokens[span], piece_lens[held], row_mask, row.source, "full", owners, sources=sources))
         at, begin = span.stop, end
     return made
 

@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -82,7 +83,13 @@ class NextLongConfig(StrategyConfig):
         # Printed and not in the manifest, which is the same for every run.
         logger.info(f"dataset {inputs.name}: index built in {time.perf_counter() - began:.1f} s")
         return RowBuilder(
-            pack=negatives.pack, masked=inputs.is_masked, chunked=True, counts_documents=False, cost=negatives.cost
+            pack=negatives.pack,
+            masked=inputs.is_masked,
+            chunked=True,
+            min_doc_len=negatives.sizes(dataset.seq_len)[1] + 1,
+            borrows=True,
+            counts_documents=False,
+            cost=negatives.cost,
         )
 
 
@@ -93,7 +100,7 @@ _STRETCH = 8
 _SAMPLE_BITS = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chunks:
     """All text that can be a negative, document by document."""
 
@@ -102,12 +109,17 @@ class Chunks:
     first_docs: dict[str, int]  # the first document of each source
     masks: list[np.ndarray]  # loss masks of all, or none if no source has any
 
+    @cached_property
+    def sources(self) -> np.ndarray:
+        """The number of each chunk's source, in the order of `first_docs`."""
+        return np.searchsorted([*self.first_docs.values()], self.owners, side="right") - 1
+
     def of(self, doc: Doc) -> slice:
         owner = self.first_docs[doc.source] + doc.number
         return slice(*np.searchsorted(self.owners, [owner, owner + 1]).tolist())
 
-    def source(self, owner: int) -> str:
-        return max((first, name) for name, first in self.first_docs.items() if first <= owner)[1]
+    def source(self, number: int) -> str:
+        return [*self.first_docs][int(self.sources[number])]
 
 
 def build_negatives(
@@ -178,10 +190,14 @@ class Negatives:
             "copies_left_out": 0,
         }
 
-    def pack(self, docs: Iterable[Doc], row_len: int, tally: Tally) -> RowStream:
+    def sizes(self, row_len: int) -> tuple[int, int]:
+        """Tokens of a document in a row and of its chunks, at most."""
         # At most half, so that there are always negatives.
         longest = min(self._config.longest or row_len // 4, row_len // 2)
-        chunk = max(1, min(self._config.chunk, longest // 2))
+        return longest, max(1, min(self._config.chunk, longest // 2))
+
+    def pack(self, docs: Iterable[Doc], row_len: int, tally: Tally) -> RowStream:
+        longest, chunk = self.sizes(row_len)
         for doc in docs:
             assert doc.number >= 0, "its own chunks must not be its negatives, so it must be known"
             length = len(doc.tokens)
@@ -193,7 +209,8 @@ class Negatives:
             done = 0
             try:
                 for start, stop in pairwise(bounds):
-                    row = self._row(doc, start, stop, row_len, chunk)
+                    quotas = tally.shares.row_quotas() if tally.shares else None
+                    row = self._row(doc, start, stop, row_len, chunk, quotas)
                     done = stop
                     if row is None:
                         tally.drop("alone", doc.source, stop - start)
@@ -203,21 +220,30 @@ class Negatives:
             finally:
                 tally.drop("limit", doc.source, bounds[-1] - done)
 
-    def _row(self, doc: Doc, start: int, stop: int, row_len: int, chunk: int) -> Row | None:
+    def _row(
+        self, doc: Doc, start: int, stop: int, row_len: int, chunk: int, quotas: dict[str, int] | None
+    ) -> Row | None:
         text = doc.tokens[start:stop]
         mask = None if doc.loss_mask is None else doc.loss_mask[start:stop]
         room = row_len - len(text)
         bounds = _bounds(len(text), max(2, -(-len(text) // chunk)))
         pieces = [text[start:stop] for start, stop in pairwise(bounds)]
-        choice = _Choice(self._chunks, text, room)
-        ranked = self._ranked(pieces, self._chunks.of(doc), 2 * room // (len(pieces) * self._config.chunk) + 8)
-        lens, owners, parts, masks = [], [], [], []
+        if quotas is not None:
+            quotas[doc.source] -= len(text)
+        choice = _Choice(self._chunks, text, room, quotas)
+        num_ranked = 2 * room // (len(pieces) * self._config.chunk) + 8
+        ranked = self._ranked(pieces, self._chunks.of(doc), num_ranked)
+        lens, owners, sources, parts, masks = [], [], [], [], []
         for number, (piece, candidates) in enumerate(zip(pieces, ranked, strict=True)):
             is_last = number == len(pieces) - 1
             found = choice.take(candidates, room if is_last else room * bounds[number + 1] // len(text), is_last)
+            if is_last and choice.taken < room and choice.lift_quotas():
+                (candidates,) = self._ranked([piece], self._chunks.of(doc), num_ranked)
+                found += choice.take(candidates, room, is_last)
             parts += [piece, *(self._chunks.texts[negative][:length] for negative, length in found)]
             lens += [len(piece), *(length for _, length in found)]
             owners += [-1, *(int(self._chunks.owners[negative]) for negative, _ in found)]
+            sources += [doc.source, *(self._chunks.source(negative) for negative, _ in found)]
             if mask is not None:
                 masks += [mask[bounds[number] : bounds[number + 1]]]
                 masks += [self._chunks.masks[negative][:length] for negative, length in found]
@@ -228,14 +254,14 @@ class Negatives:
         self.cost["copies_left_out"] += choice.copies
         numbers: dict[int, int] = {-1: 0}
         chunk_ids = [numbers.setdefault(owner, len(numbers)) for owner in owners]
-        sources = dict.fromkeys([doc.source, *(self._chunks.source(owner) for owner in owners if owner >= 0)])
         return Row(
             tokens=np.concatenate(parts, dtype=np.uint32),
             doc_lens=np.array(lens, dtype=np.int32),
             loss_mask=None if mask is None else np.concatenate(masks),
-            source="+".join(sources),
+            source="+".join(dict.fromkeys(sources)),
             attention="full",
             chunk_ids=np.array(chunk_ids, dtype=np.int32),
+            sources=sources,
         )
 
     def _ranked(self, pieces: Sequence[np.ndarray], hidden: slice, k: int) -> list[Iterator[int]]:
@@ -253,9 +279,13 @@ class Negatives:
 
 
 class _Choice:
-    """Takes negatives for one row, none twice and none that repeats what the row holds."""
+    """Takes negatives for one row, none twice and none that repeats what the row holds.
 
-    def __init__(self, chunks: Chunks, text: np.ndarray, room: int) -> None:
+    `quotas` are the tokens that each source may give; a source that has none left is passed over.
+    """
+
+    def __init__(self, chunks: Chunks, text: np.ndarray, room: int, quotas: dict[str, int] | None = None) -> None:
+        self._quotas = None if quotas is None else [quotas[name] for name in chunks.first_docs]
         self._chunks = chunks
         self._room = room
         self._of_text = stretches(text)
@@ -265,6 +295,11 @@ class _Choice:
         self.taken = 0  # tokens
         self.copies = 0
 
+    def lift_quotas(self) -> bool:
+        """Allow all sources, because those that are behind their share have no more for this row."""
+        had_quotas, self._quotas = self._quotas is not None, None
+        return had_quotas
+
     def take(self, candidates: Iterator[int], goal: int, is_last: bool) -> list[tuple[int, int]]:
         """The best candidates and how much of each, until the row has about `goal` tokens of negatives, at last all."""
         found: list[tuple[int, int]] = []
@@ -273,6 +308,8 @@ class _Choice:
         for number in candidates:
             owner = int(self._chunks.owners[number])
             if number in self._seen or owner in self._banned:
+                continue
+            if self._quotas is not None and self._quotas[self._chunks.sources[number]] <= 0:
                 continue
             text = self._chunks.texts[number]
             if not is_last and (self.taken + len(text) / 2 > goal or self.taken + len(text) > self._room):
@@ -284,6 +321,8 @@ class _Choice:
             length = min(len(text), self._room - self.taken)
             found.append((number, length))
             self.taken += length
+            if self._quotas is not None:
+                self._quotas[self._chunks.sources[number]] -= length
             if self.taken == self._room:
                 break
         return found

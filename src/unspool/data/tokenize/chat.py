@@ -25,7 +25,7 @@ from tokenizers import AddedToken, Tokenizer
 from unspool.core.errors import ConfigError
 from unspool.data.sources.base import Message
 from unspool.data.sources.files import Unreadable
-from unspool.data.tokenize.chat_template import BEGIN, END, PRIVATE, ChatTemplate, check_template
+from unspool.data.tokenize.chat_template import BEGIN, END, PRIVATE, ChatTemplate, check_template, own_template
 
 logger = logging.getLogger(__name__)
 
@@ -150,9 +150,7 @@ def build_chat_encoder(tokenizer: PreTrainedTokenizerFast, template: str | None,
                 f"source {source}: tokenizer {tokenizer.name_or_path!r} has no chat template; "
                 f"set sources.{source}.template to a Jinja file, or start from a model that has one."
             )
-        template = str(tokenizer.get_chat_template())
-    special = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
-    settled = check_template(ChatTemplate(text=template, special_tokens=tuple(sorted(special.items()))), name)
+    settled = check_template(own_template(tokenizer, template), name)
     if settled.merges_system:
         logger.warning(
             f"source {source}: {name} has no system role; system messages are put before the first user message"

@@ -7,7 +7,10 @@ are sandboxed, so they can neither open files nor run code. What a template refu
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -31,6 +35,9 @@ BEGIN, END = "\ufdd0", "\ufdd1"
 PRIVATE = re.compile("[\ufdd0-\ufddf]")
 # The date that Llama's template uses if it cannot get today's.
 TODAY = datetime(2024, 7, 26)
+# What a template may take for one conversation, and the largest text that it may make by a product.
+MAX_SECONDS = 10.0
+MAX_PRODUCT = 10_000_000
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -53,8 +60,9 @@ class ChatTemplate:
         turns = [{"role": message.role, "content": message.content} for message in messages]
         known = dict(self.special_tokens) | {"tools": None, "documents": None}
         try:
-            return compile_template(self.text).render(messages=turns, add_generation_prompt=prompt, **known)
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            with _time_limit():
+                return compile_template(self.text).render(messages=turns, add_generation_prompt=prompt, **known)
+        except Exception as error:  # of any type: a template is a program that somebody else wrote
             raise Unreadable("template", f"the chat template refuses it: {first_line(error)}") from error
 
     def merge(self, messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -67,6 +75,13 @@ class ChatTemplate:
             raise Unreadable("template", "the chat template has no system role, and no user message follows")
         words = [message.content for message in messages[: count + 1]]
         return (Message("user", "\n\n".join(words)), *others)
+
+
+def own_template(tokenizer: Any, text: str | None = None) -> ChatTemplate:
+    """The chat template of a tokenizer, or `text` with the tokenizer's special tokens."""
+    special = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    text = str(tokenizer.get_chat_template()) if text is None else text
+    return ChatTemplate(text=text, special_tokens=tuple(sorted(special.items())))
 
 
 def load_template(path: Path) -> str:
@@ -92,7 +107,7 @@ def check_template(template: ChatTemplate, name: str) -> ChatTemplate:
     """Set the template's `merges_system`; ConfigError if it cannot render the simplest conversation."""
     try:
         compile_template(template.text)
-    except TemplateError as error:
+    except Exception as error:
         line = getattr(error, "lineno", None)
         at = f" in line {line}" if line else ""
         raise ConfigError(f"{name}: not a Jinja template ({first_line(error)}{at}).") from error
@@ -108,6 +123,38 @@ def check_template(template: ChatTemplate, name: str) -> ChatTemplate:
     except Unreadable:
         is_rendered = False
     return template if is_rendered else replace(template, merges_system=True)
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """Raise TimeoutError in a template that loops on. Only the main thread can be interrupted this way."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"it takes longer than {MAX_SECONDS:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Also refuses products and powers that would fill the memory."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        a, b = (len(value) if isinstance(value, Sized) else value for value in (left, right))
+        grows = operator == "**" or isinstance(left, Sized) or isinstance(right, Sized)
+        if grows and max(abs(a), abs(b), abs(a * b)) > MAX_PRODUCT:
+            raise SecurityError(f"{operator} would make more than {MAX_PRODUCT} characters")
+        return super().call_binop(context, operator, left, right)
 
 
 class _Generation(Extension):
@@ -126,9 +173,7 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=8)
 def compile_template(text: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = TODAY.strftime

@@ -96,7 +96,7 @@ class BackendOptions:
     @cached_property
     def identity(self) -> str:
         """What scores depend on besides prompts; for transformers only weights and RoPE."""
-        from unspool.models.load import model_digest
+        from unspool.models.weight_files import model_digest
 
         weights = model_digest(self.model)
         weights = weights if self.rope is None else self.rope.digest(weights)

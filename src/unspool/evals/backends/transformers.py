@@ -18,6 +18,7 @@ from unspool.core.errors import ConfigError, UnspoolError
 from unspool.core.logging import LOGGER, set_up_logging
 from unspool.evals.backends.base import ROW_TOKENS, Backend, BackendOptions, RopeOverride
 from unspool.evals.prompts import Prompt
+from unspool.models.checks import check_tokens
 from unspool.models.fuse import fuse_for_reading, pays_to_fuse
 from unspool.models.generation.generate import answer
 from unspool.models.load import load_model
@@ -90,6 +91,7 @@ class ModelBackend(Backend):
 @torch.inference_mode()
 def window_losses(model: Any, ids: np.ndarray) -> np.ndarray:
     """−log p of every token but the first, in nats: float64 [len(ids) − 1], without a [tokens, vocabulary] tensor."""
+    check_tokens(model, [ids])
     tokens = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
     _check_head(model, tokens[:, :8])
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]

@@ -13,6 +13,7 @@ from unspool.core.errors import ConfigError
 from unspool.evals.backends.base import Backend, BackendOptions
 from unspool.evals.prompts import Prompt
 from unspool.models.tokenizer import load_tokenizer
+from unspool.models.weight_files import check_weights
 
 
 class VllmBackend(Backend):
@@ -34,6 +35,7 @@ class VllmBackend(Backend):
                 "--backend vllm: vllm is not installed; pip install vllm, or start its server elsewhere and use "
                 "--backend openai --url."
             ) from error
+        check_weights(self.ref)
         return vllm.LLM(model=self.ref, enable_prefix_caching=True), vllm.SamplingParams
 
     def answers(self, prompt: Prompt) -> list[str]:

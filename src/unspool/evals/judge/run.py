@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unspool.core.artifacts import read_manifest, seal, write_atomic
+from unspool.core.artifacts import MANIFEST, find_damage, publish, read_manifest, write_atomic
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count
@@ -134,6 +134,10 @@ def _apply_judgment(sample: Sample, judge: str, replies: JudgeReplies) -> Sample
 
 
 def read_samples(folder: Path) -> list[Sample]:
+    """Read the answers; DataError if the folder is damaged, since judging gives it a new manifest."""
+    damage = find_damage(folder)
+    if damage is not None:
+        raise DataError(f"{folder}: {damage}; score the model again before its answers are judged.")
     return [json.loads(line) for line in (folder / SAMPLES).read_text(encoding="utf-8").split("\n") if line]
 
 
@@ -154,16 +158,15 @@ def _write_back(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     evals = [eval_adapter().validate_python(entry) for entry in manifest["settings"]["evals"]]
     model = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["model"]
     summary = summarize(model, evals, samples)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(folder, partial)
-    write_atomic(partial / SAMPLES, "".join(json.dumps(sample) + "\n" for sample in samples))
-    write_atomic(partial / SUMMARY, json.dumps(summary, indent=1) + "\n")
     beside = folder.with_name(f"{folder.name}.{JUDGEMENTS}")
-    if beside.exists():
-        shutil.copyfile(beside, partial / JUDGEMENTS)
-    same = {name: manifest[name] for name in ("kind", "inputs", "settings", "counts")}
-    seal(partial, folder, **same)
+    same = {name: manifest[name] for name in ("kind", "inputs", "settings")}
+    with publish(folder, **same) as draft:
+        draft.counts |= manifest["counts"]
+        shutil.copytree(folder, draft.folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
+        write_atomic(draft.folder / SAMPLES, "".join(json.dumps(sample) + "\n" for sample in samples))
+        write_atomic(draft.folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
+        if beside.exists():
+            shutil.copyfile(beside, draft.folder / JUDGEMENTS)
     beside.unlink(missing_ok=True)
     return summary
 

@@ -17,9 +17,9 @@ from unspool.models.attention import cuda
 from unspool.models.attention.reference import AttentionInputs, reference_attention
 from unspool.models.checks import attention_of
 from unspool.models.memory import kept
-from unspool.models.rotary import rotate_heads
+from unspool.models.rotary import OWN_ATTENTION, rotate_heads
 
-NAME = "unspool"
+NAME = OWN_ATTENTION
 # Arguments of attention functions that change the scores in ways we do not compute.
 _UNSUPPORTED = ("position_bias", "indices", "block_indices")
 

@@ -16,8 +16,10 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
+from unspool.models.checks import check_tokens
 from unspool.models.generation.batched import answer_batch, to_tensor
 from unspool.models.generation.shared_prefix import SharedPrefixAttention, can_batch, can_share_prefix
+from unspool.models.rotary import decides_by_document, same_frequencies
 
 # Tokens of questions that share one sequence; more would cost more in discarded scores than they save.
 MAX_SHARED_TOKENS = 4096
@@ -129,7 +131,20 @@ def answer(
     stop_ids: Collection[int],
     prefill_chunk: int | None = None,
 ) -> list[list[int]]:
-    """Generate after context + question each, up to a stop token (left out) or `max_new_tokens`."""
+    """Generate after context + question each, up to a stop token (left out) or `max_new_tokens`.
+
+    Where RoPE depends on the length of the input, the whole prompt decides, as in plain `transformers`, and not the
+    chunk of it that is computed at a time; tokens of the answer are rotated as the prompt is.
+    """
+    check_tokens(model, (context_ids, *questions))
+    lengths = [len(context_ids) + len(ids) for ids in questions]
+    by_length = decides_by_document(model)
+    if by_length and not same_frequencies(model, lengths):
+        whole = [np.concatenate([context_ids, ids]) for ids in questions]
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids}
+        alone = (answer(model, ids[:0], [ids], **options, prefill_chunk=prefill_chunk) for ids in whole)
+        return [found for (found,) in alone]
+    length = lengths[0] if by_length else None
     if not len(context_ids) and len(questions) > 1 and can_batch(model):
         return _answer_in_batches(model, questions, max_new_tokens, stop_ids, prefill_chunk)
     longest = max(map(len, questions)) + max_new_tokens
@@ -139,10 +154,10 @@ def answer(
     cache = Cache(layer_class_to_replicate=partial(PreallocatedLayer, len(context_ids) + own))
     chunk = prefill_chunk or prefill_chunk_len(model, len(context_ids) + own)
     for start in range(0, len(context_ids), chunk):
-        _next_token(model, cache, context_ids[start : start + chunk])
+        _next_token(model, cache, context_ids[start : start + chunk], length)
     if together:
         return _answer_together(model, cache, questions, max_new_tokens, stop_ids)
-    return [_answer_alone(model, cache, ids, max_new_tokens, stop_ids, chunk) for ids in questions]
+    return [_answer_alone(model, cache, ids, max_new_tokens, stop_ids, chunk, length) for ids in questions]
 
 
 def _answer_in_batches(
@@ -169,17 +184,23 @@ def _answer_in_batches(
 
 
 def _answer_alone(
-    model: Any, cache: Cache, ids: np.ndarray, max_new_tokens: int, stop_ids: Collection[int], chunk: int
+    model: Any,
+    cache: Cache,
+    ids: np.ndarray,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    chunk: int,
+    length: int | None,
 ) -> list[int]:
     before = cache.get_seq_length()
     generated: list[int] = []
     for start in range(0, len(ids), chunk):
-        token = _next_token(model, cache, ids[start : start + chunk])
+        token = _next_token(model, cache, ids[start : start + chunk], length)
     while token not in stop_ids:
         generated.append(token)
         if len(generated) >= max_new_tokens:
             break
-        token = _next_token(model, cache, np.array([token]))
+        token = _next_token(model, cache, np.array([token]), length)
     # A negative count removes that many tokens; a positive one is a length in older versions.
     cache.crop(before - cache.get_seq_length())
     return generated
@@ -210,16 +231,23 @@ def _answer_together(
     return answers
 
 
-def _next_token(model: Any, cache: Cache, ids: np.ndarray) -> int:
+def _next_token(model: Any, cache: Cache, ids: np.ndarray, length: int | None) -> int:
     """Append `ids` to the cache; return the most likely token after them."""
     seen = cache.get_seq_length()
-    return _next_tokens(model, cache, ids, np.arange(seen, seen + len(ids)), np.array([len(ids) - 1]))[0]
+    return _next_tokens(model, cache, ids, np.arange(seen, seen + len(ids)), np.array([len(ids) - 1]), length)[0]
 
 
-def _next_tokens(model: Any, cache: Cache, ids: np.ndarray, positions: np.ndarray, ends: np.ndarray) -> list[int]:
-    """Append `ids` at `positions` to the cache; return the most likely token after each of those at `ends`."""
+def _next_tokens(
+    model: Any, cache: Cache, ids: np.ndarray, positions: np.ndarray, ends: np.ndarray, length: int | None = None
+) -> list[int]:
+    """Append `ids` at `positions` to the cache; return the most likely token after each of those at `ends`.
+
+    `length` is that of the whole prompt, where RoPE depends on it.
+    """
     tokens, where, last = (to_tensor(model, values) for values in (ids, positions, ends))
-    options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": last}
+    options: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "logits_to_keep": last}
+    if length is not None:
+        options["rope_spans"] = ((len(ids), length),)
     out = model(input_ids=tokens[None], position_ids=where[None], **options)
     found: list[int] = out.logits[0].argmax(dim=-1).tolist()
     return found

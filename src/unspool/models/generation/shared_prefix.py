@@ -16,7 +16,7 @@ from unspool.models.attention import cuda
 from unspool.models.attention.interface import NAME
 from unspool.models.attention.reference import MAX_SCORES, AttentionInputs, Kernel, capped_scores, within_window
 from unspool.models.checks import attention_of, intercept_attention, layers_of
-from unspool.rope.tables import is_nested
+from unspool.models.rotary import depends_on_length
 
 
 def can_share_prefix(model: Any) -> bool:
@@ -28,20 +28,12 @@ def can_share_prefix(model: Any) -> bool:
 
 def can_batch(model: Any) -> bool:
     """Return whether a model uses our attention and its RoPE does not depend on the length of the input."""
-    if model.config._attn_implementation != NAME or _rope_depends_on_length(model.config.get_text_config()):
+    if model.config._attn_implementation != NAME or depends_on_length(model):
         return False
     try:
         return all(attention_of(layer) is not None for layer in layers_of(model))
     except ConfigError:
         return False
-
-
-def _rope_depends_on_length(config: Any) -> bool:
-    """Return whether the longest of several prompts would change the rotation of all of them."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = parameters.values() if is_nested(parameters) else [parameters]
-    names = [(each or {}).get("rope_type") or "" for each in by_layer_type]
-    return any("dynamic" in name or name == "longrope" for name in names)
 
 
 class SharedPrefixAttention:

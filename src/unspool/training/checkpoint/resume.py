@@ -5,6 +5,7 @@ with that step.
 """
 
 import base64
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,11 +18,13 @@ from torch import Tensor
 
 from unspool.core.artifacts import write_atomic
 from unspool.core.rng import rng_for
-from unspool.training.checkpoint.save import Checkpoint, newest_checkpoint
+from unspool.training.checkpoint.save import Checkpoint, checkpoints, newest_checkpoint
 from unspool.training.optim.updater import Updater
 from unspool.training.parallel.dtensor import full_tensor, local_rows, local_shard
 from unspool.training.parallel.mesh import DistContext
 from unspool.training.schedule import SpikeGuard
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 OPTIMIZER = "optimizer.safetensors"
@@ -90,22 +93,21 @@ def resume(
     found = _newest(work / CHECKPOINTS, dist_context)
     own_logs = logs if dist_context is None or dist_context.is_leader else ()
     if found is None:
+        if own_logs and checkpoints(work / CHECKPOINTS):
+            logger.warning(f"stage {stage}: every checkpoint is damaged; the stage starts over from step 1")
         seed_all(seed, stage)
         for name in own_logs:
             (work / name).unlink(missing_ok=True)
         return 0
-    if updater.is_sharded:
-        # Straight into the shards, so that no rank needs more memory.
-        state = updater.state_tensors()
-        found.read_into(state)
-        updater.load_state_tensors(state)
-    else:
-        updater.load_state_tensors(found.tensors())
+    # Straight into the shards, so that no rank needs more memory.
+    updater.load_state_tensors(found.tensors(updater.state_tensors() if updater.is_sharded else None))
     set_random_state(found.facts["random"])
     guard.restore(found.facts["guard"])
     for name in own_logs:
         if (found.folder / name).is_file():
             write_atomic(work / name, (found.folder / name).read_text(encoding="utf-8"))
+        elif "logs" in found.facts:  # checkpoints of older versions do not hold all logs
+            (work / name).unlink(missing_ok=True)
     return found.step
 
 

@@ -12,7 +12,6 @@ shards in the files' headers.
 import json
 import logging
 import os
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from unspool.core.artifacts import digest, file_digest
+from unspool.core.artifacts import changed_file, delete_removed, digest, list_files, remove
 from unspool.training.parallel.dtensor import as_shard_of, local_shard
 
 logger = logging.getLogger(__name__)
@@ -55,22 +54,22 @@ class Checkpoint:
     def step(self) -> int:
         return int(self.facts["step"])
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors, in host memory."""
+    def tensors(self, into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """All tensors by name. Those of the same name and shape in `into` are filled in place, others in host memory.
+
+        Of sharded ones this rank gets its shard, however they were sharded when written.
+        """
         _silence_warning()
         reader = HuggingFaceStorageReader(str(self.folder))
-        found = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in reader.read_metadata().state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        found: dict[str, Tensor] = {}
+        for name, entry in reader.read_metadata().state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                own = (into or {}).get(name)
+                if own is None or own.shape != entry.size:
+                    own = torch.empty(entry.size, dtype=entry.properties.dtype)
+                found[name] = own
         load(found, storage_reader=reader, no_dist=True)
         return found
-
-    def read_into(self, tensors: dict[str, Tensor]) -> None:
-        """Fill `tensors` in place; of sharded ones this rank's shard, however they were sharded when written."""
-        _silence_warning()
-        load(tensors, storage_reader=HuggingFaceStorageReader(str(self.folder)), no_dist=True)
 
 
 def write_checkpoint(
@@ -93,7 +92,7 @@ def write_checkpoint(
     except OSError:
         # A full disk: free what this checkpoint took.
         if is_leader:
-            shutil.rmtree(partial, ignore_errors=True)
+            remove(partial)
         raise
     if is_leader:
         _prune(folder, int(facts["step"]))
@@ -101,16 +100,18 @@ def write_checkpoint(
 
 def checkpoints(folder: Path) -> list[Path]:
     """Published checkpoints, oldest first."""
-    return sorted((path for path in folder.glob("step-*") if path.suffix != ".partial"), key=_step)
+    return sorted((path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()), key=_step)
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
     """The newest complete checkpoint. Prints a line about each damaged one."""
-    for path in reversed(checkpoints(folder)):
+    found = checkpoints(folder)
+    for path in reversed(found):
         try:
             return Checkpoint(path, _read_facts(path))
         except _DamagedError as damage:
-            logger.warning(f"checkpoint {path.name} is damaged ({damage}); rolling back to the previous one")
+            rest = "; rolling back to the previous one" if path != found[0] else ""
+            logger.warning(f"checkpoint {path.name} is damaged ({damage}){rest}")
     return None
 
 
@@ -135,7 +136,7 @@ def _on_all_ranks(group: Any, work: Callable[[], dict[str, Any] | None]) -> dict
 
 
 def _make_empty(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
+    remove(partial)
     partial.mkdir(parents=True)
 
 
@@ -160,7 +161,7 @@ def _own_files(partial: Path, group: Any) -> list[Path]:
 def _checksums(partial: Path, files: Sequence[Path]) -> dict[str, Any]:
     for path in files:
         _sync(path)
-    return {path.name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for path in files}
+    return list_files(partial, files)
 
 
 def _publish(
@@ -172,7 +173,7 @@ def _publish(
     (partial / STATE).write_text(json.dumps(state | {"sha256": digest(state)}))
     _sync(partial / STATE)
     _sync(partial)
-    shutil.rmtree(out_dir, ignore_errors=True)
+    remove(out_dir)
     partial.rename(out_dir)
     _sync(out_dir.parent)
 
@@ -185,12 +186,9 @@ def _read_facts(path: Path) -> dict[str, Any]:
         raise _DamagedError(f"{STATE} is missing or unreadable") from error
     if checksum != digest(state):
         raise _DamagedError(f"{STATE} has changed")
-    for name, entry in state["files"].items():
-        file = path / name
-        if not file.is_file() or file.stat().st_size != entry["bytes"]:
-            raise _DamagedError(f"{name} is missing or has another size")
-        if file_digest(file) != entry["sha256"]:
-            raise _DamagedError(f"{name} has changed")
+    changed = changed_file(path, state["files"])
+    if changed is not None:
+        raise _DamagedError(changed)
     facts: dict[str, Any] = state["facts"]
     return facts
 
@@ -215,7 +213,8 @@ def _prune(folder: Path, step: int) -> None:
     found = checkpoints(folder)
     earlier = [path for path in found if _step(path) <= step]
     for path in {*found} - {*earlier[-KEEP:]}:
-        shutil.rmtree(path)
+        remove(path)
+    delete_removed(folder)
 
 
 def _step(path: Path) -> int:

@@ -19,15 +19,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from unspool.core.artifacts import write_atomic
+from unspool.core.artifacts import file_digest, write_atomic
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.core.progress import long_bar
 from unspool.core.sizes import format_count, format_size
@@ -51,6 +51,7 @@ AuxLoss = Callable[[int], float]
 FILE = "attention_distillation.jsonl"
 # Result of the steps before training, in the work folder, so that a resumed stage need not repeat them.
 WEIGHTS = "attention_distillation.safetensors"
+SUMS = f"{WEIGHTS}.sums"
 BETAS = (0.9, 0.95)
 WARMUP_STEPS = 4
 # Tokens per forward pass of the teacher; one row, if that is longer.
@@ -110,13 +111,31 @@ class AttentionDistillation:
         """Run the steps before training, or load their result. Call it before `resume`, whose checkpoint is newer."""
         if not self.config.before:
             return
-        kept = _read(self.work / WEIGHTS)
+        kept = self._read_before()
         if kept is None:
             kept = self._run("before", self.config.before, lr=self.config.lr_before, first=0)
             aside = self.work / f"{WEIGHTS}.partial"
             save_file({name: weight.cpu().contiguous() for name, weight in kept.items()}, aside)
+            log = (self.work / FILE).read_bytes()
+            sums = {"weights": file_digest(aside), "log_bytes": len(log), "log": sha256(log).hexdigest()}
+            write_atomic(self.work / SUMS, json.dumps(sums))
             aside.replace(self.work / WEIGHTS)
         self._set_weights(kept)
+
+    def _read_before(self) -> dict[str, Tensor] | None:
+        """The result of the steps before training; None if there is none or it is damaged."""
+        path = self.work / WEIGHTS
+        if not path.is_file():
+            return None
+        try:
+            sums = json.loads((self.work / SUMS).read_text())
+            log = (self.work / FILE).read_bytes()[: sums["log_bytes"]]
+            if (sums["weights"], sums["log"]) == (file_digest(path), sha256(log).hexdigest()):
+                return load_file(path)
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        logger.warning(f"stage {self.stage.name}: the result of distillation before training is damaged; repeating it")
+        return None
 
     def during(self) -> AuxLoss | None:
         """The auxiliary loss of training steps; None if its weight is 0."""
@@ -310,16 +329,15 @@ def _lr_ratio(step: int, steps: int) -> float:
     return min(1.0, step / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * (step - 1) / steps))
 
 
-def _read(path: Path) -> dict[str, Tensor] | None:
-    try:
-        return load_file(path) if path.is_file() else None
-    except SafetensorError:  # truncated by a crash: compute it again
-        return None
-
-
 def _drop_lines(path: Path, phase: str) -> None:
-    """Drop lines of an earlier attempt, and a truncated last line."""
+    """Drop lines of an earlier attempt, and truncated or damaged ones."""
     if path.is_file():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        complete = [line for line in lines if line.endswith("\n")]
-        write_atomic(path, "".join(line for line in complete if json.loads(line)["phase"] != phase))
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        write_atomic(path, "".join(line for line in lines if _phase(line) not in (phase, None)))
+
+
+def _phase(line: str) -> str | None:
+    try:
+        return str(json.loads(line)["phase"]) if line.endswith("\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -7,7 +7,7 @@ same numbers: ranks that share rows compute their parts of them, data ranks comp
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size
-from unspool.data.packing.row import IGNORE, position_ids
+from unspool.data.packing.row import IGNORE, Row, position_ids
 from unspool.data.packing.store import open_rows
 from unspool.models.generation.generate import answer
 from unspool.models.loss import bucket_means
-from unspool.training.batch import Batch, build_batch, sequence_part, split_batch
+from unspool.training.batch import Batch, attended_by, build_batch, sequence_part, split_batch
 from unspool.training.config import StageConfig
+from unspool.training.parallel.apply import whole_rows
 from unspool.training.parallel.dtensor import compute_device, is_sharded, reshard
 from unspool.training.parallel.mesh import rank_coords
 from unspool.training.step import batch_loss
@@ -98,7 +99,7 @@ def _losses(model: Any, batch: Batch, device: torch.device, mesh: DeviceMesh | N
     """Loss and position of every token that carries loss."""
     found = _gather_losses(model, batch, device, mesh) if mesh else batch_loss(model, batch.to(device))[1].double()
     losses = found.cpu().numpy()
-    valid = (batch.labels != IGNORE).numpy()
+    valid = (batch.shift_labels != IGNORE).numpy()
     # The label at i is the token at i + 1.
     positions = position_ids(np.array(batch.doc_lens)) + 1
     return losses[valid], positions[valid]
@@ -136,10 +137,32 @@ def build_validation(
             f"stage {stage.name}: validation.dataset {name} has tokens outside of the model's vocabulary of "
             f"{vocabulary}, such as the special tokens of utk; pack it without utk."
         )
-    at_once = max(1, stage.context_length // rows.row_len)
+    if mesh is not None and rank_coords(mesh).ring > 1:
+        # A ring computes one document at a time.
+        chosen = [document for row in chosen for document in _documents(row, stage.attention)]
+        at_once = 1
+    else:
+        at_once = max(1, stage.context_length // rows.row_len)
     groups = [chosen[start : start + at_once] for start in range(0, len(chosen), at_once)]
     batches = [build_batch(group, attention=stage.attention) for group in groups]
     return Validation(batches=batches, row_len=rows.row_len, mesh=mesh)
+
+
+def _documents(row: Row, attention: str) -> Iterator[Row]:
+    """Spans of a row that attend to themselves, each as a row."""
+    begin, docs = 0, row.doc_lens
+    for span in attended_by(row, attention).tolist():
+        own = slice(begin, begin + span)
+        count = int(np.searchsorted(np.cumsum(docs), span)) + 1
+        yield replace(
+            row,
+            tokens=row.tokens[own],
+            doc_lens=docs[:count],
+            loss_mask=None if row.loss_mask is None else row.loss_mask[own],
+            chunk_ids=None,
+            positions=None if row.positions is None else row.positions[own],
+        )
+        begin, docs = begin + span, docs[count:]
 
 
 def warn_if_trained_on(stage: StageConfig, folder: Path, trained: Mapping[str, Path]) -> None:
@@ -169,7 +192,7 @@ class Samples:
 
     def write(self, model: Any) -> list[dict[str, str]]:
         """`prompt` and `text` of each continuation."""
-        with eval_mode(model):
+        with eval_mode(model), whole_rows(model):
             if is_sharded(model):
                 # FSDP allocates gathered layers in its first pass. Generation runs in inference mode, and tensors from
                 # there could not be trained with.

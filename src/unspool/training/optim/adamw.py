@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from unspool.training.optim.adamw8bit import Quantized, is_quantized
+from unspool.training.optim.adamw8bit import Quantized, group_shape, is_quantized
 from unspool.training.optim.base import ParamState, Rates
 
 EPS = 1e-8
@@ -81,7 +81,10 @@ class AdamW:
 
     def init_state(self, param: ParamState) -> AdamWState:
         weight = param.weight
-        in_8bit = self._in_8bit and is_quantized(weight)
+        in_8bit = self._in_8bit and is_quantized(param.shape, param.rows_per_rank)
+        if in_8bit:
+            num_groups = param.shape[0] // group_shape(param.shape)[0]
+            param.state_rows = {f"{name}.scales": num_groups for name in (FIRST, SECOND)}
         first, second = (
             Quantized.zeros(weight, signed=signed) if in_8bit else torch.zeros_like(weight, dtype=torch.float32)
             for signed in (True, False)
@@ -141,10 +144,10 @@ def _load_moment(moment: Moment, name: str, saved: Mapping[str, Tensor], *, rows
     codes = saved.get(f"{name}.codes")
     if codes is None:
         value = saved[name]
-    elif isinstance(moment, Quantized) and moment.codes.shape == codes.shape:
+    elif isinstance(moment, Quantized) and (own := _own_codes(moment, codes, saved[f"{name}.scales"], rows)):
         # Copy codes: quantizing the decoded values again could move a scale by a rounding.
-        moment.codes.copy_(codes)
-        moment.scales.copy_(saved[f"{name}.scales"])
+        moment.codes.copy_(own.codes)
+        moment.scales.copy_(own.scales)
         return
     else:
         value = Quantized(codes, saved[f"{name}.scales"], signed=name == FIRST).read()
@@ -154,6 +157,15 @@ def _load_moment(moment: Moment, name: str, saved: Mapping[str, Tensor], *, rows
     found = torch.zeros(target.shape, device=target.device)
     found[: len(value)] = value.to(target.device)
     _write(moment, found)
+
+
+def _own_codes(moment: Quantized, codes: Tensor, scales: Tensor, rows: slice) -> Quantized | None:
+    """This rank's part of saved codes; None if they are of a parameter with fewer rows."""
+    size, blocks = group_shape(codes.shape)
+    groups = slice(*(None if row is None else row // size for row in (rows.start, rows.stop)))
+    own = codes.to_local() if isinstance(codes, DTensor) else codes[rows]
+    own_scales = scales.to_local() if isinstance(scales, DTensor) else scales.view(-1, blocks)[groups]
+    return Quantized(own, own_scales, moment.signed) if own.shape == moment.codes.shape else None
 
 
 def _update_by_torch(group: list[ParamState], rates: Rates, norm: Tensor | None) -> None:

@@ -4,12 +4,17 @@ Levels, codes, scales and the choice of quantized tensors are those of torchao's
 exception: a second moment that is not zero never becomes zero. A value is off by a few percent at most; one below a
 millionth of its block's largest by more. kernels.py does the same in one pass on a GPU.
 
+Where ranks shard a parameter, blocks are those of the full one: its moments are kept in 8 bits only if no shard ends
+inside of a block. Otherwise they stay fp32. So a moment has the same codes and scales on any number of ranks.
+
 The levels are those of dynamic tree quantization (Dettmers et al., 8-bit Optimizers via Block-wise Quantization):
 seven decades below 1, each with twice as many levels as the one below, evenly spaced within it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import gcd, prod
 
 import torch
 from torch import Tensor
@@ -29,28 +34,40 @@ class Quantized:
     """A moment in 8 bits."""
 
     codes: Tensor  # uint8, of the parameter's shape
-    scales: Tensor  # fp32, one per block
+    scales: Tensor  # fp32 [groups of rows, blocks in a group]
     signed: bool
 
     @classmethod
     def zeros(cls, like: Tensor, *, signed: bool) -> "Quantized":
         codes = torch.zeros(like.shape, dtype=torch.uint8, device=like.device)
-        return cls(codes, torch.zeros(like.numel() // BLOCK, device=like.device), signed)
+        rows, blocks = group_shape(like.shape)
+        return cls(codes, torch.zeros(len(like) // rows, blocks, device=like.device), signed)
 
     def read(self) -> Tensor:
         levels = tables(self.signed, self.codes.device)[0]
-        blocks = levels[self.codes.view(-1, BLOCK).int()] * self.scales[:, None]
+        blocks = levels[self.codes.view(-1, BLOCK).int()] * self.scales.view(-1, 1)
         return blocks.view(self.codes.shape)
 
     def write(self, value: Tensor) -> None:
         codes, scales = quantize(value, signed=self.signed)
         self.codes.copy_(codes)
-        self.scales.copy_(scales)
+        self.scales.copy_(scales.view(self.scales.shape))
 
 
-def is_quantized(weight: Tensor) -> bool:
-    """Whether the moments of this tensor are kept in 8 bits; otherwise they stay fp32."""
-    return weight.numel() >= MIN_SIZE and weight.numel() % BLOCK == 0
+def group_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """The fewest rows of a tensor that are whole blocks, and how many blocks they are.
+
+    Scales have one row for each such group, so that they are sharded as the rows of the weight are.
+    """
+    row = prod(shape[1:])
+    rows = BLOCK // gcd(row, BLOCK)
+    return rows, rows * row // BLOCK
+
+
+def is_quantized(shape: Sequence[int], rows_per_rank: int) -> bool:
+    """Whether the moments of a parameter of this full shape are kept in 8 bits; otherwise they stay fp32."""
+    size = prod(shape)
+    return size >= MIN_SIZE and size % BLOCK == 0 and rows_per_rank % group_shape(shape)[0] == 0
 
 
 def quantize(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ Nothing here imports torch, because recipes are checked without it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import Field
@@ -90,9 +90,13 @@ class ParamState:
     lr_ratio: float = 1.0  # this parameter's learning rate ÷ the stage's
     weight_decay: float = 0.0
     rows: slice | None = None  # rows of the full parameter that this rank holds, where it is sharded
+    shape: tuple[int, ...] = ()  # of the full parameter
+    rows_per_rank: int = 0  # of all ranks but the last ones, which have fewer; all rows where it is not sharded
     grad: "Tensor | None" = None  # of the current step
     grad_norm: "Tensor | None" = None  # of a gradient that was used in the backward pass
     state: Any = None  # belongs to the optimizer
+    # Of full state tensors with fewer rows than the parameter, by name: how many. Set by the optimizer.
+    state_rows: dict[str, int] = field(default_factory=dict)
 
 
 class Optimizer(Protocol):
@@ -113,7 +117,7 @@ class Optimizer(Protocol):
     def state_tensors(self, param: ParamState) -> "dict[str, Tensor]":
         """State by name, for checkpoints: the tensors in use, not copies.
 
-        Scalars belong to the full parameter; all other tensors are sharded as the weight is.
+        Scalars belong to the full parameter; all other tensors are sharded as the weight is, by rows.
         """
 
     def load_state(self, param: ParamState, saved: "Mapping[str, Tensor]") -> None:

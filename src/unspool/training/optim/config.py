@@ -42,11 +42,6 @@ class AdamWConfig(OptimizerConfig):
             AdamWConfig(weights="bf16", states="8bit", step="in-backward"),
         )
 
-    def sharding_problem(self) -> str | None:
-        if self.states != "fp32":
-            return f"optimizer.states {self.states} is not supported on several devices yet; set it to fp32."
-        return super().sharding_problem()
-
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"adamw": AdamWConfig}
 

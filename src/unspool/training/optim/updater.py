@@ -24,7 +24,7 @@ from unspool.core.errors import ConfigError
 from unspool.models.fuse import keep_tables
 from unspool.training.config import StageConfig
 from unspool.training.optim.base import Optimizer, ParamState, Rates
-from unspool.training.parallel.dtensor import as_shard_of, local_rows, local_shard
+from unspool.training.parallel.dtensor import as_shard_of, local_rows, local_shard, rows_per_rank
 
 # Norm before the first step: nothing is clipped by it.
 NO_NORM = 0.0
@@ -161,8 +161,9 @@ class Updater:
         for param in self._params:
             parameter = self._sharded.get(param.name)
             for key, value in self._optimizer.state_tensors(param).items():
-                is_shard = parameter is not None and value.dim()
-                found[f"{param.name}/{key}"] = as_shard_of(value, parameter) if is_shard else value
+                if parameter is not None and value.dim():
+                    value = as_shard_of(value, parameter, num_rows=param.state_rows.get(key))
+                found[f"{param.name}/{key}"] = value
         return found
 
     def load_optimizer(self, saved: Mapping[str, Tensor]) -> None:
@@ -226,6 +227,8 @@ def build_updater(stage: StageConfig, model: Any, *, seed: int = 0) -> Updater:
                 lr_ratio=lr / stage.lr,
                 weight_decay=stage.weight_decay if parameter.dim() > 1 else 0.0,
                 rows=local_rows(parameter) if is_sharded else None,
+                shape=tuple(parameter.shape),
+                rows_per_rank=rows_per_rank(parameter),
             )
             param.state = optimizer.init_state(param)
             params.append(param)

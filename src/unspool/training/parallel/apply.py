@@ -4,7 +4,8 @@ Loss, gradients and updated weights are those of one rank up to rounding. The mo
 `Exchange` around the kernel, and its layers have hooks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from unspool.data.packing.store import RowSet
 from unspool.models.attention.reference import AttentionInputs, Kernel
 from unspool.models.checks import attention_of, check_trainable, layers_of
 from unspool.models.config import SIZES, NewModel, config_values
-from unspool.models.export import HARPE_TYPE
 from unspool.models.fuse import fuse_parts
 from unspool.models.load import load_model
 from unspool.models.memory.checkpointing import apply_memory
@@ -28,7 +28,7 @@ from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.rotary import apply_rope
 from unspool.training.batch import attended_by
 from unspool.training.config import StageConfig
-from unspool.training.parallel.config import Layout, ParallelConfig, Work, check_layout, settle_layout
+from unspool.training.parallel.config import Layout, ParallelConfig, Work, check_layout, not_on_ring, settle_layout
 from unspool.training.parallel.fsdp import apply_fsdp, build_empty, load_shards, sharded_load_problem
 from unspool.training.parallel.mesh import DistContext, group_of
 from unspool.training.parallel.ring import ring_attention
@@ -97,6 +97,23 @@ class Exchange:
         return out if self.ulysses is None else gather_heads(out, self.ulysses)
 
 
+@contextmanager
+def whole_rows(model: Any) -> Iterator[None]:
+    """Inside, every rank computes attention on its own, over whole sequences: for text that ranks do not share."""
+    found = [(attention, attention.exchange) for attention in map(attention_of, layers_of(model)) if _shares(attention)]
+    for attention, _ in found:
+        attention.exchange = None
+    try:
+        yield
+    finally:
+        for attention, exchange in found:
+            attention.exchange = exchange
+
+
+def _shares(attention: Any) -> bool:
+    return isinstance(getattr(attention, "exchange", None), Exchange)
+
+
 GENERATION = "generation_config.json"
 
 
@@ -126,7 +143,11 @@ def _can_load_sharded(folder: Path) -> bool:
     if not (folder / "config.json").is_file():
         return False
     content = (folder / "config.json").read_text()
-    if HARPE_TYPE in content or '"text_config"' in content or sharded_load_problem(_config(folder), folder) is not None:
+    if (
+        '"head_bases"' in content
+        or '"text_config"' in content
+        or sharded_load_problem(_config(folder), folder) is not None
+    ):
         return False
     full = load_model(str(folder), device=torch.device("cpu"), dtype=_config(folder).dtype or torch.float32)
     check_trainable(full)
@@ -154,25 +175,23 @@ def check_fit(stage: StageConfig, model: str | NewModel, rows: Mapping[str, RowS
     layout = settle_layout(stage.parallel, world_size)
     if world_size == 1:
         return layout
-    heads = read_heads(model)
+    problem = stage.ranks_problem()
+    if problem is not None:
+        raise ConfigError(f"stage {stage.name}: {problem}")
+    values = model_values(model)
+    heads = int(values["num_attention_heads"])
     work = Work(
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
+        num_heads=heads,
+        num_kv_heads=int(values.get("num_key_value_heads") or heads),
         context_length=stage.context_length,
         batch_tokens=stage.batch_tokens,
         micro_batch_tokens=stage.tokens_per_pass,
         # Reading every row takes a while, and only a ring needs to know.
         document_masks=layout.ring > 1 and has_document_masks(stage, rows),
+        not_on_ring=not_on_ring(values, stage.context_length),
         kv_heads_at_once=stage.attention_heads_at_once,
     )
     check_layout(layout, work)
-    if stage.samples and stage.parallel.offload:
-        raise ConfigError(f"stage {stage.name}: samples cannot be combined with parallel.offload; remove one of them.")
-    if stage.samples and layout.sequence_ranks > 1:
-        raise ConfigError(
-            f"stage {stage.name}: samples cannot be generated while ranks share a row (ring × ulysses = "
-            f"{layout.sequence_ranks}); remove samples, or set ulysses and ring to 1."
-        )
     return layout
 
 
@@ -187,8 +206,6 @@ def has_document_masks(stage: StageConfig, rows: Mapping[str, RowSet]) -> bool:
     )
 
 
-def read_heads(model: str | NewModel) -> tuple[int, int]:
-    """Numbers of query and KV heads, from the config alone."""
-    values = SIZES[model.size] if isinstance(model, NewModel) else config_values(model)
-    heads = int(values["num_attention_heads"])
-    return heads, int(values.get("num_key_value_heads") or heads)
+def model_values(model: str | NewModel) -> dict[str, Any]:
+    """The config of a model, without its weights."""
+    return SIZES[model.size] if isinstance(model, NewModel) else config_values(model)

@@ -1,14 +1,20 @@
 """How a stage is spread over devices, and which settings fit. Needs no torch: recipes are checked without it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from unspool.core.config import Config
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
+
+# Environment variable with the path of a file. A rank that refuses the job, which no restart would change, writes its
+# message there and ends with exit code 0, so that torchrun neither restarts the ranks nor prints a traceback. Whoever
+# set the variable prints the message.
+REFUSAL = "UNSPOOL_REFUSAL"
 
 
 class ParallelConfig(Config):
@@ -53,6 +59,7 @@ class Work:
     batch_tokens: int  # tokens per step
     micro_batch_tokens: int  # tokens per forward pass
     document_masks: bool  # whether rows can hold several documents that must not attend to each other
+    not_on_ring: str | None = None  # what the model's attention does that a ring cannot compute
     kv_heads_at_once: int | None = None  # attention_heads_at_once
 
 
@@ -132,6 +139,11 @@ def _check_heads(degree: int, work: Work) -> None:
 def _check_ring(layout: Layout, work: Work) -> None:
     if layout.ring == 1:
         return
+    if work.not_on_ring:
+        raise ConfigError(
+            f"parallel: ring={layout.ring} does not support {work.not_on_ring}, which this model has; use ring 1 and "
+            "ulysses."
+        )
     if work.document_masks:
         raise ConfigError(
             f"parallel: ring={layout.ring} does not support document masks, which this stage uses; use ring 1 and "
@@ -143,6 +155,18 @@ def _check_ring(layout: Layout, work: Work) -> None:
             f"{format_size(work.micro_batch_tokens)} holds {work.micro_batch_tokens // work.context_length}; set "
             f"micro_batch_tokens to {format_size(work.context_length)} or remove it."
         )
+
+
+def not_on_ring(config: Mapping[str, Any], context_length: int) -> str | None:
+    """What attention of this model config does at a context length that a ring cannot compute; None if nothing."""
+    if config.get("attn_logit_softcapping"):
+        return "logit soft-caps"
+    if config.get("model_type") == "gpt_oss":
+        return "attention sinks"
+    layers = config.get("layer_types")
+    is_sliding = "sliding_attention" in layers if layers else config.get("use_sliding_window", True)
+    window = config.get("sliding_window")
+    return "sliding windows" if is_sliding and window and window < context_length else None
 
 
 def _parts(num_kv_heads: int, at_once: int | None) -> set[int]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Shard
 
 from unspool.training.parallel.mesh import is_gloo_on_gpu
@@ -30,27 +31,40 @@ def local_shard(tensor: Tensor) -> Tensor:
     return shard
 
 
+def rows_per_rank(parameter: Tensor) -> int:
+    """Rows of a parameter on each rank but the last ones, which have fewer; all of them where it is not sharded."""
+    rows = len(parameter)
+    if isinstance(parameter, DTensor):
+        for axis, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard):
+                assert placement.dim == 0, "weights are sharded by rows"
+                rows = -(-len(parameter) // parameter.device_mesh.size(axis))
+    return rows
+
+
 def local_rows(parameter: Tensor) -> slice:
     """Rows of a parameter that this rank holds: equally many on each rank but the last ones, as torch shards."""
-    rows = slice(0, len(parameter))
+    rows, size = slice(0, len(parameter)), rows_per_rank(parameter)
     if not isinstance(parameter, DTensor):
         return rows
     for axis, placement in enumerate(parameter.placements):
         if isinstance(placement, Shard):
-            assert placement.dim == 0, "weights are sharded by rows"
-            size = -(-len(parameter) // parameter.device_mesh.size(axis))
             start = parameter.device_mesh.get_local_rank(axis) * size
             rows = slice(min(start, len(parameter)), min(start + size, len(parameter)))
     assert rows.stop - rows.start == parameter.to_local().shape[0], "torch shards in another way"
     return rows
 
 
-def as_shard_of(shard: Tensor, like: Tensor | None) -> Tensor:
-    """`shard` as this rank's shard of a tensor that is sharded as `like` is, on whatever device it is."""
+def as_shard_of(shard: Tensor, like: Tensor | None, *, num_rows: int | None = None) -> Tensor:
+    """`shard` as this rank's shard of a tensor of `num_rows` rows that is sharded as `like` is, on any device."""
     if not isinstance(like, DTensor):
         return shard
+    rows = len(like) if num_rows is None else num_rows
+    shape = torch.Size((rows, *shard.shape[1:]))
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), shard.dtype)
     # By its constructor: `from_local` would move a shard in host memory to the mesh's device.
-    return DTensor(shard, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    return DTensor(shard, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

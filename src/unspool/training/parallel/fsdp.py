@@ -1,6 +1,5 @@
 """FSDP2: shard a model over ranks, load weights straight into its shards, gather them again for export."""
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from types import MethodType
@@ -23,13 +22,11 @@ from transformers import AutoModelForCausalLM
 from unspool.core.errors import ConfigError
 from unspool.models.attention.interface import NAME, register
 from unspool.models.checks import layers_of
-from unspool.models.rotary import apply_head_bases, head_bases
+from unspool.models.rotary import apply_head_bases, decide_by_document, head_bases, plain_config
+from unspool.models.weight_files import weight_files
 from unspool.training.parallel.dtensor import full_tensor, local_rows, local_shard
 from unspool.training.parallel.mesh import weights_mesh
 from unspool.training.step import METHOD, loss_pass
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 def apply_fsdp(model: Any, mesh: DeviceMesh, *, offload: bool = False, layers_together: int = 1) -> None:
@@ -83,7 +80,7 @@ def unshard_model(model: Any, *, dtype: torch.dtype, is_leader: bool) -> Any:
     if not is_leader:
         return None
     weights |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in model.state_dict()}
-    plain = build_empty(model.config, dtype=dtype)
+    plain = build_empty(plain_config(model.config), dtype=dtype)
     plain.load_state_dict(weights, strict=False, assign=True)
     plain.tie_weights()
     missing = [name for name, parameter in plain.named_parameters() if parameter.is_meta]
@@ -103,6 +100,7 @@ def build_empty(config: Any, *, dtype: torch.dtype = torch.float32) -> Any:
     register()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    decide_by_document(model)
     return model.eval()
 
 
@@ -115,7 +113,7 @@ def load_shards(model: Any, folder: Path, device: torch.device) -> None:
     """
     model.to_empty(device=device)
     _fill_buffers(model, device)
-    files = _files(folder)
+    files = weight_files(folder)
     with ExitStack() as stack:
         opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in sorted(set(files.values()))}
         for name, parameter in model.named_parameters():
@@ -142,23 +140,12 @@ def sharded_load_problem(config: Any, folder: Path) -> str | None:
     model = build_empty(config)
     try:
         _refuse_other_buffers(model)
-        files = _files(folder)
+        files = weight_files(folder)
         for name, _ in model.named_parameters():
             _stored_name(name, files, model, folder)
     except ConfigError as error:
         return str(error)
     return None
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """The file of every weight, by its name."""
-    if (folder / INDEX).is_file():
-        by_name = json.loads((folder / INDEX).read_text())["weight_map"]
-        return {name: folder / file for name, file in by_name.items()}
-    if not (folder / SINGLE).is_file():
-        raise ConfigError(f"model {folder}: holds neither {SINGLE} nor {INDEX}; convert it to safetensors.")
-    with safe_open(folder / SINGLE, framework="pt") as file:
-        return dict.fromkeys(file.keys(), folder / SINGLE)
 
 
 def _stored_name(name: str, files: dict[str, Path], model: Any, folder: Path) -> str:

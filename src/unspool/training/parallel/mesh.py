@@ -119,6 +119,11 @@ def from_leader(ranks: Ranks, make: Callable[[], T]) -> T:
     return found
 
 
+def gather_on_leader(ranks: Ranks, value: T) -> list[T]:
+    """On the leader the values of all ranks, which JSON must be able to hold; else empty."""
+    return ranks.gather(f"gathered {next(_NUMBERS)}", value)
+
+
 def single_rank(device: torch.device) -> Ranks:
     return Ranks(rank=0, world_size=1, local_rank=0, device=device)
 

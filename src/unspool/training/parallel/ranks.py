@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -22,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from unspool.core.errors import ConfigError, UnspoolError
-from unspool.training.parallel.watchdog import FAILED, NO_STEP, Limits, Watchdog, announce
+from unspool.core.errors import ConfigError, UnspoolError, explain
+from unspool.training.parallel.config import REFUSAL
+from unspool.training.parallel.watchdog import NO_STEP, Limits, Watchdog, announce, exit_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,13 @@ def pick_backend(device_type: str, rank_env: RankEnv, *, num_devices: int) -> tu
     return torch.device("cuda", rank_env.local_rank % num_devices), backend
 
 
+USER_ERROR = 2  # exit code of the command for an UnspoolError
+
+
+class CommonError(ConfigError):
+    """Raised on all ranks at the same place. Rank 0 prints it."""
+
+
 # A collective's own timeout is the last resort: heartbeats notice earlier, and know which rank it was.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
@@ -143,6 +152,19 @@ class Ranks:
         else:
             self._wait(key)
         return json.loads(self.store.get(key))
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """On the leader the values of all ranks, in their order, which JSON must be able to hold; else empty."""
+        if self.store is None:
+            return [value]
+        key = self._unique_key(f"gather/{name}")
+        self.store.set(f"{key}/{self.rank}", json.dumps(value))
+        if not self.is_leader:
+            return []
+        keys = [f"{key}/{rank}" for rank in range(self.world_size)]
+        for each in keys:
+            self._wait(each)
+        return [json.loads(self.store.get(each)) for each in keys]
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank. A collective, which all ranks must call."""
@@ -246,10 +268,14 @@ def _fail(watchdog: Watchdog, rank_env: RankEnv, error: BaseException) -> None:
     try:
         caused_elsewhere = isinstance(error, _TerminatedError) or _lost_connection(error)
         if caused_elsewhere and watchdog.await_failure() is not None:
-            raise SystemExit(FAILED) from None
+            raise SystemExit(exit_code()) from None
         if isinstance(error, _TerminatedError):
             raise error  # the whole job is being stopped
-        text = str(error).strip() or type(error).__name__
+        if isinstance(error, CommonError) and rank != 0:
+            raise SystemExit(0 if os.environ.get(REFUSAL) else USER_ERROR) from None  # rank 0 prints it
+        sentence = explain(error)
+        refused = sentence is not None and _note_refusal(sentence, rank)
+        text = (sentence or str(error)).strip() or type(error).__name__
         first = watchdog.report_failure(f"rank {rank} failed {watchdog.position}: {text.splitlines()[0]}")
     except RuntimeError:  # from the store
         announce(
@@ -261,10 +287,23 @@ def _fail(watchdog: Watchdog, rank_env: RankEnv, error: BaseException) -> None:
         watchdog.stop()
         if rank_env.hosts_store:
             watchdog.wait_for_others(failed=True)
+    if refused:
+        raise SystemExit(0) from None
     if not first:
-        raise SystemExit(FAILED) from None
-    announce(f"rank {rank} failed {watchdog.position}; stopping the job")
+        raise SystemExit(exit_code()) from None
+    if not isinstance(error, CommonError):
+        announce(f"rank {rank} failed {watchdog.position}; stopping the job")
     raise error
+
+
+def _note_refusal(sentence: str, rank: int) -> bool:
+    """Leave the message of an error that only the user can fix to whoever started the ranks, if they asked."""
+    path = os.environ.get(REFUSAL)
+    if not path:
+        return False
+    with suppress(OSError), Path(path).open("x", encoding="utf-8") as file:  # another rank may have been first
+        file.write(sentence if rank == 0 else f"rank {rank}: {sentence}")
+    return Path(path).exists()
 
 
 def _lost_connection(error: BaseException) -> bool:

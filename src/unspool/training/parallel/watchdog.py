@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 
+from unspool.training.parallel.config import REFUSAL
+
 NO_STEP = 0
-FAILED = 1  # exit code of a rank that ends because of another one
+FAILED = 1
 _TORCH = str(Path(torch.__file__).parent)
 _COLLECTIVES = str(Path(_TORCH) / "distributed")
 _RESUME = "stopping the job; rerun the same command to resume from the last checkpoint"
@@ -56,6 +58,11 @@ class Limits:
     hung_after: float = 30.0  # without a progress mark inside of steps
     hung_after_in_first_steps: float = 600.0
     grace: float = 3.0  # for a rank to print its own error before its process is ended
+
+
+def exit_code() -> int:
+    """Exit code of a rank that ends because of another one."""
+    return 0 if os.environ.get(REFUSAL) and Path(os.environ[REFUSAL]).exists() else FAILED
 
 
 def announce(text: str) -> None:
@@ -188,7 +195,7 @@ class Watchdog:
         # The main thread may be inside of a call that never returns.
         if not self._stop.wait(self._limits.grace):
             sys.stderr.flush()
-            os._exit(FAILED)
+            os._exit(exit_code())
 
     def _watch_store(self) -> None:
         """End this process if the store does not answer: a request to a vanished machine may wait for hours."""

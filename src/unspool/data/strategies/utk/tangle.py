@@ -30,7 +30,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from unspool.data.packing.pack import WINDOW_DOCS, Doc, RowStream, Tally
-from unspool.data.packing.row import BATCH_TOKENS, Row
+from unspool.data.packing.row import Row
 from unspool.data.strategies.utk import UtkConfig
 from unspool.data.strategies.utk.layout import Choices, Chooser, Pieces, Units, fill_rows, scatter
 from unspool.data.strategies.utk.special_tokens import DrawLabels, LabelPool, knot_ids, label_drawer
@@ -89,7 +89,7 @@ class Tangler:
         window = _Window([], np.zeros(0, dtype=np.int64), 0, choosers[0].choose(0), choosers[1].choose(0))
         is_done = False
         while not is_done:
-            more, ended = _draw(drawing, max(BATCH_TOKENS, row_len))
+            more, ended = _draw(drawing, max(tally.window, row_len))
             window = window.extended(more, choosers, row_len)
             units = fill_rows(
                 self.config,
@@ -120,6 +120,7 @@ class Tangler:
             _account(tally, window, units, row_len, made)
             is_done = ended and made < len(window.row_choices)
             window = window.rest(units)
+            tally.settle((doc, len(doc.tokens) - start) for doc, start in window.left(units, 0))
         for doc, start in window.left(units, 0):
             tally.drop("last_row", doc.source, len(doc.tokens) - start)
 
@@ -192,13 +193,16 @@ def _rows(window: _Window, units: Units, pieces: Pieces, written: Written, row_l
     first_unit = first_piece = 0
     for number, (unit_end, piece_end) in enumerate(zip(unit_ends, piece_ends, strict=True)):
         span, held = slice(number * row_len, (number + 1) * row_len), slice(first_piece, piece_end)
+        in_row = [sources[doc] for doc in numbers[first_unit:unit_end]]
         yield Row(
             tokens=written.tokens[span],
             doc_lens=written.piece_lens[held],
             loss_mask=written.loss_mask[span],
-            source="+".join(dict.fromkeys(sources[doc] for doc in numbers[first_unit:unit_end])),
+            source="+".join(dict.fromkeys(in_row)),
             attention="full",
             chunk_ids=(pieces.units[held] - first_unit).astype(np.int32),
+            sources=[in_row[unit - first_unit] for unit in pieces.units[held].tolist()],
+            added=written.added[span],
         )
         first_unit, first_piece = unit_end, piece_end
 

@@ -41,6 +41,7 @@ class Written:
     tokens: np.ndarray  # uint32
     loss_mask: np.ndarray  # bool, over target tokens
     piece_lens: np.ndarray  # int32, with marks
+    added: np.ndarray  # bool: the marks
 
 
 def write(
@@ -63,6 +64,9 @@ def write(
     places = [*zip(*(each.tolist() for each in columns), strict=True)]
     parts[1::2] = [texts[doc][start:stop] for doc, start, stop in places]
     tokens = np.concatenate(parts, dtype=np.uint32)
+    part_lens = np.empty(len(parts), dtype=np.int64)
+    part_lens[0::2], part_lens[1::2] = np.diff(borders), pieces.lens
+    added = np.repeat(np.arange(len(parts)) % 2 == 0, part_lens)
 
     before, after = room.before, room.after
     piece_lens = before + pieces.lens + after
@@ -78,7 +82,7 @@ def write(
     text_ends = begins + before + pieces.lens
     mask[text_ends[after > 0]] = False
     mask[(text_ends + 1)[room.has_tail & room.has_solution]] = False
-    return Written(tokens, mask, piece_lens.astype(np.int32))
+    return Written(tokens, mask, piece_lens.astype(np.int32), added)
 
 
 @dataclass(frozen=True, slots=True)

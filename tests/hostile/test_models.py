@@ -1,0 +1,530 @@
+"""Damaged, contradictory and malicious models, tokenizers, configs and chat templates.
+
+Each is a change of a small working folder. A command that reads it prints one sentence and exits with code 2; nothing
+is scored, nothing is written, no code of the folder runs.
+"""
+
+import json
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import TemplateProcessing
+from typer.testing import CliRunner, Result
+
+from factory import build_model, build_tokenizer, save_folder
+from unspool.cli.main import build_app
+from unspool.core.artifacts import seal
+from unspool.core.errors import ConfigError
+from unspool.data.tokenize import chat_template
+from unspool.data.tokenize.chat import build_chat_encoder
+from unspool.evals.prompts import PromptEncoder
+from unspool.models.tokenizer import load_tokenizer
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARDS = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+NORM, GATE = "model.norm.weight", "model.layers.1.mlp.gate_proj.weight"
+TEXT = "the river runs past the old mill and the bridge " * 40
+
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory):
+    return save_folder(tmp_path_factory.mktemp("intact"), build_model(num_hidden_layers=2))
+
+
+@pytest.fixture
+def folder(intact, tmp_path):
+    made = tmp_path / "model"
+    made.mkdir()
+    for path in intact.iterdir():
+        (made / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "text.txt").write_text(TEXT)
+    return made
+
+
+def run(*words: Any) -> Result:
+    return CliRunner().invoke(build_app(), [*map(str, words)])
+
+
+def evaluate(folder: Path, out: str = "scores") -> Result:
+    options = ("--lengths", 32, "--samples", 1, "--text", folder.parent / "text.txt", "--device", "cpu")
+    return run("eval", folder, "--suite", "perplexity", *options, "--out", folder.parent / out)
+
+
+def check_sentence(done: Result, said: str) -> None:
+    """One line that a user can act on, exit code 2 and no traceback."""
+    assert isinstance(done.exception, SystemExit), repr(done.exception)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert (done.exit_code, len(lines)) == (2, 1), done.output
+    assert said in lines[0]
+    assert lines[0].endswith(".")
+    assert "Traceback" not in done.output
+
+
+# Weight files
+
+
+def read(path: Path) -> tuple[dict[str, Any], bytes]:
+    content = path.read_bytes()
+    end = 8 + struct.unpack("<Q", content[:8])[0]
+    return json.loads(content[8:end]), content[end:]
+
+
+def write(path: Path, header: dict[str, Any] | str, data: bytes) -> None:
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def change_header(change: Callable[[dict[str, Any]], None]) -> Damage:
+    def damage(folder: Path) -> None:
+        header, data = read(folder / WEIGHTS)
+        change(header)
+        write(folder / WEIGHTS, header, data)
+
+    return damage
+
+
+def change_weights(change: Callable[[dict[str, torch.Tensor]], None]) -> Damage:
+    def damage(folder: Path) -> None:
+        weights = load_file(folder / WEIGHTS)
+        change(weights)
+        save_file(weights, folder / WEIGHTS, {"format": "pt"})
+
+    return damage
+
+
+def change_bytes(change: Callable[[bytes], bytes]) -> Damage:
+    return lambda folder: (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes())) and None
+
+
+def repeat_name(folder: Path) -> None:
+    header, data = read(folder / WEIGHTS)
+    text = json.dumps(header)
+    write(folder / WEIGHTS, f"{text[:-1]}, {json.dumps(NORM)}: {json.dumps(header[NORM])}}}", data)
+
+
+def overlap(header: dict[str, Any]) -> None:
+    first, second = (f"model.layers.{layer}.mlp.gate_proj.weight" for layer in (0, 1))
+    header[second]["data_offsets"] = header[first]["data_offsets"]
+
+
+def set_values(name: str, value: float, count: int) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        weights[name].view(-1)[:count] = value
+
+    return change
+
+
+def shard(folder: Path) -> dict[str, str]:
+    """Split the weights over two files with an index; returns its weight_map."""
+    weights = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    names = sorted(weights)
+    files = dict.fromkeys(names[: len(names) // 2], SHARDS[0]) | dict.fromkeys(names[len(names) // 2 :], SHARDS[1])
+    for file in SHARDS:
+        save_file({name: weights[name] for name in names if files[name] == file}, folder / file, {"format": "pt"})
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return files
+
+
+def change_index(change: Callable[[Path, dict[str, str]], Any]) -> Damage:
+    def damage(folder: Path) -> None:
+        changed = change(folder, shard(folder))
+        if changed is not None:
+            (folder / INDEX).write_text(json.dumps(changed))
+
+    return damage
+
+
+def move_out(folder: Path, files: dict[str, str]) -> dict[str, Any]:
+    (folder / SHARDS[1]).rename(folder.parent / "other.safetensors")
+    return {"weight_map": {name: "../other.safetensors" if file == SHARDS[1] else file for name, file in files.items()}}
+
+
+def move_far(folder: Path, files: dict[str, str]) -> dict[str, Any]:
+    other = str((folder / SHARDS[1]).rename(folder.parent / "other.safetensors"))
+    return {"weight_map": {name: other if file == SHARDS[1] else file for name, file in files.items()}}
+
+
+def link_out(folder: Path, files: dict[str, str]) -> None:
+    (folder / SHARDS[1]).rename(folder.parent / "other.safetensors")
+    (folder / SHARDS[1]).symlink_to(folder.parent / "other.safetensors")
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("ran"),)
+
+
+def pickle_shard(folder: Path, files: dict[str, str]) -> dict[str, Any]:
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+    return {"weight_map": {name: "pytorch_model.bin" if file == SHARDS[1] else file for name, file in files.items()}}
+
+
+def swap_shards(folder: Path, files: dict[str, str]) -> dict[str, Any]:
+    return {"weight_map": {name: SHARDS[1 - SHARDS.index(file)] for name, file in files.items()}}
+
+
+def repeat_tensor(folder: Path, files: dict[str, str]) -> None:
+    second = load_file(folder / SHARDS[1])
+    name = next(name for name, file in files.items() if file == SHARDS[0])
+    save_file(second | {name: load_file(folder / SHARDS[0])[name]}, folder / SHARDS[1], {"format": "pt"})
+
+
+# By name: the damage, and what the sentence says. All of these are seen in headers and indexes alone.
+FILES: dict[str, tuple[Damage, str]] = {
+    "cut short": (change_bytes(lambda content: content[: len(content) // 2]), f"{WEIGHTS} is damaged"),
+    "longer": (change_bytes(lambda content: content + b"\0" * 8), f"{WEIGHTS} is damaged"),
+    "empty": (change_bytes(lambda content: b""), f"{WEIGHTS} is damaged"),
+    "header beyond the file": (change_bytes(lambda content: struct.pack("<Q", 1 << 40) + content[8:]), "damaged"),
+    "header is no JSON": (change_bytes(lambda content: content[:8] + b"[" * 50 + content[58:]), "damaged"),
+    "an HTML page": (change_bytes(lambda content: b"<!DOCTYPE html><html>503</html>" * 40), "damaged"),
+    "a Git LFS pointer": (change_bytes(lambda content: b"version https://git-lfs.github.com/spec/v1\n"), "damaged"),
+    "overlapping tensors": (change_header(overlap), "damaged"),
+    "a tensor beyond the file": (
+        change_header(lambda header: header[NORM].update(data_offsets=[10**9, 10**9 + 128])),
+        "damaged",
+    ),
+    "a shape of another size": (change_header(lambda header: header[NORM].update(shape=[33])), "damaged"),
+    "a type of another size": (change_header(lambda header: header[NORM].update(dtype="F64")), "damaged"),
+    "a name twice": (repeat_name, f"{NORM!r} is listed twice"),
+    "integers": (
+        change_weights(lambda weights: weights.update({GATE: weights[GATE].to(torch.int32)})),
+        f"{GATE} in {WEIGHTS} has type I32",
+    ),
+    "float8 without scales": (
+        change_weights(lambda weights: weights.update({GATE: weights[GATE].to(torch.float8_e4m3fn)})),
+        "has type F8_E4M3",
+    ),
+    "no file of a shard": (change_index(lambda folder, files: (folder / SHARDS[1]).unlink()), "1 of 2 shards are mis"),
+    "shard above the folder": (change_index(move_out), "'../other.safetensors', outside of its folder"),
+    "shard at an absolute path": (change_index(move_far), "outside of its folder"),
+    "shard linked from outside": (change_index(link_out), "outside of its folder"),
+    "pickle in the index": (change_index(pickle_shard), "'pytorch_model.bin', and only .safetensors files are read"),
+    "shards exchanged in the index": (change_index(swap_shards), f"{INDEX} lists"),
+    "a tensor in two shards": (change_index(repeat_tensor), "is stored both in"),
+    "index is a list": (change_index(lambda folder, files: [files]), f"{INDEX} cannot be read"),
+    "index without names": (change_index(lambda folder, files: {"weight_map": {}}), f"{INDEX} cannot be read"),
+    "index of numbers": (change_index(lambda folder, files: {"weight_map": {NORM: 7}}), f"{INDEX} cannot be read"),
+}
+
+# These are seen when the weights are read.
+VALUES: dict[str, tuple[Damage, str]] = {
+    "NaN": (change_weights(set_values(GATE, float("nan"), 3)), f"NaN or infinite values in {GATE} (3 of 1536)"),
+    "infinity": (change_weights(set_values(NORM, float("inf"), 1)), f"NaN or infinite values in {NORM} (1 of 32)"),
+    "a missing tensor": (change_weights(lambda weights: weights.pop(GATE)), f"lack weights ({GATE}"),
+    "a tensor of another shape": (
+        change_weights(lambda weights: weights.update({GATE: weights[GATE][:-1].clone()})),
+        f"{GATE} has shape (47, 32) in its file, but (48, 32) by its config",
+    ),
+    "pickled weights alone": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin") and None,
+        "no file named model.safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*FILES, *VALUES])
+def test_damaged_weights_are_named_and_not_scored(name, folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    damage, said = (FILES | VALUES)[name]
+    damage(folder)
+
+    check_sentence(evaluate(folder), said)
+
+    assert not (folder.parent / "scores" / "summary.json").exists()
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("command", ["rope", "plan", "inspect", "export"])
+@pytest.mark.parametrize("name", ["cut short", "pickle in the index", "no file of a shard"])
+def test_every_command_that_reads_a_model_checks_its_files(command, name, folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    damage, said = FILES[name]
+    damage(folder)
+    out = folder.parent / "out"
+    words = {
+        "rope": ("rope", "--model", folder, "--context", "1K"),
+        "plan": ("plan", "tiny", "--gpu", "4090", "--model", folder),
+        "inspect": ("inspect", "attention", folder, "--text", folder.parent / "text.txt", "--device", "cpu"),
+        "export": ("export", folder, out, "--device", "cpu"),
+    }
+
+    check_sentence(run(*words[command]), said)
+
+    assert not out.exists()
+
+
+def test_weights_that_overflow_in_the_exported_type_are_named(folder):
+    change_weights(set_values(GATE, 1e30, 2))(folder)
+
+    done = run("export", folder, folder.parent / "out", "--dtype", "fp16", "--device", "cpu")
+
+    check_sentence(done, f"in float16: NaN or infinite values in {GATE} (2 of 1536)")
+    assert not (folder.parent / "out").exists()
+
+
+def test_an_intact_model_is_scored_whole_and_in_shards(folder):
+    whole = evaluate(folder)
+    shard(folder)
+
+    sharded = evaluate(folder, "again")
+    assert (whole.exit_code, sharded.exit_code) == (0, 0), sharded.output
+    assert whole.stdout == sharded.stdout
+
+
+# What we wrote ourselves
+
+
+@pytest.fixture
+def written(folder):
+    """The folder as a stage publishes it."""
+    (folder.parent / "stage.partial").mkdir()
+    folder.rename(folder.parent / "stage.partial" / "model")
+    stage = folder.parent / "stage"
+    seal(folder.parent / "stage.partial", stage, kind="stage", inputs={}, settings={}, counts={})
+    (stage / "text.txt").write_text(TEXT)
+    return stage / "model"
+
+
+def test_one_changed_byte_of_a_model_that_we_wrote_is_found(written):
+    assert evaluate(written).exit_code == 0
+    content = bytearray((written / WEIGHTS).read_bytes())
+    content[-40] ^= 1
+    (written / WEIGHTS).write_bytes(content)
+
+    check_sentence(evaluate(written, "again"), f"{WEIGHTS} has changed since it was written")
+
+
+def test_another_rope_base_in_a_config_that_we_wrote_is_found(written):
+    path = written / "config.json"
+    path.write_text(path.read_text().replace("10000.0", "50000.0"))
+
+    check_sentence(evaluate(written), "config.json has changed since it was written")
+
+
+def test_a_file_that_is_gone_from_a_model_that_we_wrote_is_named_without_reading_the_others(written):
+    (written / "generation_config.json").unlink()
+
+    check_sentence(run("rope", "--model", written, "--context", "1K"), "generation_config.json is missing")
+
+
+# Configs
+
+
+def config(**changes: Any) -> Damage:
+    def damage(folder: Path) -> None:
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(values | changes))
+
+    return damage
+
+
+def content(name: str, value: bytes) -> Damage:
+    return lambda folder: (folder / name).write_bytes(value) and None
+
+
+def rope(**parameters: Any) -> Damage:
+    return config(rope_parameters={"rope_type": "default", "rope_theta": 1e4} | parameters)
+
+
+CODE = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
+
+
+def plant_code(folder: Path) -> None:
+    config(model_type="evil", auto_map=CODE)(folder)
+    (folder / "evil.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
+
+
+CONFIGS: dict[str, tuple[Damage, str]] = {
+    "not JSON": (content("config.json", b'{"model_type": "llama",'), "config could not be read"),
+    "not text": (content("config.json", b"\xff\xfe\x00"), "config could not be read"),
+    "a list": (content("config.json", b"[]"), "config.json holds a list"),
+    "nested without end": (content("config.json", b"[" * 100_000), "config could not be read"),
+    "an unknown architecture": (config(model_type="evil"), "evil"),
+    "code of its own": (plant_code, "custom code"),
+    "fewer layers than weights": (config(num_hidden_layers=1), "its config does not use 9 of its weights"),
+    "more layers than weights": (config(num_hidden_layers=3), "lack weights"),
+    "other sizes": (config(hidden_size=64, head_dim=8), "by its config"),
+    "a smaller vocabulary": (config(vocab_size=299), "has shape (300, 32) in its file, but (299, 32) by its config"),
+    "no heads": (config(num_attention_heads=0), "num_attention_heads 0"),
+    "a negative context": (config(max_position_embeddings=-5), "max_position_embeddings -5"),
+    "a context in words": (config(max_position_embeddings="many"), "max_position_embeddings 'many'"),
+    "base 0": (rope(rope_theta=0.0), "rope_theta 0.0"),
+    "base NaN": (rope(rope_theta=float("nan")), "rope_theta nan"),
+    "a negative factor": (rope(rope_type="yarn", factor=-4.0), "factor -4.0"),
+    "an unknown scaling": (rope(rope_type="evil"), "evil"),
+    "weights elsewhere": (config(transformers_weights="../other.safetensors"), "transformers_weights"),
+    "an adapter": (content("adapter_config.json", b'{"base_model_name_or_path": "/etc"}'), "is an adapter"),
+    "biases that its config leaves out": (
+        change_weights(lambda weights: weights.update({f"{GATE[:-6]}bias": torch.ones(48)})),
+        f"its config does not use 1 of its weights ({GATE[:-6]}bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_that_contradicts_itself_or_the_weights_is_refused(name, folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    damage, said = CONFIGS[name]
+    damage(folder)
+
+    check_sentence(evaluate(folder), said)
+
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("name", ["a list", "no heads", "a negative context", "a context in words", "base 0"])
+def test_the_same_sentence_without_the_weights(name, folder):
+    damage, said = CONFIGS[name]
+    damage(folder)
+
+    check_sentence(run("rope", "--model", folder, "--context", "1K"), said)
+    if name != "base 0":
+        check_sentence(run("plan", "tiny", "--gpu", "4090", "--model", folder), said)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"<html>503</html>" * 9], ids=["empty", "magic alone", "a page"])
+def test_a_file_that_is_no_gguf_is_refused(content, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+
+    check_sentence(run("rope", "--model", path, "--context", "1K"), "its config could not be read")
+    check_sentence(run("plan", "tiny", "--gpu", "4090", "--model", path), "its config could not be read")
+
+
+# Tokenizers
+
+
+def change_tokenizer(change: Callable[[Tokenizer], Any]) -> Damage:
+    def damage(folder: Path) -> None:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        change(tokenizer)
+        tokenizer.save(str(folder / "tokenizer.json"))
+
+    return damage
+
+
+def add_specials(tokenizer: Tokenizer) -> Tokenizer:
+    """Tokens up to number 320."""
+    count = 321 - tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens([AddedToken(f"<{number}>", special=True) for number in range(count)])
+    return tokenizer
+
+
+def begin_texts(tokenizer: Tokenizer) -> None:
+    last = tokenizer.id_to_token(320)
+    tokenizer.post_processor = TemplateProcessing(single=f"{last} $A", special_tokens=[(last, 320)])
+
+
+TOKENIZERS: dict[str, tuple[Damage, str]] = {
+    "no file": (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer could be loaded"),
+    "an empty table": (content("tokenizer.json", b"{}"), "no tokenizer could be loaded"),
+    "not JSON": (content("tokenizer.json", b"\x00\x01"), "no tokenizer could be loaded"),
+    "settings that are a list": (content("tokenizer_config.json", b"[]"), "no tokenizer could be loaded"),
+    "more tokens than embeddings": (
+        change_tokenizer(lambda tokenizer: tokenizer.add_tokens([f"word{number}" for number in range(40)])),
+        "ordinary tokens have no embedding",
+    ),
+    "texts begin with a token without embedding": (
+        change_tokenizer(lambda tokenizer: begin_texts(add_specials(tokenizer))),
+        "the text holds token 320, and the model has embeddings for 0 to 299 only",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_tokenizer_that_is_damaged_or_of_another_model_is_refused(name, folder):
+    damage, said = TOKENIZERS[name]
+    damage(folder)
+
+    check_sentence(evaluate(folder), said)
+
+
+def test_special_tokens_that_the_text_does_not_hold_need_no_embedding(folder):
+    """Text models of multimodal families have them."""
+    change_tokenizer(add_specials)(folder)
+
+    done = evaluate(folder)
+
+    assert done.exit_code == 0, done.output
+
+
+def test_training_on_a_token_without_embedding_is_refused(folder, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    (tmp_path / "data").mkdir()
+    for number in range(9):
+        (tmp_path / "data" / f"{number}.txt").write_text(TEXT[: 30 + number])
+    recipe.write_text(
+        f"""
+name: hostile
+model: {folder}
+out: {tmp_path / "run"}
+sources: {{book: {{kind: text, path: {tmp_path / "data"}}}}}
+datasets: {{long: {{from: book, seq_len: 32, packing: concat}}}}
+stages:
+- {{name: one, context_length: 32, mix: {{long: 1.0}}, tokens: 64, batch_tokens: 64, lr: 1.0e-3}}
+"""
+    )
+    change_tokenizer(add_specials)(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    last = load_tokenizer(str(folder)).convert_ids_to_tokens(320)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": last}))
+
+    check_sentence(run("run", recipe), "stage one: dataset long holds token 320, and the model has embeddings for 0 to")
+
+    assert not (tmp_path / "run" / "stages" / "one").exists()
+
+
+# Chat templates
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+TEMPLATES = {
+    "not closed": "{% for m in messages %}",
+    "no such filter": "{{ messages | evil }}" + TURNS,
+    "refuses everything": "{{ raise_exception('no') }}",
+    "reads attributes of Python": "{{ ''.__class__.__mro__[1].__subclasses__() }}" + TURNS,
+    "opens a file": "{{ cycler.__init__.__globals__.os.system('touch ran') }}" + TURNS,
+    "changes the messages": "{% set _ = messages.append(messages[0]) %}" + TURNS,
+    "divides by zero": "{{ 1 / 0 }}" + TURNS,
+    "calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}" + TURNS,
+    "fills the memory": "{{ 'a' * 10 ** 12 }}" + TURNS,
+    "a power without end": "{{ 9 ** 999999999 }}" + TURNS,
+    "loops without end": LOOP + TURNS,
+    "ignores the messages": "hello {{ eos_token }}",
+    "nested without end": "{% if 1 %}" * 120 + "{% endif %}" * 120 + "{{ 1 / 0 }}",
+    "includes a file": "{% include '/etc/passwd' %}" + TURNS,
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_template_that_cannot_be_used_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3, raising=False)
+    tokenizer = build_tokenizer()
+
+    with pytest.raises(ConfigError, match="template") as trained:
+        build_chat_encoder(tokenizer, TEMPLATES[name], source="talks")
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer.chat_template = TEMPLATES[name]
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(ConfigError, match="chat template") as scored:
+        PromptEncoder(load_tokenizer(str(tmp_path / "tokenizer"))).overhead(chat=True)
+    for refused in (trained, scored):
+        assert len(str(refused.value).splitlines()) == 1
+    assert not Path("ran").exists()
+
+
+def test_a_template_that_works_is_used_with_the_same_limits():
+    encoder = build_chat_encoder(build_tokenizer(), TURNS + "{{ ' ' * 3 * (2 ** 3 - 8) }}", source="talks")
+
+    assert encoder.template.has_marks is False
