@@ -294,7 +294,8 @@ class SilentStore:
         pass
 
     def check(self, keys: list[str]) -> bool:
-        return self.forever.wait()
+        self.forever.wait()
+        raise RuntimeError("the connection is gone")
 
 
 def test_a_rank_whose_store_does_not_answer_ends_and_says_so(monkeypatch, capsys):
