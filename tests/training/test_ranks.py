@@ -6,6 +6,7 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -281,3 +282,33 @@ def test_several_that_are_gone_are_all_named():
     told = dead_message({1: BEAT, 3: replace(BEAT, step=0, activity="loading")})
     assert "rank 1 died at step 7" in told
     assert "rank 3 died outside of steps (loading)" in told
+
+
+class SilentStore:
+    """Takes heartbeats and answers nothing, as a store on a machine that vanished."""
+
+    def __init__(self) -> None:
+        self.forever = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        self.forever.wait()
+        raise RuntimeError("the connection is gone")
+
+
+def test_a_rank_whose_store_does_not_answer_ends_and_says_so(monkeypatch, capsys):
+    store, ended = SilentStore(), threading.Event()
+    monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set())
+    watched = Watchdog(store, rank=2, world_size=4, limits=Limits(interval=0.02, dead_after=0.1))
+    watched.mark(7, "computing", timed=True)
+
+    watched.start()
+
+    assert ended.wait(10)
+    watched._stop.set()
+    store.forever.set()
+    said = capsys.readouterr().err
+    assert "rank 2 at step 7 (computing): no answer from the rendezvous store for 0.1 s" in said
+    assert "rerun the same command to resume" in said

@@ -58,6 +58,15 @@ def test_a_second_signal_ends_the_process_at_once(materials, tmp_path, monkeypat
     assert [path.name for path in checkpoints(tmp_path / "one.work" / "checkpoints")] in ([], ["step-000002"])
 
 
+def test_in_a_job_of_several_ranks_sigterm_may_come_twice(capsys):
+    """Slurm sends it to every process of a job, and torchrun to its ranks once more."""
+    with catch_stop_signals("stage one", ranks=2) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal is signal.SIGTERM
+    assert capsys.readouterr().err.endswith("stage one: SIGTERM: stopping after this step\n")
+
+
 def test_elsewhere_than_in_the_main_thread_nothing_is_listened_to():
     def listening() -> None:
         with catch_stop_signals("x") as stop:

@@ -3,7 +3,8 @@
 A rank fails in one of three ways: it reports an error itself (`report_failure`), its process dies (its heartbeats
 stop), or its main thread hangs (its heartbeats show no progress). The first message becomes the job's, and every rank
 exits within `Limits.grace` of it. Rank 0 watches all other ranks and they watch rank 0, so the store gets few requests
-from many ranks. The cost is one thread per rank and a few bytes a second.
+from many ranks. A rank whose store does not answer, because the machine that hosts it has vanished, ends by itself. The
+cost is two threads per rank and a few bytes a second.
 
 A rank hangs if it makes no progress for `Limits.hung_after`, or four times the longest time between two progress marks
 of this run if that is longer. The first two steps compile and get more time. torchrun restarts ranks, not this module.
@@ -104,14 +105,16 @@ class Watchdog:
         self._last, self._num_steps = NO_STEP, 0
         self._longest, self._since, self._timed = 0.0, time.monotonic(), False
         self._lost_connection = self._has_left = False
-        self._number = 0
+        self._number = self._answers = 0
         self._seen: dict[int, tuple[int, float]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._store_thread = threading.Thread(target=self._watch_store, name="watchdog of the store", daemon=True)
 
     def start(self) -> None:
         self._send()
         self._thread.start()
+        self._store_thread.start()
 
     def stop(self) -> None:
         """This rank exits normally: missing heartbeats mean nothing from now on."""
@@ -181,6 +184,7 @@ class Watchdog:
                 if message and self.report_failure(message):
                     announce(message)
                     break
+                self._answers += 1
             else:
                 return
         except RuntimeError as error:  # from the store
@@ -192,6 +196,21 @@ class Watchdog:
         if not self._stop.wait(self._limits.grace):
             sys.stderr.flush()
             os._exit(exit_code())
+
+    def _watch_store(self) -> None:
+        """End this process if the store does not answer: a request to a vanished machine may wait for hours."""
+        answers = silent = 0
+        while not self._stop.wait(self._limits.interval):
+            silent = silent + 1 if self._answers == answers else 0
+            answers = self._answers
+            # Counted and not timed, because a call that blocks all threads blocks this one as well.
+            if silent * self._limits.interval > self._limits.dead_after:
+                announce(
+                    f"rank {self._rank} {self.position}: no answer from the rendezvous store for "
+                    f"{self._limits.dead_after:g} s: the machine that hosts it, usually that of rank 0, cannot be "
+                    f"reached; {_RESUME}"
+                )
+                os._exit(FAILED)
 
     def _send(self) -> None:
         self._store.set(_key(self._rank), json.dumps(asdict(self._heartbeat())))
