@@ -169,8 +169,8 @@ def run_tests(gate: Gate) -> dict[str, Any]:
 
 
 def run_verify(gate: Gate) -> dict[str, Any]:
-    """Visit every promise of `unspool verify` on three families of models."""
-    models = [f"--model={name}" for name in ("llama", "gemma2", "llama+harpe")]
+    """Visit every promise of `unspool verify` on models of five kinds."""
+    models = [f"--model={name}" for name in ("llama", "gemma2", "phi3", "llama+dynamic", "llama+harpe")]
     few = ["--only=packing", "--only=export"] if gate.small else []
     found = json.loads(unspool("verify", "--device", gate.device, "--kills", "1", "--json", *models, *few))
     bad = [f"{one['check']} on {one['model']}" for one in found if one["status"] == "failed"]
