@@ -214,6 +214,15 @@ def test_a_work_folder_can_be_sealed_under_another_name(tmp_path):
 # Stale or not
 
 
+def test_what_a_killed_write_left_is_not_published(tmp_path):
+    work = tmp_path / "x.partial"
+    work.mkdir()
+    (work / "data").write_text("1")
+    (work / "manifest.json.tmp").write_text("{")
+    artifacts.seal(work, tmp_path / "x", kind="test", inputs={}, settings={}, counts={})
+    assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["data", "manifest.json"]
+
+
 def test_the_same_inputs_and_settings_are_up_to_date_in_any_order_and_spelling(tmp_path):
     with publish(tmp_path / "a", kind="rows", inputs={}, settings={"length": (128, 256), "hops": {2: 0.5, 3: 0.5}}):
         pass

@@ -29,10 +29,11 @@ KEY = "key"  # file of a work folder that says which inputs and settings it is f
 FORMAT = 1
 # Up to this size a rerun also compares checksums; above, only names and sizes, so that skipping a terabyte is instant.
 CHECKSUM_LIMIT = 256 << 20
+ASIDE = ".tmp"  # ending of a file that is not written whole yet
 # Of an earlier recipe's unfinished work, and of a folder that is being deleted.
 PREVIOUS, REMOVED = ".previous", ".removed"
 # Endings of what is beside finished folders and is no result.
-WORK_ENDINGS = (".work", ".partial", ".old", ".tmp", PREVIOUS, REMOVED, ".lock")
+WORK_ENDINGS = (".work", ".partial", ".old", ASIDE, PREVIOUS, REMOVED, ".lock")
 
 
 def digest(value: Any) -> str:
@@ -146,6 +147,8 @@ def seal(
     `unlisted` files and folders belong to the work and not to the result. They are deleted last, so that a kill before
     costs no work.
     """
+    for path in partial.rglob(f"*{ASIDE}"):  # of a write that was killed
+        path.unlink()
     found = [path for path in sorted(partial.rglob("*")) if path.is_file() and path.name != MANIFEST]
     files = list_files(partial, [path for path in found if path.relative_to(partial).parts[0] not in unlisted])
     manifest: dict[str, Any] = {
@@ -261,7 +264,7 @@ def _read_key(path: Path) -> str | None:
 
 def write_atomic(path: Path, text: str) -> None:
     """Replace a file in one step, so that readers never see a part of it."""
-    aside = path.with_name(path.name + ".tmp")
+    aside = path.with_name(path.name + ASIDE)
     with naming(path):
         try:
             with aside.open("w", encoding="utf-8") as file:
