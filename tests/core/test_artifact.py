@@ -221,6 +221,7 @@ def test_what_a_killed_write_left_is_not_published(tmp_path):
     (work / "manifest.json.tmp").write_text("{")
     artifacts.seal(work, tmp_path / "x", kind="test", inputs={}, settings={}, counts={})
     assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["data", "manifest.json"]
+    assert artifacts.find_damage(tmp_path / "x") is None
 
 
 def test_the_same_inputs_and_settings_are_up_to_date_in_any_order_and_spelling(tmp_path):
