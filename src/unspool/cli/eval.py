@@ -288,7 +288,7 @@ def _check_out(out_dir: Path) -> None:
 
 
 def _compare(first: Backend, second: Backend, evals: list[EvalConfig], seed: int, as_json: bool) -> None:
-    from unspool.evals.backends.openai import printable_line
+    from unspool.core.http_client import printable_line
     from unspool.evals.eval_plan import EvalPlan
     from unspool.evals.run import compare_backends
 
