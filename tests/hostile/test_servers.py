@@ -342,6 +342,7 @@ def test_an_address_with_a_password_is_refused_without_printing_it(url, tmp_path
     write_documents(tmp_path / "docs.jsonl", 1)
     for command in (
         ["eval", "asset:tiny-base", "--backend", "openai", "--url", url, "--out", str(tmp_path / "out")],
+        ["eval", "asset:tiny-base", "--backend", "openai", "--url", url, "--suite", "short"],
         ["judge", "--check", str(tmp_path / "graded.jsonl"), "--url", url, "--model-name", "m"],
         ["synth", str(recipe)],
     ):

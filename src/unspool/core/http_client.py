@@ -67,9 +67,9 @@ class TransientError(Exception):
 class RefusedError(ConfigError):
     """A status after which only the user can help."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, problem: str, message: str) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.problem = status, problem
 
 
 class _TooLargeError(Exception):
@@ -354,13 +354,14 @@ def _refusal(url: str, error: urllib.error.HTTPError, key: str | None, key_env: 
         target = _foreign_line(hide_credentials(error.headers.get("Location") or "nowhere"), key)
         return RefusedError(
             error.code,
+            problem,
             f"{url} redirects to {target} (HTTP {error.code}), which is not followed: key and prompts go only to the "
             "address that you gave. If you trust the other address, give it instead.",
         )
     remedy = "Check the address, the model's name on the server and the key."
     if error.code in (401, 403):
         remedy = f"Check the key in the environment variable {key_env}{'' if key else ', which is not set'}."
-    return RefusedError(error.code, f"{url} refuses the request ({problem}). {remedy}")
+    return RefusedError(error.code, problem, f"{url} refuses the request ({problem}). {remedy}")
 
 
 def _retry_after(value: str | None) -> float | None:

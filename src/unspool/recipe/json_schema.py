@@ -4,6 +4,7 @@ Editors (`unspool recipes schema`), error messages and `--set` paths all use thi
 schema; a form is one of the alternatives that it allows.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -176,7 +177,7 @@ def _spell(value: Any) -> str:
         return f" = {str(value).lower()}"
     text = f"{value:g}" if isinstance(value, float) else str(value)
     # Addresses may hold passwords.
-    text = clip(hide_credentials(text) if "://" in text else text, MOST_SHOWN)
+    text = clip(hide_credentials(text) if re.search(r"://|:.*@", text) else text, MOST_SHOWN)
     plain = text.isprintable() and text == text.strip() != ""
     return f" = {text if plain else repr(text)}"
 

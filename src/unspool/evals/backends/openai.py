@@ -8,7 +8,7 @@ message, since not every server can continue an assistant's message.
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import BoundedSemaphore, Event
 from typing import Any, Literal, TypeVar
 
@@ -84,6 +84,29 @@ def chat_text(reply: dict[str, Any]) -> str:
     return _text(message, "content")
 
 
+def token_logprobs(reply: dict[str, Any], count: int) -> list[tuple[float, bool]]:
+    """Log-probability of each of a prompt's `count` tokens but the first, and whether it was the likeliest.
+
+    For replies to requests with `echo` and `logprobs`; TransientError if a number is missing.
+    """
+    found = only_choice(reply).get("logprobs")
+    found = found if isinstance(found, dict) else {}
+    numbers, tops = found.get("token_logprobs"), found.get("top_logprobs")
+    numbers = numbers[1:count] if isinstance(numbers, list) else []
+    tops = tops[1:count] if isinstance(tops, list) else []
+    if len(numbers) != count - 1 or not all(_is_logprob(number) for number in numbers):
+        raise TransientError("garbage", f"the server gave no log-probabilities for a prompt of {count} tokens")
+    best = [max(filter(_is_logprob, top.values()), default=None) if isinstance(top, dict) else None for top in tops]
+    if len(best) != count - 1 or None in best:
+        raise TransientError("garbage", "the server gave no log-probabilities of the likeliest tokens")
+    return [(float(number), number >= most) for number, most in zip(numbers, best, strict=True)]
+
+
+def _is_logprob(value: Any) -> bool:
+    # Rounding may give a little above 0.
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e6 < value < 1e-3
+
+
 def _text(holder: dict[str, Any], name: str) -> str:
     text = holder.get(name, 0)
     # Some servers give null for an answer of no tokens.
@@ -93,8 +116,9 @@ def _text(holder: dict[str, Any], name: str) -> str:
 
 
 class OpenAiBackend(Backend):
-    def __init__(self, server: Server, tokenizer: Any) -> None:
-        self.server, self.tokenizer = server, tokenizer
+    def __init__(self, server: Server, tokenizer: Any, *, has_losses: bool = False) -> None:
+        self.server, self.tokenizer, self.has_losses = server, tokenizer, has_losses
+        self.endpoint = server.endpoint
         self.width = server.width
         # Several prompts may be in progress, each with several questions.
         self._slots = BoundedSemaphore(server.width)
@@ -109,6 +133,15 @@ class OpenAiBackend(Backend):
             return [answer(prompt.questions[0])]
         with ThreadPoolExecutor(self.width) as pool:
             return list(pool.map(answer, prompt.questions))
+
+    def logprobs(self, ids: list[int]) -> list[tuple[float, bool]]:
+        """Log-probability of every token but the first, and whether it was the likeliest."""
+        body = {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1}
+        with self._slots:
+            return self.server.ask("completions", body, lambda reply: token_logprobs(reply, len(ids)))
+
+    def window_losses(self, ids: np.ndarray) -> np.ndarray:
+        return -np.array([number for number, _ in self.logprobs(ids.tolist())])
 
     def stop(self) -> None:
         """End the pauses between attempts of requests in progress, which then fail."""
@@ -134,6 +167,8 @@ class OpenAiBackend(Backend):
 
 
 def build(options: BackendOptions) -> OpenAiBackend:
+    """Probe the server, and build the backend that asks it as it can be asked."""
+    from unspool.evals.backends.probe import probe
     from unspool.models.tokenizer import load_tokenizer
 
     if options.url is None:
@@ -141,8 +176,9 @@ def build(options: BackendOptions) -> OpenAiBackend:
     server = Server(
         url=options.url,
         model=options.model_name or options.model,
-        endpoint=options.endpoint,
         width=options.requests,
         retry=RetryPolicy(seconds=options.timeout),
     )
-    return OpenAiBackend(server, load_tokenizer(options.model))
+    tokenizer = load_tokenizer(options.model)
+    found = probe(server, tokenizer, None if options.endpoint == "auto" else options.endpoint)
+    return OpenAiBackend(replace(server, endpoint=found.endpoint), tokenizer, has_losses=found.logprobs)
