@@ -1,7 +1,7 @@
 """What a server can do: asked once, in a few requests of one token, before the first question."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,13 +36,13 @@ class ServerAbilities:
     context: int | None  # tokens; None if the server does not list it
     logprobs: bool  # of the tokens of a prompt of ids
 
-    def describe(self, server: Server, *, chosen: bool) -> str:
-        others = "|".join(name for name in ENDPOINTS if name != self.endpoint)
+    def describe(self, server: Server, refused: Mapping[Endpoint, str]) -> str:
+        others = "".join(f", not {SENDS[tried]} ({problem})" for tried, problem in refused.items())
         return (
-            f"{server.url}: {server.model} takes {SENDS[self.endpoint]} (--endpoint {self.endpoint}"
-            f"{f'; override with --endpoint {others}' if not chosen else ''}), context "
-            f"{f'{self.context} tokens' if self.context else 'not listed'}, "
-            f"{'with' if self.logprobs else 'without'} log-probabilities of prompts"
+            f"{server.url}: {server.model} takes {SENDS[self.endpoint]}{others}; context "
+            f"{f'{self.context} tokens' if self.context else 'not listed'}; "
+            f"{'with' if self.logprobs else 'without'} log-probabilities of prompts. "
+            f"Using --endpoint {self.endpoint}; give --endpoint {'|'.join(ENDPOINTS)} to override"
         )
 
 
@@ -52,13 +52,13 @@ def probe(server: Server, tokenizer: Any, endpoint: Endpoint | None) -> ServerAb
     Raises UnspoolError if the server does not answer, or answers none of these.
     """
     ids = encode(tokenizer, TEXT).tolist()
-    failed = {}
+    failed: dict[Endpoint, str] = {}
     for tried in (endpoint,) if endpoint else ENDPOINTS:
         problem = _problem(server, tried, ids)
         if problem is None:
             logprobs = tried == "completions" and _has_logprobs(server, ids)
             found = ServerAbilities(endpoint=tried, context=_context(server), logprobs=logprobs)
-            logger.info(found.describe(server, chosen=endpoint is not None))
+            logger.info(found.describe(server, failed))
             return found
         failed[tried] = problem
     listed = [name for name in _models(server) if name != server.model]
