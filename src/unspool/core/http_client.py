@@ -307,7 +307,9 @@ def _clean(value: Any, key: str | None, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         raise RecursionError
     if isinstance(value, str):
-        return hide_key(value.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), key)
+        if not value.isascii():
+            value = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return hide_key(value, key)
     if isinstance(value, list):
         return [_clean(one, key, depth + 1) for one in value]
     if isinstance(value, dict):
@@ -317,15 +319,17 @@ def _clean(value: Any, key: str | None, depth: int = 0) -> Any:
 
 def hide_key(text: str, key: str | None) -> str:
     """Remove a key, also as it is written in addresses, in HTML and in Base64."""
-    if not key or len(key) < MIN_SECRET:
-        return text
+    return _forms(key).sub(HIDDEN, text) if key and len(key) >= MIN_SECRET else text
+
+
+@cache
+def _forms(key: str) -> re.Pattern[str]:
     forms = {key, quote(key, safe=""), quote(key), html.escape(key)}
     # Alone and as the password of Basic authentication, whose user name shifts the groups of three bytes.
     for shift in range(3):
         coded = base64.b64encode(b"\0" * shift + key.encode()).decode().rstrip("=")
         forms.add(coded[4 * (shift > 0) : -2])
-    pattern = "|".join(map(re.escape, sorted(forms, key=len, reverse=True)))
-    return re.sub(pattern, HIDDEN, text, flags=re.IGNORECASE)
+    return re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True))), re.IGNORECASE)
 
 
 def printable_line(text: str, limit: int = 200) -> str:

@@ -51,7 +51,7 @@ class ServerGenerator(AnyGenerator):
     top_p: float = Field(1.0, gt=0, le=1)
     requests_per_minute: float | None = Field(None, gt=0, description="rate limit")
     tokens_per_minute: float | None = Field(None, gt=0, description="rate limit of prompt and reply tokens together")
-    timeout: float = Field(120.0, gt=0, description="seconds per attempt")
+    timeout: float = Field(120.0, gt=0, description="seconds until a reply begins; it must be complete 60 s later")
     attempts: int = Field(6, ge=1, description="attempts per request")
     pause: float = Field(1.0, gt=0, description="seconds before the second attempt; doubled after each attempt")
     price_in: float = Field(0.0, ge=0, description="per million prompt tokens, for the estimate")
