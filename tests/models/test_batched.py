@@ -20,7 +20,7 @@ from unspool.models.attention.decode import (
 from unspool.models.attention.reference import reference_attention
 from unspool.models.generation import batched, generate
 from unspool.models.generation.batched import Batch, PaddedLayer, Segment, answer_batch, capture_graph
-from unspool.models.generation.generate import answer
+from unspool.models.generation.greedy import answer
 
 from .test_generate import KINDS, made, plain
 

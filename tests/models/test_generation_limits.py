@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 
 from unspool.models.generation import generate
 from unspool.models.generation.batched import group_prompts
-from unspool.models.generation.generate import MAX_PROMPTS, plan_batches, prefill_chunk_len
+from unspool.models.generation.greedy import MAX_PROMPTS, plan_batches, prefill_chunk_len
 
 
 class Gpu:

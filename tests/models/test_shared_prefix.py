@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from factory import attention_inputs
 from unspool.models.attention.interface import NAME, register
 from unspool.models.generation import generate, shared_prefix
-from unspool.models.generation.generate import PreallocatedLayer, answer
+from unspool.models.generation.greedy import PreallocatedLayer, answer
 from unspool.models.generation.shared_prefix import SharedPrefixAttention, can_share_prefix, partial_attention
 
 from .test_generate import SHAPE, plain

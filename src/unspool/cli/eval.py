@@ -119,7 +119,7 @@ def eval_(
         unspool eval MODEL --suite short --tasks hellaswag,arc_challenge
     """
     model = resolve_path(model, Path())
-    override = _rope_override(rope, context, None if suite.strip() == SHORT else lengths)
+    override = rope_override(rope, context, None if suite.strip() == SHORT else lengths)
     paths = _paths(path or [])
     if suite.strip() == SHORT:
         if processes > 1:
@@ -248,7 +248,7 @@ def _length(text: str, option: str) -> int:
         raise ConfigError(f"{option} {text.strip()!r}: {error}.") from error
 
 
-def _rope_override(rope: str | None, context: str | None, lengths: str | None) -> RopeOverride | None:
+def rope_override(rope: str | None, context: str | None, lengths: str | None) -> RopeOverride | None:
     if rope is None:
         if context is not None:
             raise ConfigError("--context is the length that --rope shall reach; give --rope too, such as yarn.")

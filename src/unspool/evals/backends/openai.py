@@ -174,6 +174,7 @@ class Server:
     key_env: str = "OPENAI_API_KEY"  # environment variable with the key, if the server wants one
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     width: int = 8  # concurrent requests
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_p, seed; greedy if empty
 
     def complete(self, prompt: str | list[int], max_tokens: int) -> str:
         return _text(self._choice("completions", {"prompt": prompt, "max_tokens": max_tokens}).get("text"))
@@ -184,7 +185,7 @@ class Server:
         return _text(message.get("content") if isinstance(message, dict) else None)
 
     def _choice(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        full = {"model": self.model, "temperature": 0.0, "stream": False, **body}
+        full = {"model": self.model, "temperature": 0.0, "stream": False, **body, **self.sampling}
         found = post_json(f"{self.url.rstrip('/')}/{path}", full, key=os.environ.get(self.key_env), retry=self.retry)
         try:
             choice = found["choices"][0]
