@@ -22,7 +22,7 @@ from unspool.models.generation import batched, generate
 from unspool.models.generation.batched import Batch, PaddedLayer, Segment, answer_batch, capture_graph
 from unspool.models.generation.greedy import answer
 
-from .test_generate import KINDS, made, plain
+from .test_greedy import KINDS, made, plain
 
 NOTHING = np.empty(0, np.uint32)
 FREE = {"max_new_tokens": 6, "stop_ids": ()}

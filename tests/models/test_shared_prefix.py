@@ -11,7 +11,7 @@ from unspool.models.generation import generate, shared_prefix
 from unspool.models.generation.greedy import PreallocatedLayer, answer
 from unspool.models.generation.shared_prefix import SharedPrefixAttention, can_share_prefix, partial_attention
 
-from .test_generate import SHAPE, plain
+from .test_greedy import SHAPE, plain
 
 
 @pytest.fixture(scope="module")

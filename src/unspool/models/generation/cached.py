@@ -53,8 +53,11 @@ class CachedGenerator:
         """Count the tokens at the start of a prompt that need not be read again."""
         # The last token is always read, because the answer follows from its logits.
         longest = min(len(self._read), len(ids) - 1)
-        if decides_by_document(self._model) and not same_frequencies(self._model, [self._prompt_len, len(ids)]):
-            return 0
+        if decides_by_document(self._model):
+            if not same_frequencies(self._model, [self._prompt_len, len(ids)]):
+                return 0
+            # An answer may pass the length at which the frequencies change, unlike its prompt.
+            longest = min(longest, self._prompt_len)
         differs = np.flatnonzero(self._read[:longest] != ids[:longest])
         return int(differs[0]) if len(differs) else longest
 
