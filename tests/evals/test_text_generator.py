@@ -16,7 +16,9 @@ from unspool.recipe.paths import resolve_path
 from .test_server import Talk, talk, url  # noqa: F401 (fixtures)
 
 TINY = resolve_path("asset:tiny-base", Path())
-BOOK = "Once upon a time there was a king who had a daughter. She lived in a tower by the sea, and no one knew her name."
+BOOK = (
+    "Once upon a time there was a king who had a daughter. She lived in a tower by the sea, and no one knew her name."
+)
 QUESTIONS = ["The king said", "The daughter asked him", "Then"]
 
 
@@ -77,7 +79,9 @@ def test_samples_follow_the_seed():
 def test_a_prompt_beyond_the_context_is_refused_with_its_tokens_before_weights_are_loaded():
     long = TextGenerator(options())
 
-    with pytest.raises(ConfigError, match=r"the prompt has \d,\d{3} tokens, but .*tiny-base has a context of 256\..*trunc"):
+    with pytest.raises(
+        ConfigError, match=r"the prompt has \d,\d{3} tokens, but .*tiny-base has a context of 256\..*trunc"
+    ):
         long.ask(BOOK * 40, "Who?")
     assert "model" not in vars(long._backend)
     with pytest.raises(ConfigError, match="and its answer may take 250 more, but"):

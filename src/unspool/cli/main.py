@@ -146,7 +146,7 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     _require_utf8()
-    build_app()()
+    build_app()(prog_name="unspool")  # also as `python -m`, for completion
 
 
 def _require_utf8() -> None:

@@ -124,11 +124,12 @@ def _attempt(gather: Any) -> Any:
 def _torch() -> dict[str, Any]:
     import torch
 
+    cudnn: Any = torch.backends.cudnn
     return {
         "cuda_build": torch.version.cuda,
         "hip_build": torch.version.hip,
         "cuda_available": torch.cuda.is_available(),
-        "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
+        "cudnn": cudnn.version() if cudnn.is_available() else None,
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "distributed": torch.distributed.is_available(),

@@ -65,9 +65,10 @@ class TextGenerator:
         if model.kind == "openai" and model.endpoint is None:
             # Every server has these; not every one takes token ids.
             model = replace(model, endpoint="chat" if self.uses_chat else "text")
-        self._backend: Any = build_backend(model)
+        backend: Any = build_backend(model)
         if model.kind == "openai" and options.sampling.temperature:
-            self._backend.server = replace(self._backend.server, sampling=asdict(options.sampling))
+            backend.server = replace(backend.server, sampling=asdict(options.sampling))
+        self._backend = backend
 
     def ask(
         self, text: str, question: str = "", *, on_text: Callable[[str], object] = lambda piece: None
