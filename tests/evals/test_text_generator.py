@@ -124,6 +124,11 @@ def test_an_empty_prompt_is_refused(generator, prompt):
         generator.ask(*prompt)
 
 
+def test_bytes_that_are_not_text_are_refused(generator):
+    with pytest.raises(ConfigError, match="bytes that are not UTF-8"):
+        generator.ask(BOOK, "Who\udcff?")
+
+
 def test_the_chat_template_is_used_if_there_is_one(tmp_path):
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"

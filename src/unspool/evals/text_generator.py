@@ -1,6 +1,7 @@
 """Talk to a model about one text: in this process with a prompt cache, or through an OpenAI-compatible server."""
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 BeyondContext = Literal["refuse", "truncate", "ask"]
 DEFAULT_NEW_TOKENS = 512
+# How Python represents bytes of the command line that are not UTF-8; no tokenizer takes them.
+_UNENCODABLE = re.compile("[\ud800-\udfff]")
 # Between the text and the question.
 _BREAK = "\n\n"
 # What a decoder gives for bytes that are no whole character yet.
@@ -86,6 +89,8 @@ class TextGenerator:
         """
         if not (text + question).strip():
             raise ConfigError("the prompt is empty; give a text, a question or both.")
+        if _UNENCODABLE.search(text + question):
+            raise ConfigError("the prompt holds bytes that are not UTF-8; convert it to UTF-8.")
         start = time.monotonic()
         asked, ids, dropped = self._fit(text, question)
         max_new_tokens = self._max_new_tokens(len(ids))
