@@ -138,8 +138,18 @@ def test_mistakes_end_in_one_sentence(options, stdin, message, book, monkeypatch
     assert message in refused("asset:tiny-base", *options, stdin=stdin)
 
 
-def test_a_model_that_does_not_exist_is_refused(tmp_path):
+def test_a_model_that_does_not_exist_is_refused(tmp_path, monkeypatch):
     assert "none" in refused(tmp_path / "none", "--question", "Who?")
+    monkeypatch.setattr(sys, "stdin", Terminal("Who?\n"))
+    with pytest.raises(SystemExit) as stop:
+        build_app()(["generate", str(tmp_path / "none")])
+    assert stop.value.code == 2
+
+
+def test_every_question_is_checked_before_the_first_is_answered(book):
+    assert "tokens, but" in refused(
+        *("asset:tiny-base", "--prompt-file", book, "--question", "Who?", "--question", "Who? " * 300)
+    )
 
 
 def test_quiet_prints_the_answer_only(book):

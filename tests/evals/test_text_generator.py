@@ -83,6 +83,8 @@ def test_a_prompt_beyond_the_context_is_refused_with_its_tokens_before_weights_a
         ConfigError, match=r"the prompt has \d,\d{3} tokens, but .*tiny-base has a context of 256\..*trunc"
     ):
         long.ask(BOOK * 40, "Who?")
+    with pytest.raises(ConfigError, match="has a context of 256"):
+        long.check(BOOK * 40)
     assert "model" not in vars(long._backend)
     with pytest.raises(ConfigError, match="and its answer may take 250 more, but"):
         TextGenerator(options(), GenerationOptions(max_new_tokens=250)).ask(BOOK, "Who?")
@@ -91,7 +93,7 @@ def test_a_prompt_beyond_the_context_is_refused_with_its_tokens_before_weights_a
 def test_a_text_beyond_the_context_loses_its_middle_and_keeps_the_question():
     text = "".join(f"Line {number} of the book. " for number in range(400))
     generator = TextGenerator(options(), GenerationOptions(max_new_tokens=16, beyond_context="truncate"))
-    asked, ids, dropped = generator._fit(text, "Who?")
+    asked, ids, dropped = generator._encode_checked(text, "Who?")
 
     kept = asked.context + asked.question
     assert 256 - 16 - 4 <= len(ids) <= 256 - 16
@@ -137,7 +139,7 @@ def test_the_chat_template_is_used_if_there_is_one(tmp_path):
     found = {}
     for chat in ("auto", "on", "off"):
         generator = TextGenerator(options(model=str(tmp_path)), GenerationOptions(max_new_tokens=4, chat=chat))
-        found[chat] = tokenizer.decode(generator._fit("A book", "Who?")[1], skip_special_tokens=True)
+        found[chat] = tokenizer.decode(generator._encode_checked("A book", "Who?")[1], skip_special_tokens=True)
 
     assert found["auto"] == found["on"] == "[user]A book\n\nWho?[assistant]"
     assert found["off"] == "A book\n\nWho?"

@@ -121,10 +121,14 @@ def generate(
         ),
     )
     if is_conversation:
+        generator.check(text)
         _converse(generator, text, stream)
         return
+    questions = questions or [""]
+    for each in questions:
+        generator.check(text, each)
     answers = []
-    for each in questions or [""]:
+    for each in questions:
         if len(questions) > 1 and not as_json:
             typer.echo(f"> {each}")
         answers.append(_ask(generator, text, each, stream=stream and not as_json, quiet=as_json))
@@ -137,7 +141,9 @@ def _read_text(prompt_file: str | None) -> str:
     if prompt_file is None or prompt_file == STDIN:
         if sys.stdin is None or (sys.stdin.isatty() and prompt_file is None):
             return ""
-        name, content = "standard input", _stdin_bytes()
+        if not _is_ready():
+            logger.info("reading the text from standard input, up to its end")
+        name, content = "standard input", sys.stdin.buffer.read()
         if prompt_file is None and not content.strip():
             return ""
     else:
@@ -158,19 +164,17 @@ def _read_text(prompt_file: str | None) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _stdin_bytes() -> bytes:
-    return sys.stdin.buffer.read()
-
-
 def _has_piped_text() -> bool:
     """Whether text waits on standard input; does not wait for it, since the input may stay open and empty."""
-    if sys.stdin is None or sys.stdin.isatty():
-        return False
+    return sys.stdin is not None and not sys.stdin.isatty() and _is_ready() and bool(sys.stdin.buffer.read(1))
+
+
+def _is_ready() -> bool:
+    """Whether reading from standard input would not wait."""
     try:
-        is_ready = bool(select.select([sys.stdin], [], [], 0)[0])
+        return bool(select.select([sys.stdin], [], [], 0)[0])
     except (OSError, ValueError):
-        is_ready = True  # not a file of the operating system, so reading does not wait
-    return is_ready and bool(sys.stdin.buffer.read(1))
+        return True  # not a file of the operating system
 
 
 def _converse(generator: "TextGenerator", text: str, stream: bool) -> None:

@@ -87,12 +87,8 @@ class TextGenerator:
         Raises:
             ConfigError: The prompt is empty, or longer than the model's context.
         """
-        if not (text + question).strip():
-            raise ConfigError("the prompt is empty; give a text, a question or both.")
-        if _UNENCODABLE.search(text + question):
-            raise ConfigError("the prompt holds bytes that are not UTF-8; convert it to UTF-8.")
         start = time.monotonic()
-        asked, ids, dropped = self._fit(text, question)
+        asked, ids, dropped = self._encode_checked(text, question)
         max_new_tokens = self._max_new_tokens(len(ids))
         cached = 0
         pieces: list[str] = []
@@ -120,6 +116,16 @@ class TextGenerator:
             seconds_to_first_token=round((first if pieces else time.monotonic()) - start, 3),
             seconds=round(time.monotonic() - start, 3),
         )
+
+    def check(self, text: str, question: str = "") -> None:
+        """Raise what `ask` would raise about the prompt, before any weights are loaded.
+
+        Without a text and a question, only the model's config and tokenizer are checked.
+        """
+        if text or question:
+            self._encode_checked(text, question)
+        else:
+            _ = self.uses_chat, self.context_length
 
     @cached_property
     def context_length(self) -> int | None:
@@ -182,8 +188,12 @@ class TextGenerator:
 
     # Prompts that fit the context
 
-    def _fit(self, text: str, question: str) -> tuple[Question, np.ndarray, int]:
+    def _encode_checked(self, text: str, question: str) -> tuple[Question, np.ndarray, int]:
         """Return the prompt, its ids, and how many tokens were dropped from the text."""
+        if not (text + question).strip():
+            raise ConfigError("the prompt is empty; give a text, a question or both.")
+        if _UNENCODABLE.search(text + question):
+            raise ConfigError("the prompt holds bytes that are not UTF-8; convert it to UTF-8.")
         asked, ids = self._encode(text, question)
         limit = self.context_length
         if limit is None or self._options.beyond_context == "ask":
