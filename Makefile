@@ -37,7 +37,7 @@ bench: $(VENV)/.dev  ## run the benchmarks; those that need a GPU say so where t
 	done; \
 	[ -n "$$ran" ] || echo "There are no benchmarks yet: benchmarks/ holds no Python file."
 
-gpu: $(VENV)/.dev  ## check everything that runs on a GPU, on a machine with one; under 8 minutes
+gpu: $(VENV)/.dev  ## check everything that runs on a GPU, on a machine with one
 	$(VENV)/bin/python benchmarks/gate.py --commit $$(git rev-parse HEAD) $(ARGS)
 
 clean:  ## remove .venv, caches and build output; runs/ stays

@@ -1,4 +1,4 @@
-"""The GPU gate: does everything that runs on a GPU still work? One GPU, under eight minutes, nothing is installed.
+"""The GPU gate: does everything that runs on a GPU still work? It needs one GPU and installs nothing.
 
     python benchmarks/gate.py --commit HASH    run all parts and write results/gate.json
     python benchmarks/gate.py --only verify    run some parts, write nothing
