@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unspool.cli.eval import device_and_dtype, rope_override
+from unspool.cli.eval import ENDPOINTS, device_and_dtype, rope_override
 from unspool.core.config import lookup
 from unspool.core.console import print_json
 from unspool.core.errors import ConfigError, DataError
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("transformers", "openai")
-ENDPOINTS = ("completions", "chat", "text")
 CHAT = ("auto", "on", "off")
 BEYOND_CONTEXT = ("refuse", "truncate", "ask")
 STDIN = "-"
