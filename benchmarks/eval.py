@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from unspool.core.rng import rng_for
 from unspool.models.attention.interface import NAME, register
 from unspool.models.fuse import fuse_for_reading, pays_to_fuse
-from unspool.models.generation.generate import answer, prefill_chunk_len
+from unspool.models.generation.greedy import answer, prefill_chunk_len
 
 LLAMA_3_8B = {
     "vocab_size": 128_256,

@@ -253,7 +253,7 @@ def run_generation(gate: Gate) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from unspool.models.generation.generate import answer
+    from unspool.models.generation.greedy import answer
     from unspool.models.load import load_model
 
     folder, device = gate.work / "exported", torch.device(gate.device)

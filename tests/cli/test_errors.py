@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import typer
 
-from unspool import __version__
 from unspool.cli.main import Commands, build_app
 from unspool.core.errors import ConfigError, DataError
 
@@ -107,11 +106,6 @@ def test_an_unknown_bundled_recipe_suggests_the_nearest(capsys):
 def test_wrong_usage_exits_with_2(capsys):
     assert run(build_app(), "recipes", "show") == 2
     assert run(build_app(), "--nonsense") == 2
-
-
-def test_version_is_printed(capsys):
-    assert run(build_app(), "--version") == 0
-    assert capsys.readouterr().out == f"unspool {__version__}\n"
 
 
 def app_that_raises(error: BaseException) -> typer.Typer:

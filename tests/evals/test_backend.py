@@ -21,7 +21,7 @@ from unspool.evals.suites.key_value import KeyValueEval
 from unspool.evals.suites.niah import NiahEval
 from unspool.evals.suites.perplexity import PerplexityEval
 from unspool.evals.suites.ruler import RulerEval
-from unspool.models.generation import generate
+from unspool.models.generation import greedy
 
 from .toy import TOY
 
@@ -108,7 +108,7 @@ def test_questions_that_share_a_context_or_a_row_get_the_answers_they_get_alone(
     prompt = row.planned.prepare(row)
     with monkeypatch.context() as small:
         # Memory that takes three of these prompts at a time.
-        small.setattr(generate, "CPU_BATCH_TOKENS", 3 * (len(prompt.questions[0].ids) + 16))
+        small.setattr(greedy, "CPU_BATCH_TOKENS", 3 * (len(prompt.questions[0].ids) + 16))
         assert made.answers(prompt) == [made.answers(unit.planned.prepare(unit))[0] for unit in alone.units[:8]]
     assert outputs(together) == outputs(alone)
     assert len(set(outputs(alone).values())) > 4, "equal answers would hide a mix-up"

@@ -15,7 +15,7 @@ from unspool.evals.config import TaskEval, eval_adapter
 from unspool.evals.prompts import MAX_UNRELATED
 from unspool.evals.run import score
 from unspool.evals.suites import SUITES, register_suite, suite_of
-from unspool.models.generation.generate import MAX_PROMPTS
+from unspool.models.generation.greedy import MAX_PROMPTS
 
 from .toy import TOY
 

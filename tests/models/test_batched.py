@@ -18,11 +18,11 @@ from unspool.models.attention.decode import (
     padding_mask,
 )
 from unspool.models.attention.reference import reference_attention
-from unspool.models.generation import batched, generate
+from unspool.models.generation import batched, greedy
 from unspool.models.generation.batched import Batch, PaddedLayer, Segment, answer_batch, capture_graph
-from unspool.models.generation.generate import answer
+from unspool.models.generation.greedy import answer
 
-from .test_generate import KINDS, made, plain
+from .test_greedy import KINDS, made, plain
 
 NOTHING = np.empty(0, np.uint32)
 FREE = {"max_new_tokens": 6, "stop_ids": ()}
@@ -81,7 +81,7 @@ def test_several_rows_feed_one_batch_and_a_long_prompt_is_read_in_parts(llama, p
 
 def test_what_does_not_fit_one_batch_makes_several(llama, prompts, monkeypatch):
     wanted = answer(llama, NOTHING, prompts, **FREE)
-    monkeypatch.setattr(generate, "CPU_BATCH_TOKENS", 41 + 6)
+    monkeypatch.setattr(greedy, "CPU_BATCH_TOKENS", 41 + 6)
     found: list[list[int]] = []
     shapes = shapes_of(llama, lambda: found.extend(answer(llama, NOTHING, prompts, **FREE)))
 
@@ -301,7 +301,7 @@ def test_a_kernel_that_is_missing_or_looks_at_too_many_keys_is_not_used(monkeypa
 
 
 def test_a_model_that_does_not_attend_through_us_is_answered_one_prompt_at_a_time(monkeypatch, prompts):
-    monkeypatch.setattr(generate, "answer_batch", None)
+    monkeypatch.setattr(greedy, "answer_batch", None)
 
     assert len(answer(made("sdpa"), NOTHING, prompts, **FREE)) == 5
 

@@ -14,7 +14,7 @@ from unspool.core.errors import ConfigError
 from unspool.data.packing.row import IGNORE
 from unspool.models.attention.interface import NAME, register
 from unspool.models.checks import check_attention, check_trainable
-from unspool.models.generation.generate import answer
+from unspool.models.generation.greedy import answer
 from unspool.models.loss import read_head, summed_loss
 
 DOC_LENS = (7, 1, 12, 3)

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounter
 from factory import build_model
 from models.memory_factory import apart, trained
 from unspool.models import fuse
-from unspool.models.generation.generate import answer
+from unspool.models.generation.greedy import answer
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from unspool.models.generation import generate
+from unspool.models.generation import greedy
 from unspool.models.generation.batched import group_prompts
-from unspool.models.generation.generate import MAX_PROMPTS, plan_batches, prefill_chunk_len
+from unspool.models.generation.greedy import MAX_PROMPTS, plan_batches, prefill_chunk_len
 
 
 class Gpu:
@@ -48,7 +48,7 @@ def test_a_batch_and_the_row_that_is_read_into_it_fit_the_gpu():
     for length in (1000, 30_000, 130_000):
         [first, *_] = plan_batches(Large(), [length] * 64, 100)
         padded = len(first) * (length + 100)
-        row = min(generate.MAX_ROW_TOKENS, prefill_chunk_len(Large(), padded))
+        row = min(greedy.MAX_ROW_TOKENS, prefill_chunk_len(Large(), padded))
 
         assert weights + padded * kept + row * read <= 0.8 * Gpu.total_memory
         assert row >= 16_384
@@ -68,11 +68,11 @@ def test_batches_hold_every_prompt_once_and_alike_ones_together():
 def test_batches_are_about_equally_large():
     assert [len(some) for some in plan_batches(OnCpu(), [10] * 65, 6)] == [33, 32]
     assert [len(some) for some in plan_batches(OnCpu(), [20_000] * 4, 6)] == [2, 2]
-    assert [len(some) for some in plan_batches(OnCpu(), [generate.CPU_BATCH_TOKENS] * 2, 6)] == [1, 1]
+    assert [len(some) for some in plan_batches(OnCpu(), [greedy.CPU_BATCH_TOKENS] * 2, 6)] == [1, 1]
 
 
 def test_one_long_prompt_does_not_make_short_ones_wait():
-    found = plan_batches(OnCpu(), [10] * 30 + [generate.CPU_BATCH_TOKENS] + [10] * 30, 6)
+    found = plan_batches(OnCpu(), [10] * 30 + [greedy.CPU_BATCH_TOKENS] + [10] * 30, 6)
 
     assert [len(some) for some in found] == [1, 60] and found[0] == [30]
 

@@ -9,7 +9,7 @@ from models.memory_factory import DOC_LENS, LAYERS, Watch, apart, build, forward
 from unspool.core.errors import ConfigError
 from unspool.models import fuse
 from unspool.models.attention import interface
-from unspool.models.generation.generate import answer
+from unspool.models.generation.greedy import answer
 from unspool.models.memory import checkpointing, offload, tiling
 from unspool.models.memory import kept as keep
 from unspool.models.memory.checkpointing import apply_memory

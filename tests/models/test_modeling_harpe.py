@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from factory import CPU, build_model, build_tokenizer, random_tokens
 from unspool.models import modeling_harpe
 from unspool.models.export import save_model
-from unspool.models.generation.generate import answer
+from unspool.models.generation.greedy import answer
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_head_bases
 

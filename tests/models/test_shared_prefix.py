@@ -7,11 +7,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from factory import attention_inputs
 from unspool.models.attention.interface import NAME, register
-from unspool.models.generation import generate, shared_prefix
-from unspool.models.generation.generate import PreallocatedLayer, answer
+from unspool.models.generation import greedy, shared_prefix
+from unspool.models.generation.greedy import PreallocatedLayer, answer
 from unspool.models.generation.shared_prefix import SharedPrefixAttention, can_share_prefix, partial_attention
 
-from .test_generate import SHAPE, plain
+from .test_greedy import SHAPE, plain
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_a_part_without_visible_keys_weighs_nothing():
 
 
 def test_long_questions_are_answered_one_by_one(model, questions, monkeypatch):
-    monkeypatch.setattr(generate, "MAX_SHARED_TOKENS", 16)
+    monkeypatch.setattr(greedy, "MAX_SHARED_TOKENS", 16)
     sizes = calls_of(model, lambda: answer(model, CONTEXT, questions, max_new_tokens=2, stop_ids=()))
 
     assert sizes == [40, 30, 1, 9, 1, 17, 1, 2, 1]

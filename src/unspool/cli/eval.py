@@ -131,7 +131,7 @@ def eval_(
     """
     model = resolve_path(model, Path())
     is_short = (suite or "").strip() == SHORT
-    override = _rope_override(rope, context, None if is_short else lengths)
+    override = rope_override(rope, context, None if is_short else lengths)
     paths = _paths(path or [])
     lookup(BACKENDS, backend, kind="--backend")
     lookup({name: name for name in ENDPOINTS}, endpoint, kind="--endpoint")
@@ -271,7 +271,7 @@ def _length(text: str, option: str) -> int:
         raise ConfigError(f"{option} {text.strip()!r}: {error}.") from error
 
 
-def _rope_override(rope: str | None, context: str | None, lengths: str | None) -> RopeOverride | None:
+def rope_override(rope: str | None, context: str | None, lengths: str | None) -> RopeOverride | None:
     if rope is None:
         if context is not None:
             raise ConfigError("--context is the length that --rope shall reach; give --rope too, such as yarn.")

@@ -15,11 +15,26 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from unspool import __version__
-from unspool.cli import eval, export, inspect, judge, launch, plan, recipes, report, rope, run, study, synth, verify
+from unspool.cli import (
+    doctor,
+    eval,
+    export,
+    generate,
+    inspect,
+    judge,
+    launch,
+    plan,
+    recipes,
+    report,
+    rope,
+    run,
+    study,
+    synth,
+    verify,
+)
 from unspool.core.console import escaped_streams
 from unspool.core.errors import explain
-from unspool.core.formatting import printable
+from unspool.core.formatting import format_bytes, printable
 from unspool.core.logging import set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -71,13 +86,21 @@ def _printable_usage() -> Iterator[None]:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"unspool {__version__}")
+        from unspool.core.environment import gpus, versions
+
+        for name, version in versions().items():
+            print(f"{name} {version}")
+        for gpu in gpus():
+            print(f"GPU {gpu['name']}, {format_bytes(gpu['memory_bytes'])}")
         raise typer.Exit
 
 
 def unspool(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Print versions of Unspool and what it runs on.", callback=_print_version, is_eager=True
+        ),
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also print debug messages.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
@@ -92,7 +115,6 @@ def build_app() -> typer.Typer:
         cls=Commands,
         callback=unspool,
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -104,12 +126,14 @@ def build_app() -> typer.Typer:
     app.command("train")(run.train)
     app.command("launch")(launch.launch)
     app.command("eval")(eval.eval_)
+    app.command("generate")(generate.generate)
     app.command("judge")(judge.judge)
     app.command("synth")(synth.synth)
     app.command("report")(report.report)
     app.command("study")(study.study)
     app.command("verify")(verify.verify)
     app.command("export")(export.export)
+    app.command("doctor")(doctor.doctor)
     app.add_typer(inspect.build_group(), name="inspect")
 
     group = typer.Typer(callback=recipes.list_recipes, invoke_without_command=True)
@@ -122,7 +146,7 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     _require_utf8()
-    build_app()()
+    build_app()(prog_name="unspool")  # also as `python -m`, for completion
 
 
 def _require_utf8() -> None:

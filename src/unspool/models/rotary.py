@@ -230,7 +230,8 @@ class _ByDocument(nn.Module):
     def _relevant_length(self, length: int, settings: dict[str, Any]) -> int:
         """A length with the same frequencies, the same for as many lengths as possible."""
         if settings["rope_type"] == "longrope":
-            return min(length, int(settings["original_max_position_embeddings"]) + 1)
+            within = int(settings["original_max_position_embeddings"])
+            return within + (length > within)
         original: Any = self.original_max_seq_len
         return max(length, int(original))
 

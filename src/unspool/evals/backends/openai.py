@@ -6,7 +6,7 @@ message, since not every server can continue an assistant's message.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from threading import BoundedSemaphore, Event
@@ -34,6 +34,7 @@ class Server:
     key_env: str = KEY_ENV  # environment variable with the key, if the server wants one
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     width: int = 8  # concurrent requests
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_p, seed; greedy if empty
 
     def __post_init__(self) -> None:
         check_url(self.url)
@@ -50,7 +51,7 @@ class Server:
         return f"{self.url.rstrip('/')}/{path}"
 
     def body(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {"model": self.model, "temperature": 0.0, "stream": False, **body}
+        return {"model": self.model, "temperature": 0.0, "stream": False, **body, **self.sampling}
 
     def ask(
         self, path: str, body: dict[str, Any], read: Callable[[dict[str, Any]], Result], *, sleep: Sleep = time.sleep

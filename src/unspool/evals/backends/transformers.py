@@ -20,7 +20,7 @@ from unspool.evals.backends.base import ROW_TOKENS, Backend, BackendOptions, Rop
 from unspool.evals.prompts import Prompt
 from unspool.models.checks import check_tokens
 from unspool.models.fuse import fuse_for_reading, pays_to_fuse
-from unspool.models.generation.generate import answer
+from unspool.models.generation.greedy import answer
 from unspool.models.load import load_model
 from unspool.models.loss import read_head, token_losses
 from unspool.models.tokenizer import load_tokenizer

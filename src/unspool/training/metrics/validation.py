@@ -23,7 +23,7 @@ from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size
 from unspool.data.packing.row import IGNORE, Row, position_ids
 from unspool.data.packing.store import open_rows
-from unspool.models.generation.generate import answer
+from unspool.models.generation.greedy import answer
 from unspool.models.loss import bucket_means
 from unspool.training.batch import Batch, attended_by, build_batch, sequence_part, split_batch
 from unspool.training.config import StageConfig

@@ -120,6 +120,11 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
         # The first time there is nothing before, and kernels are faster on whole tensors.
         return (self.keys, self.values) if start else (key_states, value_states)
 
+    def keep(self, length: int) -> None:
+        """Forget all but the first `length` tokens."""
+        if self.is_initialized and self.keys.numel():
+            self.keys, self.values = self.keys[..., :length, :], self.values[..., :length, :]
+
 
 @torch.inference_mode()
 def answer(
@@ -240,7 +245,15 @@ def _next_token(model: Any, cache: Cache, ids: np.ndarray, length: int | None) -
 def _next_tokens(
     model: Any, cache: Cache, ids: np.ndarray, positions: np.ndarray, ends: np.ndarray, length: int | None = None
 ) -> list[int]:
-    """Append `ids` at `positions` to the cache; return the most likely token after each of those at `ends`.
+    """Append `ids` at `positions` to the cache; return the most likely token after each of those at `ends`."""
+    found: list[int] = next_logits(model, cache, ids, positions, ends, length).argmax(dim=-1).tolist()
+    return found
+
+
+def next_logits(
+    model: Any, cache: Cache, ids: np.ndarray, positions: np.ndarray, ends: np.ndarray, length: int | None = None
+) -> Tensor:
+    """Append `ids` at `positions` to the cache; return the logits [len(ends), V] after each of those at `ends`.
 
     `length` is that of the whole prompt, where RoPE depends on it.
     """
@@ -248,6 +261,5 @@ def _next_tokens(
     options: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "logits_to_keep": last}
     if length is not None:
         options["rope_spans"] = ((len(ids), length),)
-    out = model(input_ids=tokens[None], position_ids=where[None], **options)
-    found: list[int] = out.logits[0].argmax(dim=-1).tolist()
-    return found
+    logits: Tensor = model(input_ids=tokens[None], position_ids=where[None], **options).logits[0]
+    return logits

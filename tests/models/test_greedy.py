@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from unspool.models.attention.interface import NAME, register
-from unspool.models.generation.generate import answer
+from unspool.models.generation.greedy import answer
 from unspool.models.rotary import apply_head_bases, decide_by_document
 
 SHAPE = {

@@ -1,0 +1,260 @@
+"""Talk to a model about one text: in this process with a prompt cache, or through an OpenAI-compatible server."""
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from unspool.core.errors import ConfigError
+from unspool.core.progress import progress_bar
+from unspool.evals.backends.base import BackendOptions, build_backend
+from unspool.evals.prompts import Chat, Prompt, PromptEncoder, PromptQuestion, PromptText, encode, token_starts
+from unspool.evals.suite import Question
+from unspool.models.config import config_values
+from unspool.models.generation.cached import CachedGenerator, Sampling
+from unspool.models.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+BeyondContext = Literal["refuse", "truncate", "ask"]
+DEFAULT_NEW_TOKENS = 512
+# How Python represents bytes of the command line that are not UTF-8; no tokenizer takes them.
+_UNENCODABLE = re.compile("[\ud800-\udfff]")
+# Between the text and the question.
+_BREAK = "\n\n"
+# What a decoder gives for bytes that are no whole character yet.
+_INCOMPLETE = "\ufffd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions:
+    max_new_tokens: int | None = None
+    """None: DEFAULT_NEW_TOKENS, or fewer if the context ends before."""
+    chat: Chat = "auto"  # auto: use the chat template if there is one
+    beyond_context: BeyondContext = "refuse"  # truncate: drop the middle of the text; ask: read it all
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextAnswer:
+    question: str
+    text: str
+    finish_reason: Literal["stop", "length"] | None  # None: a server answered
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that were not read again; 0 for servers, which do not say."""
+    dropped_tokens: int
+    """Tokens dropped from the text to fit the context."""
+    answer_tokens: int
+    seconds_to_first_token: float
+    seconds: float
+
+
+class TextGenerator:
+    """Answers questions about texts; a text that was read for the last question is not read again.
+
+    Weights are loaded with the first question, after its prompt was checked.
+    """
+
+    def __init__(self, model: BackendOptions, options: GenerationOptions = GenerationOptions()) -> None:  # noqa: B008
+        if model.kind not in ("transformers", "openai"):
+            raise ConfigError(f"--backend {model.kind} does not generate text to read; use transformers or openai.")
+        self._model, self._options = model, options
+        if model.kind == "openai" and model.endpoint is None:
+            # Every server has these; not every one takes token ids.
+            model = replace(model, endpoint="chat" if self.uses_chat else "text")
+        backend: Any = build_backend(model)
+        if model.kind == "openai" and options.sampling.temperature:
+            backend.server = replace(backend.server, sampling=asdict(options.sampling))
+        self._backend = backend
+
+    def ask(
+        self, text: str, question: str = "", *, on_text: Callable[[str], object] = lambda piece: None
+    ) -> TextAnswer:
+        """Answer a question about a text, or continue the text if there is no question.
+
+        Args:
+            text: What the model reads first; may be empty.
+            question: What follows after an empty line; may be empty.
+            on_text: Gets each piece of the answer when it is generated. The pieces make up the answer's text. A
+                server's answer comes in one piece.
+
+        Raises:
+            ConfigError: The prompt is empty, or longer than the model's context.
+        """
+        start = time.monotonic()
+        asked, ids, dropped = self._encode_checked(text, question)
+        max_new_tokens = self._max_new_tokens(len(ids))
+        cached = 0
+        pieces: list[str] = []
+        tokens: list[int] = []
+        first = start
+        if self._model.kind == "openai":
+            pieces = [self._ask_server(asked, ids, max_new_tokens)]
+            tokens, first = encode(self._tokenizer, pieces[0]).tolist(), time.monotonic()
+            on_text(pieces[0])
+        else:
+            cached = self._generator.reusable(ids)
+            for piece in _text_pieces(self._tokenizer, self._tokens(ids, cached, max_new_tokens), tokens):
+                first = first if pieces else time.monotonic()
+                pieces.append(piece)
+                on_text(piece)
+        is_local = self._model.kind != "openai"
+        return TextAnswer(
+            question=question,
+            text="".join(pieces),
+            finish_reason=("length" if len(tokens) >= max_new_tokens else "stop") if is_local else None,
+            prompt_tokens=len(ids),
+            cached_tokens=cached,
+            dropped_tokens=dropped,
+            answer_tokens=len(tokens),
+            seconds_to_first_token=round((first if pieces else time.monotonic()) - start, 3),
+            seconds=round(time.monotonic() - start, 3),
+        )
+
+    def check(self, text: str, question: str = "") -> None:
+        """Raise what `ask` would raise about the prompt, before any weights are loaded.
+
+        Without a text and a question, only the model's config and tokenizer are checked.
+        """
+        if text or question:
+            self._encode_checked(text, question)
+        else:
+            _ = self.uses_chat, self.context_length
+
+    @cached_property
+    def context_length(self) -> int | None:
+        """Tokens that the model can read and write; None if its config does not say, as of a tokenizer alone."""
+        if self._model.rope is not None:
+            return self._model.rope.context_length
+        try:
+            found = config_values(self._model.model).get("max_position_embeddings")
+        except ConfigError:
+            if self._model.kind == "transformers":
+                raise
+            return None
+        return int(found) if found else None
+
+    @cached_property
+    def uses_chat(self) -> bool:
+        has_template = self._encoder.has_template
+        if self._options.chat == "on" and not has_template:
+            raise ConfigError("--chat on, but this model's tokenizer has no chat template; use --chat off or auto.")
+        return self._options.chat != "off" and has_template
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._model.model)
+
+    @cached_property
+    def _encoder(self) -> PromptEncoder:
+        return PromptEncoder(self._tokenizer)
+
+    @cached_property
+    def _generator(self) -> CachedGenerator:
+        return CachedGenerator(self._backend.model, stop_ids=self._backend.stop_ids)
+
+    def _tokens(self, ids: np.ndarray, cached: int, max_new_tokens: int) -> Iterator[int]:
+        sampling = self._options.sampling
+        with progress_bar("reading the prompt", len(ids) - cached) as advance:
+            tokens = self._generator.generate(
+                ids, max_new_tokens=max_new_tokens, sampling=sampling, on_read=lambda count: advance(count)
+            )
+            first = next(tokens, None)
+        if first is not None:
+            yield first
+            yield from tokens
+
+    def _ask_server(self, asked: Question, ids: np.ndarray, max_new_tokens: int) -> str:
+        question = PromptQuestion(
+            ids=ids, reference="", depth=None, text=PromptText(question=asked, chat=self.uses_chat)
+        )
+        prompt = Prompt(
+            suite="generate",
+            length=len(ids) + max_new_tokens,
+            index=0,
+            context_ids=ids[:0],
+            questions=[question],
+            answer_tokens=max_new_tokens,
+            match="contains",
+        )
+        (answer,) = self._backend.answers(prompt)
+        return str(answer)
+
+    # Prompts that fit the context
+
+    def _encode_checked(self, text: str, question: str) -> tuple[Question, np.ndarray, int]:
+        """Return the prompt, its ids, and how many tokens were dropped from the text."""
+        if not (text + question).strip():
+            raise ConfigError("the prompt is empty; give a text, a question or both.")
+        if _UNENCODABLE.search(text + question):
+            raise ConfigError("the prompt holds bytes that are not UTF-8; convert it to UTF-8.")
+        asked, ids = self._encode(text, question)
+        limit = self.context_length
+        if limit is None or self._options.beyond_context == "ask":
+            return asked, ids, 0
+        answer = self._options.max_new_tokens
+        if self._options.beyond_context == "truncate":
+            room = limit - (answer or min(DEFAULT_NEW_TOKENS, limit // 4))
+            shorter, found = self._truncate(text, question, len(ids) - room) if len(ids) > room else (asked, ids)
+            if len(found) <= room:
+                return shorter, found, len(ids) - len(found)
+        elif len(ids) + (answer or 1) <= limit:
+            return asked, ids, 0
+        wanted = f" and its answer may take {answer:,} more" if answer else ""
+        raise ConfigError(
+            f"the prompt has {len(ids):,} tokens{wanted}, but {self._model.model} has a context of {limit:,}. Give a "
+            "shorter text, let --beyond-context truncate drop the middle of the text, or ask anyway with "
+            "--beyond-context ask; --rope yarn --context LENGTH extends the context without training."
+        )
+
+    def _encode(self, text: str, question: str) -> tuple[Question, np.ndarray]:
+        context = text + _BREAK if text and question else text
+        asked = Question(context=context, question=question, references=())
+        return asked, self._encoder.ids(asked, chat=self.uses_chat)
+
+    def _truncate(self, text: str, question: str, excess: int) -> tuple[Question, np.ndarray]:
+        """Drop at least `excess` tokens from the middle of the text; as many as it has if that is too few."""
+        starts = token_starts(self._tokenizer, text)
+        wanted = len(self._encode(text, question)[1]) - excess
+        keep = len(starts)
+        while excess > 0 and keep > 0:
+            # Tokens at the cut may merge differently, so one pass may leave some too many.
+            keep = max(0, keep - excess)
+            head, tail = keep - keep // 2, keep // 2
+            end = int(starts[head]) if head < len(starts) else len(text)
+            asked, ids = self._encode(text[:end] + (text[int(starts[-tail]) :] if tail else ""), question)
+            excess = len(ids) - wanted
+        return (asked, ids) if len(starts) else self._encode(text, question)
+
+    def _max_new_tokens(self, prompt_tokens: int) -> int:
+        if self._options.max_new_tokens is not None:
+            return self._options.max_new_tokens
+        if self.context_length is None or self._options.beyond_context == "ask":
+            return DEFAULT_NEW_TOKENS
+        return min(DEFAULT_NEW_TOKENS, self.context_length - prompt_tokens)
+
+
+def _text_pieces(tokenizer: Any, tokens: Iterable[int], seen: list[int]) -> Iterator[str]:
+    """Decode tokens as they come, and add them to `seen`; the pieces make up the text of all tokens."""
+
+    def decoded(ids: list[int]) -> str:
+        # Cleaning would change characters that were given out before.
+        return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    # Tokens before `start` need no decoding any more; those from `start` to `end` were given out, and are decoded
+    # again because the text of a token may depend on the one before it.
+    start = end = 0
+    for token in tokens:
+        seen.append(token)
+        before, now = decoded(seen[start:end]), decoded(seen[start:])
+        if len(now) > len(before) and not now.endswith(_INCOMPLETE):
+            yield now[len(before) :]
+            start, end = end, len(seen)
+    if rest := decoded(seen[start:])[len(decoded(seen[start:end])) :]:
+        yield rest
