@@ -155,12 +155,12 @@ def test_a_server_gets_the_text_and_the_sampling_settings(url, talk):  # noqa: F
     answer = TextGenerator(server, settings).ask(BOOK, "Who?")
 
     assert answer.text == "asked at /v1/completions" and answer.finish_reason is None
-    ((_, body, _),) = talk.asked
+    *_, (_, body, _) = talk.asked  # after those that probe
     assert body["prompt"] == f"{BOOK}\n\nWho?" and body["max_tokens"] == 9 and body["model"] == "served"
     assert (body["temperature"], body["seed"]) == (0.5, 7)
     with pytest.raises(ConfigError, match="has a context of 256"):
         TextGenerator(server, settings).ask(BOOK * 40, "Who?")
-    assert len(talk.asked) == 1
+    assert sum(BOOK in str(body.get("prompt")) for _, body, _ in talk.asked) == 1
 
 
 def test_a_server_of_a_chat_model_gets_a_message(url, talk, tmp_path):  # noqa: F811
