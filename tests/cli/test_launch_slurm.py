@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,7 +67,9 @@ def test_a_requeued_job_ends_as_an_undisturbed_one(
         wait_until(lambda: state(job) == "PENDING", "the job in the queue again")
         said = log.read_text()
         assert said.count("stopped by SIGTERM, saved as step-") == number, said
-        # Slurm would wait two minutes.
+        # Slurm would wait two minutes, so that the end of the old batch script is not taken for that of the new one.
+        wait_until(lambda: tell("sinfo", "--noheader", "--format=%T").strip() == "idle", "an idle node")
+        time.sleep(5)
         tell("scontrol", "update", f"JobId={job}", "StartTime=now")
     wait_until(lambda: state(job) not in ("PENDING", "RUNNING", "COMPLETING"), "the end of the job")
 

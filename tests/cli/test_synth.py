@@ -187,7 +187,7 @@ def test_the_estimate_asks_nothing_and_is_near(tmp_path):
         ({"shares": {"qa": 0}}, "at least one share must be above 0"),
         (
             {"generator": {"kind": "openai", "url": "http://me:secret@host/v1", "model": "m"}},
-            "put the key into the env",
+            "Put the key into the env",
         ),
         ({"generator": {"kind": "openai", "url": "localhost:8000", "model": "m"}}, "such as http://localhost:8000/v1"),
         ({"templates": "none.yaml"}, "cannot be read as YAML"),

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from unspool.core.errors import ConfigError, UnspoolError
+from unspool.core.http_client import RetryPolicy, printable_line, request_json
 from unspool.evals import suites
 from unspool.evals.backends.mock import Oracle
-from unspool.evals.backends.openai import OpenAiBackend, RetryPolicy, Server, post_json, printable_line
+from unspool.evals.backends.openai import OpenAiBackend, Server
 from unspool.evals.run import Scoring, score
 from unspool.evals.suites.perplexity import PerplexityEval
 from unspool.evals.suites.ruler import RulerEval
@@ -125,7 +126,7 @@ def test_passing_troubles_are_tried_again(url, talk):
     talk.troubles = [503, 429]
     paused = []
 
-    found = post_json(f"{url}/completions", {}, key=None, retry=QUICK, sleep=paused.append)
+    found = request_json(f"{url}/completions", {}, parse=dict, retry=QUICK, sleep=paused.append)
 
     assert found["choices"][0]["text"] == "fine" and len(talk.asked) == 3
     assert 0 < paused[0] <= 0.001 and paused[1] <= 0.002
@@ -135,7 +136,7 @@ def test_what_the_user_can_mend_is_told_at_once(url, talk):
     talk.troubles = [404]
 
     with pytest.raises(ConfigError, match=r"refuses the request \(HTTP 404: no\[2J such thing\)") as error:
-        post_json(f"{url}/completions", {}, key=None, retry=QUICK)
+        request_json(f"{url}/completions", {}, parse=dict, retry=QUICK)
     assert len(talk.asked) == 1 and "\x1b" not in str(error.value)
 
 
@@ -150,15 +151,15 @@ def test_a_server_that_never_answers_is_one_sentence(url, talk, trouble, message
         talk.raw = trouble.encode()
 
     with pytest.raises(UnspoolError, match=rf"gave no answer in 3 attempts \(.*{message}"):
-        post_json(f"{url}/x", {}, key=None, retry=QUICK, sleep=lambda seconds: None)
+        request_json(f"{url}/x", {}, parse=dict, retry=QUICK, sleep=lambda seconds: None)
     assert len(talk.asked) == 3
 
 
 def test_a_server_that_is_not_there_and_an_address_that_is_none(url):
-    with pytest.raises(UnspoolError, match="gave no answer in 1 attempts"):
-        post_json("http://127.0.0.1:9/v1", {}, key=None, retry=replace(QUICK, attempts=1))
+    with pytest.raises(UnspoolError, match="gave no answer in 1 attempt"):
+        request_json("http://127.0.0.1:9/v1", {}, parse=dict, retry=replace(QUICK, attempts=1))
     with pytest.raises(ConfigError, match="is no address"):
-        post_json("localhost", {}, key=None, retry=QUICK)
+        request_json("localhost", {}, parse=dict, retry=QUICK)
 
 
 def test_a_server_of_another_kind_is_recognised(url, talk, tokenizer):

@@ -4,14 +4,17 @@ import json
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from typer.testing import CliRunner
 
+from unspool.cli.main import build_app
 from unspool.core.errors import ConfigError
 from unspool.evals import suites
-from unspool.evals.backends.base import RopeOverride
+from unspool.evals.backends.base import BackendOptions, RopeOverride
 from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.suites import short
 from unspool.evals.suites.ruler import RulerEval
@@ -19,9 +22,14 @@ from unspool.evals.suites.short import cells, process_results, run_short, write_
 from unspool.rope.methods import Abf
 
 from .test_backend import model_dir  # noqa: F401
+from .test_probe import styled  # noqa: F401
 from .toy import TOY
 
-CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
+
+def on_cpu(model: object, **more) -> BackendOptions:
+    return BackendOptions(model=str(model), device=torch.device("cpu"), dtype=torch.float32, **more)
+
+
 RESULTS = {
     "results": {
         "hellaswag": {
@@ -49,6 +57,10 @@ def lm_eval(monkeypatch) -> dict:
         def match_tasks(self, names):
             return [name for name in names if name in RESULTS["results"]]
 
+        def load(self, names):
+            kinds = {"gsm8k": "generate_until", "odd": "loglikelihood_rolling"}
+            return {"tasks": {name: SimpleNamespace(OUTPUT_TYPE=kinds.get(name, "multiple_choice")) for name in names}}
+
     def simple_evaluate(**options):
         seen.update(options)
         if seen.get("offline"):
@@ -64,6 +76,8 @@ def lm_eval(monkeypatch) -> dict:
         "lm_eval.evaluator": {"simple_evaluate": simple_evaluate},
         "lm_eval.tasks": {"TaskManager": TaskManager},
         "lm_eval.models": {},
+        "lm_eval.api": {},
+        "lm_eval.api.model": {"TemplateLM": object},
         "lm_eval.models.huggingface": {"HFLM": HFLM},
     }
     for name, content in parts.items():
@@ -83,7 +97,7 @@ def test_cells_hold_the_number_that_papers_print():
 
 
 def test_tasks_run_with_our_model(lm_eval, model_dir):  # noqa: F811
-    summary = run_short(str(model_dir), ["hellaswag", "gsm8k"], samples=100, include="mine", **CPU)
+    summary = run_short(on_cpu(model_dir), ["hellaswag", "gsm8k"], samples=100, include="mine")
 
     assert (lm_eval["include"], lm_eval["tasks"], lm_eval["limit"]) == ("mine", ["hellaswag", "gsm8k"], 100)
     assert lm_eval["lm"]["pretrained"].config._attn_implementation == "sdpa", "lm-eval pads, which ours refuses"
@@ -92,7 +106,7 @@ def test_tasks_run_with_our_model(lm_eval, model_dir):  # noqa: F811
 
 def test_tasks_run_with_positions_that_are_tried_without_training(lm_eval, model_dir):  # noqa: F811
     rope = RopeOverride(rope=Abf(method="abf", base=5e5), context_length=2048)
-    summary = run_short(str(model_dir), ["hellaswag"], samples=1, include=None, **CPU, rope=rope)
+    summary = run_short(on_cpu(model_dir, rope=rope), ["hellaswag"], samples=1, include=None)
 
     assert lm_eval["lm"]["pretrained"].config.rope_parameters["rope_theta"] == 5e5
     assert summary["model"] == f"{model_dir.name}+abf"
@@ -100,17 +114,64 @@ def test_tasks_run_with_positions_that_are_tried_without_training(lm_eval, model
 
 def test_unknown_tasks_and_missing_data_are_explained(lm_eval, model_dir):  # noqa: F811
     with pytest.raises(ConfigError, match="--tasks helaswag: lm-eval knows no task"):
-        run_short(str(model_dir), ["helaswag"], samples=None, include=None, **CPU)
+        run_short(on_cpu(model_dir), ["helaswag"], samples=None, include=None)
     lm_eval["offline"] = True
     with pytest.raises(ConfigError, match=r"could not be read \(no route\)\. Without network"):
-        run_short(str(model_dir), ["hellaswag"], samples=None, include=None, **CPU)
+        run_short(on_cpu(model_dir), ["hellaswag"], samples=None, include=None)
 
 
 def test_without_lm_eval_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ConfigError, match=r"pip install 'unspool\[eval\]'"):
-        run_short("m", ["hellaswag"], samples=None, include=None, **CPU)
+        run_short(on_cpu("m"), ["hellaswag"], samples=None, include=None)
     assert short.TASKS[0] == "hellaswag"
+
+
+def command(url: str, *more: str) -> list[str]:
+    return ["eval", "asset:tiny-base", "--backend", "openai", "--url", url, "--model-name", "served", *more]
+
+
+def test_a_dead_server_is_not_replaced_by_the_local_model(lm_eval):
+    done = CliRunner().invoke(build_app(), command("http://127.0.0.1:9/v1", "--suite", "short", "--tasks", "gsm8k"))
+
+    assert done.exit_code == 2 and "http://127.0.0.1:9/v1/completions gave no answer" in " ".join(done.output.split())
+    assert "lm" not in lm_eval and "model" not in lm_eval, "the local model was scored"
+
+
+@pytest.mark.parametrize("options", [["--backend", "oracle"], ["--url", "http://127.0.0.1:9/v1"]])
+def test_short_tasks_are_refused_where_they_would_ask_another_model(lm_eval, options):
+    done = CliRunner().invoke(
+        build_app(), ["eval", "asset:tiny-base", "--suite", "short", "--tasks", "gsm8k", *options]
+    )
+
+    assert done.exit_code == 2 and "the backend here is" in " ".join(done.output.split())
+    assert "lm" not in lm_eval
+
+
+@pytest.mark.parametrize("styled", ["tgi"], indirect=True)
+@pytest.mark.parametrize(
+    ("task", "told"),
+    [("hellaswag", "the task hellaswag needs log-probabilities of token ids"), ("odd", "the task odd needs log-")],
+)
+def test_tasks_that_the_server_cannot_score_are_refused_before_the_first_question(lm_eval, styled, task, told):  # noqa: F811
+    done = CliRunner().invoke(build_app(), command(styled.url, "--suite", "short", "--tasks", f"gsm8k,{task}"))
+
+    assert done.exit_code == 2 and told in " ".join(done.output.split())
+    assert "model" not in lm_eval and not styled.questions
+
+
+@pytest.mark.parametrize("styled", ["vllm"], indirect=True)
+def test_short_tasks_are_scored_through_the_server(lm_eval, styled):  # noqa: F811
+    done = CliRunner().invoke(build_app(), command(styled.url, "--suite", "short", "--tasks", "hellaswag,gsm8k"))
+
+    assert done.exit_code == 0, done.output
+    assert "lm" not in lm_eval
+    asked = SimpleNamespace(args=("Q: 1+1?\nA:", {"until": ["gh", "\n"], "max_gen_toks": 7}))
+    assert lm_eval["model"].generate_until([asked]) == ["ri"], "cut at the first stop"
+    assert (styled.bodies[-1]["max_tokens"], styled.bodies[-1]["stop"]) == (7, ["gh", "\n"])
+    assert lm_eval["model"]._loglikelihood_tokens([("", [1, 2, 3], [4, 5])]) == [(-7.0, False)]
+    assert styled.bodies[-1]["prompt"] == [1, 2, 3, 4, 5]
+    assert lm_eval["model"].prefix_token_id >= 0
 
 
 @pytest.fixture

@@ -152,14 +152,16 @@ def test_a_server_gets_the_text_and_the_sampling_settings(url, talk):  # noqa: F
     server = options(kind="openai", url=url, model_name="served", endpoint=None)
     settings = GenerationOptions(max_new_tokens=9, sampling=Sampling(temperature=0.5, seed=7))
 
-    answer = TextGenerator(server, settings).ask(BOOK, "Who?")
+    generator = TextGenerator(server, settings)
+    talk.asked.clear()  # what was asked to find out about the server
+    answer = generator.ask(BOOK, "Who?")
 
     assert answer.text == "asked at /v1/completions" and answer.finish_reason is None
     ((_, body, _),) = talk.asked
     assert body["prompt"] == f"{BOOK}\n\nWho?" and body["max_tokens"] == 9 and body["model"] == "served"
     assert (body["temperature"], body["seed"]) == (0.5, 7)
     with pytest.raises(ConfigError, match="has a context of 256"):
-        TextGenerator(server, settings).ask(BOOK * 40, "Who?")
+        generator.ask(BOOK * 40, "Who?")
     assert len(talk.asked) == 1
 
 
@@ -169,7 +171,9 @@ def test_a_server_of_a_chat_model_gets_a_message(url, talk, tmp_path):  # noqa: 
     tokenizer.save_pretrained(tmp_path)
     server = options(kind="openai", url=url, model=str(tmp_path), endpoint=None)
 
-    assert TextGenerator(server).ask(BOOK, "Who?").text == "fine"
+    generator = TextGenerator(server)
+    talk.asked.clear()
+    assert generator.ask(BOOK, "Who?").text == "fine"
     ((path, body, _),) = talk.asked
     assert path == "/v1/chat/completions"
     assert body["messages"] == [{"role": "user", "content": f"{BOOK}\n\nWho?"}]

@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from unspool.cli.main import build_app
 from unspool.core.errors import ConfigError, UnspoolError
-from unspool.evals.backends.openai import RetryPolicy, post_once
+from unspool.core.http_client import RetryPolicy, request_once
 from unspool.synthesis import generators
 from unspool.synthesis.config import ServerGenerator
 from unspool.synthesis.generators import MockBackend, ServerBackend, build_client
@@ -78,12 +79,13 @@ class Trouble:
             case _:
                 send_text(handler, f"Answer to {len(prompt)}, {KEY}")
 
-    def post_once(self, url: str, body: dict[str, Any], *, key: str | None, seconds: float) -> dict[str, Any]:
+    def request_once(self, url: str, body: dict[str, Any], *, key_env: str, retry: RetryPolicy) -> dict[str, Any]:
         """Loses patience soon where the server is silent, and nowhere else, however slow the machine is."""
         prompt = body["messages"][0]["content"]
         number = self.seen.get(prompt, 0) + 1
         try:
-            return post_once(url, body, key=key, seconds=0.2 if number == self.silent else seconds)
+            hasty = replace(retry, seconds=0.2) if number == self.silent else retry
+            return request_once(url, body, key_env=key_env, retry=hasty)
         finally:
             wait_for(lambda: self.seen.get(prompt, 0) == number)
 
@@ -91,7 +93,7 @@ class Trouble:
 def test_every_trouble_is_tried_again_and_counted(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     trouble = Trouble()
-    monkeypatch.setattr(generators, "post_once", trouble.post_once)
+    monkeypatch.setattr(generators, "request_once", trouble.request_once)
     with server(trouble) as url, GeneratorReplies(tmp_path / "replies.jsonl") as replies:
         client = build_client(generator(url), replies, open_backend=lambda ref: pytest.fail("no model is needed"))
         requests = [Request(prompt="x" * count, max_tokens=5) for count in (1, 2, 3)]

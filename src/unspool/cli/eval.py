@@ -3,6 +3,7 @@
 import json
 import tempfile
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 DEVICES = ("auto", "cpu", "cuda")
 TASK_SUITES = tuple(name for name, suite in SUITES.items() if suite.tasks)
 SHORT = "short"
-ENDPOINTS = ("completions", "chat", "text")
+SHORT_BACKENDS = ("transformers", "openai")
+ENDPOINTS = ("auto", "completions", "text", "chat")
+DEFAULT_SUITES = "niah,key_value,perplexity"
 FAILED = 1
 SAMPLES = 20
 
@@ -34,8 +37,12 @@ SAMPLES = 20
 def eval_(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, .gguf file, Hub id or asset:NAME.")],
     suite: Annotated[
-        str, typer.Option(help=f"Suites to run, comma-separated: {', '.join(SUITES)}; or {SHORT}.")
-    ] = "niah,key_value,perplexity",
+        str | None,
+        typer.Option(
+            help=f"Suites to run, comma-separated: {', '.join(SUITES)}; or {SHORT} [default: niah, key_value and, "
+            "where the backend computes losses, perplexity]."
+        ),
+    ] = None,
     lengths: Annotated[str, typer.Option(help="Context lengths in tokens, comma-separated.")] = "2K,8K",
     samples: Annotated[
         int | None,
@@ -85,10 +92,14 @@ def eval_(
     url: Annotated[str | None, typer.Option(help="Address of the server, such as http://localhost:8000/v1.")] = None,
     model_name: Annotated[str | None, typer.Option(help="Name of the model on the server [default: MODEL].")] = None,
     endpoint: Annotated[
-        str, typer.Option(help="completions (sends token ids), text (completions with text) or chat.")
-    ] = "completions",
+        str,
+        typer.Option(
+            help="completions (sends token ids), text (completions with text) or chat; auto takes the first of these "
+            "that the server answers."
+        ),
+    ] = "auto",
     requests: Annotated[int, typer.Option(min=1, help="Concurrent requests to the server.")] = 8,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for one answer of the server.")] = 600,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for an answer of the server.")] = 600,
     parity: Annotated[
         bool, typer.Option("--parity", help="Compare 20 answers of --backend with those of transformers, and exit.")
     ] = False,
@@ -119,32 +130,37 @@ def eval_(
         unspool eval MODEL --suite short --tasks hellaswag,arc_challenge
     """
     model = resolve_path(model, Path())
-    override = rope_override(rope, context, None if suite.strip() == SHORT else lengths)
+    is_short = (suite or "").strip() == SHORT
+    override = rope_override(rope, context, None if is_short else lengths)
     paths = _paths(path or [])
-    if suite.strip() == SHORT:
-        if processes > 1:
-            raise ConfigError(f"--suite {SHORT} runs lm-eval in one process; leave --processes out.")
-        include = paths.get("tasks")
-        with nullcontext() if out is None else lock_output(out):
-            summary = _score_short(model, tasks, override, samples=samples, include=include, device=device, out=out)
-        _print(summary, as_json)
-        return
-    evals = chosen_evals(
-        suite,
-        lengths,
-        samples=samples or SAMPLES,
-        text=text,
-        value=value,
-        tasks=_names(tasks),
-        mode=mode,
-        chat=chat,
-        paths=paths,
-        wording=wording,
-        answer_tokens=answer_tokens,
-    )
     lookup(BACKENDS, backend, kind="--backend")
     lookup({name: name for name in ENDPOINTS}, endpoint, kind="--endpoint")
+    if is_short and processes > 1:
+        raise ConfigError(f"--suite {SHORT} runs lm-eval in one process; leave --processes out.")
+    if is_short and backend not in SHORT_BACKENDS:
+        raise ConfigError(
+            f"--suite {SHORT} runs with --backend {' or '.join(SHORT_BACKENDS)} only; the backend here is {backend}."
+        )
+    evals = (
+        []
+        if is_short
+        else chosen_evals(
+            suite or DEFAULT_SUITES,
+            lengths,
+            samples=samples or SAMPLES,
+            text=text,
+            value=value,
+            tasks=_names(tasks),
+            mode=mode,
+            chat=chat,
+            paths=paths,
+            wording=wording,
+            answer_tokens=answer_tokens,
+        )
+    )
     if lm_eval is not None:
+        if is_short:
+            raise ConfigError(f"--lm-eval writes long tasks for lm-eval; the tasks of --suite {SHORT} are its own.")
         if override is not None:
             raise ConfigError("--rope cannot be combined with --lm-eval, which writes tasks for any model.")
         if processes > 1:
@@ -165,7 +181,14 @@ def eval_(
         device=target,
         dtype=dtype,
     )
+    if is_short:
+        with nullcontext() if out is None else lock_output(out):
+            summary = _score_short(options, tasks, samples=samples, include=paths.get("tasks"), out=out)
+        _print(summary, as_json)
+        return
     chosen = build_backend(options)
+    if suite is None and not chosen.has_losses:
+        evals = [config for config in evals if not SUITES[config.suite].needs_losses]
     if parity:
         ours = BackendOptions(model=model, rope=override, device=target, dtype=dtype)
         _compare(chosen, build_backend(ours), evals, seed, as_json)
@@ -178,7 +201,7 @@ def eval_(
             _check_out(out)
         scoring = Scoring(
             model=name if override is None else override.name_of(name),
-            model_hash=options.identity,
+            model_hash=replace(options, endpoint=chosen.endpoint or endpoint).identity,
             evals=evals,
             seed=seed,
             out_dir=out or Path(folder) / "scores",
@@ -288,7 +311,7 @@ def _check_out(out_dir: Path) -> None:
 
 
 def _compare(first: Backend, second: Backend, evals: list[EvalConfig], seed: int, as_json: bool) -> None:
-    from unspool.evals.backends.openai import printable_line
+    from unspool.core.http_client import printable_line
     from unspool.evals.eval_plan import EvalPlan
     from unspool.evals.run import compare_backends
 
@@ -316,20 +339,11 @@ def _write_tasks(model: str, evals: list[EvalConfig], seed: int, out_dir: Path) 
 
 
 def _score_short(
-    model: str,
-    tasks: str | None,
-    rope: RopeOverride | None,
-    *,
-    samples: int | None,
-    include: str | None,
-    device: str,
-    out: Path | None,
+    options: BackendOptions, tasks: str | None, *, samples: int | None, include: str | None, out: Path | None
 ) -> dict[str, Any]:
     from unspool.evals.suites.short import TASKS, run_short
 
-    target, dtype = device_and_dtype(device)
-    names = _names(tasks) or list(TASKS)
-    summary = run_short(model, names, samples=samples, include=include, device=target, dtype=dtype, rope=rope)
+    summary = run_short(options, _names(tasks) or list(TASKS), samples=samples, include=include)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_atomic(out / "summary.json", json.dumps(summary, indent=1) + "\n")

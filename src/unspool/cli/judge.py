@@ -81,7 +81,8 @@ def _check(path: Path, chosen: "Judge", as_json: bool) -> None:
 
 
 def _judge(url: str | None, model_name: str | None, model: str | None, requests: int, timeout: float) -> "Judge":
-    from unspool.evals.backends.openai import RetryPolicy, Server
+    from unspool.core.http_client import RetryPolicy
+    from unspool.evals.backends.openai import Server
     from unspool.evals.judge.protocols import REPLY_TOKENS
     from unspool.evals.judge.run import Judge
 

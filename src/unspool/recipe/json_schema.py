@@ -4,6 +4,7 @@ Editors (`unspool recipes schema`), error messages and `--set` paths all use thi
 schema; a form is one of the alternatives that it allows.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -14,6 +15,7 @@ from pydantic_core import ErrorDetails
 from unspool.core.config import did_you_mean, nearest, registry_version
 from unspool.core.errors import ConfigError
 from unspool.core.formatting import clip
+from unspool.core.http_client import hide_credentials
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import Marks, Place, Problem
 
@@ -173,7 +175,9 @@ def _spell(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return f" = {str(value).lower()}"
-    text = f"{value:g}" if isinstance(value, float) else clip(str(value), MOST_SHOWN)
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    # Addresses may hold passwords.
+    text = clip(hide_credentials(text) if re.search(r"://|:.*@", text) else text, MOST_SHOWN)
     plain = text.isprintable() and text == text.strip() != ""
     return f" = {text if plain else repr(text)}"
 

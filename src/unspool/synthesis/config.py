@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from unspool.core.config import Config
+from unspool.core.errors import ConfigError
+from unspool.core.http_client import check_url
 from unspool.core.sizes import Size, format_size
 
 Kind = Literal["qa", "rag", "summary"]
@@ -49,7 +51,7 @@ class ServerGenerator(AnyGenerator):
     top_p: float = Field(1.0, gt=0, le=1)
     requests_per_minute: float | None = Field(None, gt=0, description="rate limit")
     tokens_per_minute: float | None = Field(None, gt=0, description="rate limit of prompt and reply tokens together")
-    timeout: float = Field(120.0, gt=0, description="seconds per attempt")
+    timeout: float = Field(120.0, gt=0, description="seconds until a reply begins; it must be complete 60 s later")
     attempts: int = Field(6, ge=1, description="attempts per request")
     pause: float = Field(1.0, gt=0, description="seconds before the second attempt; doubled after each attempt")
     price_in: float = Field(0.0, ge=0, description="per million prompt tokens, for the estimate")
@@ -58,11 +60,10 @@ class ServerGenerator(AnyGenerator):
     @field_validator("url")
     @classmethod
     def _has_no_key(cls, value: str) -> str:
-        address = value.partition("://")[2]
-        if not value.startswith(("http://", "https://")) or not address:
-            raise ValueError("write an address such as http://localhost:8000/v1")
-        if "@" in address.partition("/")[0] or "?" in value:
-            raise ValueError("must not contain a name, password or key; put the key into the environment (key_env)")
+        try:
+            check_url(value)
+        except ConfigError as error:
+            raise ValueError(str(error).rstrip(".")) from None
         return value
 
 

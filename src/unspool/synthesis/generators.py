@@ -1,7 +1,6 @@
 """Generator backends: an OpenAI-compatible server, a model in this process, or a mock."""
 
 import hashlib
-import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -14,8 +13,9 @@ import numpy as np
 
 from unspool.core.artifacts import digest
 from unspool.core.errors import ConfigError
+from unspool.core.http_client import RetryPolicy, TransientError, request_once
 from unspool.evals.backends.base import Backend
-from unspool.evals.backends.openai import RetryPolicy, TransientError, post_once
+from unspool.evals.backends.openai import chat_text, only_choice
 from unspool.evals.prompts import Prompt, PromptEncoder, PromptQuestion, encode
 from unspool.evals.suite import Question
 from unspool.synthesis.config import Fault, LocalGenerator, MockGenerator, ServerGenerator
@@ -43,7 +43,7 @@ def build_client(
             limiter=RateLimiter(
                 requests_per_minute=config.requests_per_minute, tokens_per_minute=config.tokens_per_minute
             ),
-            retry=RetryPolicy(seconds=config.timeout, attempts=config.attempts, pause=config.pause),
+            retry=server_retry(config),
         )
     backend: GeneratorBackend
     if isinstance(config, LocalGenerator):
@@ -53,8 +53,12 @@ def build_client(
     return GeneratorClient(backend, replies, width=config.concurrency, retry=RetryPolicy(attempts=3, pause=0.001))
 
 
+def server_retry(config: ServerGenerator) -> RetryPolicy:
+    return RetryPolicy(seconds=config.timeout, attempts=config.attempts, pause=config.pause)
+
+
 class ServerBackend:
-    """The chat endpoint of a server. The API key is read when a request is sent and goes only into its header."""
+    """The chat endpoint of a server."""
 
     def __init__(self, config: ServerGenerator) -> None:
         self._config = config
@@ -79,31 +83,26 @@ class ServerBackend:
             "stream": False,
         }
         began = time.perf_counter()
-        key = os.environ.get(self._config.key_env)
         url = f"{self._config.url.rstrip('/')}/chat/completions"
-        found = post_once(url, body, key=key, seconds=self._config.timeout)
+        found = request_once(url, body, key_env=self._config.key_env, retry=server_retry(self._config))
         seconds = time.perf_counter() - began
-        try:
-            choice = found["choices"][0]
-            text = choice["message"]["content"] or ""
-            if not isinstance(text, str):
-                raise TypeError
-        except (KeyError, IndexError, TypeError):
-            raise TransientError("garbage", "the reply has no `choices`; is the server OpenAI-compatible?") from None
+        text = chat_text(found)
         usage = found.get("usage")
         usage = usage if isinstance(usage, dict) else {}
         return Reply(
-            # Some servers repeat what they were sent; the key must not reach a file.
-            text=text.replace(key, "…") if key else text,
+            text=text,
             prompt_tokens=_num_tokens(usage.get("prompt_tokens"), request.prompt),
             reply_tokens=_num_tokens(usage.get("completion_tokens"), text),
             seconds=round(seconds, 3),
-            is_cut=choice.get("finish_reason") == "length",
+            is_cut=only_choice(found).get("finish_reason") == "length",
         )
 
 
+MAX_TOKENS = 10**9  # of one reply that a server may report
+
+
 def _num_tokens(reported: Any, text: str) -> int:
-    return reported if isinstance(reported, int) and reported >= 0 else len(text) // CHARS_PER_TOKEN
+    return reported if isinstance(reported, int) and 0 <= reported <= MAX_TOKENS else len(text) // CHARS_PER_TOKEN
 
 
 # Requests arrive in bursts, so a batch waits for more before it starts.

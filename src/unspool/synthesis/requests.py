@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from unspool.core.artifacts import digest
 from unspool.core.errors import UnspoolError
-from unspool.evals.backends.openai import RetryPolicy, TransientError, printable_line, with_retries
+from unspool.core.http_client import RetryPolicy, TransientError, printable_line, with_retries
 from unspool.evals.reply_cache import ReplyCache
 
 MAX_FAILURES_IN_A_ROW = 20  # then the server is taken to be down and the run ends

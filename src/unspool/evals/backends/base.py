@@ -37,6 +37,8 @@ class Backend:
     """Whether contexts of suites such as niah go into rows as well."""
     has_losses: bool = False
     """Whether it implements `window_losses`."""
+    endpoint: str | None = None
+    """How a server is asked; None for backends in this process."""
     planned_tokens: int = 0
     """Prompt tokens of the whole run, set before the first prompt. What was answered before a resume counts too, so
     that the same kernels answer all prompts."""
@@ -122,11 +124,8 @@ def register_backend(name: str, build: BuildBackend) -> None:
     register(BACKENDS, name, build, kind="backend", replace=True)
 
 
-def build_backend(options: BackendOptions) -> Backend:
-    """Build the backend that `options.kind` names; ConfigError if the other options do not fit it."""
-    build = lookup(BACKENDS, options.kind, kind="--backend")
-    if not isinstance(build, str):
-        return build(options)
+def check_options(options: BackendOptions) -> None:
+    """Refuse options that the backend does not use, rather than ignore them."""
     if options.rope is not None and options.kind != "transformers":
         raise ConfigError(
             f"--rope works with --backend transformers only; the backend here is {options.kind}. For other "
@@ -139,6 +138,14 @@ def build_backend(options: BackendOptions) -> Backend:
         )
     if options.url is not None and options.kind != "openai":
         raise ConfigError(f"--url works with --backend openai only; the backend here is {options.kind}.")
+
+
+def build_backend(options: BackendOptions) -> Backend:
+    """Build the backend that `options.kind` names; ConfigError if the other options do not fit it."""
+    build = lookup(BACKENDS, options.kind, kind="--backend")
+    if not isinstance(build, str):
+        return build(options)
+    check_options(options)
     module, _, name = build.partition(":")
     backend: Backend = getattr(import_module(module), name)(options)
     return backend

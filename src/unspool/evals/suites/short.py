@@ -9,14 +9,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
+from unspool.core.http_client import check_url
 from unspool.core.sizes import format_size
 from unspool.core.stats import Z
-from unspool.evals.backends.base import RopeOverride
+from unspool.evals.backends.base import BackendOptions, build_backend, check_options
+from unspool.evals.backends.openai import OpenAiBackend
 from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.suite import Question
 from unspool.evals.suites import SUITES
@@ -30,45 +31,67 @@ METRICS = ("acc_norm", "exact_match", "acc", "em", "f1", "pass@1", "score")
 BATCH = 8
 
 
-def run_short(
-    ref: str,
-    tasks: list[str],
-    *,
-    samples: int | None,
-    include: str | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    rope: RopeOverride | None = None,
-) -> dict[str, Any]:
-    """Run lm-eval's tasks on a model; the summary has one cell per task.
+def run_short(options: BackendOptions, tasks: list[str], *, samples: int | None, include: str | None) -> dict[str, Any]:
+    """Run lm-eval's tasks on a model, here or on a server; the summary has one cell per task.
 
     `include` is a folder with more task files of lm-eval, such as tasks that read local data.
     """
-    evaluator, managers, models = (_part(name) for name in ("evaluator", "tasks", "models.huggingface"))
+    check_options(options)
+    is_server = options.kind == "openai"
+    if is_server and options.url is not None:
+        check_url(options.url)
+    evaluator, managers = _part("evaluator"), _part("tasks")
     manager = managers.TaskManager(include_path=include)
     unknown = [name for name in tasks if not manager.match_tasks([name])]
     if unknown:
         raise ConfigError(f"--tasks {unknown[0]}: lm-eval knows no task of that name; `lm-eval ls tasks` lists them.")
-    model = load_model(ref, device=device, dtype=dtype)
-    name = Path(ref).name or ref
-    if rope is not None:
-        rope.apply(model)
-        name = rope.name_of(name)
+    try:
+        lm = _server_lm(options, manager.load(tasks)["tasks"]) if is_server else _local_lm(options)
+        found = evaluator.simple_evaluate(model=lm, tasks=tasks, limit=samples, task_manager=manager)
+    except (OSError, ConnectionError) as error:
+        raise ConfigError(
+            f"short: a task's data could not be read ({first_line(error)}). Without network, give a folder of task "
+            "files that name local data: --path tasks=DIR."
+        ) from error
+    name = Path(options.model).name or options.model
+    return {"model": name if options.rope is None else options.rope.name_of(name), "cells": cells(found)}
+
+
+def _local_lm(options: BackendOptions) -> Any:
+    assert options.device is not None and options.dtype is not None, "the command sets both"
+    models = _part("models.huggingface")
+    model = load_model(options.model, device=options.device, dtype=options.dtype)
+    if options.rope is not None:
+        options.rope.apply(model)
     batch = BATCH
     # A model with a RoPE base per head attends through our code, which does not support padding.
     if any(getattr(part, "head_inv_freq", None) is not None for part in model.modules()):
         batch = 1
     else:
         model.set_attn_implementation("sdpa")
-    wrapped = models.HFLM(pretrained=model, tokenizer=load_tokenizer(ref), batch_size=batch)
-    try:
-        found = evaluator.simple_evaluate(model=wrapped, tasks=tasks, limit=samples, task_manager=manager)
-    except (OSError, ConnectionError) as error:
+    return models.HFLM(pretrained=model, tokenizer=load_tokenizer(options.model), batch_size=batch)
+
+
+def _server_lm(options: BackendOptions, tasks: Mapping[str, Any]) -> Any:
+    """lm-eval's interface to a server; ConfigError if a task needs what the server does not give."""
+    from unspool.evals.suites.short_server import build_lm
+
+    backend = build_backend(options)
+    assert isinstance(backend, OpenAiBackend)
+    by_kind = {task.OUTPUT_TYPE: name for name, task in tasks.items()}
+    others = [name for kind, name in by_kind.items() if kind != "generate_until"]
+    if others and not backend.has_losses:
         raise ConfigError(
-            f"short: a task's data could not be read ({first_line(error)}). Without network, give a folder of task "
-            "files that name local data: --path tasks=DIR."
-        ) from error
-    return {"model": name, "cells": cells(found)}
+            f"--suite short: the task {others[0]} needs log-probabilities of token ids, which {backend.server.url} "
+            "does not give; choose tasks that generate text, such as --tasks gsm8k, or score the model itself with "
+            "--backend transformers."
+        )
+    if "loglikelihood_rolling" in by_kind:
+        raise ConfigError(
+            f"--suite short: the task {by_kind['loglikelihood_rolling']} needs the likelihood of whole documents; "
+            "use --suite perplexity, or --backend transformers."
+        )
+    return build_lm(_part("api.model").TemplateLM, backend)
 
 
 def cells(found: dict[str, Any]) -> list[dict[str, Any]]:
