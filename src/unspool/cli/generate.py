@@ -58,7 +58,7 @@ def generate(
     endpoint: Annotated[
         str | None,
         typer.Option(
-            help="completions (sends token ids), text or chat [default: chat with a chat template, else text]."
+            help="auto, completions (sends token ids), text or chat [default: chat with a chat template, else text]."
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for one answer of the server.")] = 600,
