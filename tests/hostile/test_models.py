@@ -1,4 +1,4 @@
-"""Damaged, contradictory and malicious models, tokenizers, configs and chat templates.
+"""Damaged, contradictory and malicious weights and configs.
 
 Each is a change of a small working folder. A command that reads it prints one sentence and exits with code 2; nothing
 is scored, nothing is written, no code of the folder runs.
@@ -14,59 +14,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.processors import TemplateProcessing
-from typer.testing import CliRunner, Result
 
-from factory import build_model, build_tokenizer, save_folder
-from unspool.cli.main import build_app
 from unspool.core.artifacts import seal
-from unspool.core.errors import ConfigError
-from unspool.data.tokenize import chat_template
-from unspool.data.tokenize.chat import build_chat_encoder
-from unspool.evals.prompts import PromptEncoder
-from unspool.models.tokenizer import load_tokenizer
+
+from .model_folders import TEXT, Damage, check_sentence, content, evaluate, run
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARDS = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
 NORM, GATE = "model.norm.weight", "model.layers.1.mlp.gate_proj.weight"
-TEXT = "the river runs past the old mill and the bridge " * 40
-
-Damage = Callable[[Path], None]
-
-
-@pytest.fixture(scope="module")
-def intact(tmp_path_factory):
-    return save_folder(tmp_path_factory.mktemp("intact"), build_model(num_hidden_layers=2))
-
-
-@pytest.fixture
-def folder(intact, tmp_path):
-    made = tmp_path / "model"
-    made.mkdir()
-    for path in intact.iterdir():
-        (made / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "text.txt").write_text(TEXT)
-    return made
-
-
-def run(*words: Any) -> Result:
-    return CliRunner().invoke(build_app(), [*map(str, words)])
-
-
-def evaluate(folder: Path, out: str = "scores") -> Result:
-    options = ("--lengths", 32, "--samples", 1, "--text", folder.parent / "text.txt", "--device", "cpu")
-    return run("eval", folder, "--suite", "perplexity", *options, "--out", folder.parent / out)
-
-
-def check_sentence(done: Result, said: str) -> None:
-    """One line that a user can act on, exit code 2 and no traceback."""
-    assert isinstance(done.exception, SystemExit), repr(done.exception)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert (done.exit_code, len(lines)) == (2, 1), done.output
-    assert said in lines[0]
-    assert lines[0].endswith(".")
-    assert "Traceback" not in done.output
 
 
 # Weight files
@@ -328,10 +283,6 @@ def config(**changes: Any) -> Damage:
     return damage
 
 
-def content(name: str, value: bytes) -> Damage:
-    return lambda folder: (folder / name).write_bytes(value) and None
-
-
 def rope(**parameters: Any) -> Damage:
     return config(rope_parameters={"rope_type": "default", "rope_theta": 1e4} | parameters)
 
@@ -399,132 +350,3 @@ def test_a_file_that_is_no_gguf_is_refused(content, tmp_path):
 
     check_sentence(run("rope", "--model", path, "--context", "1K"), "its config could not be read")
     check_sentence(run("plan", "tiny", "--gpu", "4090", "--model", path), "its config could not be read")
-
-
-# Tokenizers
-
-
-def change_tokenizer(change: Callable[[Tokenizer], Any]) -> Damage:
-    def damage(folder: Path) -> None:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        change(tokenizer)
-        tokenizer.save(str(folder / "tokenizer.json"))
-
-    return damage
-
-
-def add_specials(tokenizer: Tokenizer) -> Tokenizer:
-    """Tokens up to number 320."""
-    count = 321 - tokenizer.get_vocab_size()
-    tokenizer.add_special_tokens([AddedToken(f"<{number}>", special=True) for number in range(count)])
-    return tokenizer
-
-
-def begin_texts(tokenizer: Tokenizer) -> None:
-    last = tokenizer.id_to_token(320)
-    tokenizer.post_processor = TemplateProcessing(single=f"{last} $A", special_tokens=[(last, 320)])
-
-
-TOKENIZERS: dict[str, tuple[Damage, str]] = {
-    "no file": (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer could be loaded"),
-    "an empty table": (content("tokenizer.json", b"{}"), "no tokenizer could be loaded"),
-    "not JSON": (content("tokenizer.json", b"\x00\x01"), "no tokenizer could be loaded"),
-    "settings that are a list": (content("tokenizer_config.json", b"[]"), "no tokenizer could be loaded"),
-    "more tokens than embeddings": (
-        change_tokenizer(lambda tokenizer: tokenizer.add_tokens([f"word{number}" for number in range(40)])),
-        "ordinary tokens have no embedding",
-    ),
-    "texts begin with a token without embedding": (
-        change_tokenizer(lambda tokenizer: begin_texts(add_specials(tokenizer))),
-        "the text holds token 320, and the model has embeddings for 0 to 299 only",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_tokenizer_that_is_damaged_or_of_another_model_is_refused(name, folder):
-    damage, said = TOKENIZERS[name]
-    damage(folder)
-
-    check_sentence(evaluate(folder), said)
-
-
-def test_special_tokens_that_the_text_does_not_hold_need_no_embedding(folder):
-    """Text models of multimodal families have them."""
-    change_tokenizer(add_specials)(folder)
-
-    done = evaluate(folder)
-
-    assert done.exit_code == 0, done.output
-
-
-def test_training_on_a_token_without_embedding_is_refused(folder, tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    (tmp_path / "data").mkdir()
-    for number in range(9):
-        (tmp_path / "data" / f"{number}.txt").write_text(TEXT[: 30 + number])
-    recipe.write_text(
-        f"""
-name: hostile
-model: {folder}
-out: {tmp_path / "run"}
-sources: {{book: {{kind: text, path: {tmp_path / "data"}}}}}
-datasets: {{long: {{from: book, seq_len: 32, packing: concat}}}}
-stages:
-- {{name: one, context_length: 32, mix: {{long: 1.0}}, tokens: 64, batch_tokens: 64, lr: 1.0e-3}}
-"""
-    )
-    change_tokenizer(add_specials)(folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    last = load_tokenizer(str(folder)).convert_ids_to_tokens(320)
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": last}))
-
-    check_sentence(run("run", recipe), "stage one: dataset long holds token 320, and the model has embeddings for 0 to")
-
-    assert not (tmp_path / "run" / "stages" / "one").exists()
-
-
-# Chat templates
-
-LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
-TEMPLATES = {
-    "not closed": "{% for m in messages %}",
-    "no such filter": "{{ messages | evil }}" + TURNS,
-    "refuses everything": "{{ raise_exception('no') }}",
-    "reads attributes of Python": "{{ ''.__class__.__mro__[1].__subclasses__() }}" + TURNS,
-    "opens a file": "{{ cycler.__init__.__globals__.os.system('touch ran') }}" + TURNS,
-    "changes the messages": "{% set _ = messages.append(messages[0]) %}" + TURNS,
-    "divides by zero": "{{ 1 / 0 }}" + TURNS,
-    "calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}" + TURNS,
-    "fills the memory": "{{ 'a' * 10 ** 12 }}" + TURNS,
-    "a power without end": "{{ 9 ** 999999999 }}" + TURNS,
-    "loops without end": LOOP + TURNS,
-    "ignores the messages": "hello {{ eos_token }}",
-    "nested without end": "{% if 1 %}" * 120 + "{% endif %}" * 120 + "{{ 1 / 0 }}",
-    "includes a file": "{% include '/etc/passwd' %}" + TURNS,
-}
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_chat_template_that_cannot_be_used_is_refused(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3, raising=False)
-    tokenizer = build_tokenizer()
-
-    with pytest.raises(ConfigError, match="template") as trained:
-        build_chat_encoder(tokenizer, TEMPLATES[name], source="talks")
-    (tmp_path / "tokenizer").mkdir()
-    tokenizer.chat_template = TEMPLATES[name]
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    with pytest.raises(ConfigError, match="chat template") as scored:
-        PromptEncoder(load_tokenizer(str(tmp_path / "tokenizer"))).overhead(chat=True)
-    for refused in (trained, scored):
-        assert len(str(refused.value).splitlines()) == 1
-    assert not Path("ran").exists()
-
-
-def test_a_template_that_works_is_used_with_the_same_limits():
-    encoder = build_chat_encoder(build_tokenizer(), TURNS + "{{ ' ' * 3 * (2 ** 3 - 8) }}", source="talks")
-
-    assert encoder.template.has_marks is False
