@@ -6,7 +6,8 @@ from itertools import groupby
 from typing import Any
 
 from unspool.evals.heldout import PlanInputs
-from unspool.evals.prompts import Prompt, excerpt, group_prompts, merge_prompts, prompt_hash
+from unspool.evals.prompt_encoder import PromptEncoder
+from unspool.evals.prompts import Prompt, group_prompts, merge_prompts
 from unspool.evals.scoring.answers import score_answer
 from unspool.evals.suite import Cell, PlannedEval, Sample, Suite, Unit
 from unspool.evals.summary import accuracy_cells
@@ -63,19 +64,19 @@ class PlannedContexts(PlannedEval):
 
     def samples(self, unit: Unit, prepared: Prompt, answers: Sequence[str]) -> list[Sample]:
         first = unit.index * self._per_context
-        tokenizer, context = self._inputs.tokenizer, prepared.context_ids
+        encoder = PromptEncoder(self._inputs.tokenizer, self._inputs.form)
         return [
             {
                 "suite": self.suite.name,
                 "length": unit.length,
                 "depth": question.depth,
                 "index": first + at,
-                "hash": prompt_hash(context, question.ids),
-                "prompt_tokens": len(context) + len(question.ids),
+                "hash": prepared.hash(question),
+                "prompt_tokens": prepared.prompt_tokens(question),
                 "reference": question.reference,
                 "output": output,
-                "score": score_answer(output, question.reference, prepared.match),
-                **excerpt(tokenizer, unit.length, self.config.lengths, context, question.ids),
+                "score": score_answer(encoder.answer(output, question.prefix), question.reference, prepared.match),
+                **prepared.excerpt(encoder.tokenizer, question, self.config.lengths),
             }
             for at, (question, output) in enumerate(zip(prepared.questions, answers, strict=True))
         ]

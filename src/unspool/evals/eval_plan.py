@@ -6,6 +6,7 @@ from typing import Any
 
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
+from unspool.evals.backends.base import TOKEN_IDS, PromptForm
 from unspool.evals.config import EvalConfig
 from unspool.evals.heldout import PlanInputs
 from unspool.evals.prompts import PromptCache
@@ -19,11 +20,13 @@ class EvalPlan:
     Order and content depend on settings, text, tokenizer and seed only.
     """
 
-    def __init__(self, evals: Sequence[EvalConfig], tokenizer: Any, *, seed: int, root: Path) -> None:
+    def __init__(
+        self, evals: Sequence[EvalConfig], tokenizer: Any, *, seed: int, root: Path, form: PromptForm = TOKEN_IDS
+    ) -> None:
         _check_distinct(evals)
         requests = [found for config in evals if (found := suite_of(config).heldout(config)) is not None]
         tokens = {text: max(one.tokens for one in requests if one.text == text) for text, _ in requests}
-        inputs = PlanInputs(tokenizer=tokenizer, seed=seed, root=root, heldout_tokens=tokens)
+        inputs = PlanInputs(tokenizer=tokenizer, seed=seed, root=root, heldout_tokens=tokens, form=form)
         self.evals = [suite_of(config).plan(config, inputs) for config in evals]
         self._questions = [(planned, question) for planned in self.evals for question in planned.question_ids]
 
