@@ -149,6 +149,7 @@ def write_model_files(case: Case, folder: Path, *, context: int = 8 << 10) -> No
 
 def write_recipe(case: Case, folder: Path, name: str, *, model: Path, steps: int, **settings: Any) -> Path:
     """`folder/name.yaml`, a recipe of one stage whose run is `folder/name`. JSON is YAML."""
+    folder.mkdir(parents=True, exist_ok=True)
     sources = {"books": {"kind": "jsonl", "path": "asset:demo/train.jsonl.zst"}}
     datasets: dict[str, dict[str, Any]] = {"whole": {"from": "books", "seq_len": case.length, "attention": "full"}}
     if "short" in case.mix:
