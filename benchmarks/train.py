@@ -2,6 +2,7 @@
 
     python benchmarks/train.py [--cases 135m-32k 8b-64k 8b-prolong 8b-128k] [--columns product loop peer]
         [--budget 400] [--rounds 2] [--layers 16] [--profile] [--save]
+    python benchmarks/train.py --add FILE   add what a run on another machine wrote with --out
 
 - product: `unspool train` with a recipe. A step lasts from one line of its metrics to the next, so that the loader,
   metrics, logs and checkpoints (135M: one every eight steps; 8B: none, for host memory) count. Weights are drawn on the
@@ -47,7 +48,13 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help=f"write results/{RESULTS.name}")
     parser.add_argument("--out", type=Path, default=RESULTS, help="another file to write")
     parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU, to try the benchmark itself")
+    parser.add_argument("--add", nargs="+", type=Path, metavar="FILE", help="add what --out wrote, run nothing")
     args = parser.parse_args()
+    if args.add:
+        for path in args.add:
+            write(args.out, read_columns(path))
+        print(table(read_columns(args.out)))
+        return
     deadline = time.monotonic() + args.budget
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="train-") as folder:
@@ -124,9 +131,14 @@ def peer_of(case: str, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return next((found for found in candidates if "tokens_per_second" in found), {})
 
 
+def read_columns(path: Path) -> dict[str, dict[str, Any]]:
+    """The columns of each case in a file of results; none if there is no file."""
+    cases = json.loads(path.read_text())["cases"] if path.is_file() else {}
+    return {case: {name: found[name] for name in COLUMNS if name in found} for case, found in cases.items()}
+
+
 def write(path: Path, results: dict[str, dict[str, Any]]) -> None:
-    saved = json.loads(path.read_text())["cases"] if path.is_file() else {}
-    known = {case: {name: found[name] for name in COLUMNS if name in found} for case, found in saved.items()}
+    known = read_columns(path)
     merged = known | {case: known.get(case, {}) | columns for case, columns in results.items()}
     cases = {
         case: {**columns, **ratios(columns, peer_of(case, merged)), "goal": CASES[case].goal}
