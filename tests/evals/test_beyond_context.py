@@ -119,9 +119,7 @@ def test_a_window_of_text_is_marked_by_position_and_cut_at_its_end(scoring, toke
 
 def test_nothing_left_to_ask_is_refused(scoring, tokenizer):
     evals = [niah(lengths=[512], beyond_context="skip")]
-    with pytest.raises(
-        ConfigError, match=r"every question is longer than the model's context of 300 tokens .* skipped"
-    ):
+    with pytest.raises(ConfigError, match=r"every question is longer than .* context of 300 tokens .* skipped"):
         score(replace(scoring, evals=evals), Counting(tokenizer))
 
 
