@@ -17,6 +17,7 @@ from unspool.core.errors import ConfigError
 from unspool.core.lock import lock_output
 from unspool.core.sizes import parse_size
 from unspool.evals.backends.base import BACKENDS, Backend, BackendOptions, RopeOverride, build_backend
+from unspool.evals.beyond_context import DONE
 from unspool.evals.config import EvalConfig
 from unspool.evals.suites import SUITES
 from unspool.recipe.paths import resolve_path
@@ -81,6 +82,13 @@ def eval_(
     context: Annotated[
         str | None, typer.Option(help="Context length for --rope [default: the longest of --lengths].")
     ] = None,
+    beyond_context: Annotated[
+        str | None,
+        typer.Option(
+            help="Questions longer than the model's context: skip, truncate (cut the middle of the text) or ask "
+            "[default: ask; skip on a server]."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the prompts.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     processes: Annotated[
@@ -135,11 +143,17 @@ def eval_(
     paths = _paths(path or [])
     lookup(BACKENDS, backend, kind="--backend")
     lookup({name: name for name in ENDPOINTS}, endpoint, kind="--endpoint")
+    if beyond_context is not None:
+        lookup(DONE, beyond_context, kind="--beyond-context")
     if is_short and processes > 1:
         raise ConfigError(f"--suite {SHORT} runs lm-eval in one process; leave --processes out.")
     if is_short and backend not in SHORT_BACKENDS:
         raise ConfigError(
             f"--suite {SHORT} runs with --backend {' or '.join(SHORT_BACKENDS)} only; the backend here is {backend}."
+        )
+    if is_short and beyond_context is not None:
+        raise ConfigError(
+            f"--beyond-context has no effect on --suite {SHORT}, whose questions are short; leave it out."
         )
     evals = (
         []
@@ -156,6 +170,7 @@ def eval_(
             paths=paths,
             wording=wording,
             answer_tokens=answer_tokens,
+            beyond_context=beyond_context,
         )
     )
     if lm_eval is not None:

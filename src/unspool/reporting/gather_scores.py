@@ -80,10 +80,15 @@ def _cell(raw: Any, path: Path, position: int) -> Cell:
             stop=whole(raw.get("to")),
             tasks=whole(raw.get("tasks")),
             of_tasks=whole(raw.get("of_tasks")),
+            beyond_context=_optional_text(raw.get("beyond_context")),
             unscored=int(raw.get("not_judged") or 0) + int(raw.get("unparsable") or 0),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{path}: cell {position} is not readable ({error!r}); score this model again.") from error
+
+
+def _optional_text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _suite(raw: dict[str, Any]) -> str:

@@ -44,6 +44,7 @@ class Cell:
     tasks: int | None = None  # of a mean over tasks: number of tasks that have a score
     of_tasks: int | None = None  # number of tasks of the suite
     unscored: int = 0  # answers without a readable verdict of a judge
+    beyond_context: str | None = None  # what was done with questions longer than the model's context
 
     @property
     def is_loss(self) -> bool:
