@@ -1,8 +1,8 @@
 """CIP-n: documents in n chunks; a row has all first chunks, then all second ones, and so on.
 
-Documents are split at random points, as the baseline of Untie the Knots does; equal chunks are an option. D1¹ D2¹ D3¹ D1² D2² D3² for n = 2, without special tokens. Rows attend in full, which makes the model look back over
-the chunks of other documents. The fast variant in the public code of Untie the Knots differs: it leaves documents in
-place.
+Documents are split at random points, as the baseline of Untie the Knots does; equal chunks are an option. For n = 2 a
+row is D1¹ D2¹ D3¹ D1² D2² D3², without special tokens. Rows attend in full, which makes the model look back over the
+chunks of other documents. The fast variant in the public code of Untie the Knots differs: it leaves documents in place.
 """
 
 from collections.abc import Sequence

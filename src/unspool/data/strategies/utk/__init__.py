@@ -30,6 +30,9 @@ class UtkConfig(StrategyConfig):
     longest: Size | None = Field(None, description="longer documents are first cut into several of this length")
     preserve_order: bool = Field(True, description="chunks of one document keep their order")
     backtrace: bool = Field(True, description="after the last chunk, list the labels of all chunks")
+    mask: Literal["paper", "released"] = Field(
+        "paper", description="tokens without loss; released: also the first token of text after a head knot or label"
+    )
 
     @field_validator("hops")
     @classmethod
@@ -67,4 +70,5 @@ class UtkConfig(StrategyConfig):
             arrays=True,
             counts_documents=False,
             added_tokens=tangler.knots,
+            cost=tangler.counts,
         )
