@@ -19,7 +19,8 @@ from unspool.core.sizes import parse_size
 from unspool.evals.backends.base import BACKENDS, Backend, BackendOptions, RopeOverride, build_backend
 from unspool.evals.config import EvalConfig
 from unspool.evals.suites import SUITES
-from unspool.recipe.paths import resolve_path
+from unspool.models.location import short_name
+from unspool.recipe.paths import model_path
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +130,7 @@ def eval_(
 
         unspool eval MODEL --suite short --tasks hellaswag,arc_challenge
     """
-    model = resolve_path(model, Path())
+    model = model_path(model, Path())
     is_short = (suite or "").strip() == SHORT
     override = rope_override(rope, context, None if is_short else lengths)
     paths = _paths(path or [])
@@ -195,7 +196,7 @@ def eval_(
         return
     from unspool.evals.run import Scoring, score
 
-    name = Path(model).name or model
+    name = short_name(model)
     with tempfile.TemporaryDirectory() as folder, nullcontext() if out is None else lock_output(out):
         if out is not None:
             _check_out(out)

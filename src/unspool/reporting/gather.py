@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-import unspool
 from unspool.core.artifacts import MANIFEST, digest, read_manifest
 from unspool.core.errors import ConfigError, DataError
+from unspool.models.location import ASSET_PREFIX, ASSETS
 from unspool.reporting.gather_scores import gather_models
 from unspool.reporting.result_files import (
     json_lines,
@@ -138,7 +138,6 @@ def _drawn(path: Path, *, finished: bool) -> dict[str, int]:
 
 PROBLEMS_PER_CORPUS = 3
 _MARKS = ("recipe.yaml", "run.json", "scores", "stages")
-_ASSET = "asset:"
 
 
 def gather(run_dir: Path) -> RunResults:
@@ -244,9 +243,8 @@ def _base_config(base_model: str | None) -> dict[str, Any] | None:
     """config.json of a local model or one that ships with the package; a report downloads nothing."""
     if not base_model:
         return None
-    assets = Path(unspool.__file__).parent / "assets"
-    shipped = base_model.startswith(_ASSET)
-    folder = assets / base_model.removeprefix(_ASSET) if shipped else Path(base_model)
+    shipped = base_model.startswith(ASSET_PREFIX)
+    folder = ASSETS / base_model.removeprefix(ASSET_PREFIX) if shipped else Path(base_model)
     try:
         found = folder / "config.json"
         return json_object(found) if found.is_file() else None
