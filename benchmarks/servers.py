@@ -1,6 +1,6 @@
 """Ask real servers and the same model in this process the same questions, and write the answers beside each other.
 
-    python benchmarks/servers.py MODEL OUT --server NAME=URL=MODEL_NAME [--server …] [--lengths 1K] [--samples 4]
+    python benchmarks/servers.py MODEL OUT --server NAME=URL=MODEL_NAME [--server …] [--lengths 1K] [--samples 2]
 
 MODEL is the folder whose weights the servers run. OUT gets one JSONL file per server and endpoint, with the answers of
 both sides, and `replies-*.jsonl`: an interrupted run asks for nothing twice. Prints one line per suite and endpoint.
@@ -21,8 +21,8 @@ from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.run import as_local_prompt
 
 SUITES: list[dict[str, Any]] = [
-    {"suite": "niah"},
-    {"suite": "key_value", "value": "words"},
+    {"suite": "niah", "samples": 4},
+    {"suite": "key_value", "value": "words", "samples": 4},
     {"suite": "ruler", "tasks": ["niah_single_1", "vt"]},
     {"suite": "helmet", "tasks": ["json_kv", "trec_coarse"]},
 ]
@@ -47,7 +47,7 @@ class Remembered:
 
 
 def compare(name: str, server: Backend, local: Remembered, lengths: list[int], samples: int, out: Path) -> None:
-    entries = [eval_adapter().validate_python({**suite, "lengths": lengths, "samples": samples}) for suite in SUITES]
+    entries = [eval_adapter().validate_python({"samples": samples, **suite, "lengths": lengths}) for suite in SUITES]
     plan = EvalPlan(entries, server.tokenizer, seed=0, root=Path(), form=server.form)
     rows: dict[tuple[str, int], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
     with (out / f"{name}.jsonl").open("w") as file, server.keeping_replies(out / f"replies-{name}.jsonl"):
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--server", action="append", required=True, metavar="NAME=URL=MODEL_NAME")
     parser.add_argument("--endpoints", default=",".join(ENDPOINTS))
     parser.add_argument("--lengths", default="1K")
-    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=2, help="per task of RULER and HELMET")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     local = Remembered(options.model, options.out / "local.json")

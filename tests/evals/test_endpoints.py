@@ -34,6 +34,7 @@ class Faithful(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.tokenizer = tokenizer
         self.takes = {"text", "chat"}
+        self.context = 4096
         self.continues = False  # whether it continues a last message of the assistant
         self.answer: Callable[[dict[str, Any]], str] = lambda body: "fine"
         self.bodies: list[dict[str, Any]] = []
@@ -63,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Faithful
 
     def do_GET(self) -> None:
-        self._send(200, {"data": [{"id": "served", "max_model_len": 4096}]})
+        self._send(200, {"data": [{"id": "served", "max_model_len": self.server.context}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -74,10 +75,7 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.lock:  # tokenizers must not be used by several threads
             self.server.bodies.append(body)
             count = len(self.server.read(body))
-        if body["max_tokens"] > 1:
-            text = self.server.answer(body)
-        else:
-            text = "fine"
+        text = self.server.answer(body) if body["max_tokens"] > 1 else "fine"
         if self.server.dead.is_set():
             self.close_connection = True
             return
@@ -272,3 +270,15 @@ def test_results_say_what_was_asked_and_how(model, server, tmp_path):
         assert {**record, **wanted} == record
         assert record["template"].startswith(template)
     assert record["template_tokens"] > 5 and record["prefill"] is None
+
+
+@pytest.mark.parametrize("endpoint", ["text", "chat"])
+def test_a_question_beyond_the_context_is_cut_in_what_is_sent(model, server, tmp_path, endpoint):
+    server.context = 300
+    cut = ("--lengths", "512", "--beyond-context", "truncate", "--endpoint", endpoint)
+    samples = ask(model, server, tmp_path, *ALL, *cut)
+
+    assert max(len(server.read(body)) + body["max_tokens"] for body in server.questions) <= 300
+    asked = {sha256(body.get("messages") or body["prompt"]) for body in server.questions}
+    assert {sample["hash"] for sample in samples} == asked
+    assert all(sample["cut_tokens"] > 100 for sample in samples if sample["suite"] == "niah")

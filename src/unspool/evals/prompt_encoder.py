@@ -4,7 +4,7 @@ A local model and the completions endpoint get ids. The text endpoint gets the t
 included. The chat endpoint gets messages, and the server applies its own template.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -15,7 +15,18 @@ from unspool.data.sources.base import Message
 from unspool.data.sources.files import Unreadable, first_line
 from unspool.data.tokenize.chat_template import own_template
 from unspool.evals.backends.base import TOKEN_IDS, PromptForm
-from unspool.evals.prompts import Match, Payload, PromptQuestion, encode, encode_after_newline, opening_ids
+from unspool.evals.prompts import (
+    Match,
+    Payload,
+    Prompt,
+    PromptQuestion,
+    PromptText,
+    cut_context,
+    cut_middle,
+    encode,
+    encode_after_newline,
+    opening_ids,
+)
 from unspool.evals.suite import Question, Task
 
 Chat = Literal["auto", "on", "off"]
@@ -100,9 +111,30 @@ class PromptEncoder:
             ids=self.ending_ids(asked),
             reference=reference,
             depth=asked.depth,
+            text=PromptText(question=asked),
             payload=self.payload(asked, chat=False),
-            prefix=asked.prefix,
         )
+
+    def cut(self, prompt: Prompt, limit: int) -> Prompt:
+        """Cut the middle out of a context, as `cut_context` does, also out of the text that is sent."""
+        shorter, excess = cut_context(prompt, limit), prompt.tokens - limit
+        if excess <= 0 or prompt.questions[0].payload is None:
+            return shorter
+        questions, ids = [], shorter.context_ids
+        for question in shorter.questions:
+            assert question.text is not None, "what is sent is made from it"
+            asked, ids = cut_middle(
+                self.tokenizer,
+                question.text.question.context,
+                excess,
+                lambda text, asked=question.text.question: (  # type: ignore[misc]
+                    replace(asked, context=text),
+                    encode(self.tokenizer, text),
+                ),
+            )
+            text, payload = PromptText(question=asked), self.payload(asked, chat=False)
+            questions.append(replace(question, text=text, payload=payload))
+        return replace(shorter, context_ids=np.concatenate([self.opening, ids]), questions=questions)
 
     def ids(self, asked: Question, *, chat: bool) -> np.ndarray:
         """The prompt's tokens, without those that a server's template adds."""

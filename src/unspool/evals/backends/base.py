@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,13 @@ class PromptForm:
 TOKEN_IDS = PromptForm()
 
 
+class ContextLimit(NamedTuple):
+    """Tokens that a model claims to read and write, and where that is written."""
+
+    tokens: int
+    source: str
+
+
 class Backend:
     """Answers prompts. A backend implements `answers` and overrides what differs from the defaults."""
 
@@ -58,8 +65,8 @@ class Backend:
     """Whether it implements `window_losses`."""
     kind: str = "transformers"
     form: PromptForm = TOKEN_IDS
-    context: int | None = None
-    """Tokens that a server takes, prompt and answer; None if it does not say, and for backends in this process."""
+    context_limit: ContextLimit | None = None
+    """None if it is not known."""
     planned_tokens: int = 0
     """Prompt tokens of the whole run, set before the first prompt. What was answered before a resume counts too, so
     that the same kernels answer all prompts."""
@@ -144,6 +151,21 @@ class BackendOptions:
         # The endpoint of a server is part of the backend's record.
         endpoint = None if self.kind == "openai" else self.endpoint
         return digest([weights, self.kind, self.url, self.model_name, endpoint])
+
+
+def claimed_context(ref: str, rope: RopeOverride | None = None) -> ContextLimit | None:
+    """Read a model's context from its config; None where it gives none, as of a tokenizer alone."""
+    from unspool.models.config import config_values, read_config_file
+
+    if rope is not None:
+        return ContextLimit(rope.context_length, "--context of --rope")
+    try:
+        # A folder of ours may have a model_type that only we know, so its file is read as it is.
+        values = read_config_file(ref)
+        found = values.get("max_position_embeddings") or config_values(ref).get("max_position_embeddings")
+    except ConfigError:
+        return None
+    return ContextLimit(int(found), "max_position_embeddings of its config") if found else None
 
 
 BuildBackend = Callable[[BackendOptions], Backend]

@@ -18,7 +18,15 @@ import numpy as np
 from unspool.core.artifacts import digest
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.core.http_client import KEY_ENV, RetryPolicy, TransientError, check_url, printable_line, request_json
-from unspool.evals.backends.base import TOKEN_IDS, Backend, BackendOptions, Endpoint, PromptForm
+from unspool.evals.backends.base import (
+    TOKEN_IDS,
+    Backend,
+    BackendOptions,
+    ContextLimit,
+    Endpoint,
+    PromptForm,
+    claimed_context,
+)
 from unspool.evals.prompts import Payload, Prompt, PromptQuestion
 from unspool.evals.reply_cache import ReplyCache
 
@@ -163,8 +171,10 @@ class OpenAiBackend(Backend):
         *,
         endpoint: Endpoint | None = None,
         probe: Callable[[], ServerAbilities] | None = None,
+        claimed: ContextLimit | None = None,
     ) -> None:
         self.server, self.tokenizer = server, tokenizer
+        self._claimed = claimed  # for servers that do not list their context
         self._endpoint, self._probe = endpoint, probe
         self._use(abilities)
         self.width = server.width
@@ -175,7 +185,9 @@ class OpenAiBackend(Backend):
 
     def _use(self, abilities: ServerAbilities) -> None:
         self._abilities = abilities
-        self.form, self.context, self.has_losses = abilities.form, abilities.context, abilities.logprobs
+        self.form, self.has_losses = abilities.form, abilities.logprobs
+        listed = ContextLimit(abilities.context, "as the server lists it") if abilities.context else None
+        self.context_limit = listed or self._claimed
 
     def connect(self, record: Mapping[str, Any] | None = None) -> None:
         if self._probe is None:
@@ -274,4 +286,10 @@ def build(options: BackendOptions) -> OpenAiBackend:
         retry=RetryPolicy(seconds=options.timeout),
     )
     tokenizer, endpoint = load_tokenizer(options.model), None if options.endpoint == "auto" else options.endpoint
-    return OpenAiBackend(server, tokenizer, endpoint=endpoint, probe=lambda: probe(server, tokenizer, endpoint))
+    return OpenAiBackend(
+        server,
+        tokenizer,
+        endpoint=endpoint,
+        probe=lambda: probe(server, tokenizer, endpoint),
+        claimed=claimed_context(options.model),
+    )

@@ -158,7 +158,8 @@ def _write_back(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     assert manifest is not None, "scores_folders returns only folders with a manifest"
     evals = [eval_adapter().validate_python(entry) for entry in manifest["settings"]["evals"]]
     before = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    summary = summarize(before["model"], evals, samples, before.get("backend", {"kind": "transformers"}))
+    backend = before.get("backend", {"kind": "transformers"})
+    summary = summarize(before["model"], evals, samples, backend, before.get("beyond_context"))
     beside = folder.with_name(f"{folder.name}.{JUDGEMENTS}")
     same = {name: manifest[name] for name in ("kind", "inputs", "settings")}
     with publish(folder, **same) as draft:

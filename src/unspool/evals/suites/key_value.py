@@ -111,7 +111,8 @@ def _prompt(
     def ask(key: str, value: str) -> Question:
         # A chat model answers a question; any other continues the object.
         split = split_pair_question(key) if encoder.sends_messages else ("", pair_question(key).removeprefix("\n"))
-        return Question(context=text, question=split[0], prefix=split[1], references=(value,))
+        meta = {"oracle": f" {value}."}
+        return Question(context=text, question=split[0], prefix=split[1], references=(value,), meta=meta)
 
     return Prompt(
         suite="key_value",

@@ -125,7 +125,8 @@ def prompt(config: NiahEval, materials: Materials, *, length: int, seed: int, in
 
 def _question(needle: Needle, kind: str) -> Question:
     question, prefix = split_question(needle.key, kind)
-    return Question(context="", question=question, prefix=prefix, references=(needle.value,))
+    meta = {"oracle": f" {needle.value}."}
+    return Question(context="", question=question, prefix=prefix, references=(needle.value,), meta=meta)
 
 
 def _needles(config: NiahEval, words: list[str], index: int, rng: np.random.Generator) -> list[Needle]:
