@@ -51,7 +51,9 @@ class Faithful(ThreadingHTTPServer):
         return [body for body in self.bodies if body["max_tokens"] > 1]
 
     def read(self, body: dict[str, Any]) -> list[int]:
-        if "messages" not in body:
+        if isinstance(body.get("prompt"), list):
+            return body["prompt"]
+        if "prompt" in body:
             return self.tokenizer(body["prompt"])["input_ids"]
         messages = body["messages"]
         begun = messages[-1]["content"] if self.continues and messages[-1]["role"] == "assistant" else ""
@@ -282,3 +284,37 @@ def test_a_question_beyond_the_context_is_cut_in_what_is_sent(model, server, tmp
     asked = {sha256(body.get("messages") or body["prompt"]) for body in server.questions}
     assert {sample["hash"] for sample in samples} == asked
     assert all(sample["cut_tokens"] > 100 for sample in samples if sample["suite"] == "niah")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        ((), ("--endpoint", "text"), "backend transformers and openai"),
+        (("--endpoint", "completions"), ("--endpoint", "completions", "--model-name", "other"), "server model served"),
+        (("--endpoint", "text"), ("--endpoint", "chat"), "endpoint text and chat"),
+        (("--endpoint", "text"), ("--endpoint", "text"), None),
+    ],
+)
+def test_results_that_were_asked_in_different_ways_are_not_paired(model, server, tmp_path, first, second, why):
+    server.takes = {"ids", "text", "chat"}
+    run_dir = tmp_path / "run"
+    for name, options in (("base", first), ("other", second)):
+        if options:
+            ask(model, server, run_dir / "scores" / name, "--suite", "niah", *options)
+        else:
+            options = ("--backend", "oracle", "--lengths", "256", "--samples", "4", "--suite", "niah")
+            done = run(model, *options, "--out", str(run_dir / "scores" / name))
+            assert done.exit_code == 0, done.output
+            summary = run_dir / "scores" / name / "summary.json"
+            summary.write_text(summary.read_text().replace('"oracle"', '"transformers"'))
+    (run_dir / "run.json").write_text("{}")
+    done = CliRunner().invoke(build_app(), ["report", str(run_dir), "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)["runs"][0]
+
+    assert bool(found["comparisons"]) == (why is None)
+    assert len(found["not_paired"]) == (why is not None)
+    assert why is None or why in found["not_paired"][0]
+    page = CliRunner().invoke(build_app(), ["report", str(run_dir), "--out", str(tmp_path / "page.html")])
+    assert page.exit_code == 0, page.output
+    assert ("are not compared answer by answer" in (tmp_path / "page.html").read_text()) == (why is not None)
