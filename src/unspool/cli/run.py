@@ -1,9 +1,11 @@
 """`unspool run`, and its steps one by one: `tokenize`, `pack`, `train`."""
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -123,6 +125,11 @@ def train(
 def _opened(recipe: str, overrides: list[str] | None) -> Iterator[Any]:
     """Open the run of a recipe in this process, or on all ranks of the job that it is part of."""
     loaded = _loaded(recipe, overrides)
+    if isinstance(loaded.recipe.model, str) and os.environ.get("RANK", "0") == "0":
+        from unspool.models.weight_files import hash_ahead
+
+        hash_ahead(loaded.path(loaded.recipe.model))
+    _keep_compiled(loaded.recipe.out)
     # Import late, so that recipe errors appear immediately: these load torch.
     from unspool.recipe.run import open_run, pick_device
     from unspool.training.parallel.ranks import init_ranks
@@ -132,6 +139,16 @@ def _opened(recipe: str, overrides: list[str] | None) -> Iterator[Any]:
         lock_run(loaded.recipe.out) if these.is_leader else nullcontext(),  # rank 0 locks for all
     ):
         yield open_run(loaded, these)
+
+
+def _keep_compiled(out: Path) -> None:
+    """Keep compiled kernels beside the run, for the next start and the next run, unless the user has set a place.
+
+    Not inside of it: these files are code, and a run's folder is passed on to others.
+    """
+    folder = out.absolute().parent / ".compile-cache"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
 def _loaded(recipe: str, overrides: list[str] | None) -> Any:
