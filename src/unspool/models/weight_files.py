@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from unspool.core.artifacts import digest, digest_once, folder_digest, read_manifest
 from unspool.core.errors import ConfigError
-from unspool.models.tokenizer import first_line
+from unspool.models.location import first_line
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -35,7 +35,7 @@ from unspool.models.config import NewModel
 from unspool.models.export import save_model
 from unspool.models.fuse import fuse_parts
 from unspool.models.load import build_new, fit_vocabulary, load_model
-from unspool.models.memory.checkpointing import apply_memory
+from unspool.models.memory.checkpointing import apply_memory, release_host_memory
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import load_tokenizer
@@ -51,6 +51,7 @@ from unspool.training.checkpoint.save import checkpoints
 from unspool.training.config import StageConfig
 from unspool.training.distill.distill import FILE as DISTILLATION
 from unspool.training.distill.distill import build_distillation, check_distillation
+from unspool.training.host_budget import settle_host_memory
 from unspool.training.loader import LEDGER, model_shape
 from unspool.training.loop import Training, run_steps
 from unspool.training.metrics.logger import METRICS, build_logger, copy_logs
@@ -59,7 +60,7 @@ from unspool.training.metrics.validation import SAMPLES, VALIDATION
 from unspool.training.optim.config import AdamWConfig
 from unspool.training.optim.updater import Updater, build_updater
 from unspool.training.parallel.agreement import dataset_facts, model_facts, require_agreement
-from unspool.training.parallel.apply import check_fit, load_sharded, parallelize
+from unspool.training.parallel.apply import check_fit, load_sharded, model_values, needs_full_weights, parallelize
 from unspool.training.parallel.fsdp import unshard_model
 from unspool.training.parallel.mesh import DistContext, build_dist_context, single_rank
 from unspool.training.parallel.ranks import Ranks
@@ -116,7 +117,16 @@ def run_stage(
         if reason is None:
             return None
         rows = {name: open_rows(folder) for name, folder in inputs.datasets.items()}
-        check_fit(stage, inputs.model, rows, world_size=world_size)
+        layout = check_fit(stage, inputs.model, rows, world_size=world_size)
+        stage = settle_host_memory(
+            stage,
+            inputs.model,
+            model_values(inputs.model),
+            dist_context,
+            sequence_ranks=layout.sequence_ranks,
+            num_shards=layout.shard * layout.sequence_ranks,
+            loads_full=dist_context.mesh is None or needs_full_weights(stage, inputs.datasets),
+        )
         distilled_rows = {name: open_rows(folder) for name, folder in inputs.attention_distillation.items()}
         distilled_lens = {name: row_set.row_len for name, row_set in distilled_rows.items()}
         check_distillation(stage, inputs.model, distilled_lens, world_size=world_size)
@@ -171,6 +181,7 @@ def run_stage(
                 distillation.after()
         dist_context.ranks.leave_step("exporting", stage.steps)
         with phases("export"):
+            release_host_memory(model)
             _publish(stage, model, tokenizer, updater, work, out_dir, identity, phases, dist_context=dist_context)
             dist_context.barrier()
     if dist_context.is_leader:
