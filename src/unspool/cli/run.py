@@ -1,5 +1,6 @@
 """`unspool run`, and its steps one by one: `tokenize`, `pack`, `train`."""
 
+import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,8 +16,11 @@ from unspool.cli.recipes import Override
 from unspool.core.config import lookup
 from unspool.core.console import PlainConsole, print_json
 from unspool.core.lock import lock_run
+from unspool.core.phases import process_seconds
 from unspool.core.sizes import format_count, format_size
 from unspool.data.lengths import LONG, TABLE_EDGES, by_edges, from_length
+
+logger = logging.getLogger(__name__)
 
 RecipeArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a bundled recipe.")
@@ -138,7 +142,12 @@ def _opened(recipe: str, overrides: list[str] | None) -> Iterator[Any]:
         init_ranks(pick_device(loaded.recipe.device).type) as these,
         lock_run(loaded.recipe.out) if these.is_leader else nullcontext(),  # rank 0 locks for all
     ):
-        yield open_run(loaded, these)
+        started = process_seconds()
+        context = open_run(loaded, these)
+        if started is not None:
+            context.phases.add_before("start-up", started)
+        yield context
+        logger.info(f"{loaded.recipe.name}: finished in {context.phases.text()}")
 
 
 def _keep_compiled(out: Path) -> None:
