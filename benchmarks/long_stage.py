@@ -1,6 +1,6 @@
 """One optimizer step on one very long row through `unspool train`: speed, and memory of device and host.
 
-    python benchmarks/long_stage.py [--length 512K] [--layers 8 16] [--seconds 550] [--folder DIR] [--save]
+    python benchmarks/long_stage.py [--length 512K] [--layers 4 12] [--seconds 550] [--folder DIR] [--save]
 
 Llama-3-8B's shape with random weights, of which `--layers` layers; bf16 weights with 8-bit states, layers recomputed
 two by two, their inputs in host memory, norms and MLPs in tiles, two KV heads at a time. A row of the demo's books is
@@ -63,7 +63,7 @@ COLUMNS = ("step_seconds", "device_gib", "host_rss_gib", "host_taken_gib")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=parse_size, default=512 << 10, help="tokens of the row")
-    parser.add_argument("--layers", type=int, nargs="+", default=[8, 16], help="numbers of layers, one run each")
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 12], help="numbers of layers, one run each")
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=550, help="for all runs together")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the stage, as JSON")
