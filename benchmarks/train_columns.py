@@ -21,6 +21,7 @@ from cases import CASES, PLANNED, Case, write_model_files, write_recipe
 from gpu import machine, require_gpu
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from unspool.core.artifacts import digest
 from unspool.data.mixture import Mix
 from unspool.data.packing.store import open_rows
 from unspool.models.fuse import fuse_parts
@@ -30,6 +31,7 @@ from unspool.models.rotary import apply_rope
 from unspool.recipe import prepare
 from unspool.recipe.load import load_recipe
 from unspool.training import loop as product_loop
+from unspool.training import stage as product_stage
 from unspool.training.loader import build_step, pinned, step_picks
 from unspool.training.metrics.flops import FlopCount, count_flops, peak_flops
 from unspool.training.optim.updater import build_updater
@@ -88,13 +90,23 @@ def plan_steps(case: Case) -> list[tuple[str, bool]]:
 
 
 def write_case(case: Case, folder: Path) -> Path:
-    """The recipe of a case. Its model's folder has no weights."""
+    """The recipe of a case. The weights of its model are a hole in a file."""
     write_model_files(case, folder / "model", context=case.length // 8)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(folder / "model"))
+    header, size = {}, 0
+    for name, tensor in model.named_parameters():  # tied weights once
+        begin, size = size, size + 2 * tensor.numel()
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begin, size]}
+    text = json.dumps(header).encode()
+    with (folder / "model" / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + size)
     return write_recipe(case, folder, "run", model=folder / "model", steps=STAGE_STEPS)
 
 
 def draw_weights(device: str) -> None:
-    """From here on `from_pretrained` draws weights on the device. Reading 16 GB is not what is measured."""
+    """From here on weights are drawn on the device, not read or hashed: 16 GB of them are not what is measured."""
 
     def draw(
         pretrained_model_name_or_path: str, *, dtype: torch.dtype, attn_implementation: str, **options: Any
@@ -106,6 +118,8 @@ def draw_weights(device: str) -> None:
         return model, {"missing_keys": [], "mismatched_keys": [], "unexpected_keys": []}
 
     AutoModelForCausalLM.from_pretrained = staticmethod(draw)
+    assert hasattr(product_stage, "model_digest")
+    product_stage.model_digest = digest
 
 
 def product(case: Case, folder: Path, *, profile: bool) -> None:
