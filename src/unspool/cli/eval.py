@@ -3,7 +3,6 @@
 import json
 import tempfile
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
@@ -212,21 +211,22 @@ def eval_(
             show_results(summary, scores, as_json=as_json, page=page, kept=out is not None)
         return
     chosen = build_backend(options)
+    from unspool.evals.run import Scoring, recorded_backend, score
+
+    chosen.connect(None if out is None or parity else recorded_backend(out))
     if suite is None and not chosen.has_losses:
         evals = [config for config in evals if not SUITES[config.suite].needs_losses]
     if parity:
         ours = BackendOptions(model=model, rope=override, device=target, dtype=dtype)
         _compare(chosen, build_backend(ours), evals, seed, as_json)
         return
-    from unspool.evals.run import Scoring, score
-
     name = short_name(model)
     with tempfile.TemporaryDirectory() as folder, nullcontext() if out is None else lock_output(out):
         if out is not None:
             _check_out(out)
         scoring = Scoring(
             model=name if override is None else override.name_of(name),
-            model_hash=replace(options, endpoint=chosen.endpoint or endpoint).identity,
+            model_hash=options.identity,
             evals=evals,
             seed=seed,
             out_dir=out or Path(folder) / Path(name).name,
@@ -341,7 +341,8 @@ def _compare(first: Backend, second: Backend, evals: list[EvalConfig], seed: int
     from unspool.evals.eval_plan import EvalPlan
     from unspool.evals.run import compare_backends
 
-    found = compare_backends(EvalPlan(evals, first.tokenizer, seed=seed, root=Path.cwd()), first, second)
+    plan = EvalPlan(evals, first.tokenizer, seed=seed, root=Path.cwd(), form=first.form)
+    found = compare_backends(plan, first, second)
     if as_json:
         print_json(found)
     else:

@@ -101,6 +101,14 @@ def print_table(summary: dict[str, Any]) -> None:
             table.add_row(*table_row(cell))
     console = PlainConsole(highlight=True)
     console.print(table)
+    asked = summary.get("backend", {})
+    if "endpoint" in asked:
+        context = f"context {asked['context']}" if asked["context"] else "context not listed"
+        console.print(
+            f"asked of {asked['model']} at {asked['url']}, endpoint {asked['endpoint']}, {context}, chat template "
+            f"{asked['template']}",
+            highlight=False,
+        )
     beyond = summary.get("beyond_context")
     if beyond:
         policies = dict.fromkeys(beyond["policies"].values())

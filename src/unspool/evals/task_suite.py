@@ -16,15 +16,14 @@ from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size
 from unspool.evals.config import TaskEval
 from unspool.evals.heldout import PlanInputs
+from unspool.evals.prompt_encoder import PromptEncoder
 from unspool.evals.prompts import (
     EncodedQuestion,
     Prompt,
     PromptCache,
-    PromptEncoder,
     PromptQuestion,
     PromptText,
     cut_middle,
-    excerpt,
     group_prompts,
     prompt_hash,
 )
@@ -83,7 +82,7 @@ class PlannedTasks(PlannedEval):
         self.suite: TaskSuite = suite
         self.config, self.seed = config, inputs.seed
         self.tasks = {task.name: task for task in suite.chosen_tasks(config)}
-        self.encoder = PromptEncoder(inputs.tokenizer)
+        self.encoder = PromptEncoder(inputs.tokenizer, inputs.form)
         self.chat = {name: self.encoder.uses_chat(task, config.chat) for name, task in self.tasks.items()}
         self.wording = suite.chosen_wording(config, inputs.root)
         paths = {name: _resolve(path, inputs.root) for name, path in config.paths.items()}
@@ -108,7 +107,7 @@ class PlannedTasks(PlannedEval):
 
     def answer_tokens(self, task: Task) -> int:
         worded = None if self.wording is None else self.wording.answer_tokens.get(task.name)
-        return self.config.answer_tokens or worded or task.answer_tokens
+        return self.config.answer_tokens or (worded or task.answer_tokens) + self.encoder.extra_answer_tokens
 
     def question(self, question: QuestionId) -> Question:
         task = self.tasks[question.task]
@@ -129,9 +128,9 @@ class PlannedTasks(PlannedEval):
             "task": question.task,
             "length": question.length,
             "index": question.index,
-            "hash": prompt_hash(ids),
+            "hash": prompt_hash(ids, payload=self.encoder.payload(asked, chat=self.chat[question.task])),
             "context": hashlib.sha256(asked.context.encode()).hexdigest()[:16],
-            "prompt_tokens": len(ids),
+            "prompt_tokens": self.encoder.template_tokens + len(ids),
             "answer_tokens": self.answer_tokens(self.tasks[question.task]),
             "depth": asked.depth,
             **self._wording_hash,
@@ -184,13 +183,15 @@ class PlannedTasks(PlannedEval):
                     ids=ids[shared:],
                     reference="; ".join(asked.references),
                     depth=asked.depth,
-                    text=PromptText(question=asked, chat=self.chat[task.name]),
+                    text=PromptText(question=asked),
+                    payload=self.encoder.payload(asked, chat=self.chat[task.name]),
                     cut_tokens=asked.meta.get(CUT_TOKENS, 0),
                 )
                 for asked, ids in encoded
             ],
             answer_tokens=self.answer_tokens(task),
             match="contains",
+            template_tokens=self.encoder.template_tokens,
         )
 
     def samples(self, unit: Unit, prepared: Prompt, answers: Sequence[str]) -> list[Sample]:
@@ -209,21 +210,20 @@ class PlannedTasks(PlannedEval):
     def _sample(self, question_id: QuestionId, prompt: Prompt, question: PromptQuestion, output: str) -> Sample:
         assert question.text is not None
         asked, task = question.text.question, self.tasks[question_id.task]
-        length, context = question_id.length, prompt.context_ids
-        score = task.score(output, asked)
+        score = task.score(self.encoder.answer(output, asked.prefix), asked)
         sample: Sample = {
             "suite": self.suite.name,
             "task": task.name,
-            "length": length,
+            "length": question_id.length,
             "depth": asked.depth,
             "index": question_id.index,
-            "hash": prompt_hash(context, question.ids),
-            "prompt_tokens": len(context) + len(question.ids),
+            "hash": prompt.hash(question),
+            "prompt_tokens": prompt.prompt_tokens(question),
             "reference": question.reference,
             "output": output,
             "score": None if score is None else float(score),
             **({"cut_tokens": question.cut_tokens} if question.cut_tokens else {}),
-            **excerpt(self.encoder.tokenizer, length, self.config.lengths, context, question.ids),
+            **prompt.excerpt(self.encoder.tokenizer, question, self.config.lengths),
             **self._wording_hash,
         }
         if "pair" in asked.meta:
@@ -248,7 +248,7 @@ class PlannedTasks(PlannedEval):
     def _encode(self, question: QuestionId) -> EncodedQuestion:
         asked = self.question(question)
         ids = self.encoder.ids(asked, chat=self.chat[question.task])
-        answer = self.answer_tokens(self.tasks[question.task])
+        answer = self.encoder.template_tokens + self.answer_tokens(self.tasks[question.task])
         if self._cut_to is not None and len(ids) + answer > self._cut_to:
             asked, ids = self._cut(asked, ids, len(ids) + answer - self._cut_to, chat=self.chat[question.task])
         used = len(ids) + answer

@@ -66,7 +66,21 @@ def _model(name: str, folder: Path | None, short_file: Path | None) -> ModelScor
         windows=_windows(lines, samples_file),
         short=tuple(cell for cell in [*cells, *short] if task_of(cell.suite)[0] == SHORT),
         holds_until=_effective_lengths(summary),
+        asked=_asked(summary) if folder else {},
     )
+
+
+# What summary.json says about a server, and its name for people.
+_SERVER = {"endpoint": "endpoint", "model": "server model", "context": "context", "template": "chat template"}
+
+
+def _asked(summary: dict[str, Any]) -> dict[str, str]:
+    """How a model was asked; scores older than this record come from a model in the process."""
+    record = summary.get("backend")
+    record = record if isinstance(record, dict) else {}
+    found = {"backend": str(record.get("kind", "transformers"))}
+    known = {name: record[key] for key, name in _SERVER.items() if key in record}
+    return found | {name: "not listed" if value is None else str(value) for name, value in known.items()}
 
 
 def _cells(summary: dict[str, Any], path: Path) -> list[Cell]:

@@ -79,6 +79,7 @@ def _server_lm(options: BackendOptions, tasks: Mapping[str, Any]) -> Any:
 
     backend = build_backend(options)
     assert isinstance(backend, OpenAiBackend)
+    backend.connect()
     by_kind = {task.OUTPUT_TYPE: name for name, task in tasks.items()}
     others = [name for kind, name in by_kind.items() if kind != "generate_until"]
     if others and not backend.has_losses:
