@@ -45,6 +45,17 @@ def test_lengths_stand_in_columns_with_average_and_what_is_kept():
     assert bold == [[False, True, False, True, False], [False, False, True, False, False]]
 
 
+def test_what_is_kept_is_128k_over_32k_or_what_the_scores_name():
+    """As the column "Rate" of Untie the Knots' Table 1: Qwen2-UtK-base (7B) keeps 93%."""
+    scores = {4096: 0.906, 32768: 0.805, 131072: 0.750}
+    cells = [cell("ruler", length, value) for length, value in scores.items()]
+    table = length_table([line("UtK", *cells)], "ruler")
+    assert texts(table)[0][-1] == "93%" and "kept: 128K ÷ 32K" in table.note
+    named = line("UtK", *cells)
+    named = replace(named, scores=replace(named.scores, rates={"ruler": (32768, 4096)}))
+    assert texts(length_table([named], "ruler"))[0][-1] == "89%"
+
+
 def test_what_is_spelled_the_same_is_bold_together_or_not_at_all():
     lines = [line(name, cell("key_value", 64, value)) for name, value in (("a", 0.2344), ("b", 0.2313), ("c", 0.1))]
 

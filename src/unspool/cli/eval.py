@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from unspool.cli.eval_options import print_table
+from unspool.cli.eval_options import print_table, read_rate
 from unspool.core.artifacts import write_atomic
 from unspool.core.config import lookup
 from unspool.core.console import print_json
@@ -63,6 +63,13 @@ def eval_(
     ] = None,
     answer_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens per answer, counted in the length [default: each task's own].")
+    ] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            help="Adaptation rate: TARGET/REFERENCE, of --lengths [default: 128K/32K if both are scored, else the "
+            "longest over the shortest]."
+        ),
     ] = None,
     text: Annotated[
         str | None,
@@ -156,6 +163,7 @@ def eval_(
             paths=paths,
             wording=wording,
             answer_tokens=answer_tokens,
+            **read_rate(rate),
         )
     )
     if lm_eval is not None:

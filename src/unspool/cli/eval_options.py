@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from unspool.core.console import PlainConsole
 from unspool.core.errors import ConfigError
-from unspool.core.sizes import format_size
+from unspool.core.sizes import format_size, parse_size
 from unspool.recipe.json_schema import message, validation_problems
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import Marks
@@ -68,9 +68,25 @@ def print_table(summary: dict[str, Any]) -> None:
         _print_means(console, suite)
         length, rate = suite["effective_length"], suite["adaptation_rate"]
         holds = f"holds up to {format_size(length)}" if length else "does not hold at any length"
-        kept = f"; {100 * rate['value']:.0f}% of its score is kept" if rate and rate["value"] is not None else ""
+        kept = f"; {_kept(rate)}" if rate and rate["value"] is not None else ""
         worded = f", wording {suite['wording']}" if suite.get("wording") else ""
         console.print(f"{suite['suite']} ({suite['mode']}{worded}): {holds}{kept}", highlight=False)
+
+
+def _kept(rate: dict[str, Any]) -> str:
+    kept = f"adaptation rate {100 * rate['value']:.0f}%"
+    return f"{kept} ({format_size(rate['to'])} ÷ {format_size(rate['from'])})"
+
+
+def read_rate(text: str | None) -> dict[str, int]:
+    """Parse `128K/32K`: the target and the reference length of the adaptation rate."""
+    if text is None:
+        return {}
+    try:
+        target, reference = map(parse_size, text.split("/"))
+    except ValueError as error:
+        raise ConfigError(f"--rate {text!r}: write TARGET/REFERENCE, two of --lengths, such as 128K/32K.") from error
+    return {"target_length": target, "reference_length": reference}
 
 
 def _print_means(console: Any, suite: dict[str, Any]) -> None:

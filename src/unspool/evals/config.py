@@ -1,11 +1,11 @@
 """Base classes of the entries of a recipe's `evals`. Every suite has its own class, beside its code."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, model_validator
 
 from unspool.core.config import Config, FromRegistry
-from unspool.core.sizes import Size
+from unspool.core.sizes import Size, format_size
 
 Lengths = Annotated[list[Size], Field(min_length=1)]
 
@@ -34,6 +34,21 @@ class TaskEval(EvalConfig):
     answer_tokens: int | None = Field(
         None, ge=1, description="room for every answer, within the length; each task's own if none"
     )
+    target_length: Size | None = Field(
+        None, description="adaptation rate: the score at this length ÷ that at reference_length; 128K, else the longest"
+    )
+    reference_length: Size | None = Field(
+        None, description="adaptation rate: what target_length is compared with; 32K, else the shortest"
+    )
+
+    @model_validator(mode="after")
+    def _rate_was_scored(self) -> Self:
+        for key in ("target_length", "reference_length"):
+            length = getattr(self, key)
+            if length is not None and length not in self.lengths:
+                scored = ", ".join(map(format_size, self.lengths))
+                raise ValueError(f"{key} {format_size(length)} is not among lengths, which are {scored}")
+        return self
 
 
 class WordedEval(TaskEval):

@@ -144,10 +144,13 @@ def _identity(scoring: Scoring) -> dict[str, Any]:
     }
 
 
+LATER_KEYS = {"wording", "target_length", "reference_length"}
+
+
 def _settings(config: EvalConfig) -> dict[str, Any]:
-    """Settings of an entry, without an unset `wording`, so that scores older than this key stay up to date."""
+    """Settings of an entry, without unset keys that came later, so that older scores stay up to date."""
     settings = config.model_dump(mode="json")
-    return {name: value for name, value in settings.items() if name != "wording" or value is not None}
+    return {name: value for name, value in settings.items() if name not in LATER_KEYS or value is not None}
 
 
 def _describe_work(folder: Path) -> str | None:

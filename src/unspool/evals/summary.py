@@ -12,7 +12,7 @@ from typing import Any
 
 from unspool.core.stats import score_interval, t_quantile, wilson
 from unspool.evals.config import TaskEval
-from unspool.evals.scoring.effective_length import adaptation_rate, effective_length
+from unspool.evals.scoring.effective_length import adaptation_rate, effective_length, rate_lengths
 from unspool.evals.scoring.ranking import pair_accuracy
 from unspool.evals.suite import Cell, Sample, Task
 
@@ -81,7 +81,7 @@ def task_cells(
 def suite_summary(
     config: TaskEval, categories: Mapping[str, tuple[str, ...]], cells: Sequence[Cell], samples: Sequence[Sample]
 ) -> dict[str, Any]:
-    """Means by length, the effective length, and the share of the shortest length's score kept at the longest."""
+    """Means by length, the effective length, and the score at the target length ÷ that at the reference length."""
     means = [mean for length in sorted(config.lengths) for mean in _means(config, categories, length, cells)]
     # The number that the suite's paper reports, where all of it is known.
     head = OVERALL if all(mean["value"] is not None for mean in means if mean["name"] == OVERALL) else MEAN
@@ -90,9 +90,9 @@ def suite_summary(
         length: [mean["value"] for mean in means if (mean["name"], mean["length"]) == (head, length)]
         for length in config.lengths
     }
-    shortest, longest = min(config.lengths), max(config.lengths)
+    target, reference = rate_lengths(config.lengths, config.target_length, config.reference_length)
     of_suite = [sample for sample in samples if sample["suite"] == config.suite]
-    rate = adaptation_rate(_by_task(of_suite, longest), _by_task(of_suite, shortest)) if longest > shortest else None
+    rate = adaptation_rate(_by_task(of_suite, target), _by_task(of_suite, reference)) if target != reference else None
     return {
         "suite": config.suite,
         "mode": config.mode,
@@ -100,7 +100,7 @@ def suite_summary(
         "means": means,
         "effective_length": effective_length(by_length),
         "effective_length_of": head,
-        "adaptation_rate": None if rate is None else {"from": shortest, "to": longest, **vars(rate)},
+        "adaptation_rate": None if rate is None else {"from": reference, "to": target, **vars(rate)},
     }
 
 
