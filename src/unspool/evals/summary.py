@@ -79,13 +79,23 @@ def task_cells(
 
 
 def suite_summary(
-    config: TaskEval, categories: Mapping[str, tuple[str, ...]], cells: Sequence[Cell], samples: Sequence[Sample]
+    config: TaskEval,
+    categories: Mapping[str, tuple[str, ...]],
+    cells: Sequence[Cell],
+    samples: Sequence[Sample],
+    *,
+    has_overall: bool = True,
 ) -> dict[str, Any]:
     """Means by length, the effective length, and the score at the target length ÷ that at the reference length."""
-    means = [mean for length in sorted(config.lengths) for mean in _means(config, categories, length, cells)]
+    means = [
+        mean
+        for length in sorted(config.lengths)
+        for mean in _means(config, categories, length, cells)
+        if has_overall or mean["name"] != OVERALL
+    ]
     # The number that the suite's paper reports, where all of it is known.
     head = OVERALL if all(mean["value"] is not None for mean in means if mean["name"] == OVERALL) else MEAN
-    head = head if categories else MEAN
+    head = head if categories and has_overall else MEAN
     of_suite = [sample for sample in samples if sample["suite"] == config.suite]
     # A prompt that was cut to the model's context tells nothing about the length that it would have had.
     cut = {sample["length"] for sample in of_suite if "cut_tokens" in sample}
