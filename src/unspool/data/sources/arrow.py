@@ -10,7 +10,7 @@ therefore grows to about three times the text of a row group if texts are long.
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -27,14 +27,15 @@ _TEXT = (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large
 # What Arrow raises on damaged files; KeyError and TypeError come from its own wrapping of broken schemas.
 ARROW_ERRORS = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, MemoryError)
 
+T = TypeVar("T")
 # The columns to read from a file, and a function that yields the items of a batch with the number of its first record.
-Columns = tuple[list[str], Callable[[pa.RecordBatch, int], Iterator[Item]]]
+Columns = tuple[list[str], Callable[[pa.RecordBatch, int], Iterator[T]]]
 
 
 def read_text_column(path: Path, column: str) -> Iterator[Item]:
     """Yield one item per record of a Parquet file's column."""
 
-    def choose_columns(schema: pa.Schema) -> Columns:
+    def choose_columns(schema: pa.Schema) -> Columns[Item]:
         parts = column_path(schema, column)
         return [".".join(parts)], lambda batch, number: text_items(nested_column(batch, parts), path, number)
 
@@ -96,7 +97,7 @@ def _decode_value(value: Any) -> str:
 # Parquet files
 
 
-def read_parquet(path: Path, choose_columns: Callable[[pa.Schema], Columns]) -> Iterator[Item]:
+def read_parquet(path: Path, choose_columns: Callable[[pa.Schema], Columns[T]]) -> Iterator[T | Bad]:
     """Yield one item per record; `choose_columns` selects what is read by a file's schema or raises Unreadable."""
     try:
         yield from _read_row_groups(path, choose_columns)
@@ -104,7 +105,7 @@ def read_parquet(path: Path, choose_columns: Callable[[pa.Schema], Columns]) -> 
         yield Bad(str(path), "whole file", error.reason, error.detail)
 
 
-def _read_row_groups(path: Path, choose_columns: Callable[[pa.Schema], Columns]) -> Iterator[Item]:
+def _read_row_groups(path: Path, choose_columns: Callable[[pa.Schema], Columns[T]]) -> Iterator[T | Bad]:
     with _open_parquet(path) as file:
         try:
             columns = choose_columns(file.schema_arrow)
@@ -148,11 +149,11 @@ def _row_group_size(file: pq.ParquetFile, group: int) -> tuple[int, int]:
 def _read_row_group(
     path: Path,
     group: int,
-    columns: Columns,
+    columns: Columns[T],
     read_batches: Callable[..., Iterator[pa.RecordBatch]],
     number: int,
     num_records: int,
-) -> Iterator[Item]:
+) -> Iterator[T | Bad]:
     names, items = columns
     end = number + num_records
     problem = None
