@@ -244,6 +244,9 @@ def files_digest(source: Source, root: Path) -> str:
 
 
 def _digest_units(source: Source, units: list[Path]) -> str:
+    known = source.content_marks(units)
+    if known is not None:
+        return digest(known)
     files = source.input_files(units)
     # Above the limit hashing costs too much; a changed file then shows by its modification time.
     by_content = sum(file.stat().st_size for _, file in files) <= CHECKSUM_LIMIT

@@ -32,14 +32,19 @@ T = TypeVar("T")
 Columns = tuple[list[str], Callable[[pa.RecordBatch, int], Iterator[T]]]
 
 
-def read_text_column(path: Path, column: str) -> Iterator[Item]:
-    """Yield one item per record of a Parquet file's column."""
+def read_text_column(
+    path: Path,
+    column: str,
+    open_file: Callable[[Path], pq.ParquetFile] | None = None,
+    groups: range | None = None,
+) -> Iterator[Item]:
+    """Yield one item per record of a Parquet file's column, of all row groups or of some."""
 
     def choose_columns(schema: pa.Schema) -> Columns[Item]:
         parts = column_path(schema, column)
         return [".".join(parts)], lambda batch, number: text_items(nested_column(batch, parts), path, number)
 
-    return read_parquet(path, choose_columns)
+    return read_parquet(path, choose_columns, open_file, groups)
 
 
 def column_path(schema: pa.Schema, name: str) -> list[str]:
@@ -97,30 +102,38 @@ def _decode_value(value: Any) -> str:
 # Parquet files
 
 
-def read_parquet(path: Path, choose_columns: Callable[[pa.Schema], Columns[T]]) -> Iterator[T | Bad]:
+def read_parquet(
+    path: Path,
+    choose_columns: Callable[[pa.Schema], Columns[T]],
+    open_file: Callable[[Path], pq.ParquetFile] | None = None,
+    groups: range | None = None,
+) -> Iterator[T | Bad]:
     """Yield one item per record; `choose_columns` selects what is read by a file's schema or raises Unreadable."""
     try:
-        yield from _read_row_groups(path, choose_columns)
+        with (open_file or open_parquet)(path) as file:
+            yield from _read_row_groups(file, path, choose_columns, groups)
     except Unreadable as error:
         yield Bad(str(path), "whole file", error.reason, error.detail)
 
 
-def _read_row_groups(path: Path, choose_columns: Callable[[pa.Schema], Columns[T]]) -> Iterator[T | Bad]:
-    with _open_parquet(path) as file:
-        try:
-            columns = choose_columns(file.schema_arrow)
-            sizes = [_row_group_size(file, group) for group in range(file.num_row_groups)]
-        except ARROW_ERRORS as error:
-            raise Unreadable("unreadable", f"its metadata is damaged ({first_line(error)})") from error
-        number = 1
-        for group, (num_records, num_bytes) in enumerate(sizes):
+def _read_row_groups(
+    file: pq.ParquetFile, path: Path, choose_columns: Callable[[pa.Schema], Columns[T]], groups: range | None
+) -> Iterator[T | Bad]:
+    try:
+        columns = choose_columns(file.schema_arrow)
+        sizes = [_row_group_size(file, group) for group in range(file.num_row_groups)]
+    except ARROW_ERRORS as error:
+        raise Unreadable("unreadable", f"its metadata is damaged ({first_line(error)})") from error
+    number = 1
+    for group, (num_records, num_bytes) in enumerate(sizes):
+        if groups is None or group in groups:
             batch_size = min(max(_BATCH_BYTES * num_records // max(num_bytes, 1), 1), _BATCH_RECORDS)
             batches = partial(file.iter_batches, batch_size, row_groups=[group], use_threads=False)
             yield from _read_row_group(path, group, columns, batches, number, num_records)
-            number += num_records
+        number += num_records
 
 
-def _open_parquet(path: Path) -> pq.ParquetFile:
+def open_parquet(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, page_checksum_verification=True)
     except ARROW_ERRORS as error:

@@ -132,6 +132,14 @@ class Source(Config):
         """List (unit, file) for every file whose content the documents depend on."""
         return [(unit, file) for unit in units for file in files_below(unit)]
 
+    def content_marks(self, units: Sequence[Path]) -> list[Any] | None:
+        """What identifies the content of units that are not on this machine; None if they are files to hash."""
+        return None
+
+    def limited(self, tokens: int | None) -> Self:
+        """A copy that stops at what a recipe needs, if this source reads no further by itself; None is unknown."""
+        return self
+
     def has_loss_masks(self, units: Sequence[Path]) -> bool:
         """Whether some documents have a loss mask; in the corpus then all have one."""
         return self.is_chat
