@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from unspool.cli.eval_options import print_table
+from unspool.cli.eval_options import page_file, show_results
 from unspool.core.artifacts import write_atomic
 from unspool.core.config import lookup
 from unspool.core.console import print_json
@@ -17,9 +17,11 @@ from unspool.core.errors import ConfigError
 from unspool.core.lock import lock_output
 from unspool.core.sizes import parse_size
 from unspool.evals.backends.base import BACKENDS, Backend, BackendOptions, RopeOverride, build_backend
+from unspool.evals.beyond_context import DONE
 from unspool.evals.config import EvalConfig
 from unspool.evals.suites import SUITES
-from unspool.recipe.paths import resolve_path
+from unspool.models.location import short_name
+from unspool.recipe.paths import model_path
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +83,13 @@ def eval_(
     context: Annotated[
         str | None, typer.Option(help="Context length for --rope [default: the longest of --lengths].")
     ] = None,
+    beyond_context: Annotated[
+        str | None,
+        typer.Option(
+            help="Questions longer than the model's context: skip, truncate (cut the middle of the text) or ask "
+            "[default: ask; skip on a server]."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the prompts.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     processes: Annotated[
@@ -106,6 +115,9 @@ def eval_(
     lm_eval: Annotated[
         Path | None, typer.Option(help="Write the suites as lm-eval tasks into this folder, and exit.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="PAGE", help="Also write the report page: an .html file, or a folder for it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Score a model by context length.
@@ -129,17 +141,23 @@ def eval_(
 
         unspool eval MODEL --suite short --tasks hellaswag,arc_challenge
     """
-    model = resolve_path(model, Path())
+    model = model_path(model, Path())
     is_short = (suite or "").strip() == SHORT
     override = rope_override(rope, context, None if is_short else lengths)
     paths = _paths(path or [])
     lookup(BACKENDS, backend, kind="--backend")
     lookup({name: name for name in ENDPOINTS}, endpoint, kind="--endpoint")
+    if beyond_context is not None:
+        lookup(DONE, beyond_context, kind="--beyond-context")
     if is_short and processes > 1:
         raise ConfigError(f"--suite {SHORT} runs lm-eval in one process; leave --processes out.")
     if is_short and backend not in SHORT_BACKENDS:
         raise ConfigError(
             f"--suite {SHORT} runs with --backend {' or '.join(SHORT_BACKENDS)} only; the backend here is {backend}."
+        )
+    if is_short and beyond_context is not None:
+        raise ConfigError(
+            f"--beyond-context has no effect on --suite {SHORT}, whose questions are short; leave it out."
         )
     evals = (
         []
@@ -156,6 +174,7 @@ def eval_(
             paths=paths,
             wording=wording,
             answer_tokens=answer_tokens,
+            beyond_context=beyond_context,
         )
     )
     if lm_eval is not None:
@@ -165,6 +184,8 @@ def eval_(
             raise ConfigError("--rope cannot be combined with --lm-eval, which writes tasks for any model.")
         if processes > 1:
             raise ConfigError("--processes cannot be combined with --lm-eval, which only writes tasks.")
+        if html is not None:
+            raise ConfigError("--html cannot be combined with --lm-eval, which only writes tasks.")
         _write_tasks(model, evals, seed, lm_eval)
         return
     target, dtype = device_and_dtype(device)
@@ -181,10 +202,14 @@ def eval_(
         device=target,
         dtype=dtype,
     )
+    if parity and html is not None:
+        raise ConfigError("--html cannot be combined with --parity, which compares answers and scores nothing.")
+    page = None if html is None else page_file(html)
     if is_short:
-        with nullcontext() if out is None else lock_output(out):
-            summary = _score_short(options, tasks, samples=samples, include=paths.get("tasks"), out=out)
-        _print(summary, as_json)
+        with tempfile.TemporaryDirectory() as folder, nullcontext() if out is None else lock_output(out):
+            scores = out or Path(folder) / "short"
+            summary = _score_short(options, tasks, samples=samples, include=paths.get("tasks"), out=scores)
+            show_results(summary, scores, as_json=as_json, page=page, kept=out is not None)
         return
     chosen = build_backend(options)
     if suite is None and not chosen.has_losses:
@@ -195,7 +220,7 @@ def eval_(
         return
     from unspool.evals.run import Scoring, score
 
-    name = Path(model).name or model
+    name = short_name(model)
     with tempfile.TemporaryDirectory() as folder, nullcontext() if out is None else lock_output(out):
         if out is not None:
             _check_out(out)
@@ -204,10 +229,11 @@ def eval_(
             model_hash=replace(options, endpoint=chosen.endpoint or endpoint).identity,
             evals=evals,
             seed=seed,
-            out_dir=out or Path(folder) / "scores",
+            out_dir=out or Path(folder) / Path(name).name,
             root=Path.cwd(),
         )
-        _print(score(scoring, chosen), as_json)
+        summary = score(scoring, chosen)
+        show_results(summary, scoring.out_dir, as_json=as_json, page=page, kept=out is not None)
 
 
 def chosen_evals(suites: str, lengths: str, **options: Any) -> list[EvalConfig]:
@@ -339,22 +365,14 @@ def _write_tasks(model: str, evals: list[EvalConfig], seed: int, out_dir: Path) 
 
 
 def _score_short(
-    options: BackendOptions, tasks: str | None, *, samples: int | None, include: str | None, out: Path | None
+    options: BackendOptions, tasks: str | None, *, samples: int | None, include: str | None, out: Path
 ) -> dict[str, Any]:
     from unspool.evals.suites.short import TASKS, run_short
 
     summary = run_short(options, _names(tasks) or list(TASKS), samples=samples, include=include)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        write_atomic(out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomic(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     return summary
-
-
-def _print(summary: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(summary)
-    else:
-        print_table(summary)
 
 
 def device_and_dtype(name: str) -> "tuple[torch.device, torch.dtype]":

@@ -1,23 +1,30 @@
-"""Parsing of `unspool eval --rope`, and the table that eval and judge print."""
+"""Parsing of `unspool eval --rope` and `--html`, and how eval and judge show their results."""
 
+import logging
+import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from unspool.core.console import PlainConsole
+from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
+from unspool.evals.beyond_context import footnote
 from unspool.recipe.json_schema import message, validation_problems
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import Marks
 from unspool.rope.methods import AnyRopeMethod
 from unspool.rope.tables import RopeMethod
 
+logger = logging.getLogger(__name__)
+
 OPTION = "--rope"
 # The same key of a recipe, whose error messages are used.
 PLACE = ("stages", 0, "rope")
+BEYOND = " †"  # after a length beyond the model's context
 
 
 def read_rope(text: str) -> RopeMethod:
@@ -51,6 +58,35 @@ def _explain(value: dict[str, Any]) -> str:
     raise AssertionError("a RoPE method was refused without a message")
 
 
+def page_file(given: Path) -> Path:
+    """The page that `--html` names: a file, or `report.html` in a folder; ConfigError before any question is asked."""
+    page = given / "report.html" if given.is_dir() or not given.suffix else given
+    if page.is_dir():
+        raise ConfigError(f"--html {page} is a folder; name another file.")
+    if page.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"--html {given}: a page ends in .html; use {given.with_suffix('.html')}, or a folder.")
+    return page
+
+
+def show_results(summary: dict[str, Any], folder: Path, *, as_json: bool, page: Path | None, kept: bool) -> None:
+    """Print a summary, write its page, and say where the results are and how to see them."""
+    if as_json:
+        print_json(summary)
+    else:
+        print_table(summary)
+    if page is not None:
+        from unspool.reporting.page import write_report
+
+        page.parent.mkdir(parents=True, exist_ok=True)
+        write_report([folder], page)
+        logger.info(f"page: {page}")
+    if kept:
+        see = "" if page is not None else f"; see them with: unspool report {shlex.quote(str(folder))}"
+        logger.info(f"results: {folder}{see}")
+    elif page is None:
+        logger.info("results were not kept; --out FOLDER keeps answers and scores, --html PAGE writes a page")
+
+
 def print_table(summary: dict[str, Any]) -> None:
     """Print the cells of a summary, and below them the means of its suites."""
     from rich.table import Table
@@ -60,12 +96,17 @@ def print_table(summary: dict[str, Any]) -> None:
         table.add_column(column, justify="right")
     for cell in summary["cells"]:
         # Depths of tasks are only in summary.json and in the report, since they would bury the tasks.
-        if not cell.get("task") or cell["depth"] is None:
+        is_depth_of_nothing = cell.get("depth") is not None and not cell["n"]
+        if (not cell.get("task") or cell["depth"] is None) and not is_depth_of_nothing:
             table.add_row(*table_row(cell))
     console = PlainConsole(highlight=True)
     console.print(table)
+    beyond = summary.get("beyond_context")
+    if beyond:
+        policies = dict.fromkeys(beyond["policies"].values())
+        console.print(f"{BEYOND.strip()} {'; '.join(footnote(beyond, policy) for policy in policies)}", highlight=False)
     for suite in summary.get("suites", []):
-        _print_means(console, suite)
+        _print_means(console, suite, beyond and beyond["context"])
         length, rate = suite["effective_length"], suite["adaptation_rate"]
         holds = f"holds up to {format_size(length)}" if length else "does not hold at any length"
         kept = f"; {100 * rate['value']:.0f}% of its score is kept" if rate and rate["value"] is not None else ""
@@ -73,15 +114,17 @@ def print_table(summary: dict[str, Any]) -> None:
         console.print(f"{suite['suite']} ({suite['mode']}{worded}): {holds}{kept}", highlight=False)
 
 
-def _print_means(console: Any, suite: dict[str, Any]) -> None:
+def _print_means(console: Any, suite: dict[str, Any], context: int | None) -> None:
     """Print a suite's means and categories by length."""
     from rich.table import Table
 
     lengths = list(dict.fromkeys(mean["length"] for mean in suite.get("means", [])))
-    table = Table(suite["suite"], *(format_size(length) for length in lengths))
+    names = [format_size(length) + BEYOND * (context is not None and length > context) for length in lengths]
+    table = Table(suite["suite"], *names)
     for name in dict.fromkeys(mean["name"] for mean in suite.get("means", [])):
         row = [mean for mean in suite["means"] if mean["name"] == name]
-        table.add_row(_mean_name(min(row, key=lambda mean: mean["tasks"])), *(_mean_text(mean) for mean in row))
+        known = [mean for mean in row if mean["n"]] or row
+        table.add_row(_mean_name(min(known, key=lambda mean: mean["tasks"])), *(_mean_text(mean) for mean in row))
     if lengths:
         console.print(table, highlight=False)
 
@@ -119,5 +162,5 @@ def table_row(cell: dict[str, Any]) -> tuple[str, ...]:
     if cell.get("task"):
         part = f"{cell['task']} ({cell['metric']})" + ("" if part == "all" else f", {part}")
     interval = "–" if cell["low"] is None else f"{shown(cell['low'])} to {shown(cell['high'])}"
-    length = format_size(cell["length"]) if cell["length"] else "short"
+    length = (format_size(cell["length"]) if cell["length"] else "short") + BEYOND * ("beyond_context" in cell)
     return cell["suite"], length, part, shown(cell["value"]), interval, str(cell["n"])

@@ -10,10 +10,28 @@ from unspool.core.sizes import Size
 Lengths = Annotated[list[Size], Field(min_length=1)]
 
 
+BeyondContext = Literal["skip", "truncate", "ask"]
+
+
 class EvalConfig(Config):
     """One entry of `evals`; `suite` decides which class it has."""
 
     suite: str
+    beyond_context: BeyondContext | None = Field(
+        None,
+        description="questions longer than the model's context: skip, truncate (cut the middle of the text) or ask; "
+        "if none, they are asked, on a server skipped",
+    )
+
+    def asked_lengths(self, lengths: list[int], context: int | None) -> list[int]:
+        """The lengths whose questions are asked of a model with a context of so many tokens."""
+        if context is None or self.beyond_context != "skip":
+            return lengths
+        return [length for length in lengths if length <= context]
+
+    def cut_to(self, context: int | None) -> int | None:
+        """Tokens that longer prompts are cut to; None if they are not cut."""
+        return context if self.beyond_context == "truncate" else None
 
 
 class TaskEval(EvalConfig):

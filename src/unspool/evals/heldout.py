@@ -71,6 +71,9 @@ class PlanInputs:
     heldout_tokens: Mapping[str | None, int] = field(default_factory=dict)
     """By text: the most tokens that any entry needs. The entries share documents, which decide their prompts."""
 
+    context: int | None = None
+    """Tokens that the model's context has; None where it is not known."""
+
     @cached_property
     def words(self) -> list[str]:
         return single_token_words(self.tokenizer, word_list())

@@ -7,7 +7,7 @@ the joined text, so a prompt reads as the same text would in training.
 import hashlib
 import pickle
 import tempfile
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -57,6 +57,8 @@ class PromptQuestion:
     """The whole prompt as text, for backends that send text; None where only ids are known."""
     answer_tokens: int | None = None
     """Fewer than the prompt's, where this question was built with room for no more."""
+    cut_tokens: int = 0
+    """Tokens that were cut out of the middle, because the prompt did not fit the model's context."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,38 @@ def merge_prompts(prompts: Sequence[Prompt]) -> Prompt:
         ],
         answer_tokens=max(prompt.answer_tokens for prompt in prompts),
     )
+
+
+def cut_context(prompt: Prompt, limit: int) -> Prompt:
+    """Cut the middle out of the context, so that the longest question and its answer fit `limit` tokens."""
+    context, excess = prompt.context_ids, prompt.tokens - limit
+    if excess <= 0:
+        return prompt
+    if excess > len(context):
+        raise ConfigError(f"{prompt.suite}: a question and its answer do not fit a context of {limit} tokens.")
+    keep = len(context) - excess
+    head, tail = keep - keep // 2, keep // 2
+    return replace(
+        prompt,
+        context_ids=np.concatenate([context[:head], context[len(context) - tail :]]),
+        questions=[replace(question, cut_tokens=excess) for question in prompt.questions],
+    )
+
+
+def cut_middle(tokenizer: Any, text: str, excess: int, build: Callable[[str], "EncodedQuestion"]) -> "EncodedQuestion":
+    """Build a prompt from a text without at least `excess` tokens of its middle, or without all of them."""
+    starts = token_starts(tokenizer, text)
+    asked, ids = build(text)
+    wanted = len(ids) - excess
+    keep = len(starts)
+    while excess > 0 and keep > 0:
+        # Tokens at the cut may merge differently, so one pass may leave some too many.
+        keep = max(0, keep - excess)
+        head, tail = keep - keep // 2, keep // 2
+        end = int(starts[head]) if head < len(starts) else len(text)
+        asked, ids = build(text[:end] + (text[int(starts[-tail]) :] if tail else ""))
+        excess = len(ids) - wanted
+    return asked, ids
 
 
 # Questions on one context that are decoded side by side.

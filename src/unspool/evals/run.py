@@ -9,7 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from unspool.core.errors import ConfigError, naming
 from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count
 from unspool.data.facts import word_list
+from unspool.evals import beyond_context
 from unspool.evals.backends.base import Backend
 from unspool.evals.config import EvalConfig
 from unspool.evals.eval_plan import EvalPlan
@@ -66,24 +67,31 @@ def score_model(model_ref: str, scoring: Scoring, *, device: "torch.device", dty
 def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
     """Return the summary; the backend is only asked for what is not scored yet."""
     _check_backend(scoring.evals, backend)
-    identity = _identity(scoring)
+    scoring = replace(scoring, evals=beyond_context.resolve(scoring.evals, backend))
+    beyond = beyond_context.facts(scoring.evals, backend.context_limit)
+    identity = _identity(scoring, beyond)
     reason = stale_reason(scoring.out_dir, **identity)
     if reason is None:
         clean_up(scoring.out_dir, WORK_FILES)
         logger.info(f"scores of {scoring.model}: up to date")
         loaded: dict[str, Any] = json.loads((scoring.out_dir / SUMMARY).read_text(encoding="utf-8"))
         return loaded
-    plan = EvalPlan(scoring.evals, backend.tokenizer, seed=scoring.seed, root=scoring.root)
+    context = None if beyond is None else beyond["context"]
+    plan = EvalPlan(scoring.evals, backend.tokenizer, seed=scoring.seed, root=scoring.root, context=context)
     backend.planned_tokens = plan.prompt_tokens
     logger.info(
         f"scores of {scoring.model} ({reason}): {plan.num_contexts} contexts, {plan.num_samples} samples, "
         f"{format_count(plan.prompt_tokens)} prompt tokens"
     )
+    if beyond is not None:
+        logger.warning(beyond_context.notice(beyond, plan.beyond_context, plan.num_questions))
     with naming(scoring.out_dir):
-        return _score(scoring, backend, plan, identity)
+        return _score(scoring, backend, plan, identity, beyond)
 
 
-def _score(scoring: Scoring, backend: Backend, plan: EvalPlan, identity: dict[str, Any]) -> dict[str, Any]:
+def _score(
+    scoring: Scoring, backend: Backend, plan: EvalPlan, identity: dict[str, Any], beyond: dict[str, Any] | None
+) -> dict[str, Any]:
     work_dir = scoring.out_dir.with_name(scoring.out_dir.name + ".work")
     open_work(work_dir, digest(identity), key_file=PLAN, label=f"scores of {scoring.model}", describe=_describe_work)
     cache = PromptCache(work_dir)
@@ -94,19 +102,26 @@ def _score(scoring: Scoring, backend: Backend, plan: EvalPlan, identity: dict[st
         plan.pack_contexts(backend.row_tokens)
     _score_units(plan, backend, work_dir / SAMPLES, label=f"score {scoring.model}")
     cache.close()
-    summary = summarize(scoring.model, scoring.evals, _read_lines(work_dir / SAMPLES))
+    summary = summarize(scoring.model, scoring.evals, _read_lines(work_dir / SAMPLES), beyond)
     write_atomic(work_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
     counts = {"contexts": plan.num_contexts, "samples": plan.num_samples}
     seal(work_dir, scoring.out_dir, **identity, counts=counts, unlisted=WORK_FILES)
     return summary
 
 
-def summarize(model: str, evals: Sequence[EvalConfig], samples: Sequence[Sample]) -> dict[str, Any]:
-    """Build the content of summary.json."""
+def summarize(
+    model: str, evals: Sequence[EvalConfig], samples: Sequence[Sample], beyond: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Build the content of summary.json; `beyond` is about questions beyond the model's context, if there are any."""
     cells = [cell for config in evals for cell in suite_of(config).cells(config, samples)]
     found = [suite_of(config).summary(config, cells, samples) for config in evals]
     suites = [summary for summary in found if summary is not None]
-    return {"model": model, "cells": cells, **({"suites": suites} if suites else {})}
+    return {
+        "model": model,
+        "cells": beyond_context.mark_cells(cells, beyond),
+        **({"suites": suites} if suites else {}),
+        **({"beyond_context": beyond} if beyond else {}),
+    }
 
 
 def _check_backend(evals: Sequence[EvalConfig], backend: Backend) -> None:
@@ -118,7 +133,7 @@ def _check_backend(evals: Sequence[EvalConfig], backend: Backend) -> None:
             )
 
 
-def _identity(scoring: Scoring) -> dict[str, Any]:
+def _identity(scoring: Scoring, beyond: dict[str, Any] | None = None) -> dict[str, Any]:
     """Everything that the scores depend on, as the artifact records it."""
     texts = {found.text for config in scoring.evals if (found := suite_of(config).heldout(config)) is not None}
     files: dict[str, dict[str, Any]] = {}
@@ -140,14 +155,16 @@ def _identity(scoring: Scoring) -> dict[str, Any]:
             "seed": scoring.seed,
             "suite_version": SUITE_VERSION,
             **({"suites": versions} if versions else {}),
+            **({"context": beyond["context"]} if beyond and set(beyond["policies"].values()) != {"ask"} else {}),
         },
     }
 
 
 def _settings(config: EvalConfig) -> dict[str, Any]:
-    """Settings of an entry, without an unset `wording`, so that scores older than this key stay up to date."""
+    """Settings of an entry, without defaults of younger keys, so that scores older than these stay up to date."""
     settings = config.model_dump(mode="json")
-    return {name: value for name, value in settings.items() if name != "wording" or value is not None}
+    defaults = {"wording": (None,), "beyond_context": (None, "ask")}
+    return {name: value for name, value in settings.items() if value not in defaults.get(name, ())}
 
 
 def _describe_work(folder: Path) -> str | None:

@@ -117,6 +117,8 @@ class PlannedEval:
     units: list[Unit]
     question_ids: Sequence[QuestionId] = ()
     """Questions that prompts.jsonl lists, in order."""
+    beyond_context: Mapping[int, int] = {}
+    """Number of questions by length that are longer than the model's context, asked or not."""
 
     def check(self) -> None:
         """Build one prompt of every kind, so that an impossible length fails before a model is loaded."""

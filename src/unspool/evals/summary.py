@@ -86,12 +86,15 @@ def suite_summary(
     # The number that the suite's paper reports, where all of it is known.
     head = OVERALL if all(mean["value"] is not None for mean in means if mean["name"] == OVERALL) else MEAN
     head = head if categories else MEAN
+    of_suite = [sample for sample in samples if sample["suite"] == config.suite]
+    # A prompt that was cut to the model's context tells nothing about the length that it would have had.
+    cut = {sample["length"] for sample in of_suite if "cut_tokens" in sample}
+    lengths = [length for length in config.lengths if length not in cut] or config.lengths
     by_length = {
         length: [mean["value"] for mean in means if (mean["name"], mean["length"]) == (head, length)]
-        for length in config.lengths
+        for length in lengths
     }
-    shortest, longest = min(config.lengths), max(config.lengths)
-    of_suite = [sample for sample in samples if sample["suite"] == config.suite]
+    shortest, longest = min(lengths), max(lengths)
     rate = adaptation_rate(_by_task(of_suite, longest), _by_task(of_suite, shortest)) if longest > shortest else None
     return {
         "suite": config.suite,
@@ -116,7 +119,8 @@ def _means(
     config: TaskEval, categories: Mapping[str, tuple[str, ...]], length: int, cells: Sequence[Cell]
 ) -> list[dict[str, Any]]:
     """The plain mean over tasks, then the suite's categories and the mean over them."""
-    here = [cell for cell in cells if (cell["suite"], cell["length"], cell["depth"]) == (config.suite, length, None)]
+    of_suite = [cell for cell in cells if (cell["suite"], cell["length"]) == (config.suite, length)]
+    here = [cell for cell in of_suite if cell["depth"] is None]
     by_task = {cell["task"]: cell for cell in here}
     plain = by_task[None]
     whole = {"length": length, "name": MEAN, "tasks": plain["tasks"], "of_tasks": plain["of_tasks"]}

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from unspool.evals.prompts import (
     PromptEncoder,
     PromptQuestion,
     PromptText,
+    cut_middle,
     excerpt,
     group_prompts,
     prompt_hash,
@@ -30,6 +31,8 @@ from unspool.evals.prompts import (
 from unspool.evals.suite import Ask, Cell, PlannedEval, PromptLine, Question, QuestionId, Sample, Suite, Task, Unit
 from unspool.evals.summary import suite_summary, task_cells
 from unspool.evals.wording import Forms, Wording, read_wording
+
+CUT_TOKENS = "cut_tokens"  # in a question's `meta`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +89,13 @@ class PlannedTasks(PlannedEval):
         paths = {name: _resolve(path, inputs.root) for name, path in config.paths.items()}
         self.sources = suite.load(inputs.tokenizer, paths, *([] if self.wording is None else [self.wording]))
         indices = {name: self._indices(task) for name, task in self.tasks.items()}
+        limit, num_questions = inputs.context, sum(map(len, indices.values()))
+        self.beyond_context = {length: num_questions for length in config.lengths if limit and length > limit}
+        self._cut_to = config.cut_to(limit)
         # Short ones first, so that there are results early; a task's questions stay together.
         self.question_ids = [
             QuestionId(task=name, length=length, index=index)
-            for length in sorted(config.lengths)
+            for length in sorted(config.asked_lengths(config.lengths, limit))
             for name in self.tasks
             for index in indices[name]
         ]
@@ -179,6 +185,7 @@ class PlannedTasks(PlannedEval):
                     reference="; ".join(asked.references),
                     depth=asked.depth,
                     text=PromptText(question=asked, chat=self.chat[task.name]),
+                    cut_tokens=asked.meta.get(CUT_TOKENS, 0),
                 )
                 for asked, ids in encoded
             ],
@@ -215,6 +222,7 @@ class PlannedTasks(PlannedEval):
             "reference": question.reference,
             "output": output,
             "score": None if score is None else float(score),
+            **({"cut_tokens": question.cut_tokens} if question.cut_tokens else {}),
             **excerpt(self.encoder.tokenizer, length, self.config.lengths, context, question.ids),
             **self._wording_hash,
         }
@@ -240,13 +248,30 @@ class PlannedTasks(PlannedEval):
     def _encode(self, question: QuestionId) -> EncodedQuestion:
         asked = self.question(question)
         ids = self.encoder.ids(asked, chat=self.chat[question.task])
-        used = len(ids) + self.answer_tokens(self.tasks[question.task])
+        answer = self.answer_tokens(self.tasks[question.task])
+        if self._cut_to is not None and len(ids) + answer > self._cut_to:
+            asked, ids = self._cut(asked, ids, len(ids) + answer - self._cut_to, chat=self.chat[question.task])
+        used = len(ids) + answer
         if used > question.length:
             raise DataError(
                 f"{self.suite.name} {question.task}: question {question.index} takes {used} tokens of "
                 f"{format_size(question.length)}, its answer included. Use a greater length or leave the task out."
             )
         return asked, ids
+
+    def _cut(self, asked: Question, ids: np.ndarray, excess: int, *, chat: bool) -> EncodedQuestion:
+        """Cut the middle of the context, so that the prompt has `excess` tokens less."""
+
+        def build(context: str) -> EncodedQuestion:
+            shorter = replace(asked, context=context)
+            return shorter, self.encoder.ids(shorter, chat=chat)
+
+        shorter, found = cut_middle(self.encoder.tokenizer, asked.context, excess, build)
+        if len(found) > len(ids) - excess:
+            raise ConfigError(
+                f"{self.suite.name}: a question and its answer do not fit a context of {self._cut_to} tokens."
+            )
+        return replace(shorter, meta={**asked.meta, CUT_TOKENS: len(ids) - len(found)}), found
 
     def _indices(self, task: Task) -> list[int]:
         size = None if task.size is None else task.size(self.sources)

@@ -13,7 +13,7 @@ import numpy as np
 from unspool.core.errors import ConfigError
 from unspool.core.progress import progress_bar
 from unspool.evals.backends.base import BackendOptions, build_backend
-from unspool.evals.prompts import Chat, Prompt, PromptEncoder, PromptQuestion, PromptText, encode, token_starts
+from unspool.evals.prompts import Chat, Prompt, PromptEncoder, PromptQuestion, PromptText, cut_middle, encode
 from unspool.evals.suite import Question
 from unspool.models.config import config_values
 from unspool.models.generation.cached import CachedGenerator, Sampling
@@ -219,18 +219,7 @@ class TextGenerator:
         return asked, self._encoder.ids(asked, chat=self.uses_chat)
 
     def _truncate(self, text: str, question: str, excess: int) -> tuple[Question, np.ndarray]:
-        """Drop at least `excess` tokens from the middle of the text; as many as it has if that is too few."""
-        starts = token_starts(self._tokenizer, text)
-        wanted = len(self._encode(text, question)[1]) - excess
-        keep = len(starts)
-        while excess > 0 and keep > 0:
-            # Tokens at the cut may merge differently, so one pass may leave some too many.
-            keep = max(0, keep - excess)
-            head, tail = keep - keep // 2, keep // 2
-            end = int(starts[head]) if head < len(starts) else len(text)
-            asked, ids = self._encode(text[:end] + (text[int(starts[-tail]) :] if tail else ""), question)
-            excess = len(ids) - wanted
-        return (asked, ids) if len(starts) else self._encode(text, question)
+        return cut_middle(self._tokenizer, text, excess, lambda shorter: self._encode(shorter, question))
 
     def _max_new_tokens(self, prompt_tokens: int) -> int:
         if self._options.max_new_tokens is not None:

@@ -44,6 +44,7 @@ class Cell:
     tasks: int | None = None  # of a mean over tasks: number of tasks that have a score
     of_tasks: int | None = None  # number of tasks of the suite
     unscored: int = 0  # answers without a readable verdict of a judge
+    beyond_context: str | None = None  # what was done with questions longer than the model's context
 
     @property
     def is_loss(self) -> bool:
@@ -203,6 +204,7 @@ class RunResults:
     artifacts: tuple[Artifact, ...]
     problems: tuple[Problem, ...] = ()  # the first few of each corpus
     base_config: dict[str, Any] | None = None  # config.json of the model before training
+    is_run: bool = True  # False: the scores of one model, without a run
 
     @property
     def before(self) -> ModelScores | None:

@@ -173,6 +173,7 @@ def _model(line: Line) -> dict[str, Any]:
 def cell_values(cell: Cell) -> dict[str, Any]:
     """A cell with the keys of summary.json; the suite of a task reads `ruler: vt`."""
     plain = {name: getattr(cell, name) for name in ("suite", "metric", "length", "value", "n", "low", "high")}
+    plain |= {"beyond_context": cell.beyond_context} if cell.beyond_context else {}
     if cell.start is not None:
         return {**plain, "from": cell.start, "to": cell.stop}
     more: dict[str, Any] = {"depth": cell.depth}

@@ -18,8 +18,9 @@ from unspool.core.rng import rng_for
 from unspool.data.packing.row import Row
 from unspool.models.fuse import compute_in_bf16
 from unspool.models.load import load_model
+from unspool.models.location import first_line, location, short_name
 from unspool.models.rotary import USES_INPUT_LENGTH, apply_rope
-from unspool.models.tokenizer import first_line, location, silence_transformers
+from unspool.models.tokenizer import silence_transformers
 from unspool.rope.harpe import Harpe
 from unspool.rope.methods import Abf, Dynamic, Yarn
 from unspool.rope.tables import GLOBAL_LAYERS, RopeMethod, global_parameters, is_nested
@@ -188,7 +189,7 @@ def documents_around(length: int) -> int:
 
 
 def user_model(ref: str) -> ModelSpec:
-    return ModelSpec(name=Path(ref).name or ref, ref=ref)
+    return ModelSpec(name=short_name(ref), ref=ref)
 
 
 def build_small_models(folder: Path, *, seed: int, wide: bool, names: Sequence[str]) -> list[ModelSpec]:

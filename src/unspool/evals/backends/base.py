@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 ROW_TOKENS = 8192
 
 
+class ContextLimit(NamedTuple):
+    """Tokens that a model claims to read and write, and where that is written."""
+
+    tokens: int
+    source: str
+
+
 class Backend:
     """Answers prompts. A backend implements `answers` and overrides what differs from the defaults."""
 
@@ -39,6 +46,8 @@ class Backend:
     """Whether it implements `window_losses`."""
     endpoint: str | None = None
     """How a server is asked; None for backends in this process."""
+    context_limit: ContextLimit | None = None
+    """None if it is not known."""
     planned_tokens: int = 0
     """Prompt tokens of the whole run, set before the first prompt. What was answered before a resume counts too, so
     that the same kernels answer all prompts."""
@@ -105,6 +114,21 @@ class BackendOptions:
         if self.kind == "transformers":
             return weights
         return digest([weights, self.kind, self.url, self.model_name, self.endpoint])
+
+
+def claimed_context(ref: str, rope: RopeOverride | None = None) -> ContextLimit | None:
+    """Read a model's context from its config; None where it gives none, as of a tokenizer alone."""
+    from unspool.models.config import config_values, read_config_file
+
+    if rope is not None:
+        return ContextLimit(rope.context_length, "--context of --rope")
+    try:
+        # A folder of ours may have a model_type that only we know, so its file is read as it is.
+        values = read_config_file(ref)
+        found = values.get("max_position_embeddings") or config_values(ref).get("max_position_embeddings")
+    except ConfigError:
+        return None
+    return ContextLimit(int(found), "max_position_embeddings of its config") if found else None
 
 
 BuildBackend = Callable[[BackendOptions], Backend]

@@ -16,7 +16,7 @@ import numpy as np
 
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.core.http_client import KEY_ENV, RetryPolicy, TransientError, check_url, printable_line, request_json
-from unspool.evals.backends.base import Backend, BackendOptions
+from unspool.evals.backends.base import Backend, BackendOptions, ContextLimit, claimed_context
 from unspool.evals.prompts import Prompt, PromptQuestion
 
 Endpoint = Literal["completions", "chat", "text"]
@@ -182,4 +182,7 @@ def build(options: BackendOptions) -> OpenAiBackend:
     )
     tokenizer = load_tokenizer(options.model)
     found = probe(server, tokenizer, None if options.endpoint == "auto" else options.endpoint)
-    return OpenAiBackend(replace(server, endpoint=found.endpoint), tokenizer, has_losses=found.logprobs)
+    backend = OpenAiBackend(replace(server, endpoint=found.endpoint), tokenizer, has_losses=found.logprobs)
+    listed = ContextLimit(found.context, "as the server lists it") if found.context else None
+    backend.context_limit = listed or claimed_context(options.model)
+    return backend

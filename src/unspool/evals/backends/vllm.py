@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from unspool.core.errors import ConfigError
-from unspool.evals.backends.base import Backend, BackendOptions
+from unspool.evals.backends.base import Backend, BackendOptions, ContextLimit, claimed_context
 from unspool.evals.prompts import Prompt
 from unspool.models.tokenizer import load_tokenizer
 from unspool.models.weight_files import check_weights
@@ -25,6 +25,10 @@ class VllmBackend(Backend):
     @cached_property
     def tokenizer(self) -> Any:
         return load_tokenizer(self.ref)
+
+    @cached_property
+    def context_limit(self) -> ContextLimit | None:  # type: ignore[override]
+        return claimed_context(self.ref)
 
     @cached_property
     def _engine(self) -> tuple[Any, Any]:

@@ -156,8 +156,8 @@ def _write_back(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     manifest = read_manifest(folder)
     assert manifest is not None, "scores_folders returns only folders with a manifest"
     evals = [eval_adapter().validate_python(entry) for entry in manifest["settings"]["evals"]]
-    model = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["model"]
-    summary = summarize(model, evals, samples)
+    before = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    summary = summarize(before["model"], evals, samples, before.get("beyond_context"))
     beside = folder.with_name(f"{folder.name}.{JUDGEMENTS}")
     same = {name: manifest[name] for name in ("kind", "inputs", "settings")}
     with publish(folder, **same) as draft:
