@@ -46,11 +46,17 @@ class TaskSuite(Suite):
     load: Callable[..., Any]
     """From the tokenizer, the user's paths by name and, if there is one, a wording: the sources of tasks."""
     categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # names of tasks
+    has_overall: bool = True  # whether the mean over categories is a number of the suite
     wording: Forms = field(default_factory=dict)  # texts that a user may replace
 
     def chosen_tasks(self, config: TaskEval) -> list[Task]:
         names = list(dict.fromkeys(config.tasks)) or list(self.tasks)
         return [lookup(self.tasks, name, kind=f"evals: task of {self.name}") for name in names]
+
+    def protocol(self, config: TaskEval) -> list[str]:
+        """Names of the tasks that a complete run has: those of the preset, else all."""
+        preset = config.presets.get(config.preset or "", {})
+        return list(preset.get("tasks", self.tasks))
 
     def labels(self, config: TaskEval) -> list[str]:
         return [f"{self.name} ({task.name})" for task in self.chosen_tasks(config)]
@@ -71,10 +77,13 @@ class TaskSuite(Suite):
         return PlannedTasks(self, config, inputs)
 
     def cells(self, config: TaskEval, samples: Sequence[Sample]) -> list[Cell]:
-        return task_cells(config, self.chosen_tasks(config), samples, of_tasks=len(self.tasks))
+        return task_cells(config, self.chosen_tasks(config), samples, of_tasks=len(self.protocol(config)))
 
     def summary(self, config: TaskEval, cells: Sequence[Cell], samples: Sequence[Sample]) -> dict[str, Any]:
-        return suite_summary(config, self.categories, cells, samples)
+        tasks = self.protocol(config)
+        within = {name: tuple(task for task in each if task in tasks) for name, each in self.categories.items()}
+        categories = {name: each for name, each in within.items() if each}
+        return suite_summary(config, categories, cells, samples, has_overall=self.has_overall)
 
 
 class PlannedTasks(PlannedEval):
@@ -114,7 +123,12 @@ class PlannedTasks(PlannedEval):
         # A task leaves room for its own number of answer tokens; the difference is taken off the length.
         overhead = self.encoder.overhead(chat=self.chat[task.name]) + self.answer_tokens(task) - task.answer_tokens
         ask = Ask(
-            length=question.length, seed=self.seed, index=question.index, mode=self.config.mode, overhead=overhead
+            length=question.length,
+            seed=self.seed,
+            index=question.index,
+            mode=self.config.mode,
+            overhead=overhead,
+            shots=getattr(self.config, "shots", 0),
         )
         return task.build(self.sources, ask)
 
