@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from unspool.cli.eval_options import print_table
+from unspool.cli.eval_look import BUDGET, look, refuse_options
+from unspool.cli.eval_options import check_folder, print_table
 from unspool.core.artifacts import write_atomic
 from unspool.core.config import lookup
 from unspool.core.console import print_json
@@ -30,7 +31,7 @@ TASK_SUITES = tuple(name for name, suite in SUITES.items() if suite.tasks)
 SHORT = "short"
 SHORT_BACKENDS = ("transformers", "openai")
 ENDPOINTS = ("auto", "completions", "text", "chat")
-DEFAULT_SUITES = "niah,key_value,perplexity"
+DEFAULT_SUITES, DEFAULT_LENGTHS = "niah,key_value,perplexity", "2K,8K"
 FAILED = 1
 SAMPLES = 20
 
@@ -40,15 +41,30 @@ def eval_(
     suite: Annotated[
         str | None,
         typer.Option(
-            help=f"Suites to run, comma-separated: {', '.join(SUITES)}; or {SHORT} [default: niah, key_value and, "
-            "where the backend computes losses, perplexity]."
+            help=f"Suites to run, comma-separated: {', '.join(SUITES)}; or {SHORT} [default: find the effective "
+            "length; with --lengths niah, key_value and, where the backend computes losses, perplexity]."
         ),
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Context lengths in tokens, comma-separated.")] = "2K,8K",
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Context lengths in tokens, comma-separated [default: doubled up to the claimed context; with --suite "
+            f"{DEFAULT_LENGTHS}]."
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Time for finding the effective length, such as 90s, 10m or 2h [default: {BUDGET}]; a greater one "
+            "adds to earlier answers."
+        ),
+    ] = None,
     samples: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Questions per suite (or task) and length, windows for perplexity [default: 20; short: all]."
+            min=1,
+            help="Questions per suite (or task) and length, windows for perplexity [default: 20; short: all; without a "
+            "suite up to 40].",
         ),
     ] = None,
     tasks: Annotated[str | None, typer.Option(help="Tasks of the suite, comma-separated [default: all].")] = None,
@@ -73,7 +89,11 @@ def eval_(
         str | None, typer.Option(help="Kind of value to recall: words, numbers (niah) or uuid (key_value).")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for samples.jsonl and summary.json; a killed run resumes from it.")
+        Path | None,
+        typer.Option(
+            help="Folder for samples.jsonl and summary.json; a killed run resumes from it [default: none; without a "
+            "suite scores/MODEL]."
+        ),
     ] = None,
     rope: Annotated[
         str | None,
@@ -116,9 +136,20 @@ def eval_(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Score a model by context length.
+    """Find out how long a model's context really is, or score it by suite and length.
 
-    niah hides a fact in a book and asks for it. key_value asks for values
+    Without --suite and --lengths, a few questions of three kinds are asked
+    at doubling lengths up to the claimed context, within --budget. The
+    result is a table, a page with a chart, and the effective length: the
+    longest length at which 85% of the score at short length is kept.
+
+        unspool eval MODEL
+
+        unspool eval MODEL --budget 1h
+
+        unspool eval TOKENIZER --backend openai --url http://localhost:8000/v1 --model-name NAME
+
+    With them, suites are scored. niah hides a fact in a book and asks for it. key_value asks for values
     of a long JSON object. perplexity measures the loss by position on
     held-out text. ruler, helmet, lveval, infbench and nocha are published
     suites and report the effective length. short runs lm-eval's tasks.
@@ -139,7 +170,14 @@ def eval_(
     """
     model = resolve_path(model, Path())
     is_short = (suite or "").strip() == SHORT
-    override = rope_override(rope, context, None if is_short else lengths)
+    is_look = suite is None and lengths is None and not parity and lm_eval is None
+    if is_look:
+        taken = {"tasks": tasks, "path": path, "wording": wording, "answer-tokens": answer_tokens, "value": value}
+        refuse_options(taken | {"beyond-context": beyond_context})
+    elif budget is not None:
+        raise ConfigError("--budget is for eval without --suite and --lengths; set the work by --samples instead.")
+    lengths = lengths or DEFAULT_LENGTHS
+    override = rope_override(rope, context, None if is_short or is_look else lengths)
     paths = _paths(path or [])
     lookup(BACKENDS, backend, kind="--backend")
     lookup({name: name for name in ENDPOINTS}, endpoint, kind="--endpoint")
@@ -202,6 +240,9 @@ def eval_(
         _print(summary, as_json)
         return
     chosen = build_backend(options)
+    if is_look:
+        look(options, chosen, budget=budget, samples=samples, text=text, seed=seed, out=out, as_json=as_json)
+        return
     if suite is None and not chosen.has_losses:
         evals = [config for config in evals if not SUITES[config.suite].needs_losses]
     if parity:
@@ -213,7 +254,7 @@ def eval_(
     name = Path(model).name or model
     with tempfile.TemporaryDirectory() as folder, nullcontext() if out is None else lock_output(out):
         if out is not None:
-            _check_out(out)
+            check_folder(out)
         scoring = Scoring(
             model=name if override is None else override.name_of(name),
             model_hash=replace(options, endpoint=chosen.endpoint or endpoint).identity,
@@ -298,7 +339,7 @@ def rope_override(rope: str | None, context: str | None, lengths: str | None) ->
     elif lengths is not None:
         reach = max(_lengths(lengths), default=0)
     else:
-        raise ConfigError(f"--suite {SHORT} has no lengths, so --rope needs a context length: --context 32K.")
+        raise ConfigError("without --lengths, --rope needs the context length to reach: --context 32K.")
     return RopeOverride(rope=read_rope(rope), context_length=reach)
 
 
@@ -310,19 +351,6 @@ def _paths(given: list[str]) -> dict[str, str]:
             raise ConfigError(f"--path {text!r}: write NAME=PATH, such as --path haystack=essays.txt.")
         found[name] = path
     return found
-
-
-def _check_out(out_dir: Path) -> None:
-    """Refuse a folder with other files, because scores replace the whole folder."""
-    from unspool.core.artifacts import read_manifest
-
-    if not out_dir.exists():
-        return
-    holds_scores = (read_manifest(out_dir) or {}).get("kind") == "scores"
-    if not out_dir.is_dir() or (any(out_dir.iterdir()) and not holds_scores):
-        raise ConfigError(
-            f"--out {out_dir} exists and holds no scores; give a new folder, since this one would be replaced."
-        )
 
 
 def _compare(first: Backend, second: Backend, evals: list[EvalConfig], seed: int, as_json: bool) -> None:

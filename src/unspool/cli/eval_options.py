@@ -1,11 +1,13 @@
-"""Parsing of `unspool eval --rope`, and the table that eval and judge print."""
+"""Parsing of `unspool eval --rope`, the check of `--out`, and the table that eval and judge print."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from unspool.core.artifacts import read_manifest
 from unspool.core.console import PlainConsole
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
@@ -51,6 +53,17 @@ def _explain(value: dict[str, Any]) -> str:
                 own = replace(problem, place=problem.place[3:], where=OPTION)
                 return message(own, Marks(OPTION), value)
     raise AssertionError("a RoPE method was refused without a message")
+
+
+def check_folder(out_dir: Path) -> None:
+    """Refuse a folder with other files, because scores replace the whole folder."""
+    if not out_dir.exists():
+        return
+    holds_scores = (read_manifest(out_dir) or {}).get("kind") == "scores"
+    if not out_dir.is_dir() or (any(out_dir.iterdir()) and not holds_scores):
+        raise ConfigError(
+            f"--out {out_dir} exists and holds no scores; give a new folder, since this one would be replaced."
+        )
 
 
 def print_table(summary: dict[str, Any]) -> None:
