@@ -56,8 +56,8 @@ def run_dir(tmp_path):
     return folder
 
 
-def test_a_run_s_last_stage_is_exported_and_checked_in_a_fresh_process(run_dir, tmp_path):
-    done = run(run_dir, tmp_path / "out", "--json")
+def test_a_run_s_stage_is_exported_and_checked_in_a_fresh_process(run_dir, tmp_path):
+    done = run(run_dir / "stages" / "utk", tmp_path / "out", "--json")
 
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
@@ -102,7 +102,7 @@ def test_the_card_tells_what_it_is_how_it_was_made_and_how_well_it_does(run_dir,
 
 
 def test_the_card_of_a_base_per_head_says_who_can_load_it(run_dir, tmp_path, in_this_process):
-    done = run(run_dir, tmp_path / "out")
+    done = run(run_dir, tmp_path / "out", "--stage", "utk")
     assert done.exit_code == 0, done.output
     assert "trust_remote_code=True" in done.stdout
     card = (tmp_path / "out" / "README.md").read_text()
@@ -128,12 +128,12 @@ def test_a_model_folder_needs_no_run_and_takes_one(run_dir, tmp_path, in_this_pr
 def test_an_earlier_export_is_replaced_and_nothing_else(run_dir, tmp_path, in_this_process):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    done = run(run_dir, tmp_path / "mine")
+    done = run(run_dir, tmp_path / "mine", "--stage", "utk")
     assert done.exit_code == 2
     assert "is not an export of Unspool; give a new folder" in done.stderr
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["letter.txt"]
 
-    assert run(run_dir, tmp_path / "out").exit_code == 0
+    assert run(run_dir, tmp_path / "out", "--stage", "utk").exit_code == 0
     assert run(run_dir, tmp_path / "out", "--stage", "abf").exit_code == 0
     assert not (tmp_path / "out" / "modeling_harpe.py").exists()
 
@@ -166,7 +166,7 @@ def test_what_plain_transformers_cannot_load_is_not_published(run_dir, tmp_path,
     program = tmp_path / "fails.py"
     program.write_text("raise SystemExit('a file is missing')")
     monkeypatch.setattr(export, "SCRIPT", program)
-    done = run(run_dir, tmp_path / "out")
+    done = run(run_dir, tmp_path / "out", "--stage", "utk")
     assert done.exit_code == 2
     assert "could not be loaded in plain transformers, so nothing was published: a file is missing" in done.stderr
     assert not list(tmp_path.glob("out*"))
@@ -178,7 +178,7 @@ def test_what_is_asked_wrongly_is_one_sentence(run_dir, tmp_path):
         ((tmp_path, tmp_path / "out"), "holds no model"),
         ((run_dir, tmp_path / "out", "--stage", "utq"), "Did you mean 'utk'?"),
         ((run_dir / "stages" / "abf", tmp_path / "out", "--stage", "utk"), "is the model of stage abf"),
-        ((run_dir, tmp_path / "out", "--dtype", "bf61"), "Did you mean 'bf16'?"),
+        ((run_dir, tmp_path / "out", "--stage", "utk", "--dtype", "bf61"), "Did you mean 'bf16'?"),
     ):
         done = run(*words)
         assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output

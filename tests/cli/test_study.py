@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from factory import build_model, count_file_events, in_child_dying_at_file_event, save_folder, save_mini
 from unspool.cli.main import build_app
 from unspool.core.lock import LOCK, lock_run
-from unspool.recipe.paths import ASSETS
+from unspool.models.location import ASSETS
 
 STUDY = """\
 name: mini-study

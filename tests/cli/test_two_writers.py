@@ -26,7 +26,7 @@ from synthesis.toy import write_documents, write_recipe
 from unspool.cli.main import build_app
 from unspool.core.lock import lock_run
 from unspool.models.config import SIZES
-from unspool.recipe.paths import ASSETS
+from unspool.models.location import ASSETS
 
 from .test_study import STUDY
 

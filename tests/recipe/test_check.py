@@ -336,7 +336,7 @@ def test_missing_inputs_are_told_together_before_work_starts(valid, tmp_path, mo
 def test_a_model_folder_must_hold_a_model_and_a_hub_id_is_left_alone(valid, tmp_path):
     write_inputs(valid.parent)
     (tmp_path / "folder").mkdir()
-    for model, wanted in {str(tmp_path / "folder"): "no config.json", "a/b/c": "no such", "x.gguf": "no such"}.items():
+    for model, wanted in {str(tmp_path / "folder"): "holds no model", "a/b/c": "no such", "x.gguf": "no such"}.items():
         with pytest.raises(ConfigError, match=wanted):
             check_inputs(load_recipe(valid, [f"model={model}"]))
     (tmp_path / "folder" / "config.json").write_text("{}")

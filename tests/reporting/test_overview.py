@@ -42,14 +42,20 @@ def test_lengths_stand_in_columns_with_average_and_what_is_kept():
     assert list(table.columns) == ["model", "64", "128", "average", "kept"]
     assert texts(table) == [["a", "80%", "40%", "60%", "50%"], ["b", "50%", "60%", "55%", "120%"]]
     bold = [[entry.strong for entry in row] for row in table.rows]
-    assert bold == [[False, True, False, True, False], [False, False, True, False, False]]
+    # 60% (50 to 70) does not lie above 40% (30 to 50).
+    assert bold == [[False, True, False, False, False], [False] * 5]
 
 
-def test_what_is_spelled_the_same_is_bold_together_or_not_at_all():
-    lines = [line(name, cell("key_value", 64, value)) for name, value in (("a", 0.2344), ("b", 0.2313), ("c", 0.1))]
+def test_the_best_is_bold_only_where_its_interval_lies_above_all_others():
+    def bold(values: dict[str, float], **changes: float) -> list[bool]:
+        lines = [line(name, replace(cell("key_value", 64, value), **changes)) for name, value in values.items()]
+        return [row[1].strong for row in length_table(lines, "key_value").rows]
 
-    assert [row[1].strong for row in length_table(lines, "key_value").rows] == [True, True, False]
-    assert [row[1].strong for row in length_table(lines[:2], "key_value").rows] == [False, False]
+    assert bold({"a": 0.9, "b": 0.5, "c": 0.4}) == [True, False, False]
+    assert bold({"a": 0.9, "b": 0.75, "c": 0.1}) == [False, False, False]
+    # Two questions cannot show a difference, whatever their interval looks like.
+    assert bold({"a": 0.9, "b": 0.1}, n=2) == [False, False]
+    assert bold({"a": 0.9, "b": 0.1}, n=6) == [True, False]
 
 
 def test_a_missing_length_makes_no_average():

@@ -62,7 +62,9 @@ def test_few_equal_answers_do_not_make_certainty(pair: tuple[float, float]):
 
     assert found.low is not None and found.high is not None
     assert found.high - found.low > 0.2
-    assert found.decided == (pair == (0.0, 1.0))
+    # Five coin flips agree once in sixteen times, six once in 32.
+    assert not found.decided
+    assert answer_difference([pair] * 6).decided == (pair == (0.0, 1.0))
 
 
 def test_swapping_the_models_turns_the_sign():

@@ -6,9 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from unspool.core.stats import ALPHA, sign_test, t_p_value
+from unspool.core.stats import ALPHA, could_tell, sign_test, t_p_value
 from unspool.studies.arm_comparison import (
-    could_tell,
     difference,
     flip_p,
     holm,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from unspool.cli.eval_look import BUDGET, look, refuse_options
-from unspool.cli.eval_options import check_folder, print_table
+from unspool.cli.eval_look import BUDGET, LookOptions, look, refuse_options
+from unspool.cli.eval_options import check_folder, page_file, show_results
 from unspool.core.artifacts import write_atomic
 from unspool.core.config import lookup
 from unspool.core.console import print_json
@@ -21,7 +21,8 @@ from unspool.evals.backends.base import BACKENDS, Backend, BackendOptions, RopeO
 from unspool.evals.beyond_context import DONE
 from unspool.evals.config import EvalConfig
 from unspool.evals.suites import SUITES
-from unspool.recipe.paths import resolve_path
+from unspool.models.location import short_name
+from unspool.recipe.paths import model_path
 
 if TYPE_CHECKING:
     import torch
@@ -134,6 +135,9 @@ def eval_(
     lm_eval: Annotated[
         Path | None, typer.Option(help="Write the suites as lm-eval tasks into this folder, and exit.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="PAGE", help="Also write the report page: an .html file, or a folder for it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Find out how long a model's context really is, or score it by suite and length.
@@ -168,7 +172,7 @@ def eval_(
 
         unspool eval MODEL --suite short --tasks hellaswag,arc_challenge
     """
-    model = resolve_path(model, Path())
+    model = model_path(model, Path())
     is_short = (suite or "").strip() == SHORT
     is_look = suite is None and lengths is None and not parity and lm_eval is None
     if is_look:
@@ -218,6 +222,8 @@ def eval_(
             raise ConfigError("--rope cannot be combined with --lm-eval, which writes tasks for any model.")
         if processes > 1:
             raise ConfigError("--processes cannot be combined with --lm-eval, which only writes tasks.")
+        if html is not None:
+            raise ConfigError("--html cannot be combined with --lm-eval, which only writes tasks.")
         _write_tasks(model, evals, seed, lm_eval)
         return
     target, dtype = device_and_dtype(device)
@@ -234,14 +240,19 @@ def eval_(
         device=target,
         dtype=dtype,
     )
+    if parity and html is not None:
+        raise ConfigError("--html cannot be combined with --parity, which compares answers and scores nothing.")
+    page = None if html is None else page_file(html)
     if is_short:
-        with nullcontext() if out is None else lock_output(out):
-            summary = _score_short(options, tasks, samples=samples, include=paths.get("tasks"), out=out)
-        _print(summary, as_json)
+        with tempfile.TemporaryDirectory() as folder, nullcontext() if out is None else lock_output(out):
+            scores = out or Path(folder) / "short"
+            summary = _score_short(options, tasks, samples=samples, include=paths.get("tasks"), out=scores)
+            show_results(summary, scores, as_json=as_json, page=page, kept=out is not None)
         return
     chosen = build_backend(options)
     if is_look:
-        look(options, chosen, budget=budget, samples=samples, text=text, seed=seed, out=out, as_json=as_json)
+        scope = LookOptions(budget=budget, samples=samples, text=text, seed=seed, out=out, page=page, as_json=as_json)
+        look(short_name(model), options, chosen, scope)
         return
     if suite is None and not chosen.has_losses:
         evals = [config for config in evals if not SUITES[config.suite].needs_losses]
@@ -251,7 +262,7 @@ def eval_(
         return
     from unspool.evals.run import Scoring, score
 
-    name = Path(model).name or model
+    name = short_name(model)
     with tempfile.TemporaryDirectory() as folder, nullcontext() if out is None else lock_output(out):
         if out is not None:
             check_folder(out)
@@ -260,10 +271,11 @@ def eval_(
             model_hash=replace(options, endpoint=chosen.endpoint or endpoint).identity,
             evals=evals,
             seed=seed,
-            out_dir=out or Path(folder) / "scores",
+            out_dir=out or Path(folder) / Path(name).name,
             root=Path.cwd(),
         )
-        _print(score(scoring, chosen), as_json)
+        summary = score(scoring, chosen)
+        show_results(summary, scoring.out_dir, as_json=as_json, page=page, kept=out is not None)
 
 
 def chosen_evals(suites: str, lengths: str, **options: Any) -> list[EvalConfig]:
@@ -382,22 +394,14 @@ def _write_tasks(model: str, evals: list[EvalConfig], seed: int, out_dir: Path) 
 
 
 def _score_short(
-    options: BackendOptions, tasks: str | None, *, samples: int | None, include: str | None, out: Path | None
+    options: BackendOptions, tasks: str | None, *, samples: int | None, include: str | None, out: Path
 ) -> dict[str, Any]:
     from unspool.evals.suites.short import TASKS, run_short
 
     summary = run_short(options, _names(tasks) or list(TASKS), samples=samples, include=include)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        write_atomic(out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomic(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     return summary
-
-
-def _print(summary: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(summary)
-    else:
-        print_table(summary)
 
 
 def device_and_dtype(name: str) -> "tuple[torch.device, torch.dtype]":

@@ -2,11 +2,11 @@
 
 import logging
 import re
+import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import typer
 
 from unspool.cli.eval_options import check_folder
 from unspool.core.console import PlainConsole, print_json
@@ -40,53 +40,55 @@ def refuse_options(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"--{name} needs --suite or --lengths; without them, eval chooses the questions itself.")
 
 
-def look(
-    options: BackendOptions,
-    backend: Backend,
-    *,
-    budget: str | None,
-    samples: int | None,
-    text: str | None,
-    seed: int,
-    out: Path | None,
-    as_json: bool,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class LookOptions:
+    budget: str | None
+    samples: int | None
+    text: str | None
+    seed: int
+    out: Path | None
+    page: Path | None
+    as_json: bool
+
+
+def look(name: str, options: BackendOptions, backend: Backend, scope: LookOptions) -> None:
+    """Ask, print the result, and write its page."""
     from unspool.evals.one_look import MAX_SAMPLES, OneLook, default_folder, look_evals, look_lengths
     from unspool.evals.run import Scoring
     from unspool.reporting.look_page import write_look
 
-    seconds = parse_duration(budget or BUDGET)
-    name = Path(options.model).name or options.model
-    folder = out or default_folder(options.model, options.identity)
-    name = folder.name if out is None else name
+    seconds = parse_duration(scope.budget or BUDGET)
+    folder = scope.out or default_folder(name, options.identity)
+    page = scope.page or folder / PAGE
     context = backend.context_limit
     lengths = look_lengths(None if context is None else context.tokens)
     claimed = f"context {context.tokens} ({context.source})" if context else "context not known"
     logger.info(
         f"{name}: {claimed}; asking at {format_size(lengths[0])} to {format_size(lengths[-1])} tokens for up to "
-        f"{format_duration(seconds)}; results go to {folder}"
+        f"{format_duration(seconds)}"
     )
     with lock_output(folder):
         check_folder(folder)
         scoring = Scoring(
             model=name if options.rope is None else options.rope.name_of(name),
             model_hash=options.identity,
-            evals=look_evals(lengths, samples=samples or MAX_SAMPLES, text=text),
-            seed=seed,
+            evals=look_evals(lengths, samples=scope.samples or MAX_SAMPLES, text=scope.text),
+            seed=scope.seed,
             out_dir=folder,
             root=Path.cwd(),
         )
         try:
             summary = OneLook(scoring, backend, budget=seconds).run()
         except KeyboardInterrupt:
-            logger.warning(f"the answers so far are kept in {folder}.work; the same command continues from them")
+            logger.warning(f"answers so far are kept in {folder}.work; the same command continues from there")
             raise
-        write_look(summary, folder / PAGE)
-    if as_json:
+        write_look(summary, page)
+    if scope.as_json:
         print_json(summary)
     else:
         print_look(summary["look"])
-        typer.echo(f"Page: {folder / PAGE}  (all answers: {folder / 'samples.jsonl'})")
+    logger.info(f"page: {page}")
+    logger.info(f"results: {folder}; see all numbers with: unspool report {shlex.quote(str(folder))}")
 
 
 def print_look(facts: Mapping[str, Any]) -> None:

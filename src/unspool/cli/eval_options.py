@@ -1,5 +1,7 @@
-"""Parsing of `unspool eval --rope`, the check of `--out`, and the table that eval and judge print."""
+"""Parsing of `unspool eval --rope` and `--html`, the check of `--out`, and how eval and judge show results."""
 
+import logging
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from unspool.core.artifacts import read_manifest
-from unspool.core.console import PlainConsole
+from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
 from unspool.evals.beyond_context import footnote
@@ -17,6 +19,8 @@ from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import Marks
 from unspool.rope.methods import AnyRopeMethod
 from unspool.rope.tables import RopeMethod
+
+logger = logging.getLogger(__name__)
 
 OPTION = "--rope"
 # The same key of a recipe, whose error messages are used.
@@ -64,6 +68,35 @@ def check_folder(out_dir: Path) -> None:
         raise ConfigError(
             f"--out {out_dir} exists and holds no scores; give a new folder, since this one would be replaced."
         )
+
+
+def page_file(given: Path) -> Path:
+    """The page that `--html` names: a file, or `report.html` in a folder; ConfigError before any question is asked."""
+    page = given / "report.html" if given.is_dir() or not given.suffix else given
+    if page.is_dir():
+        raise ConfigError(f"--html {page} is a folder; name another file.")
+    if page.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"--html {given}: a page ends in .html; use {given.with_suffix('.html')}, or a folder.")
+    return page
+
+
+def show_results(summary: dict[str, Any], folder: Path, *, as_json: bool, page: Path | None, kept: bool) -> None:
+    """Print a summary, write its page, and say where the results are and how to see them."""
+    if as_json:
+        print_json(summary)
+    else:
+        print_table(summary)
+    if page is not None:
+        from unspool.reporting.page import write_report
+
+        page.parent.mkdir(parents=True, exist_ok=True)
+        write_report([folder], page)
+        logger.info(f"page: {page}")
+    if kept:
+        see = "" if page is not None else f"; see them with: unspool report {shlex.quote(str(folder))}"
+        logger.info(f"results: {folder}{see}")
+    elif page is None:
+        logger.info("results were not kept; --out FOLDER keeps answers and scores, --html PAGE writes a page")
 
 
 def print_table(summary: dict[str, Any]) -> None:

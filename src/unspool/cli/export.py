@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="A run, one of its stages/, or a model folder.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
-    stage: Annotated[str | None, typer.Option(help="Stage of the run; default: the last trained one.")] = None,
+    stage: Annotated[str | None, typer.Option(help="Stage of the run [default: the one it ends in].")] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp32 or fp16; default: that of the checkpoint.")] = None,
     run: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Run whose recipe and scores the model card shows.")
@@ -30,7 +30,7 @@ def export(
     transformers and computes logits, also at positions beyond the old
     context. They must equal ours.
 
-        unspool export runs/tiny exported/tiny-2k
+        unspool export runs/my-64k exported/my-64k
 
         unspool export runs/tiny exported/abf --stage abf --dtype bf16
     """

@@ -14,7 +14,7 @@ from unspool.core.config import lookup
 from unspool.core.console import print_json
 from unspool.core.errors import ConfigError, DataError
 from unspool.evals.backends.base import BackendOptions
-from unspool.recipe.paths import expand_home, resolve_path
+from unspool.recipe.paths import expand_home, model_path
 
 if TYPE_CHECKING:
     from unspool.evals.text_generator import TextAnswer, TextGenerator
@@ -103,7 +103,7 @@ def generate(
     generator = TextGenerator(
         BackendOptions(
             kind=backend,
-            model=resolve_path(model, Path()),
+            model=model_path(model, Path()),
             url=url,
             model_name=model_name,
             endpoint=None if endpoint == "auto" else endpoint,

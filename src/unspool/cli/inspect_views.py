@@ -57,11 +57,11 @@ def find_rows(paths: list[Path] | None, names: list[str] | None) -> "list[DataPa
 def load_tokenizer_of(place: "DataPath", tokenizer: str | None) -> "FoundTokenizer":
     # Import late: tokenizers need torch and transformers, which take seconds to import.
     from unspool.inspection.detokenize import find_tokenizer
-    from unspool.recipe.paths import resolve_path
+    from unspool.recipe.paths import model_path
 
     # Paths on the command line are relative to the current folder, those in a recipe also to the run's.
     root = Path() if tokenizer or place.run_dir is None else place.run_dir
-    return find_tokenizer(place, tokenizer, lambda name: resolve_path(name, root))
+    return find_tokenizer(place, tokenizer, lambda name: model_path(name, root))
 
 
 def check_page(html: Path | None) -> None:
@@ -204,12 +204,12 @@ def _models(refs: list[str], names: list[str] | None) -> "list[ModelRef]":
     from unspool.inspection.attention.measure import ModelRef
     from unspool.inspection.distance_view import unique_names
     from unspool.models.config import config_values
-    from unspool.recipe.paths import resolve_path
+    from unspool.recipe.paths import model_path
 
     if names and len(names) != len(refs):
         raise ConfigError(f"--name was given {len(names)} times for {len(refs)} models; name each or none.")
     called = names or unique_names([Path(ref) for ref in refs])
-    found = [resolve_path(ref, Path()) for ref in refs]
+    found = [model_path(ref, Path()) for ref in refs]
     return [ModelRef(name=name, ref=ref, values=config_values(ref)) for name, ref in zip(called, found, strict=True)]
 
 

@@ -13,6 +13,7 @@ from unspool.cli.recipes import Override
 from unspool.cli.run import RecipeArgument
 from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
+from unspool.core.host_memory import measure_host_memory
 from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count, format_size
 from unspool.planning.cost import GPUS
@@ -39,7 +40,11 @@ def plan(
     count: Annotated[int, typer.Option(min=1, max=65536, help="Number of GPUs.")] = 1,
     host_mem: Annotated[
         str | None,
-        typer.Option("--host-mem", help="Host memory of one machine, such as 512G or 1.9T. Default: 128G per GPU."),
+        typer.Option(
+            "--host-mem",
+            help="Host memory of one machine, such as 512G or 1.9T. Default: this machine's if planning for its GPU, "
+            "else 128G per GPU.",
+        ),
     ] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Price of a GPU hour, to print the cost.")] = None,
     model: Annotated[
@@ -93,7 +98,11 @@ def _machine(gpu: str | None, count: int, host_mem: str | None, *, here: bool) -
         )
     if gpu is None and own is None:
         logger.info(f"no local GPU and no --gpu: planning for {REFERENCE.title}")
-    return Machine(gpu=find_gpu(gpu) if gpu else own or REFERENCE, count=count, host=_bytes(host_mem))
+    host = _bytes(host_mem)
+    if host is None and gpu is None and own is not None:
+        memory = measure_host_memory()
+        host = None if memory is None else float(memory.total)
+    return Machine(gpu=find_gpu(gpu) if gpu else own or REFERENCE, count=count, host=host)
 
 
 def _own_gpu() -> Any:
@@ -233,9 +242,8 @@ def _print_estimate(console: "Console", planned: "StagePlan", chosen: "Estimate"
     parts = ", ".join(f"{part} {getattr(held, part) / GIB:.1f}" for part in PARTS if getattr(held, part) >= 0.05 * GIB)
     room = f"{held.device / GIB:.1f} of {machine.room / GIB:.1f} GiB ({machine.gpu.gib:g} minus the CUDA context)"
     console.print(f"memory     {room} in {held.moment}", soft_wrap=True)
-    console.print(
-        f"           {parts}; host {held.host / GIB:.1f} of {machine.host_room / GIB:.0f} GiB", soft_wrap=True
-    )
+    console.print(f"           {parts}", soft_wrap=True)
+    console.print(f"host       {_host(chosen)}", soft_wrap=True)
     console.print(f"layout     {describe_layout(chosen.layout)}", soft_wrap=True)
     console.print(f"policy     {_policy(chosen)}", soft_wrap=True)
     parts = ", ".join(f"{name} {value:.3g}" for name, value in vars(seconds).items() if value >= 0.005 * seconds.step)
@@ -245,6 +253,18 @@ def _print_estimate(console: "Console", planned: "StagePlan", chosen: "Estimate"
     words = set_arguments(planned.index, planned.stage, chosen.stage)
     if words:
         console.print(f"paste      {shlex.join(words)}", style="green", soft_wrap=True)
+
+
+def _host(chosen: "Estimate") -> str:
+    """Host memory of one GPU by what holds it; the checkpoint's copy only where there is room for it."""
+    machine, host = chosen.machine, chosen.footprint.on_host
+    parts = {"loading": host.loading, "states": host.states, "activations": host.activations, "batches": host.batches}
+    shown = [f"{name} {size / GIB:.1f}" for name, size in parts.items() if size >= 0.05 * GIB]
+    copy = f"a copy of {host.copy / GIB:.1f} for each checkpoint"
+    fits = host.step + host.copy <= machine.host_room
+    shown.append(f"{copy} fits" if fits else f"{copy} does not fit, so training waits while checkpoints are written")
+    whose = " for each GPU" if machine.count > 1 else ""
+    return f"{host.needed / GIB:.1f} of {machine.host_room / GIB:.1f} GiB{whose}; {', '.join(shown)}"
 
 
 def _policy(chosen: "Estimate") -> str:

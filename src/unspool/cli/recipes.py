@@ -73,7 +73,11 @@ def check(
 
     loaded = load_recipe(recipe, overrides)
     if inputs:
+        from unspool.models.location import location
+
         check_inputs(loaded)
+        model = loaded.recipe.model
+        location(loaded.model_path(model if isinstance(model, str) else model.tokenizer))
     print(f"{recipe}: no problems found.")
 
 

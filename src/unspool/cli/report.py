@@ -7,9 +7,13 @@ import typer
 
 from unspool.core.console import print_json
 
+MAX_SENTENCES = 12  # of paired comparisons; the page has all
+
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders (`out` in recipes).")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Run folders (`out` in recipes), or folders of eval --out.")
+    ],
     out: Annotated[
         Path | None,
         typer.Option(
@@ -29,18 +33,22 @@ def report(
     Shows scores by length, depth and category with intervals, paired
     comparisons, loss by position, training curves, RoPE, data counts,
     samples, recipe and hashes. Several runs are shown side by side.
-    The page needs no network and lists what is missing.
+    The page needs no network and lists what is missing. Folders that
+    `unspool eval --out` wrote work too, and are compared if there are several.
 
         unspool report runs/tiny
 
         unspool report runs/abf runs/utk --out both.html --markdown both.md
 
+        unspool report scores/mine scores/theirs --out compared.html
+
         unspool report runs/tiny --json | jq '.runs[0].measures'
     """
     from unspool.core.html import write_text
-    from unspool.reporting.comparisons import headline
+    from unspool.reporting.comparisons import compare, comparison_lines, headline
     from unspool.reporting.gather import gather
-    from unspool.reporting.page import check_file, render
+    from unspool.reporting.measures import measures_for
+    from unspool.reporting.page import check_file, lines_together, render, shared_context
     from unspool.reporting.text_formats import report_values, write_markdown
 
     page = out
@@ -60,6 +68,11 @@ def report(
     for one in results:
         for line in headline(one):
             typer.echo(line)
+    if len(results) > 1:
+        lines = lines_together(results)
+        measures = measures_for({line.label: line.scores for line in lines}, shared_context(results))
+        for sentence in comparison_lines(compare(lines, measures)[:MAX_SENTENCES]):
+            typer.echo(sentence)
     typer.echo(f"Report: {page}")
     if markdown is not None:
         typer.echo(f"Markdown: {markdown}")

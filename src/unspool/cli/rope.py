@@ -41,10 +41,10 @@ def rope(
     check_page(html)
 
     from unspool.models.config import config_values
-    from unspool.recipe.paths import resolve_path
+    from unspool.recipe.paths import model_path
     from unspool.rope.advice import advise, write_advice
 
-    values = config_values(resolve_path(model, Path()))
+    values = config_values(model_path(model, Path()))
     with progress_bar("bases tried", None) as advance:
         advice = advise(values, context_len, advance=lambda done: advance(done))
     if html is not None:

@@ -90,12 +90,13 @@ def _run(
     models: Sequence[str], checks: "Sequence[Check]", devices: "Sequence[torch.device]", *, seed: int
 ) -> "list[Result]":
     from unspool.core.progress import progress_bar
+    from unspool.recipe.paths import model_path
     from unspool.verification.fixtures import FAMILIES, build_small_models, user_model
     from unspool.verification.run import run_checks
 
     results: list[Result] = []
     small = [name for name in models or FAMILIES if name in FAMILIES]
-    given = [user_model(ref) for ref in models if ref not in FAMILIES]
+    given = [user_model(model_path(ref, Path())) for ref in models if ref not in FAMILIES]
     with ExitStack() as stack:
         total = len(devices) * sum(len(_for_model(checks, number)) for number in range(len(small) + len(given)))
         advance = stack.enter_context(progress_bar("verify", total))

@@ -30,11 +30,16 @@ def bootstrap(scores: Sequence[float], *, draws: int = 2000) -> tuple[float, flo
     return min(mean, float(low)), max(mean, float(high))
 
 
+def could_tell(n: int, comparisons: int = 1) -> bool:
+    """Whether n prompts could show a difference at all, even if all of them agreed: by a sign test, from n = 6 on."""
+    return 2.0 ** (1 - n) * max(1, comparisons) < ALPHA
+
+
 def score_interval(scores: Sequence[float]) -> tuple[float, float]:
-    """Return Wilson's interval for scores of 0 and 1, else a bootstrap; one graded score tells nothing of others."""
+    """Return Wilson's interval for scores of 0 and 1, else a bootstrap; a few graded scores tell nothing of others."""
     if all(score in (0.0, 1.0) for score in scores):
         return wilson(sum(scores), len(scores))
-    return bootstrap(scores) if len(scores) > 1 else (0.0, 1.0)
+    return bootstrap(scores) if could_tell(len(scores)) else (0.0, 1.0)
 
 
 def standard_error(values: np.ndarray) -> tuple[float, float]:

@@ -22,7 +22,7 @@ class Entry:
     note: str = ""
     tooltip: str = ""
     strong: bool = False
-    rank: float | None = None  # value by which a column is compared
+    range: tuple[float, float] | None = None  # interval by which a column is compared
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -307,13 +307,9 @@ def _line(sample: Sample) -> bytes:
     return json.dumps(sample).encode() + b"\n"
 
 
-def default_folder(model: str, model_hash: str) -> Path:
+def default_folder(name: str, model_hash: str) -> Path:
     """`scores/NAME`; with a part of the hash where another model of this name has been scored."""
-    path = Path(model)
-    # Stages of a run keep their model in a folder of this name.
-    name = path.parent.name if path.name == "model" and path.parent.name else path.name or model
-    folder = Path("scores") / name
-    manifest = read_manifest(folder)
-    inputs = manifest.get("inputs") if manifest else None
+    folder = Path("scores") / name.replace("/", "-")
+    inputs = (read_manifest(folder) or {}).get("inputs")
     is_other = folder.exists() and (not isinstance(inputs, dict) or inputs.get("model") != model_hash)
-    return folder.with_name(f"{name}-{model_hash[:8]}") if is_other else folder
+    return folder.with_name(f"{folder.name}-{model_hash[:8]}") if is_other else folder

@@ -7,9 +7,10 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from unspool.core.config import Config
-from unspool.core.errors import ConfigError
+from unspool.core.errors import ConfigError, UnspoolError
 from unspool.core.sizes import Size
-from unspool.models.tokenizer import first_line, location, silence_transformers
+from unspool.models.location import first_line, location
+from unspool.models.tokenizer import silence_transformers
 from unspool.models.weight_files import check_weights
 
 _COUNTS = (
@@ -120,6 +121,8 @@ def _load_config(ref: str, content: dict[str, Any]) -> Any:
         if "head_bases" in content:
             return build_plain_config(content)
         return AutoConfig.from_pretrained(**location(ref), trust_remote_code=False)
+    except UnspoolError:
+        raise
     except Exception as error:  # of any type: config classes compute with whatever the file says
         raise _unreadable(ref, error) from error
 

@@ -27,8 +27,9 @@ from unspool.models.attention.interface import NAME, register
 from unspool.models.checks import check_attention, check_finite
 from unspool.models.config import SIZES, NewModel, build_plain_config, check_values, read_config_file
 from unspool.models.fuse import require_exact_fp32
+from unspool.models.location import first_line, location
 from unspool.models.rotary import apply_head_bases, decide_by_document, rope_shape
-from unspool.models.tokenizer import first_line, load_tokenizer, location, silence_transformers
+from unspool.models.tokenizer import load_tokenizer, silence_transformers
 from unspool.models.weight_files import check_weights, model_digest
 
 _SAFE: dict[str, Any] = {

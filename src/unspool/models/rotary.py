@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
 from unspool.models.checks import DOC_LEN, is_close, last_states
+from unspool.models.location import first_line
 from unspool.models.modeling_harpe import ROPE_TYPE
-from unspool.models.tokenizer import first_line
 from unspool.rope.tables import (
     GLOBAL_LAYERS,
     RopeMethod,

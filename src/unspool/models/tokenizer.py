@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from unspool.core.errors import ConfigError
+from unspool.core.errors import ConfigError, UnspoolError
+from unspool.models.location import first_line, location
 
 # Classes that do what tokenizer.json says and nothing else.
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -17,6 +18,8 @@ def load_tokenizer(ref: str) -> Any:
     silence_transformers()
     try:
         tokenizer = _loader(ref).from_pretrained(**location(ref), trust_remote_code=False)
+    except UnspoolError:
+        raise
     except Exception as error:  # of any type: `tokenizers` raises bare ones, and files can hold anything
         raise ConfigError(f"model {ref}: no tokenizer could be loaded ({first_line(error)}).") from error
     if not tokenizer.is_fast:
@@ -88,25 +91,9 @@ def _loader(ref: str) -> Any:
     return AutoTokenizer
 
 
-def location(ref: str) -> dict[str, str]:
-    """Return the arguments of `from_pretrained` that say where a model is."""
-    path = Path(ref)
-    if path.suffix == ".gguf":
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    return {"pretrained_model_name_or_path": ref}
-
-
 def silence_transformers() -> None:
     """Keep `transformers` from printing."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    if not lines or isinstance(error, KeyError):
-        # A KeyError says no more than the key.
-        return " ".join([type(error).__name__, *lines[:1]])
-    return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])

@@ -6,15 +6,14 @@ manifest. An index may only name safetensors files of its own folder.
 
 import json
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from unspool.core.artifacts import digest, file_digest, folder_digest, read_manifest
+from unspool.core.artifacts import digest, digest_once, folder_digest, read_manifest
 from unspool.core.errors import ConfigError
-from unspool.models.tokenizer import first_line
+from unspool.models.location import first_line
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -180,17 +179,6 @@ def check_written_file(path: Path) -> None:
     entry = (read_manifest(path.parent) or {}).get("files", {}).get(path.name)
     if entry is not None and digest_once(path) != entry["sha256"]:
         raise _damaged(path.parent, f"{path.name} has changed since it was written")
-
-
-def digest_once(path: Path) -> str:
-    """`file_digest`, computed once for a file that does not change: loading and scoring both ask for it."""
-    found = path.stat()
-    return _digest(path, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-
-
-@lru_cache(maxsize=4096)
-def _digest(path: Path, *state: int) -> str:
-    return file_digest(path)
 
 
 def model_digest(ref: str) -> str:

@@ -25,10 +25,11 @@ from unspool.data.packing.row import attended_lens
 from unspool.data.packing.store import RowSet, open_rows
 from unspool.data.sources.base import Source
 from unspool.models.config import SIZES, NewModel, config_values
+from unspool.models.location import HUB_ID
 from unspool.planning.cost import Shape
 from unspool.planning.step_time import Documents, documents
 from unspool.recipe.launch import cached_config
-from unspool.recipe.load import HUB_ID, LoadedRecipe, load_recipe
+from unspool.recipe.load import LoadedRecipe, load_recipe
 from unspool.recipe.paths import bundled_recipes
 from unspool.training.config import StageConfig
 
@@ -94,7 +95,7 @@ def planned_model(loaded: LoadedRecipe, given: str | None = None) -> PlannedMode
     for _ in range(MAX_CHAIN):
         if isinstance(model, NewModel):
             return _new(loaded, model)
-        ref = loaded.path(model)
+        ref = loaded.path(model) if OF_A_RUN.fullmatch(model) else loaded.model_path(model)
         values = cached_config(ref)
         if values is not None:
             return PlannedModel(shape=shape_of(values, model), values=values, origin=f"the config of {model}")
@@ -110,7 +111,7 @@ def planned_model(loaded: LoadedRecipe, given: str | None = None) -> PlannedMode
 
 
 def _new(loaded: LoadedRecipe, model: NewModel) -> PlannedModel:
-    path = Path(loaded.path(model.tokenizer)) / "tokenizer.json"
+    path = Path(loaded.model_path(model.tokenizer)) / "tokenizer.json"
     values = SIZES[model.size] | {"rope_theta": model.base, "max_position_embeddings": model.context_length}
     words = _vocabulary(path)
     if words is None:

@@ -54,8 +54,8 @@ class RunContext:
         """The recipe's model with its paths resolved."""
         model = self.recipe.model
         if isinstance(model, str):
-            return self.loaded.path(model)
-        return model.model_copy(update={"tokenizer": self.loaded.path(model.tokenizer)})
+            return self.loaded.model_path(model)
+        return model.model_copy(update={"tokenizer": self.loaded.model_path(model.tokenizer)})
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -19,6 +19,7 @@ from unspool.core.errors import ConfigError
 from unspool.models.checks import check_finite
 from unspool.models.export import Compared, check_folder, our_passes, round_weights, save_model
 from unspool.models.load import load_model
+from unspool.models.location import final_model, suggestion
 from unspool.models.tokenizer import load_tokenizer
 from unspool.models.weight_files import model_digest
 from unspool.recipe.paths import resolve_path
@@ -52,7 +53,7 @@ class Exported:
 
 
 def find_checkpoint(path: Path, *, stage: str | None = None, run_dir: Path | None = None) -> Checkpoint:
-    """Find the checkpoint at `path`: a model, a stage's model, or that of a run's last finished stage."""
+    """Find the checkpoint at `path`: a model, a stage's model, or that of a run's stage: `stage`, or its final one."""
     if (path / "model" / "config.json").is_file():
         path = path / "model"
     if (path / "config.json").is_file() or (path.suffix == ".gguf" and path.is_file()):
@@ -62,10 +63,13 @@ def find_checkpoint(path: Path, *, stage: str | None = None, run_dir: Path | Non
         run_dir, stage = run_dir or own_run, own_stage or stage
         return Checkpoint(model=path, run_dir=run_dir, stage=_finished_stage(run_dir, stage) if run_dir else None)
     if (path / "stages").is_dir():
-        stage = _finished_stage(path, stage)
+        stage = _finished_stage(path, stage) if stage else final_model(path).parent.name
         return Checkpoint(model=path / "stages" / stage / "model", run_dir=path, stage=stage)
     problem = "holds no model" if path.exists() else "does not exist"
-    raise ConfigError(f"{path} {problem}; give a run's folder, one of its stages/, or a folder with config.json.")
+    raise ConfigError(
+        f"{path} {problem}; give a run's folder, one of its stages/, or a folder with config.json."
+        f"{'' if path.exists() else suggestion(str(path))}"
+    )
 
 
 def _run_of(model: Path) -> tuple[Path, str] | tuple[None, None]:
@@ -77,7 +81,7 @@ def _run_of(model: Path) -> tuple[Path, str] | tuple[None, None]:
 
 
 def _finished_stage(run_dir: Path, name: str | None) -> str:
-    """The stage called `name`, or the last one; ConfigError if it is not trained."""
+    """The stage called `name`, or the last one, for the card of a model; ConfigError if it is not trained."""
     finished = {stage.name: stage for stage in gather(run_dir).stages if stage.finished}
     if not finished:
         raise ConfigError(f"{run_dir}: no stage is trained yet; run the recipe first.")

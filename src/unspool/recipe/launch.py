@@ -15,7 +15,8 @@ from huggingface_hub import try_to_load_from_cache
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
 from unspool.models.config import SIZES, config_values
-from unspool.recipe.load import HUB_ID, LoadedRecipe
+from unspool.models.location import HUB_ID
+from unspool.recipe.load import LoadedRecipe
 from unspool.recipe.paths import path_exists
 from unspool.training.config import StageConfig
 from unspool.training.parallel.config import REFUSAL, Layout, Work, check_layout, not_on_ring, settle_layout
@@ -260,7 +261,7 @@ def check_stage(loaded: LoadedRecipe, stage: StageConfig, values: Mapping[str, A
 def model_values(loaded: LoadedRecipe) -> Mapping[str, Any] | None:
     """The config of the recipe's model; None if it is not on this machine."""
     model = loaded.recipe.model
-    values = cached_config(loaded.path(model)) if isinstance(model, str) else SIZES[model.size]
+    values = cached_config(loaded.model_path(model)) if isinstance(model, str) else SIZES[model.size]
     return None if values is None or "num_attention_heads" not in values else values
 
 

@@ -3,10 +3,9 @@
 All problems are reported together, one line each: where it is written, the key, the value, and what is allowed.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from pydantic import ValidationError
 from unspool.core.config import did_you_mean
 from unspool.core.errors import ConfigError
 from unspool.evals.config import EvalConfig
+from unspool.models.location import ASSET_PREFIX, HUB_ID, suggestion
 from unspool.recipe.json_schema import (
     Shape,
     child,
@@ -31,11 +31,11 @@ from unspool.recipe.json_schema import (
     validation_problems,
 )
 from unspool.recipe.paths import (
-    ASSET_PREFIX,
     SYNTH_PREFIX,
     Bundled,
     bundled_recipes,
     expand_home,
+    model_path,
     path_exists,
     resolve_path,
 )
@@ -143,7 +143,6 @@ MAX_BYTES = 1 << 20
 EVAL_PATHS = ("text", "wording")
 # A name that ends so is a file's, although it could be a Hub id's.
 DATA_SUFFIXES = {".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet", ".zst", ".gz"}
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +158,10 @@ class LoadedRecipe:
         if value.startswith(SYNTH_PREFIX):
             return str(self.recipe.out / "synth" / value.removeprefix(SYNTH_PREFIX))
         return resolve_path(value, self.root)
+
+    def model_path(self, value: str) -> str:
+        """The path or Hub id of a model or tokenizer; of a run or stage folder that of its model."""
+        return model_path(value, self.root)
 
     def generated(self, sources: Iterable[str]) -> list[str]:
         """The sets of `synth` that these sources read, in the recipe's order."""
@@ -286,10 +289,16 @@ def _model_problems(loaded: LoadedRecipe) -> Iterator[Problem]:
     looks_like_path = value.startswith((ASSET_PREFIX, ".")) or value.endswith(".gguf") or not HUB_ID.fullmatch(value)
     if looks_like_path or path_exists(loaded.path(value)):
         found = list(_missing(loaded, place, value))
-        yield from found
-        folder = None if found else Path(loaded.path(value))
+        yield from (replace(problem, text=problem.text + suggestion(str(loaded.root / value))) for problem in found)
+        if found:
+            return
+        try:
+            folder = Path(loaded.model_path(value))
+        except ConfigError as error:
+            yield Problem(place=place, text=str(error))
+            return
         wanted = "config.json" if isinstance(model, str) else "tokenizer.json"
-        if folder and folder.is_dir() and not (folder / wanted).is_file():
+        if folder.is_dir() and not (folder / wanted).is_file():
             yield Problem(place=place, text=f"the folder has no {wanted}, so it is not a {place[-1]}.", show_value=True)
 
 

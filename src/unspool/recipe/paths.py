@@ -6,9 +6,8 @@ from pathlib import Path
 
 from unspool.core.config import did_you_mean, lookup
 from unspool.core.errors import ConfigError
+from unspool.models.location import ASSET_PREFIX, ASSETS, final_model
 
-ASSETS = Path(__file__).parents[1] / "assets"
-ASSET_PREFIX = "asset:"
 SYNTH_PREFIX = "synth:"  # conversations that the recipe itself generates
 
 
@@ -22,6 +21,12 @@ def resolve_path(value: str, root: Path) -> str:
     path = expand_home(value)
     beside = root / path
     return str(beside if not path.is_absolute() and path_exists(str(beside)) else path)
+
+
+def model_path(value: str, root: Path) -> str:
+    """`resolve_path` of a model or tokenizer; of a run or stage folder the path of its model."""
+    path = resolve_path(value, root)
+    return str(final_model(Path(path))) if path_exists(path) else path
 
 
 def path_exists(path: str) -> bool:

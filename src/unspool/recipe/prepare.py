@@ -99,4 +99,4 @@ def _embedder(context: RunContext, config: DatasetConfig) -> Any:
     from unspool.models.load import Embedder
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Embedder(context.loaded.path(model), tokenizer=context.tokenizer, device=device)
+    return Embedder(context.loaded.model_path(model), tokenizer=context.tokenizer, device=device)

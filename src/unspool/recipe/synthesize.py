@@ -164,7 +164,7 @@ class Synthesis:
         return counter
 
     def _open_backend(self, ref: str) -> tuple[Backend, str]:
-        path = self.loaded.path(ref)
+        path = self.loaded.model_path(ref)
         device = torch.device("cuda" if self.recipe.device != "cpu" and torch.cuda.is_available() else "cpu")
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         return ModelBackend(path, device=device, dtype=dtype), model_digest(path)

@@ -9,7 +9,7 @@ import numpy as np
 
 from unspool.core.formatting import MISSING, join_words
 from unspool.core.sizes import format_count, format_size
-from unspool.core.stats import agresti_min_interval, bootstrap, t_quantile
+from unspool.core.stats import agresti_min_interval, bootstrap, could_tell, t_quantile
 from unspool.core.table import Entry, Table
 from unspool.reporting.figures import Line
 from unspool.reporting.measures import (
@@ -34,11 +34,13 @@ class Difference:
     low: float | None = None
     high: float | None = None
     n: int = 0
+    enough: bool = True  # whether n pairs can show a difference
 
     @property
     def decided(self) -> bool:
-        """Whether the interval excludes zero."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+        """Whether the interval excludes zero, and n is large enough to show it."""
+        is_apart = self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+        return is_apart and self.enough
 
 
 NONE = Difference(value=None)
@@ -95,8 +97,8 @@ def answer_difference(pairs: Sequence[tuple[float, float]]) -> Difference:
     if all(score in (0.0, 1.0) for pair in pairs for score in pair):
         low, high = agresti_min_interval(np.array(gains))
     else:
-        low, high = bootstrap(gains) if n > 1 else (-1.0, 1.0)
-    return Difference(value=fmean(gains), low=low, high=high, n=n)
+        low, high = bootstrap(gains) if could_tell(n) else (-1.0, 1.0)
+    return Difference(value=fmean(gains), low=low, high=high, n=n, enough=could_tell(n))
 
 
 def mean_difference(parts: Sequence[Difference]) -> Difference:
@@ -111,7 +113,8 @@ def mean_difference(parts: Sequence[Difference]) -> Difference:
     value = fmean(middle for middle, *_ in known)
     below = math.hypot(*(middle - low for middle, low, _, _ in known)) / len(known)
     above = math.hypot(*(high - middle for middle, _, high, _ in known)) / len(known)
-    return Difference(value=value, low=value - below, high=value + above, n=sum(n for *_, n in known))
+    total = sum(n for *_, n in known)
+    return Difference(value=value, low=value - below, high=value + above, n=total, enough=could_tell(total))
 
 
 def _loss_difference(measure: Measure, first: ModelScores, second: ModelScores) -> Difference:
@@ -211,13 +214,27 @@ def comparison_table(found: Sequence[Comparison]) -> Table | None:
     )
 
 
+def comparison_lines(found: Sequence[Comparison]) -> list[str]:
+    """One sentence for each measure of each pair: the difference, its interval, n, and which model is better."""
+    return [f"{one.first} → {one.second}, {_verdict(one)}" for one in found]
+
+
+def _verdict(one: Comparison) -> str:
+    is_loss = one.measure.suite == LOSS
+    interval = format_difference_range(one.found.low, one.found.high, is_loss=is_loss)
+    counted = f"n = {one.found.n:,}{' windows' if is_loss else ''}"
+    gap = f"{format_difference(one.found.value, is_loss=is_loss)} {'nats' if is_loss else 'points'}"
+    verdict = f"{one.better} is better ({counted})" if one.better else f"no difference shown ({counted})"
+    return f"{lowercase_start(one.measure.title)}: {gap}{f' ({interval})' if interval else ''}, {verdict}"
+
+
 def _entry(one: Comparison | None) -> Entry:
     if one is None:
         return Entry(text=MISSING)
     is_loss = one.measure.suite == LOSS
     counted = f"n = {one.found.n:,} {'windows' if is_loss else 'prompts'}"
     tooltip = f"{one.first} → {one.second}, {one.measure.title}: {counted}, " + (
-        f"{one.better} is better" if one.better else "too close to call"
+        f"{one.better} is better" if one.better else "no difference shown"
     )
     note = f"{format_difference_range(one.found.low, one.found.high, is_loss=is_loss)} · n {one.found.n:,}".strip(" ·")
     return Entry(
@@ -234,7 +251,8 @@ def _note(found: Sequence[Comparison], num_pairs: int) -> str:
     gained = sum(not one.apart for one in decided if one.measure.cells)
     note = (
         "Second minus first on the prompts that both answered: recall in points, loss in nats (negative is better), "
-        f"with 95% intervals of the difference. Bold where the interval excludes 0: {len(decided)} of {len(found)}"
+        "with 95% intervals of the difference. Bold where the interval excludes 0 and n can show it: "
+        f"{len(decided)} of {len(found)}"
     )
     if gained:
         note += f"; the models' own intervals could not separate {gained} of these"
@@ -297,17 +315,23 @@ def _arms(measures: list[Measure], results: RunResults) -> list[str]:
         if not all(_has_interval(measure.cells.get(name)) for name in names):
             continue
         best, by_answers = ahead_of_all(measure, models)
-        won.setdefault(best, []).append(lowercase_start(measure.title))
+        won.setdefault(best, []).append(_with_n(measure) if best is None else lowercase_start(measure.title))
         paired.append(by_answers)
     verdicts = [f"{name} wins on {join_words(titles)}" for name, titles in won.items() if name is not None]
     if None in won:
         # Of three, one may be far behind.
-        close = "too close to call" if len(names) == 2 else "no arm is ahead of all others"
+        close = "no difference shown" if len(names) == 2 else "no arm shown to be ahead of all others"
         verdicts.append(f"{close} on {join_words(won[None])}" + ("" if all(paired) else " (intervals overlap)"))
     if not verdicts:
         return []
     how = ", answer by answer" if all(paired) else ""
     return [f"{join_words(names)} {_budget(names, results)}{how}: {'; '.join(verdicts)}."]
+
+
+def _with_n(measure: Measure) -> str:
+    """`needle recall at 2K (n = 2)`; losses are means over thousands of tokens."""
+    counts = [cell.n for cell in measure.cells.values() if cell is not None and not cell.is_loss]
+    return lowercase_start(measure.title) + (f" (n = {min(counts):,})" if counts else "")
 
 
 def _has_interval(cell: Cell | None) -> bool:
@@ -325,6 +349,8 @@ def _budget(names: list[str], results: RunResults) -> str:
 
 def missing_parts(results: RunResults) -> list[str]:
     """Parts of a report that this run does not have (yet), one sentence each."""
+    if not results.is_run:
+        return []
     notes = []
     if results.recipe_text is None:
         notes.append("No recipe.yaml: stages are listed by name.")

@@ -10,7 +10,14 @@ from unspool.core.formatting import MISSING, clip, format_bytes, format_duration
 from unspool.core.sizes import format_size
 from unspool.core.table import Entry, Table, entries
 from unspool.evals.beyond_context import DONE
-from unspool.reporting.measures import format_interval, format_n, format_positions, format_value, format_with_interval
+from unspool.reporting.measures import (
+    format_interval,
+    format_n,
+    format_positions,
+    format_value,
+    format_with_interval,
+    trusted_range,
+)
 from unspool.reporting.run_results import Artifact, Cell, ModelScores, RunResults
 from unspool.reporting.suite_titles import measure_of, suite_title
 
@@ -142,13 +149,8 @@ def number_entry(label: str, cell: Cell | None, *, tooltip: bool = True) -> Entr
         text=format_value(cell) + (" †" if cell.beyond_context else ""),
         note=format_interval(cell),
         tooltip=describe(label, cell) if tooltip else "",
-        rank=_rank(cell),
+        range=trusted_range(cell),
     )
-
-
-def _rank(cell: Cell) -> float | None:
-    """Values that print the same rank the same."""
-    return None if cell.value is None else round(cell.value, 2)
 
 
 def _number_row(

@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-import unspool
 from unspool.core.artifacts import MANIFEST, digest, read_manifest
 from unspool.core.errors import ConfigError, DataError
-from unspool.reporting.gather_scores import gather_models
+from unspool.models.location import ASSET_PREFIX, ASSETS
+from unspool.reporting.gather_scores import SUMMARY, gather_model, gather_models
 from unspool.reporting.result_files import (
     json_lines,
     json_object,
@@ -138,14 +138,17 @@ def _drawn(path: Path, *, finished: bool) -> dict[str, int]:
 
 PROBLEMS_PER_CORPUS = 3
 _MARKS = ("recipe.yaml", "run.json", "scores", "stages")
-_ASSET = "asset:"
 
 
 def gather(run_dir: Path) -> RunResults:
-    """Read all result files of one run."""
+    """Read all result files of one run, or of one folder that `unspool eval --out` wrote."""
     if not any((run_dir / mark).exists() for mark in _MARKS):
-        problem = "does not exist" if not run_dir.exists() else f"is not a run: it holds none of {', '.join(_MARKS)}"
-        raise ConfigError(f"{run_dir} {problem}. Give the folder that the recipe names as `out`, such as runs/tiny.")
+        if (run_dir / SUMMARY).is_file():
+            return _gather_scores(run_dir)
+        raise ConfigError(
+            f"{run_dir} {_not_a_run(run_dir)}. Give the folder that the recipe names as `out`, such as runs/tiny, or "
+            "one that `unspool eval --out` wrote."
+        )
     recipe_file = run_dir / "recipe.yaml"
     recipe_text = read_text(recipe_file) if recipe_file.is_file() else None
     recipe = _recipe(recipe_file, recipe_text)
@@ -165,6 +168,31 @@ def gather(run_dir: Path) -> RunResults:
         artifacts=tuple(_artifacts(run_dir)),
         problems=tuple(_problems(run_dir / "corpus")),
         base_config=_base_config(base_model),
+    )
+
+
+def _not_a_run(folder: Path) -> str:
+    if not folder.exists():
+        return "does not exist"
+    work = folder.with_name(folder.name + ".work")
+    if work.is_dir():
+        return f"holds no scores yet: {work} is unfinished; run the same `unspool eval` again to finish it"
+    return f"is not a run: it holds none of {', '.join((*_MARKS, SUMMARY))}"
+
+
+def _gather_scores(folder: Path) -> RunResults:
+    return RunResults(
+        run_dir=folder,
+        name=folder.resolve().name,
+        recipe_text=None,
+        base_model=None,
+        original_context=None,
+        versions={},
+        seconds={},
+        models=(gather_model(folder),),
+        stages=(),
+        artifacts=(),
+        is_run=False,
     )
 
 
@@ -244,9 +272,8 @@ def _base_config(base_model: str | None) -> dict[str, Any] | None:
     """config.json of a local model or one that ships with the package; a report downloads nothing."""
     if not base_model:
         return None
-    assets = Path(unspool.__file__).parent / "assets"
-    shipped = base_model.startswith(_ASSET)
-    folder = assets / base_model.removeprefix(_ASSET) if shipped else Path(base_model)
+    shipped = base_model.startswith(ASSET_PREFIX)
+    folder = ASSETS / base_model.removeprefix(ASSET_PREFIX) if shipped else Path(base_model)
     try:
         found = folder / "config.json"
         return json_object(found) if found.is_file() else None

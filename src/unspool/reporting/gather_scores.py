@@ -7,7 +7,7 @@ models can be compared in pairs.
 from pathlib import Path
 from typing import Any
 
-from unspool.core.artifacts import digest
+from unspool.core.artifacts import digest, read_manifest
 from unspool.core.errors import DataError
 from unspool.reporting.result_files import json_lines, json_object, number, published, whole
 from unspool.reporting.run_results import (
@@ -36,6 +36,14 @@ def gather_models(run_dir: Path, stage_names: list[str]) -> tuple[ModelScores, .
     short = {path.parent.name: path for path in sorted((run_dir / SHORT).glob(f"*/{SUMMARY}"))}
     names = sorted(scored.keys() | short.keys(), key=lambda name: (order.get(name, len(order)), name))
     return tuple(_model(name, scored.get(name), short.get(name)) for name in names)
+
+
+def gather_model(folder: Path) -> ModelScores:
+    """Read a folder that `unspool eval --out` wrote; the model has the name that it was scored under."""
+    summary = folder / SUMMARY
+    name = json_object(summary).get("model")
+    is_short = read_manifest(folder) is None  # lm-eval's numbers have no manifest
+    return _model(str(name or folder.name), None if is_short else folder, summary if is_short else None)
 
 
 def _model(name: str, folder: Path | None, short_file: Path | None) -> ModelScores:

@@ -11,6 +11,7 @@ from statistics import fmean
 
 from unspool.core.formatting import MISSING, format_percent, format_signed
 from unspool.core.sizes import format_size
+from unspool.core.stats import could_tell
 from unspool.reporting.run_results import LOSS, Cell, ModelScores, RunResults, main_suites
 from unspool.reporting.suite_titles import suite_title
 
@@ -206,9 +207,14 @@ def winner(measure: Measure, names: list[str]) -> str | None:
     return best if clear else None
 
 
+def trusted_range(cell: Cell | None) -> tuple[float, float] | None:
+    """The interval of a mean; None without one, or where so few questions cannot show a difference."""
+    if cell is None or cell.low is None or cell.high is None or not (cell.is_loss or could_tell(cell.n)):
+        return None
+    return cell.low, cell.high
+
+
 def _good_range(measure: Measure, name: str) -> tuple[float, float]:
     """(worst, best) plausible value, signed so that more is better; unbounded where not measured."""
-    cell = measure.cells.get(name)
-    if cell is None or cell.low is None or cell.high is None:
-        return (-math.inf, math.inf)
-    return (cell.low, cell.high) if measure.higher_is_better else (-cell.high, -cell.low)
+    low, high = trusted_range(measure.cells.get(name)) or (-math.inf, math.inf)
+    return (low, high) if measure.higher_is_better else (-high, -low)

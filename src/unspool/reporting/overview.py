@@ -17,6 +17,7 @@ from unspool.reporting.run_results import SHORT, Cell, recall_suites, task_of, t
 from unspool.reporting.suite_titles import HELMET_CATEGORY_TITLES, RULER_TASK_GROUPS, suite_title
 
 HELMET, RULER = "helmet", "ruler"
+_BOLD = "bold: the best, where its interval lies above all others"
 
 
 def length_table(lines: Sequence[Line], suite: str) -> Table:
@@ -49,7 +50,7 @@ def length_table(lines: Sequence[Line], suite: str) -> Table:
 
 
 def _length_note(lengths: Sequence[int], *, reaches: bool) -> str:
-    note = "Percent, with 95% intervals; best of each column in bold"
+    note = f"Percent, with 95% intervals; {_BOLD}"
     if len(lengths) > 1:
         note += f"; kept: {format_size(lengths[-1])} ÷ {format_size(lengths[0])}"
     return note + ("; holds until: the longest length with a mean of at least 85.6." if reaches else ".")
@@ -107,7 +108,7 @@ def _category_table(lines: Sequence[Line], columns: dict[str, list[str]], captio
         rows.append([Entry(text=line.label), *context, *values, *together])
     found = _mark_best(rows, num_columns=len(columns) + (len(columns) > 1), first=1 + has_context)
     names = ["model", *(["context"] if has_context else []), *columns, *(["average"] if len(columns) > 1 else [])]
-    note = f"Mean over {join_words([format_size(length) for length in lengths])}, with 95% intervals; best in bold."
+    note = f"Mean over {join_words([format_size(length) for length in lengths])}, with 95% intervals; {_BOLD}."
     return Table(caption=caption, columns=names, rows=found, note=note)
 
 
@@ -132,7 +133,7 @@ def short_tables(lines: Sequence[Line]) -> list[Table]:
     names = [task_of(task)[1] or SHORT for task in tasks]
     columns = ["model", *names, *(["average"] if len(tasks) > 1 else [])]
     found = _mark_best(rows, num_columns=len(columns) - 1)
-    return [Table(caption="Short context", columns=columns, rows=found, note="lm-eval's tasks, in percent.")]
+    return [Table(caption="Short context", columns=columns, rows=found, note=f"lm-eval's tasks, in percent; {_BOLD}.")]
 
 
 def _suites(lines: Sequence[Line]) -> list[str]:
@@ -144,19 +145,18 @@ def _lengths(lines: Sequence[Line], suite: str) -> list[int]:
 
 
 def _mark_best(rows: list[list[Entry]], *, num_columns: int, first: int = 1) -> list[list[Entry]]:
-    """Make the best of each column bold where models differ."""
-    if len(rows) < 2:
-        return rows
+    """Make the best of each column bold where its interval lies above those of all other models."""
     marked = [list(row) for row in rows]
     for column in range(first, first + num_columns):
-        values = [row[column].rank for row in rows]
-        known = [value for value in values if value is not None]
-        if len(set(known)) < 2:
+        ranges = [row[column].range for row in rows if row[column].text != MISSING]
+        known = [one for one in ranges if one is not None]
+        if len(known) < 2 or len(known) < len(ranges):
             continue
-        best = max(known)
-        for row in marked:
-            if row[column].rank == best:
-                row[column] = replace(row[column], strong=True)
+        best, *others = sorted(known, reverse=True)
+        if best[0] > max(high for _, high in others):
+            for row in marked:
+                if row[column].range == best:
+                    row[column] = replace(row[column], strong=True)
     return marked
 
 

@@ -17,6 +17,7 @@ from unspool.core.stats import (
     ALPHA,
     agresti_min,
     agresti_min_interval,
+    could_tell,
     sign_test,
     standard_error,
     t_p_value,
@@ -241,11 +242,6 @@ def flip_p(values: np.ndarray) -> float:
 @cache
 def _flips(n: int) -> np.ndarray:
     return 1 - 2 * ((np.arange(1 << n)[:, None] >> np.arange(n)) & 1).astype(np.int8)
-
-
-def could_tell(num_prompts: int, comparisons: int) -> bool:
-    """Whether this many prompts could show a difference at all, even if all of them agreed."""
-    return 2.0 ** (1 - num_prompts) * max(1, comparisons) < ALPHA
 
 
 def _interval(values: np.ndarray, *, bounded: bool) -> tuple[float | None, float | None]:

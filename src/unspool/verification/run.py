@@ -12,7 +12,7 @@ import torch
 
 from unspool.core.errors import ConfigError
 from unspool.models.export import PlainProcess
-from unspool.models.tokenizer import first_line
+from unspool.models.location import first_line
 from unspool.verification import interruptions as runs
 from unspool.verification import step_checks as steps
 from unspool.verification.case import Case, Check, SkippedError, build_case, training_dtype

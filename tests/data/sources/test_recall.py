@@ -3,8 +3,8 @@ import json
 import pytest
 
 from unspool.data.sources.recall import RecallSource, generate_documents
+from unspool.models.location import ASSETS
 from unspool.models.tokenizer import load_tokenizer
-from unspool.recipe.paths import ASSETS
 
 from ..conftest import prose
 

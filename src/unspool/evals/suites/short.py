@@ -23,7 +23,8 @@ from unspool.evals.suite import Question
 from unspool.evals.suites import SUITES
 from unspool.evals.task_suite import PlannedTasks
 from unspool.models.load import load_model
-from unspool.models.tokenizer import first_line, load_tokenizer
+from unspool.models.location import first_line
+from unspool.models.tokenizer import load_tokenizer
 
 TASKS = ("hellaswag", "mmlu", "arc_challenge", "winogrande", "gsm8k")
 # A task may have several numbers; the first of these that it has is the one that papers print.
