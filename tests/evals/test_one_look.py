@@ -1,4 +1,4 @@
-"""`unspool eval MODEL`: doubling lengths within a budget, an effective length with an interval, and honest sentences."""
+"""`unspool eval MODEL`: doubling lengths within a budget, an effective length with an interval, honest sentences."""
 
 import json
 import logging
@@ -106,7 +106,7 @@ def test_the_budget_is_kept_and_what_was_left_out_is_named(look, tokenizer, pace
     assert backend.clock.now <= 60 * 1.1
     assert facts["stop"] == "budget" and facts["not_asked"]
     assert "the budget of 1 min 0 s was used up" in facts["notes"][-1]
-    if pace < 0.1:
+    if pace < 0.01:
         assert facts["at_least"] and "is at least" in facts["sentence"] and "or more" in facts["sentence"]
 
 
@@ -199,7 +199,7 @@ def test_a_budget_that_is_no_time_is_refused(text):
 
 def test_the_command_ends_in_a_table_a_page_and_a_sentence(tokenizer, monkeypatch, tmp_path, caplog):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mock, "build", lambda options: Reader(tokenizer, reach=128, context=256))
+    monkeypatch.setattr(mock, "build", lambda options: Reader(tokenizer, reach=256, context=512))
     arguments = ["eval", "asset:tiny-base", "--backend", "oracle", "--samples", "10"]
 
     with caplog.at_level(logging.INFO):
@@ -207,10 +207,10 @@ def test_the_command_ends_in_a_table_a_page_and_a_sentence(tokenizer, monkeypatc
     as_json = CliRunner().invoke(build_app(), [*arguments, "--json"])
 
     assert shown.exit_code == 0, shown.output
-    assert "The effective length of tiny-base is 128 tokens of 256 claimed" in " ".join(shown.stdout.split())
+    assert "The effective length of tiny-base is 256 tokens of 512 claimed" in " ".join(shown.stdout.split())
     assert (tmp_path / "scores/tiny-base/look.html").is_file()
     assert "see all numbers with: unspool report scores/tiny-base" in caplog.text
-    assert json.loads(as_json.stdout)["look"]["effective_length"]["value"] == 128
+    assert json.loads(as_json.stdout)["look"]["effective_length"]["value"] == 256
     report = CliRunner().invoke(build_app(), ["report", "scores/tiny-base"])
     assert report.exit_code == 0, report.output
 

@@ -3,21 +3,20 @@
 import json
 import tempfile
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from pydantic import ValidationError
 
 from unspool.cli.eval_look import BUDGET, LookOptions, look, refuse_options
-from unspool.cli.eval_options import check_folder, page_file, show_results
+from unspool.cli.eval_options import check_folder, compare_answers, page_file, preset_lengths, read_rate, show_results
 from unspool.core.artifacts import write_atomic
 from unspool.core.config import lookup
-from unspool.core.console import print_json
 from unspool.core.errors import ConfigError
 from unspool.core.lock import lock_output
 from unspool.core.sizes import parse_size
-from unspool.evals.backends.base import BACKENDS, Backend, BackendOptions, RopeOverride, build_backend
+from unspool.evals.backends.base import BACKENDS, BackendOptions, RopeOverride, build_backend
 from unspool.evals.beyond_context import DONE
 from unspool.evals.config import EvalConfig
 from unspool.evals.suites import SUITES
@@ -32,8 +31,7 @@ TASK_SUITES = tuple(name for name, suite in SUITES.items() if suite.tasks)
 SHORT = "short"
 SHORT_BACKENDS = ("transformers", "openai")
 ENDPOINTS = ("auto", "completions", "text", "chat")
-DEFAULT_SUITES, DEFAULT_LENGTHS = "niah,key_value,perplexity", "2K,8K"
-FAILED = 1
+DEFAULT_SUITES = "niah,key_value,perplexity"
 SAMPLES = 20
 
 
@@ -50,7 +48,7 @@ def eval_(
         str | None,
         typer.Option(
             help="Context lengths in tokens, comma-separated [default: doubled up to the claimed context; with --suite "
-            f"{DEFAULT_LENGTHS}]."
+            "the preset's, or 2K,8K]."
         ),
     ] = None,
     budget: Annotated[
@@ -60,6 +58,10 @@ def eval_(
             "adds to earlier answers."
         ),
     ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="Settings of a paper for one suite: utk (lveval, short). Other options override them."),
+    ] = None,
     samples: Annotated[
         int | None,
         typer.Option(
@@ -68,11 +70,16 @@ def eval_(
             "suite up to 40].",
         ),
     ] = None,
-    tasks: Annotated[str | None, typer.Option(help="Tasks of the suite, comma-separated [default: all].")] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Tasks of the suite, comma-separated [default: all]; of short also NAME:SHOTS."),
+    ] = None,
     mode: Annotated[
         str, typer.Option(help="fixed, or reference: follow the suite's own code, defects included.")
     ] = "fixed",
-    chat: Annotated[str, typer.Option(help="Use the chat template: auto, on or off.")] = "auto",
+    chat: Annotated[
+        str | None, typer.Option(help="Use the chat template: auto, on or off [default: the preset's, or auto].")
+    ] = None,
     path: Annotated[
         list[str] | None, typer.Option(help="NAME=PATH of data that a suite reads; repeat for several.")
     ] = None,
@@ -81,6 +88,13 @@ def eval_(
     ] = None,
     answer_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens per answer, counted in the length [default: each task's own].")
+    ] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            help="Adaptation rate: TARGET/REFERENCE, of --lengths [default: 128K/32K if both are scored, else the "
+            "longest over the shortest]."
+        ),
     ] = None,
     text: Annotated[
         str | None,
@@ -129,6 +143,13 @@ def eval_(
     ] = "auto",
     requests: Annotated[int, typer.Option(min=1, help="Concurrent requests to the server.")] = 8,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for an answer of the server.")] = 600,
+    sandboxed: Annotated[
+        bool,
+        typer.Option(
+            "--sandboxed",
+            help="This machine is a sandbox: run code that the model writes (short: humaneval, mbpp).",
+        ),
+    ] = False,
     parity: Annotated[
         bool, typer.Option("--parity", help="Compare 20 answers of --backend with those of transformers, and exit.")
     ] = False,
@@ -153,8 +174,8 @@ def eval_(
 
         unspool eval TOKENIZER --backend openai --url http://localhost:8000/v1 --model-name NAME
 
-    With them, suites are scored. niah hides a fact in a book and asks for it. key_value asks for values
-    of a long JSON object. perplexity measures the loss by position on
+    With them, suites are scored. niah hides a fact in a book and asks for
+    it. key_value asks for values of a long JSON object. perplexity measures the loss by position on
     held-out text. ruler, helmet, lveval, infbench and nocha are published
     suites and report the effective length. short runs lm-eval's tasks.
     Scores have n and a 95% interval. With 20 questions you can tell 50%
@@ -177,10 +198,11 @@ def eval_(
     is_look = suite is None and lengths is None and not parity and lm_eval is None
     if is_look:
         taken = {"tasks": tasks, "path": path, "wording": wording, "answer-tokens": answer_tokens, "value": value}
+        taken |= {"preset": preset}
         refuse_options(taken | {"beyond-context": beyond_context})
     elif budget is not None:
         raise ConfigError("--budget is for eval without --suite and --lengths; set the work by --samples instead.")
-    lengths = lengths or DEFAULT_LENGTHS
+    lengths = lengths or preset_lengths(suite or DEFAULT_SUITES, preset)
     override = rope_override(rope, context, None if is_short or is_look else lengths)
     paths = _paths(path or [])
     lookup(BACKENDS, backend, kind="--backend")
@@ -203,6 +225,7 @@ def eval_(
         else chosen_evals(
             suite or DEFAULT_SUITES,
             lengths,
+            preset=preset,
             samples=samples or SAMPLES,
             text=text,
             value=value,
@@ -212,6 +235,7 @@ def eval_(
             paths=paths,
             wording=wording,
             answer_tokens=answer_tokens,
+            **read_rate(rate),
             beyond_context=beyond_context,
         )
     )
@@ -246,7 +270,15 @@ def eval_(
     if is_short:
         with tempfile.TemporaryDirectory() as folder, nullcontext() if out is None else lock_output(out):
             scores = out or Path(folder) / "short"
-            summary = _score_short(options, tasks, samples=samples, include=paths.get("tasks"), out=scores)
+            summary = _score_short(
+                options,
+                _names(tasks),
+                preset,
+                samples=samples,
+                include=paths.get("tasks"),
+                sandboxed=sandboxed,
+                out=scores,
+            )
             show_results(summary, scores, as_json=as_json, page=page, kept=out is not None)
         return
     chosen = build_backend(options)
@@ -254,21 +286,22 @@ def eval_(
         scope = LookOptions(budget=budget, samples=samples, text=text, seed=seed, out=out, page=page, as_json=as_json)
         look(short_name(model), options, chosen, scope)
         return
+    from unspool.evals.run import Scoring, recorded_backend, score
+
+    chosen.connect(None if out is None or parity else recorded_backend(out))
     if suite is None and not chosen.has_losses:
         evals = [config for config in evals if not SUITES[config.suite].needs_losses]
     if parity:
         ours = BackendOptions(model=model, rope=override, device=target, dtype=dtype)
-        _compare(chosen, build_backend(ours), evals, seed, as_json)
+        compare_answers(chosen, build_backend(ours), evals, seed, as_json)
         return
-    from unspool.evals.run import Scoring, score
-
     name = short_name(model)
     with tempfile.TemporaryDirectory() as folder, nullcontext() if out is None else lock_output(out):
         if out is not None:
             check_folder(out)
         scoring = Scoring(
             model=name if override is None else override.name_of(name),
-            model_hash=replace(options, endpoint=chosen.endpoint or endpoint).identity,
+            model_hash=options.identity,
             evals=evals,
             seed=seed,
             out_dir=out or Path(folder) / Path(name).name,
@@ -316,12 +349,19 @@ def _entry(name: str, lengths: list[int], options: dict[str, Any]) -> EvalConfig
     config = SUITES[name].config
     for key, value in options.items():
         allowed = _choices(config, key)
-        if allowed and value not in allowed:
+        if allowed and value is not None and value not in allowed:
             raise ConfigError(f"--{key} {value!r} is not known; use {', '.join(allowed)}.")
     # A suite with one length measures at all positions up to it.
     known = {"lengths": lengths, "length": lengths[-1], **options}
-    given = {key: value for key, value in known.items() if key in config.model_fields and value is not None}
-    return config.model_validate({"suite": name, **given})
+    # What is not given is left to the preset or the default.
+    given = {key: value for key, value in known.items() if key in config.model_fields and value not in (None, [], {})}
+    if known.get("preset") and "preset" not in config.model_fields:
+        raise ConfigError(f"--preset: the suite {name} has none.")
+    try:
+        return config.model_validate({"suite": name, **given})
+    except ValidationError as error:
+        found = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
+        raise ConfigError(f"--suite {name}: {'; '.join(found)}.") from error
 
 
 def _names(text: str | None) -> list[str]:
@@ -365,23 +405,6 @@ def _paths(given: list[str]) -> dict[str, str]:
     return found
 
 
-def _compare(first: Backend, second: Backend, evals: list[EvalConfig], seed: int, as_json: bool) -> None:
-    from unspool.core.http_client import printable_line
-    from unspool.evals.eval_plan import EvalPlan
-    from unspool.evals.run import compare_backends
-
-    found = compare_backends(EvalPlan(evals, first.tokenizer, seed=seed, root=Path.cwd()), first, second)
-    if as_json:
-        print_json(found)
-    else:
-        typer.echo(f"{found['equal']} of {found['n']} answers are equal.")
-        for one in found["differences"][:1]:
-            typer.echo(f"First difference: {one['name']}, question {one['index']}, character {one['at']}:")
-            typer.echo(f"  {printable_line(one['first'])!r}\n  {printable_line(one['second'])!r}")
-    if found["differences"]:
-        raise typer.Exit(FAILED)
-
-
 def _write_tasks(model: str, evals: list[EvalConfig], seed: int, out_dir: Path) -> None:
     from unspool.evals.eval_plan import EvalPlan
     from unspool.evals.suites.short import write_tasks
@@ -394,11 +417,19 @@ def _write_tasks(model: str, evals: list[EvalConfig], seed: int, out_dir: Path) 
 
 
 def _score_short(
-    options: BackendOptions, tasks: str | None, *, samples: int | None, include: str | None, out: Path
+    options: BackendOptions,
+    tasks: list[str],
+    preset: str | None,
+    *,
+    samples: int | None,
+    include: str | None,
+    sandboxed: bool,
+    out: Path,
 ) -> dict[str, Any]:
-    from unspool.evals.suites.short import TASKS, run_short
+    from unspool.evals.suites.short import chosen_tasks, run_short
 
-    summary = run_short(options, _names(tasks) or list(TASKS), samples=samples, include=include)
+    names = chosen_tasks(tasks, preset, sandboxed=sandboxed)
+    summary = run_short(options, names, samples=samples, include=include, sandboxed=sandboxed)
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     return summary

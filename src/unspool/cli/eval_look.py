@@ -60,6 +60,7 @@ def look(name: str, options: BackendOptions, backend: Backend, scope: LookOption
     seconds = parse_duration(scope.budget or BUDGET)
     folder = scope.out or default_folder(name, options.identity)
     page = scope.page or folder / PAGE
+    backend.connect()
     context = backend.context_limit
     lengths = look_lengths(None if context is None else context.tokens)
     claimed = f"context {context.tokens} ({context.source})" if context else "context not known"

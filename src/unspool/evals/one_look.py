@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unspool.core.artifacts import digest, open_work, read_manifest, seal, stale_reason, write_atomic
-from unspool.core.checked_lines import SUMS, CheckedLines, intact_lines
+from unspool.core.checked_lines import CheckedLines, intact_lines
 from unspool.core.errors import ConfigError, DataError, naming
 from unspool.core.formatting import format_duration, format_percent
 from unspool.core.http_client import RefusedError
@@ -27,8 +27,10 @@ from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.look_facts import MIN_SCORE, Stop, has_collapsed, length_rows, look_facts, task_name
 from unspool.evals.run import (
     PLAN,
+    REPLIES,
     SAMPLES,
     SUMMARY,
+    WORK_FILES,
     Scoring,
     describe_work,
     score_in_order,
@@ -36,6 +38,7 @@ from unspool.evals.run import (
     summarize,
 )
 from unspool.evals.suite import PlannedEval, Sample, Unit
+from unspool.evals.suites import suite_of
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +109,7 @@ class OneLook:
 
     def run(self) -> dict[str, Any]:
         """Ask, and return the content of summary.json."""
-        identity = scoring_identity(self.scoring)
+        identity = scoring_identity(self.scoring, self.backend, None)
         out_dir = self.scoring.out_dir
         work_dir = out_dir.with_name(out_dir.name + ".work")
         with naming(out_dir):
@@ -123,30 +126,33 @@ class OneLook:
                 for samples in self.answered.values():
                     file.append(*map(_line, samples))
                 try:
-                    self._look(file, advance)
+                    with self.backend.keeping_replies(work_dir / REPLIES):
+                        self._look(file, advance)
                 finally:
                     self.backend.stop()
             summary = self._summary()
             write_atomic(work_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
             counts = {"contexts": len(self.answered), "samples": len(self._samples)}
-            seal(work_dir, out_dir, **identity, counts=counts, unlisted=(PLAN, SAMPLES + SUMS))
+            seal(work_dir, out_dir, **identity, counts=counts, unlisted=WORK_FILES)
         return summary
 
     def _plan(self) -> None:
         scoring = self.scoring
-        plan = EvalPlan(scoring.evals, self.backend.tokenizer, seed=scoring.seed, root=scoring.root)
+        backend = self.backend
+        plan = EvalPlan(scoring.evals, backend.tokenizer, seed=scoring.seed, root=scoring.root, form=backend.form)
         if self.backend.packs_contexts and self.backend.row_tokens > ROW_TOKENS:
             plan.pack_contexts(min(self.backend.row_tokens, LOOK_ROW_TOKENS))
         self.backend.planned_tokens = plan.prompt_tokens
+        # The first length at which needles fit; a model with a context of 256 may need more than the shortest.
+        needles = plan.evals[0]
+        while len(self.lengths) > 1 and not _fits(needles, self.lengths[0]):
+            self.lengths = self.lengths[1:]
         for planned in plan.evals:
             name = _task(planned.units[0])
-            shortest = next(unit for unit in planned.units if unit.length == self.lengths[0])
-            try:
-                planned.prepare(shortest)
-            except (ConfigError, DataError):
-                self.left_out[name] = f"does not fit {format_size(self.lengths[0])} tokens, the shortest length"
-            else:
+            if _fits(planned, self.lengths[0]):
                 self.tasks[name] = planned
+            else:
+                self.left_out[name] = f"does not fit {format_size(self.lengths[0])} tokens, the shortest length"
         if not self.tasks:
             raise ConfigError(
                 f"no question fits {self.lengths[0]} tokens, the shortest length; the model's context is too short. "
@@ -271,7 +277,8 @@ class OneLook:
     def _summary(self) -> dict[str, Any]:
         samples = self._samples
         asked = [config.model_copy(update={"lengths": self._asked_lengths(config)}) for config in self.scoring.evals]
-        summary = summarize(self.scoring.model, [config for config in asked if config.lengths], samples)  # type: ignore[attr-defined]
+        evals = [config for config in asked if suite_of(config).lengths(config)]
+        summary = summarize(self.scoring.model, evals, samples, self.backend.record)
         look = look_facts(
             self.scoring.model,
             samples,
@@ -293,6 +300,17 @@ class OneLook:
 
 def _task(unit: Unit) -> str:
     return unit.questions[0].task if unit.questions else unit.planned.suite.name
+
+
+def _fits(planned: PlannedEval, length: int) -> bool:
+    """Whether questions of this length can be built; all are tried where some may just not fit."""
+    units = [unit for unit in planned.units if unit.length == length]
+    try:
+        for unit in units if length < SHORTEST // 2 else units[:1]:
+            planned.prepare(unit)
+    except (ConfigError, DataError):
+        return False
+    return True
 
 
 def _key(unit: Unit) -> Key:
