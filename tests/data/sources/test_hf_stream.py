@@ -93,4 +93,6 @@ def test_a_recipe_fetches_what_its_mix_needs_and_continues_after_a_kill(tmp_path
     assert before + server.sent < straight + (2 << 20), (before, server.sent, straight)
     one, other = open_corpus(tmp_path / "straight/corpus/web"), open_corpus(tmp_path / "killed/corpus/web")
     assert len(one) == len(other) and all((one[at] == other[at]).all() for at in range(len(one)))
-    print(f"split {size:,} bytes, text needed {needed:,}, fetched {straight:,}; killed after {before:,}, then {server.sent:,}")
+    print(
+        f"split {size:,} bytes, text needed {needed:,}, fetched {straight:,}; killed after {before:,}, then {server.sent:,}"
+    )

@@ -159,7 +159,9 @@ def test_a_build_that_dies_between_the_passes_does_not_sort_again(tmp_path, smal
     sorted_tasks: list[int] = []
     real = StackSource.spill
     monkeypatch.setattr(
-        StackSource, "spill", lambda self, task, number, *rest: (sorted_tasks.append(number), real(self, task, number, *rest))
+        StackSource,
+        "spill",
+        lambda self, task, number, *rest: (sorted_tasks.append(number), real(self, task, number, *rest)),
     )
     monkeypatch.setattr(StackSource, "read", lambda *_: (_ for _ in ()).throw(DataError("died")))
     with pytest.raises(DataError, match="died"):

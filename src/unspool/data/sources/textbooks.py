@@ -78,7 +78,9 @@ class TextbooksSource(FileSource):
             for found in records:
                 yield Filtered(found.id, "empty") if isinstance(found, _Chapter) and not found.text.strip() else found
 
-    def _read_parquet(self, path: Path, chapter: Callable[[int, dict[str, object]], _Chapter]) -> Iterator[_Chapter | Bad]:
+    def _read_parquet(
+        self, path: Path, chapter: Callable[[int, dict[str, object]], _Chapter]
+    ) -> Iterator[_Chapter | Bad]:
         from unspool.data.sources.arrow import Columns, read_parquet  # pyarrow takes long to import
 
         def choose_columns(schema: "pa.Schema") -> "Columns[_Chapter | Bad]":
