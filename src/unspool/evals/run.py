@@ -162,7 +162,7 @@ def _identity(scoring: Scoring, beyond: dict[str, Any] | None = None) -> dict[st
 
 def _settings(config: EvalConfig) -> dict[str, Any]:
     """Settings of an entry, without defaults of younger keys, so that scores older than these stay up to date."""
-    settings = config.model_dump(mode="json")
+    settings = config.model_dump(mode="json", exclude={"after"})  # when it is scored changes no score
     defaults = {"wording": (None,), "beyond_context": (None, "ask")}
     return {name: value for name, value in settings.items() if value not in defaults.get(name, ())}
 
