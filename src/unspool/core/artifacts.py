@@ -13,11 +13,11 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from unspool import __version__
@@ -60,14 +60,26 @@ def remember_digest(written: os.stat_result, sha256: str) -> None:
     _written[_state(written)] = sha256
 
 
+# Digests that were asked for, by path and state of the file; another thread may still be computing one.
+_asked: dict[tuple[Path, tuple[int, ...]], Future[str]] = {}
+_asking = Lock()
+
+
 def digest_once(path: Path) -> str:
     """`file_digest`, computed once for a file that does not change: loading and scoring both ask for it."""
-    return _digest(path, *_state(path.stat()))
-
-
-@lru_cache(maxsize=4096)
-def _digest(path: Path, *state: int) -> str:
-    return _written.get(state) or file_digest(path)
+    key = path, _state(path.stat())
+    with _asking:
+        found = _asked.get(key)
+        mine = found is None or (found.done() and found.exception() is not None)
+        if mine:
+            found = _asked[key] = Future()
+    assert found is not None
+    if mine:
+        try:
+            found.set_result(_digest_written(path))
+        except BaseException as error:
+            found.set_exception(error)
+    return found.result()
 
 
 def _state(found: os.stat_result) -> tuple[int, ...]:

@@ -26,16 +26,21 @@ class Phases:
     def add(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
+    def add_before(self, name: str, seconds: float) -> None:
+        """Add a phase that had passed when this object was made."""
+        self.seconds = {name: seconds} | self.seconds
+        self._began -= seconds
+
     def rounded(self) -> dict[str, float]:
         """Seconds by phase and in total, for JSON."""
         return {name: round(seconds, 2) for name, seconds in self.seconds.items()} | {"total": round(self._total(), 2)}
 
     def text(self) -> str:
-        """`12.3 s: load 3.1, first step 8.0, other 1.2`"""
+        """`12.3 s (load 3.1, first step 8.0, other 1.2)`"""
         total = self._total()
         shown = self.seconds | {"other": total - sum(self.seconds.values())}
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in shown.items() if seconds >= 0.05)
-        return f"{total:.1f} s: {parts}" if parts else f"{total:.1f} s"
+        return f"{total:.1f} s ({parts})" if parts else f"{total:.1f} s"
 
     def _total(self) -> float:
         return self._clock() - self._began

@@ -6,7 +6,9 @@ manifest. An index may only name safetensors files of its own folder.
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -187,6 +189,16 @@ def model_digest(ref: str) -> str:
     if path.is_dir():
         return folder_digest(path, digest_once)
     return digest_once(path) if path.is_file() else digest(ref)
+
+
+def hash_ahead(ref: str) -> None:
+    """Compute `model_digest` in a thread, for whoever asks later: hashing an 8B model takes as long as imports do."""
+
+    def compute() -> None:
+        with suppress(OSError):  # whoever asks later gets it
+            model_digest(ref)
+
+    Thread(target=compute, name="unspool-hash-ahead", daemon=True).start()
 
 
 def _damaged(folder: Path, problem: str) -> ConfigError:

@@ -188,7 +188,7 @@ def run_stage(
             _publish(stage, model, tokenizer, updater, work, out_dir, identity, phases, dist_context=dist_context)
             dist_context.barrier()
     if dist_context.is_leader:
-        logger.info(f"stage {stage.name}: {phases.text()}")
+        logger.info(f"stage {stage.name}: finished in {phases.text()}")
     return phases.rounded()
 
 
