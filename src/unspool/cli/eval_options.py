@@ -155,6 +155,10 @@ def print_table(summary: dict[str, Any]) -> None:
         length, rate = suite["effective_length"], suite["adaptation_rate"]
         holds = f"holds up to {format_size(length)}" if length else "does not hold at any length"
         kept = f"; {_kept(rate)}" if rate and rate["value"] is not None else ""
+        average = suite.get("average")
+        if average:
+            over = ", ".join(map(format_size, average["lengths"]))
+            kept = f"; {average['of']} {100 * average['value']:.1f}, averaged over {over}{kept}"
         worded = f", wording {suite['wording']}" if suite.get("wording") else ""
         console.print(f"{suite['suite']} ({suite['mode']}{worded}): {holds}{kept}", highlight=False)
 
