@@ -4,9 +4,9 @@
         [--budget 400] [--rounds 2] [--layers 16] [--profile] [--save]
     python benchmarks/train.py --add FILE   add what a run on another machine wrote with --out
 
-- product: `unspool train` with a recipe. A step lasts from one line of its metrics to the next, so that the loader,
-  metrics, logs and checkpoints (135M: one every eight steps; 8B: none, for host memory) count. Weights are drawn on the
-  device instead of read, and the process is ended after its last step that counts, before the export.
+- product: `unspool train` with a recipe. A step lasts from the end of the one before, on the device, to its own, so
+  that the loader, metrics, logs and checkpoints (135M: one every eight steps; 8B: none, for host memory) count. Weights
+  are drawn on the device instead of read, and the process is ended after its last step that counts.
 - loop: optimizer steps of the same stage on the same rows, and nothing else. The product should reach 97% of it.
 - peer: Liger's kernels, SDPA, gradient checkpointing (8B), torch's fused AdamW in bf16. It has no document mask, so
   that ProLong's mix (five rows of one document to three of short ones) costs it what 64K costs.
@@ -169,11 +169,10 @@ def _rate(column: dict[str, Any]) -> str:
 def profile_lines(case: str, columns: dict[str, Any]) -> list[str]:
     """Where the time of a step goes, per column."""
     lines = []
-    reported = columns.get("product", {}).get("reported")
-    if reported:
-        inside = statistics.mean(step["seconds"] for step in reported)
-        rows = statistics.mean(step["data_seconds"] for step in reported)
+    logged = columns.get("product", {}).get("logged")
+    if logged:
         own = statistics.mean(columns["product"]["step_seconds"])
+        inside, rows = (statistics.mean(step[key] for step in logged) for key in ("seconds", "data_seconds"))
         lines.append(f"{case} product: {own:.3f} s a step, {inside:.3f} by its own metrics, {rows:.4f} for its rows")
     for name, column in columns.items():
         if "profile" in column:

@@ -11,16 +11,17 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from cases import CASES, PLANNED, Case, write_model_files, write_recipe
+from cases import CASES, PLANNED, Case, plan_steps, tokens_per_second, write_model_files, write_recipe
 from gpu import machine, require_gpu
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from unspool.core.artifacts import digest
 from unspool.data.mixture import Mix
 from unspool.data.packing.store import open_rows
 from unspool.models.fuse import fuse_parts
@@ -29,6 +30,8 @@ from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.rotary import apply_rope
 from unspool.recipe import prepare
 from unspool.recipe.load import load_recipe
+from unspool.training import loop as product_loop
+from unspool.training import stage as product_stage
 from unspool.training.loader import build_step, pinned, step_picks
 from unspool.training.metrics.flops import FlopCount, count_flops, peak_flops
 from unspool.training.optim.updater import build_updater
@@ -66,34 +69,27 @@ class Report:
         print(json.dumps(rate | steps | self.facts), flush=True)
 
 
-def tokens_per_second(case: Case, samples: list[tuple[str, float]]) -> float:
-    """Each kind of row has its share of the mix; a column that was ended before it saw a kind has none of it."""
-    means = {kind: float(np.mean([seconds for own, seconds in samples if own == kind])) for kind, _ in samples}
-    step = sum(case.mix[kind] * mean for kind, mean in means.items()) / sum(case.mix[kind] for kind in means)
-    return case.tokens / step
-
-
-def plan_steps(case: Case) -> list[tuple[str, bool]]:
-    """The kind of each step's rows, and whether it counts: after each kind has come once."""
-    mix = Mix(case.mix, dict.fromkeys(case.mix, 1), dict.fromkeys(case.mix, case.length), case.length, seed=0)
-    steps: list[tuple[str, bool]] = []
-    while sum(counts for _, counts in steps) < case.timed:
-        [(kind, _)] = mix.slot(len(steps) * case.rows_per_step)
-        steps.append((kind, {seen for seen, _ in steps} == set(case.mix)))
-    return steps
-
-
 # The product
 
 
 def write_case(case: Case, folder: Path) -> Path:
-    """The recipe of a case. Its model's folder has no weights."""
+    """The recipe of a case. The weights of its model are a hole in a file."""
     write_model_files(case, folder / "model", context=case.length // 8)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(folder / "model"))
+    header, size = {}, 0
+    for name, tensor in model.named_parameters():  # tied weights once
+        begin, size = size, size + 2 * tensor.numel()
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begin, size]}
+    text = json.dumps(header).encode()
+    with (folder / "model" / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + size)
     return write_recipe(case, folder, "run", model=folder / "model", steps=STAGE_STEPS)
 
 
 def draw_weights(device: str) -> None:
-    """From here on `from_pretrained` draws weights on the device. Reading 16 GB is not what is measured."""
+    """From here on weights are drawn on the device, not read or hashed: 16 GB of them are not what is measured."""
 
     def draw(
         pretrained_model_name_or_path: str, *, dtype: torch.dtype, attn_implementation: str, **options: Any
@@ -105,63 +101,87 @@ def draw_weights(device: str) -> None:
         return model, {"missing_keys": [], "mismatched_keys": [], "unexpected_keys": []}
 
     AutoModelForCausalLM.from_pretrained = staticmethod(draw)
+    assert hasattr(product_stage, "model_digest")
+    product_stage.model_digest = digest
 
 
 def product(case: Case, folder: Path, *, profile: bool) -> None:
-    """`unspool train`, watched through the files that it writes, and ended after the last step that counts."""
+    """`unspool train`, ended after the last step that counts."""
     from unspool.cli.main import main
 
     recipe = write_case(case, folder)
     shutil.rmtree(folder / "run" / "stages", ignore_errors=True)
     draw_weights(case.device)
+    watched = Watched(case)
     work = folder / "run" / "stages" / "stage.work"
-    threading.Thread(target=watch, args=(case, work, profile), daemon=True).start()
+    threading.Thread(target=watch, args=(case, watched, work, profile), daemon=True).start()
     sys.argv = ["unspool", "train", str(recipe)]
     main()
 
 
-def watch(case: Case, work: Path, profile: bool) -> None:
+class Watched:
+    """When the product's steps begin, and when the device has finished them; the product logs them later."""
+
+    def __init__(self, case: Case) -> None:
+        self.began: list[float] = []
+        self._ends: list[Any] = []
+        self._small = case.small
+        for name in ("start_step", "train_step"):
+            if hasattr(product_loop, name):
+                setattr(product_loop, name, self._watched(getattr(product_loop, name)))
+
+    def _watched(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **options: Any) -> Any:
+            self.began.append(time.perf_counter())
+            found = step(*args, **options)
+            end = None if self._small else torch.cuda.Event()
+            if end is not None:
+                end.record()
+            self._ends.append(end)
+            return found
+
+        return watched
+
+    def wait(self, step: int) -> float:
+        """The time when step 1, 2, … has ended."""
+        while len(self._ends) < step or (self._ends[step - 1] is not None and not self._ends[step - 1].query()):
+            time.sleep(0.001)
+        return time.perf_counter()
+
+
+def watch(case: Case, watched: Watched, work: Path, profile: bool) -> None:
     try:
-        watch_stage(case, work, profile=profile)
+        watch_steps(case, watched, work, profile=profile)
     except BaseException as error:
         print(f"cannot watch the stage: {error!r}", file=sys.stderr, flush=True)
         os._exit(1)
     os._exit(0)
 
 
-def watch_stage(case: Case, work: Path, *, profile: bool) -> None:
-    """A step lasts from one line of the stage's metrics to the next, so that all between two steps counts."""
-    report, reported = Report(case), []
-    lines = metric_lines(work)
+def watch_steps(case: Case, watched: Watched, work: Path, *, profile: bool) -> None:
+    """A step lasts from the end of the one before to its own, so that all between two steps counts."""
+    report = Report(case)
     before = STARTED
-    for number, (kind, counts) in enumerate(plan_steps(case)):
-        now, line = next(lines)
-        if number == 0:
-            report.facts |= {"start_seconds": round(now - STARTED, 1), "first_step_seconds": line["seconds"]}
+    for step, (kind, counts) in enumerate(plan_steps(case), start=1):
+        now = watched.wait(step)
+        if step == 1:
+            first = now - watched.began[0]
+            report.facts |= {"start_seconds": round(now - STARTED, 1), "first_step_seconds": round(first, 2)}
         if counts:
-            # What the stage itself counts: the rest is between its steps.
-            reported.append({key: line[key] for key in ("seconds", "data_seconds")})
-            facts = {key: line[key] for key in ("mfu", "memory_gib", "loss")}
-            report.add(kind, now - before, reported=reported, **facts)
+            report.add(kind, now - before, **logged_facts(work))
         before = now
     if profile:
         with Recorded() as recorded:
-            for _ in range(PROFILED):
-                now, _ = next(lines)
+            now = watched.wait(step + PROFILED)
         report.show(profile=recorded.describe(now - before, PROFILED))
 
 
-def metric_lines(work: Path) -> Iterator[tuple[float, dict[str, Any]]]:
-    """When each line of the metrics came, and the line."""
-    path, seen = work / "metrics.jsonl", 0
-    while True:
-        now = time.perf_counter()
-        lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-        for line in lines[seen:]:
-            if line.endswith("\n"):
-                seen += 1
-                yield now, json.loads(line)
-        time.sleep(0.002)
+def logged_facts(work: Path) -> dict[str, Any]:
+    """What the stage has logged of its steps; the last one may be missing."""
+    lines = (work / "metrics.jsonl").read_text().splitlines()[1:]
+    steps = [json.loads(line) for line in lines]
+    last = {key: steps[-1][key] if steps else None for key in ("mfu", "memory_gib", "loss")}
+    return last | {"logged": [{key: step[key] for key in ("seconds", "data_seconds")} for step in steps]}
 
 
 # The bare loop

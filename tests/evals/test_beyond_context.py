@@ -24,9 +24,9 @@ NIAH = {"suite": "niah", "lengths": [256, 512], "samples": 5, "value": "words"}
 class Counting(Oracle):
     """An oracle that remembers the tokens of its prompts, answers included."""
 
-    def __init__(self, tokenizer, limit=LIMIT, endpoint=None):
+    def __init__(self, tokenizer, limit=LIMIT, kind="oracle"):
         super().__init__(tokenizer, limit)
-        self.endpoint, self.tokens = endpoint, []
+        self.kind, self.tokens = kind, []
 
     def answer(self, prompt, question):
         self.tokens.append(len(prompt.context_ids) + len(question.ids) + prompt.answer_tokens)
@@ -94,7 +94,7 @@ def test_truncated_prompts_lose_the_middle_of_their_text_and_say_so(scoring, tok
 
 
 def test_a_server_is_not_asked_what_it_would_refuse(scoring, tokenizer):
-    backend = Counting(tokenizer, ContextLimit(300, "as the server lists it"), endpoint="text")
+    backend = Counting(tokenizer, ContextLimit(300, "as the server lists it"), kind="openai")
 
     score(replace(scoring, evals=[niah()]), backend)
 

@@ -4,14 +4,18 @@ import logging
 from dataclasses import replace
 
 import pytest
+import torch
 
 from factory import CPU, build_stage, random_row, save_folder, save_rows
 from training.stage_runs import assert_same_result
 from unspool.core.errors import ConfigError
 from unspool.core.host_memory import HostMemory
+from unspool.models.load import load_model
 from unspool.models.memory.host_bytes import BLOCK_BYTES, LayerWidths
 from unspool.training import host_budget
 from unspool.training import stage as stage_module
+from unspool.training.checkpoint import save
+from unspool.training.checkpoint.save import Saver
 from unspool.training.host_budget import HostNeeds, HostRoom, count_params, fit_stage, smallest_share, stage_needs
 from unspool.training.stage import StageInputs, run_stage
 
@@ -116,10 +120,37 @@ def test_a_stage_that_keeps_less_has_the_same_result(materials, tmp_path, monkey
 
 
 def test_parameters_are_counted_from_the_files(materials):
-    import torch
-
-    from unspool.models.load import load_model
-
     model = load_model(str(materials.model), device=CPU, dtype=torch.float32)
     assert count_params(str(materials.model)) == sum(parameter.numel() for parameter in model.parameters())
     assert count_params("some/model-on-the-hub") == 0
+
+
+def test_without_room_for_a_copy_checkpoints_are_written_while_training_waits(materials, tmp_path, monkeypatch, caplog):
+    stage = build_stage(checkpoint_every=2)
+    run_stage(stage, materials, tmp_path / "copied" / "one", seed=0, device=CPU)
+    monkeypatch.setattr(Saver, "_copy", lambda *_: pytest.fail("copied the state"))
+    measured = []
+
+    def first_enough_then_little() -> HostMemory:
+        measured.append(1)
+        return HostMemory(total=GIB, available=GIB if len(measured) == 1 else 1000)
+
+    monkeypatch.setattr(host_budget, "measure_host_memory", first_enough_then_little)
+    written = []
+    monkeypatch.setattr(save, "_prune", lambda folder, step: written.append(step))
+    with caplog.at_level(logging.WARNING):
+        run_stage(stage, materials, tmp_path / "direct" / "one", seed=0, device=CPU)
+    assert caplog.text.count("checkpoints are written without it, and steps wait for them") == 1
+    assert written == [2, 4]
+    assert_same_result(tmp_path / "direct" / "one", tmp_path / "copied" / "one")
+
+
+def test_a_checkpoint_without_a_copy_holds_the_state(tmp_path):
+    tensors = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5, dtype=torch.uint8)}
+    with Saver(tmp_path, stage="one", pin=False, room=lambda: replace(ROOM, available=10)) as saver:
+        saver.save(tensors, {"step": 7}, {"log": b"x"})
+        saver.wait_for_copy()
+        tensors["a"].zero_()  # as the next update would
+    found = save.newest_checkpoint(tmp_path)
+    assert found is not None and found.step == 7
+    assert torch.equal(found.tensors()["a"], torch.arange(12.0).view(3, 4))

@@ -28,7 +28,7 @@ def resolve(evals: Sequence[EvalConfig], backend: Backend) -> list[EvalConfig]:
 
     By default they are asked, since how a model extrapolates is worth knowing, but not on a server, which refuses them.
     """
-    default: BeyondContext = "ask" if backend.endpoint is None else "skip"
+    default: BeyondContext = "skip" if backend.kind == "openai" else "ask"
     context = backend.context_limit
     found = []
     for config in evals:

@@ -7,6 +7,7 @@ from typing import Any
 
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
+from unspool.evals.backends.base import TOKEN_IDS, PromptForm
 from unspool.evals.config import EvalConfig
 from unspool.evals.heldout import PlanInputs
 from unspool.evals.prompts import PromptCache
@@ -21,12 +22,21 @@ class EvalPlan:
     """
 
     def __init__(
-        self, evals: Sequence[EvalConfig], tokenizer: Any, *, seed: int, root: Path, context: int | None = None
+        self,
+        evals: Sequence[EvalConfig],
+        tokenizer: Any,
+        *,
+        seed: int,
+        root: Path,
+        context: int | None = None,
+        form: PromptForm = TOKEN_IDS,
     ) -> None:
         _check_distinct(evals)
         requests = [found for config in evals if (found := suite_of(config).heldout(config)) is not None]
         tokens = {text: max(one.tokens for one in requests if one.text == text) for text, _ in requests}
-        inputs = PlanInputs(tokenizer=tokenizer, seed=seed, root=root, heldout_tokens=tokens, context=context)
+        inputs = PlanInputs(
+            tokenizer=tokenizer, seed=seed, root=root, heldout_tokens=tokens, context=context, form=form
+        )
         self.evals = [suite_of(config).plan(config, inputs) for config in evals]
         self._questions = [(planned, question) for planned in self.evals for question in planned.question_ids]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unspool.core.artifacts import clean_up, digest, open_work, seal, stale_reason, write_atomic
+from unspool.core.artifacts import clean_up, digest, open_work, read_manifest, seal, stale_reason, write_atomic
 from unspool.core.checked_lines import SUMS, CheckedLines, intact_lines, read_checked
 from unspool.core.errors import ConfigError, naming
 from unspool.core.progress import progress_bar
@@ -24,7 +24,8 @@ from unspool.evals.backends.base import Backend
 from unspool.evals.config import EvalConfig
 from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.heldout import heldout_digest
-from unspool.evals.prompts import PromptCache
+from unspool.evals.prompt_encoder import PromptEncoder
+from unspool.evals.prompts import Prompt, PromptCache
 from unspool.evals.suite import PromptLine, Sample, Unit
 from unspool.evals.suites import suite_of
 
@@ -39,8 +40,9 @@ SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"
 PLAN = "plan.json"
 PROMPTS = "prompts.jsonl"
+REPLIES = "replies.jsonl"
 # Files of the work folder that are no result.
-WORK_FILES = (PLAN, SAMPLES + SUMS, PROMPTS + SUMS)
+WORK_FILES = (PLAN, SAMPLES + SUMS, PROMPTS + SUMS, REPLIES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,18 +68,23 @@ def score_model(model_ref: str, scoring: Scoring, *, device: "torch.device", dty
 
 def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
     """Return the summary; the backend is only asked for what is not scored yet."""
-    _check_backend(scoring.evals, backend)
-    scoring = replace(scoring, evals=beyond_context.resolve(scoring.evals, backend))
-    beyond = beyond_context.facts(scoring.evals, backend.context_limit)
-    identity = _identity(scoring, beyond)
-    reason = stale_reason(scoring.out_dir, **identity)
+    backend.connect(recorded_backend(scoring.out_dir))
+    reason = stale_reason(scoring.out_dir, **_resolve(scoring, backend)[2])
     if reason is None:
         clean_up(scoring.out_dir, WORK_FILES)
         logger.info(f"scores of {scoring.model}: up to date")
         loaded: dict[str, Any] = json.loads((scoring.out_dir / SUMMARY).read_text(encoding="utf-8"))
         return loaded
-    context = None if beyond is None else beyond["context"]
-    plan = EvalPlan(scoring.evals, backend.tokenizer, seed=scoring.seed, root=scoring.root, context=context)
+    backend.connect()
+    scoring, beyond, identity = _resolve(scoring, backend)
+    plan = EvalPlan(
+        scoring.evals,
+        backend.tokenizer,
+        seed=scoring.seed,
+        root=scoring.root,
+        context=None if beyond is None else beyond["context"],
+        form=backend.form,
+    )
     backend.planned_tokens = plan.prompt_tokens
     logger.info(
         f"scores of {scoring.model} ({reason}): {plan.num_contexts} contexts, {plan.num_samples} samples, "
@@ -100,17 +107,29 @@ def _score(
         plan.group_questions(_read_lines(work_dir / PROMPTS), row_tokens=backend.row_tokens)
     if backend.packs_contexts:
         plan.pack_contexts(backend.row_tokens)
-    _score_units(plan, backend, work_dir / SAMPLES, label=f"score {scoring.model}")
+    with backend.keeping_replies(work_dir / REPLIES):
+        _score_units(plan, backend, work_dir / SAMPLES, label=f"score {scoring.model}")
     cache.close()
-    summary = summarize(scoring.model, scoring.evals, _read_lines(work_dir / SAMPLES), beyond)
+    summary = summarize(scoring.model, scoring.evals, _read_lines(work_dir / SAMPLES), backend.record, beyond)
     write_atomic(work_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
     counts = {"contexts": plan.num_contexts, "samples": plan.num_samples}
     seal(work_dir, scoring.out_dir, **identity, counts=counts, unlisted=WORK_FILES)
     return summary
 
 
+def recorded_backend(out_dir: Path) -> dict[str, Any] | None:
+    """What an earlier result in this folder says about its server."""
+    settings = (read_manifest(out_dir) or {}).get("settings")
+    record = settings.get("backend") if isinstance(settings, dict) else None
+    return record if isinstance(record, dict) else None
+
+
 def summarize(
-    model: str, evals: Sequence[EvalConfig], samples: Sequence[Sample], beyond: dict[str, Any] | None = None
+    model: str,
+    evals: Sequence[EvalConfig],
+    samples: Sequence[Sample],
+    backend: dict[str, Any],
+    beyond: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Build the content of summary.json; `beyond` is about questions beyond the model's context, if there are any."""
     cells = [cell for config in evals for cell in suite_of(config).cells(config, samples)]
@@ -118,10 +137,19 @@ def summarize(
     suites = [summary for summary in found if summary is not None]
     return {
         "model": model,
+        "backend": backend,
         "cells": beyond_context.mark_cells(cells, beyond),
         **({"suites": suites} if suites else {}),
         **({"beyond_context": beyond} if beyond else {}),
     }
+
+
+def _resolve(scoring: Scoring, backend: Backend) -> tuple[Scoring, dict[str, Any] | None, dict[str, Any]]:
+    """What is scored, what is said about questions beyond the context, and the identity of the scores."""
+    _check_backend(scoring.evals, backend)
+    scoring = replace(scoring, evals=beyond_context.resolve(scoring.evals, backend))
+    beyond = beyond_context.facts(scoring.evals, backend.context_limit)
+    return scoring, beyond, _identity(scoring, backend, beyond)
 
 
 def _check_backend(evals: Sequence[EvalConfig], backend: Backend) -> None:
@@ -133,7 +161,7 @@ def _check_backend(evals: Sequence[EvalConfig], backend: Backend) -> None:
             )
 
 
-def _identity(scoring: Scoring, beyond: dict[str, Any] | None = None) -> dict[str, Any]:
+def _identity(scoring: Scoring, backend: Backend, beyond: dict[str, Any] | None) -> dict[str, Any]:
     """Everything that the scores depend on, as the artifact records it."""
     texts = {found.text for config in scoring.evals if (found := suite_of(config).heldout(config)) is not None}
     files: dict[str, dict[str, Any]] = {}
@@ -155,6 +183,7 @@ def _identity(scoring: Scoring, beyond: dict[str, Any] | None = None) -> dict[st
             "seed": scoring.seed,
             "suite_version": SUITE_VERSION,
             **({"suites": versions} if versions else {}),
+            **({"backend": backend.record} if backend.kind == "openai" else {}),
             **({"context": beyond["context"]} if beyond and set(beyond["policies"].values()) != {"ask"} else {}),
         },
     }
@@ -163,16 +192,18 @@ def _identity(scoring: Scoring, beyond: dict[str, Any] | None = None) -> dict[st
 def _settings(config: EvalConfig) -> dict[str, Any]:
     """Settings of an entry, without defaults of younger keys, so that scores older than these stay up to date."""
     settings = config.model_dump(mode="json")
-    defaults = {"wording": (None,), "beyond_context": (None, "ask")}
+    defaults: dict[str, tuple[Any, ...]] = {"wording": (None,), "beyond_context": (None, "ask")}
+    defaults |= dict.fromkeys(("preset", "target_length", "reference_length"), (None,)) | {"shots": (0,)}
     return {name: value for name, value in settings.items() if value not in defaults.get(name, ())}
 
 
 def _describe_work(folder: Path) -> str | None:
-    try:
-        samples = (folder / SAMPLES).read_bytes().count(b"\n")
-    except OSError:
-        return None
-    return f"{samples} samples" if samples else None
+    for name in (SAMPLES, REPLIES):
+        path = folder / name
+        count = path.read_bytes().count(b"\n") if path.exists() else 0
+        if count:
+            return f"{count} {path.stem}"
+    return None
 
 
 def _list_prompts(plan: EvalPlan, path: Path, cache: PromptCache) -> None:
@@ -295,7 +326,7 @@ def compare_backends(plan: EvalPlan, first: Backend, second: Backend, *, count: 
     for unit in units[:: max(1, len(units) // count)]:
         if len(pairs) < count:
             prompt = unit.planned.prepare(unit)
-            answers = zip(first.answers(prompt), second.answers(prompt), strict=True)
+            answers = zip(first.answers(prompt), second.answers(as_local_prompt(prompt, first)), strict=True)
             pairs += [(unit, unit.index + at, one, other) for at, (one, other) in enumerate(answers)]
     pairs = pairs[:count]
     differences = [
@@ -304,6 +335,19 @@ def compare_backends(plan: EvalPlan, first: Backend, second: Backend, *, count: 
         if one != other
     ]
     return {"n": len(pairs), "equal": len(pairs) - len(differences), "differences": differences}
+
+
+def as_local_prompt(prompt: Prompt, backend: Backend) -> Prompt:
+    """The prompt with the ids that a server with this tokenizer and template reads."""
+    encoder = PromptEncoder(backend.tokenizer, backend.form)
+    if prompt.questions[0].payload is None:
+        return prompt
+    read = [
+        replace(asked, ids=encoder.read_ids(asked.payload), payload=None)
+        for asked in prompt.questions
+        if asked.payload is not None
+    ]
+    return replace(prompt, context_ids=prompt.context_ids[:0], questions=read, template_tokens=0)
 
 
 def _difference(one: str, other: str) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Ask:
     index: int  # from 0, within the task and length
     mode: Mode = "fixed"
     overhead: int = 0  # tokens that a chat template puts around the text
+    shots: int = 0  # solved questions before this one, in suites that have them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,6 +92,8 @@ class ModelScores:
     windows: dict[int, Windows] = field(default_factory=dict)  # by length
     short: tuple[Cell, ...] = ()  # one per task of lm-eval
     holds_until: dict[str, int | None] = field(default_factory=dict)  # suite: its effective length
+    asked: dict[str, str] = field(default_factory=dict)  # how it was asked; backend, endpoint, …
+    rates: dict[str, tuple[int, int]] = field(default_factory=dict)  # suite: target and reference of its rate
 
     def recall(self, suite: str, length: int, depth: float | None = None) -> Cell | None:
         wanted = (suite, length, depth)

@@ -41,9 +41,9 @@ class HostRoom:
     owner: str
     ranks: int  # that share it
 
-    def bytes(self, *, on_cuda: bool) -> float:
-        """Bytes for tensors of one rank."""
-        return SHARE * self.available / self.ranks - (PROCESS_BYTES if on_cuda else 0)
+    def bytes(self, *, process: int = 0) -> float:
+        """Bytes for tensors of one rank, besides `process` bytes that it will take itself."""
+        return SHARE * self.available / self.ranks - process
 
     def __str__(self) -> str:
         shared = f", shared by {self.ranks} ranks" if self.ranks > 1 else ""
@@ -103,7 +103,7 @@ def fit_stage(
     `tokens` are those of one rank and micro-batch.
     """
     element = BF16_BYTES if on_cuda else FP32_BYTES
-    free = room.bytes(on_cuda=on_cuda)
+    free = room.bytes(process=PROCESS_BYTES if on_cuda else 0)
     if needs.loading > free or needs.states > free:
         by_size = {needs.loading: "loading the model takes", needs.states: "weights and optimizer state take"}
         raise ConfigError(

@@ -25,6 +25,7 @@ from unspool.training.checkpoint.resume import CHECKPOINTS, resume_facts
 from unspool.training.checkpoint.save import Saver, checkpoints
 from unspool.training.config import StageConfig
 from unspool.training.distill.distill import AuxLoss
+from unspool.training.host_budget import measure_room
 from unspool.training.loader import LEDGER, Picks, StepBatches, ledger_line, load_steps
 from unspool.training.metrics.logger import METRICS, JsonlLog, MetricsLogger, StepReport
 from unspool.training.metrics.validation import SAMPLES, VALIDATION
@@ -69,7 +70,13 @@ def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, 
     with (
         catch_stop_signals(f"stage {stage.name}", ranks=ranks.world_size) as stop,
         JsonlLog(work / LEDGER) if ranks.is_leader else nullcontext() as ledger,
-        Saver(work / CHECKPOINTS, stage=stage.name, pin=pin, world_size=ranks.world_size) as saver,
+        Saver(
+            work / CHECKPOINTS,
+            stage=stage.name,
+            pin=pin,
+            world_size=ranks.world_size,
+            room=partial(measure_room, dist_context),
+        ) as saver,
     ):
         updater.before_update = saver.wait_for_copy
         log = StepLog(stage, guard, metrics, ledger)
@@ -145,6 +152,7 @@ class StepLog:
                 losses=result.losses,
                 lr=lr,
                 grad_norm=result.grad_norm,
+                seconds=result.seconds,
                 doc_lens=batches.doc_lens,
                 skipped=problem is not None,
                 extra=_extra_metrics(problem, result),

@@ -18,6 +18,7 @@ class Mock(Backend):
 
     def __init__(self, tokenizer: Any, context: ContextLimit | None = None) -> None:
         self.tokenizer, self.context_limit = tokenizer, context
+        self.kind = type(self).__name__.lower()
 
     def answers(self, prompt: Prompt) -> list[str]:
         return [self.answer(prompt, question) for question in prompt.questions]

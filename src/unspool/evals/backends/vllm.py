@@ -17,6 +17,7 @@ from unspool.models.weight_files import check_weights
 
 
 class VllmBackend(Backend):
+    kind = "vllm"
     block_size = 64
 
     def __init__(self, ref: str) -> None:

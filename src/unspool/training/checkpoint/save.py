@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from unspool.core.artifacts import changed_file, delete_removed, digest, list_files, remove
 from unspool.models.tensor_files import TensorFile, write_tensor_files
+from unspool.training.host_budget import HostRoom
 from unspool.training.parallel.dtensor import as_shard_of, local_shard
 
 logger = logging.getLogger(__name__)
@@ -281,11 +282,23 @@ SHORT_S = 1.0
 class Saver:
     """Copies and writes checkpoints in a thread. Each of `world_size` ranks builds one; leaving its block waits for it.
 
-    Whoever changes a tensor that was given to `save` calls `wait_for_copy` before.
+    Whoever changes a tensor that was given to `save` calls `wait_for_copy` before. Without room for the copies in host
+    memory, files are written from the tensors themselves, and `wait_for_copy` waits for that.
     """
 
-    def __init__(self, folder: Path, *, stage: str, pin: bool, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        stage: str,
+        pin: bool,
+        world_size: int = 1,
+        room: Callable[[], HostRoom | None] = lambda: None,
+    ) -> None:
+        """`room` measures host memory, on all ranks together; None: there is enough."""
         self._folder, self._stage = folder, stage
+        self._room = room
+        self._copies_fit: bool | None = None  # not known before the first checkpoint
         # gloo, because the copies are in host memory.
         self._group: Any = dist.new_group(backend="gloo", timeout=TIMEOUT) if world_size > 1 else None
         self._pool = ThreadPoolExecutor(1, "unspool-checkpoint")
@@ -318,6 +331,8 @@ class Saver:
                 f"{self._step}; a larger checkpoint_every or a faster disk avoids this"
             )
         self._step = int(facts["step"])
+        if self._copies_fit is None:
+            self._copies_fit = self._check_room(tensors)
         self._copied.clear()
         stream: Any = None
         if self._pin:
@@ -341,10 +356,27 @@ class Saver:
     def _save(self, tensors: dict[str, Tensor], stream: Any, facts: dict[str, Any], files: dict[str, bytes]) -> None:
         try:
             with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                if not self._copies_fit:
+                    self._write(tensors, facts, files)
+                    return
                 copies = self._copy(tensors)
         finally:
             self._copied.set()
         self._write(copies, facts, files)
+
+    def _check_room(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether host memory has room for the copies."""
+        room = self._room()
+        sizes = [local_shard(tensor).nbytes for tensor in tensors.values()]
+        # Pinned memory comes in powers of two.
+        needed = sum(1 << (size - 1).bit_length() if self._pin and size else size for size in sizes)
+        if room is None or needed <= room.bytes():
+            return True
+        logger.warning(
+            f"stage {self._stage}: the copy that checkpoints are written from takes {needed / (1 << 30):.1f} GiB of "
+            f"host memory per rank, and {room}; checkpoints are written without it, and steps wait for them"
+        )
+        return False
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies in host memory. Our own code, because torch 2.11's stager fails at its second checkpoint."""
