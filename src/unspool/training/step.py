@@ -123,7 +123,7 @@ def start_step(
 
 def _mark() -> torch.cuda.Event:
     """A point in time on the GPU's clock, after what it has been given so far."""
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
