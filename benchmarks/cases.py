@@ -72,6 +72,11 @@ class Case:
         return "cpu" if self.small else "cuda"
 
     @property
+    def profiled(self) -> int:
+        """Steps under the profiler, after those that count."""
+        return 1 if self.timed < 5 else 2
+
+    @property
     def tokens(self) -> int:
         """Per step."""
         return self.rows_per_step * self.length

@@ -38,7 +38,6 @@ from unspool.training.optim.updater import build_updater
 from unspool.training.step import train_step
 
 STAGE_STEPS = 100  # more than are run: the stage is ended before it would save and export
-PROFILED = 2  # steps, after those that count
 STARTED = time.perf_counter()
 KINDS = {
     "attention": ("sdpa", "flash", "fmha", "cudnn::fusion"),
@@ -172,8 +171,8 @@ def watch_steps(case: Case, watched: Watched, work: Path, *, profile: bool) -> N
         before = now
     if profile:
         with Recorded() as recorded:
-            now = watched.wait(step + PROFILED)
-        report.show(profile=recorded.describe(now - before, PROFILED))
+            now = watched.wait(step + case.profiled)
+        report.show(profile=recorded.describe(now - before, case.profiled))
 
 
 def logged_facts(work: Path) -> dict[str, Any]:
@@ -277,13 +276,13 @@ def time_steps(case: Case, flops: FlopCount, step: Callable[[int], Callable[[], 
         if counts:
             report.add(kind, seconds, loss=loss, attention_kernels=sorted(used), **_use(case, flops, seconds))
     if profile:
-        runs = [step(number + 1 + extra) for extra in range(PROFILED)]
+        runs = [step(number + 1 + extra) for extra in range(case.profiled)]
         began = synchronized_time()
         with Recorded() as recorded:
             for run in runs:
                 run()
             seconds = synchronized_time() - began
-        report.show(profile=recorded.describe(seconds, PROFILED))
+        report.show(profile=recorded.describe(seconds, case.profiled))
 
 
 def synchronized_time() -> float:

@@ -29,13 +29,15 @@ def column(rate: float) -> dict[str, Any]:
 
 
 def test_columns_alternate_and_a_peer_is_measured_once(train: Any) -> None:
-    assert train.order(["135m-32k", "8b-64k", "8b-prolong"], ["product", "loop", "peer"], 1) == [
+    cases, columns = ["135m-32k", "8b-64k", "8b-prolong"], ["product", "loop", "peer"]
+    assert train.order(cases, columns, 1, in_budget=False) == [
         *(("135m-32k", name) for name in ("product", "loop", "peer")),
         *(("8b-64k", name) for name in ("peer", "loop", "product")),
         *(("8b-prolong", name) for name in ("product", "loop")),
     ]
-    twice = train.order(["135m-32k"], ["product", "loop"], 2)
-    assert [name for _, name in twice] == ["product", "loop", "loop", "product"]
+    twice = train.order(["135m-32k"], columns, 2, in_budget=True)
+    assert [name for _, name in twice] == ["product", "loop", "peer", "peer", "loop", "product"]
+    assert [name for _, name in train.order(cases, columns, 1, in_budget=True)[3:6]] == ["loop", "product", "peer"]
 
 
 def test_a_step_counts_after_each_kind_of_row_has_come(cases: Any) -> None:

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from unspool.cli.main import build_app
 from unspool.recipe.schema import Recipe
+from unspool.rope.tables import RopeShape
 from unspool.studies.load import load_study
 
 K, B = 1 << 10, 1 << 30
@@ -65,6 +66,29 @@ def test_the_utk_study_has_the_arms_of_tables_1_and_4_and_figures_5_and_6():
     assert {stage.tokens for arm, stage in stages.items() if not arm.endswith("-1b")} == {20 * B}
 
 
+def test_the_harpe_study_has_the_base_sets_baselines_and_the_missing_control():
+    study = load_study("harpe-128k")
+    stages = {run.arm: run.loaded.recipe.stages for run in study.runs}
+    ropes = {arm: found[-1].rope for arm, found in stages.items()}
+
+    assert {sum(stage.tokens for stage in found) for found in stages.values()} == {6 * B}, "equal tokens"
+    assert [(stage.rope.base, stage.context_length) for stage in stages["abf-3"]] == [
+        (1e6, 32 * K),
+        (2e6, 64 * K),
+        (5e6, 128 * K),
+    ]
+    assert ropes["abf-1"].base == 5e6 and (ropes["pi"].factor, ropes["yarn"].factor) == (32, 32)
+    searched = {arm: rope.step for arm, rope in ropes.items() if getattr(rope, "bases", "") == "search"}
+    assert searched == {f"search-{step}k": 1000 * step for step in (10, 20, 30, 40, 50)}
+    llama_2 = RopeShape(rotary_dim=128, num_kv_heads=32, base=1e4, original_len=4096, max_positions=4096)
+    up, down = (ropes[f"uniform-{order}"].head_bases(llama_2, 128 * K) for order in ("ascending", "descending"))
+    assert up[0] == down[-1] == 1e6 and up[-1] == down[0] == 5e6
+    assert ropes["printed"].head_bases(llama_2, 128 * K)[[0, -1]].tolist() == [1e6, 4.54e6]
+    shared = ropes["shared"].resolve(llama_2, 128 * K).parameters
+    assert shared["rope_theta"] == pytest.approx(ropes["printed"].head_bases(llama_2, 128 * K).mean())
+    assert "shared" in study.against["printed"], "without it a gain of HARPE means nothing"
+
+
 # From paper scale to the shipped model: lengths, batch, tokens and data; each arm keeps what makes it an arm.
 TINY = [
     "model=asset:tiny-base",
@@ -102,6 +126,19 @@ def test_two_arms_of_the_utk_study_run_on_the_shipped_model(tmp_path: Path):
         "datasets.tangled.seq_len=2K",
         "stages.0.export_context_length=null",
     )
-    assert {entry["arm"] for entry in result["ranking"]} == {"abf", "utk-80"}
+    assert {entry["arm"] for entry in result["ranking"][:2]} == {"abf", "utk-80"}
     counts = json.loads((tmp_path / "study/utk-80-s0/datasets/tangled/manifest.json").read_text())["counts"]
     assert counts["strategy"]["masks_differ"] > 0
+
+
+@pytest.mark.slow
+def test_two_arms_of_the_harpe_study_run_on_the_shipped_model(tmp_path: Path):
+    result = run_arms(
+        tmp_path / "study",
+        "harpe-128k",
+        ["abf-1", "uniform-descending"],
+        "sources.slimpajama={kind: jsonl, path: 'asset:demo/train.jsonl.zst', limit: 300K}",
+        "datasets={long: {from: slimpajama, seq_len: 2K}, long-32k: {from: slimpajama, seq_len: 2K}, "
+        "long-64k: {from: slimpajama, seq_len: 2K}}",
+    )
+    assert {entry["arm"] for entry in result["ranking"][:2]} == {"abf-1", "uniform-descending"}
