@@ -47,7 +47,9 @@ def eval_(
     ] = None,
     preset: Annotated[
         str | None,
-        typer.Option(help="Settings of a paper for one suite: utk (lveval, short). Other options override them."),
+        typer.Option(
+            help="A paper's settings for one suite: utk (lveval, short), prolong (helmet, short). Options override it."
+        ),
     ] = None,
     lengths: Annotated[
         str | None, typer.Option(help="Context lengths in tokens, comma-separated [default: the preset's, or 2K,8K].")
