@@ -167,6 +167,7 @@ class StepLog:
                 losses=result.losses,
                 lr=lr,
                 grad_norm=result.grad_norm,
+                seconds=result.seconds,
                 doc_lens=batches.doc_lens,
                 skipped=problem is not None,
                 extra=_extra_metrics(problem, result),
