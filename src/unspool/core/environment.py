@@ -78,11 +78,11 @@ def diagnose() -> dict[str, Any]:
             "python": hide_home(sys.executable),
             "unspool": hide_home(str(Path(__file__).parents[1])),
             "encoding": f"{locale.getpreferredencoding(False)}, stdout {getattr(sys.stdout, 'encoding', None)}",
-            "cpu": _cpu_name(),
+            "cpu": cpu_name(),
             "cpus": os.cpu_count(),
             "usable_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         },
-        "memory": _memory(),
+        "memory": memory(),
         "torch": _attempt(_torch),
         "gpus": _attempt(gpus),
         "tools": {name: _tool_version(name) for name in _TOOLS},
@@ -148,7 +148,7 @@ def _packages() -> tuple[dict[str, str | None], dict[str, str | None]]:
     return required, optional
 
 
-def _memory() -> dict[str, int | None]:
+def memory() -> dict[str, int | None]:
     found: dict[str, int | None] = {"total_bytes": None, "available_bytes": None, "container_limit_bytes": None}
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -165,7 +165,7 @@ def _memory() -> dict[str, int | None]:
     return found
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
