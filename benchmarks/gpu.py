@@ -1,9 +1,7 @@
 """What the GPU benchmarks share: timing, peak memory, and the machine that was measured."""
 
 import json
-import os
 import platform
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -13,35 +11,12 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-# Memory freed in one size can be used in another; and host memory is pinned by several threads, a second a GiB by one.
-ALLOCATOR = "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 
 
 def require_gpu() -> None:
     if not torch.cuda.is_available():
         print("This benchmark needs a CUDA device; none was found.", file=sys.stderr)
         raise SystemExit(2)
-
-
-def in_own_process(*arguments: str) -> dict[str, Any] | int:
-    """Run a benchmark once more with other arguments: the JSON of its last line, or the code that it ended with.
-
-    So that nothing of an attempt that failed is left for the next, and each has the whole memory. What it prints is
-    passed on. The system ends a process that takes too much host memory without a word of its own.
-    """
-    command = [sys.executable, *arguments]
-    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        last = ""
-        for line in process.stdout:
-            if not line.startswith("{"):
-                print(line, end="", flush=True)
-            last = line
-    if process.returncode or not last.startswith("{"):
-        return process.returncode
-    found: dict[str, Any] = json.loads(last)
-    return found
 
 
 def milliseconds(work: Callable[[], Any], *, repeats: int = 5, warmup: int = 2) -> float:

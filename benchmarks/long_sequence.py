@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import in_own_process
+from processes import in_own_process
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from unspool.core.sizes import format_size, parse_size

@@ -11,13 +11,17 @@ The goal: memory within 10%, time within 15%.
 
 import argparse
 import json
+import tempfile
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import RESULTS, in_own_process, machine, require_gpu, save
+from cases import CASES, Case
+from cases import PLANNED as SHORT
+from gpu import RESULTS, machine, require_gpu, save
+from processes import in_own_process
 
-from training import CASES, DEVICE, LARGE, LLAMA_8B, Case, ours
 from unspool.planning.calibration import measure
 from unspool.planning.cost import REFERENCE, Gpu, Shape, match_gpu
 from unspool.planning.footprint import GIB, PARTS, StepSetup, footprint
@@ -25,8 +29,6 @@ from unspool.planning.step_time import device_speed, documents, step_seconds
 from unspool.training.config import StageConfig
 
 MEMORY_GOAL, TIME_GOAL = 0.10, 0.15
-# One row of 8K, nothing recomputed.
-SHORT = {"8b-8k": Case(shape=LLAMA_8B, length=8192, settings=LARGE | {"activation_checkpointing": "none"})}
 PLANNED: dict[str, Case] = {name: (SHORT | CASES)[name] for name in ("8b-8k", "8b-64k", "8b-128k", "135m-32k")}
 
 
@@ -44,11 +46,11 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure all cases, also those in results/train.json")
     parser.add_argument("--calibrate", action="store_true", help="measure a few layers of each case as well")
     parser.add_argument("--save", action="store_true", help="write results/plan.json")
-    parser.add_argument("--one", choices=("step", "layers"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=("layers",), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         require_gpu()
-        print(json.dumps(measured_step(args.cases[0]) if args.one == "step" else measured_layers(args.cases[0])))
+        print(json.dumps(measured_layers(args.cases[0])))
         return
     print(machine() if torch.cuda.is_available() else "no GPU: only what train.py has measured is compared", flush=True)
     results = {}
@@ -64,30 +66,27 @@ def known_step(name: str, *, again: bool) -> dict[str, Any] | None:
     """What was measured, here or by train.py; None where that cannot be had."""
     path = RESULTS / "train.json"
     if not again and path.is_file():
-        found = json.loads(path.read_text())["cases"].get(name, {}).get("ours", {})
+        found = json.loads(path.read_text())["cases"].get(name, {}).get("loop", {})
         if found.get("step_seconds"):
             step = median(found["step_seconds"])
             return {
-                "peak_gib": found["peak_gib"],
+                "peak_gib": found["memory_gib"],
                 "step_seconds": step,
                 "settings": found["settings"],
                 "from": "train.json",
             }
     if not torch.cuda.is_available():
         return None
-    result = in_own_process(__file__, "--cases", name, "--one", "step")
-    return None if isinstance(result, int) else result | {"from": "this run"}
-
-
-def measured_step(name: str) -> dict[str, Any]:
-    case = replace(PLANNED[name], timed=min(PLANNED[name].timed, 1 if PLANNED[name].length > 8192 else 2))
-    found = ours(case, profile=False, changes={})
-    return {"peak_gib": found["peak_gib"], "step_seconds": median(found["step_seconds"])}
+    with tempfile.TemporaryDirectory() as folder:
+        result = in_own_process(str(Path(__file__).with_name("train_columns.py")), "loop", name, folder)
+    if isinstance(result, int):
+        return None
+    return {"peak_gib": result["memory_gib"], "step_seconds": median(result["step_seconds"]), "from": "this run"}
 
 
 def measured_layers(name: str) -> dict[str, Any]:
     case = PLANNED[name]
-    found = measure(shape_of(case), stage_of(case), documents([case.length]), own_gpu(), DEVICE)
+    found = measure(shape_of(case), stage_of(case), documents([case.length]), own_gpu(), torch.device("cuda"))
     return {key: getattr(found, key) for key in ("layers", "rest", "activations", "tokens", "seconds")}
 
 
@@ -163,10 +162,10 @@ def stage_of(case: Case) -> StageConfig:
     tokens = case.length * case.rows_per_step
     plain = {
         "name": "bench",
-        "context": case.length,
+        "context_length": case.length,
         "mix": {"rows": 1.0},
         "tokens": tokens,
-        "batch": tokens,
+        "batch_tokens": tokens,
         "lr": 1e-5,
     }
     return StageConfig.model_validate(plain | case.settings | {"compile": True})

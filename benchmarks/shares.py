@@ -45,7 +45,7 @@ COMBINATIONS: list[tuple[str, dict[str, Any]]] = [
     ("1, 2 and 9 rows", {"packing": "single_doc"}),
     ("short a, long c", {"packing": "concat", "utk": {}}),
     ("long a, short c", {"packing": "truncate", "utk": {}}),
-    ("short a, long c", {"packing": "concat", "cip": {"pieces": 4}}),
+    ("short a, long c", {"packing": "concat", "cip": {"pieces": 4, "split": "equal"}}),
     ("long a, short c", {"packing": "best_fit", "upsample": {"above": "32K", "times": 3}}),
     ("short a, long c", {"packing": "truncate", "pose": {"target": "512K"}}),
     ("short a, long c", {"packing": "concat", "nextlong": {}}),

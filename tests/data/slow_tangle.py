@@ -159,8 +159,19 @@ def _write(row: SlowRow, units: list[_Unit], config: UtkConfig, knots: list[int]
         row.chunk_ids.append(doc)
 
 
-def slow_mask(tokens: Sequence[int], knots: Mapping[str, int], eos: int) -> list[bool]:
-    """The rules of the method, token by token: may token i be asked for, given token i - 1?"""
+def slow_mask(tokens: Sequence[int], knots: Mapping[str, int], starts: Sequence[int]) -> list[bool]:
+    """The paper's rules: no loss on knots, labels and <S>, nor at `starts`, where nothing of the document precedes."""
+    opening, closing, solution, _, _, *cuts = knots.values()
+    mask, in_label = [], False
+    for place, token in enumerate(tokens):
+        in_label = in_label or token == opening
+        mask.append(not (in_label or token in cuts or token == solution or place in starts))
+        in_label = in_label and token != closing
+    return mask
+
+
+def slow_released_mask(tokens: Sequence[int], knots: Mapping[str, int], eos: int) -> list[bool]:
+    """The rules of the released code, token by token: may token i be asked for, given token i - 1?"""
     opening, closing, solution, _, ending, *cuts = knots.values()
     mask, in_label = [False], tokens[0] == opening
     for given_token, target in pairwise(tokens):

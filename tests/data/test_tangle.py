@@ -77,15 +77,38 @@ def test_one_row_written_out_by_hand():
         D, 501, 600, 701, D_END, H1, 1004, 1005, 1006, 1007, 1008, EOS, S, 500, 600, S_NEXT, 501, 600, 701, S_END,
         1014, 1015, 1016, 1017, 1018, 1019, 1020,
     ]
-    assert row.loss_mask.astype(int).tolist() == [
+    # No loss on labels, knots and <S>; the labels that <S> asks for, and the text after a knot or label, have one.
+    paper = [
+        0, 0, 0, 0, 1, 1, 1, 1, 0,
+        0, 1, 1, 1,
+        0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1,
+        0, 1, 1, 1, 1, 1, 1,
+    ]
+    released = [
         0, 0, 0, 0, 0, 1, 1, 1, 0,
         0, 1, 1, 1,
         0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1,
         0, 1, 1, 1, 1, 1, 1,
     ]
+    assert row.loss_mask.astype(int).tolist() == paper
     # fmt: on
     assert row.doc_lens.tolist() == [9, 4, 20, 7]
     assert row.chunk_ids.tolist() == [0, 1, 0, 2]
+    other = tangled([10, 4, 12], 40, seed=2, probability=1.0, hops={2: 1.0}, mask="released")[0]
+    assert other.loss_mask.astype(int).tolist() == released
+    assert other.tokens.tolist() == row.tokens.tolist()
+
+
+@pytest.mark.parametrize("mask", ["paper", "released"])
+def test_the_masks_differ_in_one_token_for_each_piece_of_a_split_document(mask):
+    """The first token of text, which the released code leaves out; both modes count it."""
+    made = tangler(probability=1.0, mask=mask)
+    stream = made.pack([Doc(doc, "s") for doc in documents([50] * 60)], 400, Tally())
+    rows = list(islice(stream, 5))
+    stream.close()
+    pieces = [piece for row in rows for piece in pieces_of(row)]
+    marked = sum(piece.label is not None or piece.part > 0 for piece in pieces)
+    assert 0 < made.counts["masks_differ"] == marked
 
 
 def test_the_last_document_gets_the_right_solution_where_the_public_code_gives_a_wrong_one():

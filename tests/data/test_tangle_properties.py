@@ -1,5 +1,6 @@
 """What every tangled row promises, over drawn settings, documents and tokenizers."""
 
+import operator
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -22,7 +23,7 @@ from unspool.models.tokenizer import load_tokenizer
 from unspool.recipe.paths import resolve_path
 
 from .conftest import build_tokenizer, prose
-from .slow_tangle import slow_mask, slow_pieces, slow_rows, slow_solutions
+from .slow_tangle import slow_mask, slow_pieces, slow_released_mask, slow_rows, slow_solutions
 
 FAMILIES = ("tiny-base", "byte-level", "with BOS", "WordPiece", "Unigram")
 # Text without EOS, as `longest` cuts it.
@@ -102,6 +103,7 @@ def cases(draw) -> SimpleNamespace:
         min_split=draw(st.sampled_from([1, 8, 30])),
         preserve_order=draw(st.booleans()),
         backtrace=draw(st.booleans()),
+        mask=draw(st.sampled_from(["paper", "released"])),
     )
     case = SimpleNamespace(
         name=name,
@@ -113,11 +115,12 @@ def cases(draw) -> SimpleNamespace:
         keep_rest=draw(st.booleans()),
         stop=draw(st.sampled_from([None, None, 1, 3])),
     )
-    case.rows, case.tally, case.drawn = tangle(case)
+    case.rows, case.tally, case.drawn, case.counts = tangle(case)
+    case.masks_differ = 0
     return case
 
 
-def tangle(case: SimpleNamespace) -> tuple[list[Row], Tally, int]:
+def tangle(case: SimpleNamespace) -> tuple[list[Row], Tally, int, dict[str, int]]:
     drawn = 0
 
     def counted():
@@ -132,7 +135,7 @@ def tangle(case: SimpleNamespace) -> tuple[list[Row], Tally, int]:
     stream = tangler.pack(counted(), case.row_len, tally)
     rows = list(islice(stream, case.stop))
     stream.close()
-    return rows, tally, drawn
+    return rows, tally, drawn, tangler.counts
 
 
 def check(case: SimpleNamespace) -> None:
@@ -154,6 +157,7 @@ def check(case: SimpleNamespace) -> None:
         check_order(case, pieces)
         check_solutions(case, row, pieces, cut=len(expected.texts) - 1 if expected.cut else None)
         check_mask(case, row)
+    assert case.counts == {"masks_differ": case.masks_differ}
 
 
 def check_same(case, slow):
@@ -221,12 +225,15 @@ def check_solutions(case, row, pieces, cut):
 
 
 def check_mask(case, row):
-    wanted = slow_mask(row.tokens.tolist(), case.made.knots, case.made.eos)
+    starts = (np.cumsum(row.doc_lens) - row.doc_lens).tolist()
+    paper = slow_mask(row.tokens.tolist(), case.made.knots, starts)
+    released = slow_released_mask(row.tokens.tolist(), case.made.knots, case.made.eos)
     if case.name == CUT:
-        # The rules know documents by their EOS; without one, a piece's first token must not be asked for either.
-        for start in (np.cumsum(row.doc_lens) - row.doc_lens).tolist():
-            wanted[start] = False
-    assert row.loss_mask.tolist() == wanted
+        # The released rules know documents by their EOS; without one, a piece's first token must not be asked for.
+        for start in starts:
+            released[start] = False
+    assert row.loss_mask.tolist() == (paper if case.config.mask == "paper" else released)
+    case.masks_differ += sum(map(operator.ne, paper, released))
     targets = labels(row.tokens, row.doc_lens, row.loss_mask)
     as_one = labels(row.tokens, np.array([len(row.tokens)]), row.loss_mask)
     assert np.array_equal(targets, as_one), "the mask alone must keep pieces apart, since the row is one sequence"

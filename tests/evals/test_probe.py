@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from unspool.cli.main import build_app
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.core.http_client import RetryPolicy
-from unspool.evals.backends.openai import OpenAiBackend, Server
+from unspool.evals.backends.openai import OpenAiBackend, Server, ServerAbilities
 from unspool.evals.backends.probe import probe
 
 QUICK = RetryPolicy(seconds=60, attempts=6, pause=0.001)
@@ -124,7 +124,7 @@ def test_the_best_way_that_the_server_answers_is_chosen_and_printed(
     caplog.set_level(logging.INFO)
     found = probe(served(styled), tokenizer, None)
 
-    assert (found.endpoint, found.logprobs, found.context) == (endpoint, logprobs, 4096)
+    assert (found.form.endpoint, found.logprobs, found.context) == (endpoint, logprobs, 4096)
     assert len(styled.bodies) == requests, "nothing is tried again that the server refuses"
     line = caplog.records[-1].getMessage()
     assert f"Using --endpoint {endpoint}; give --endpoint " in line and "context 4096 tokens" in line
@@ -161,7 +161,7 @@ def test_a_dead_port_is_a_sentence(tokenizer):
 
 @pytest.mark.parametrize("styled", ["vllm"], indirect=True)
 def test_losses_are_those_of_the_server(styled, tokenizer):
-    found = OpenAiBackend(served(styled), tokenizer, has_losses=True).window_losses(np.arange(10))
+    found = OpenAiBackend(served(styled), tokenizer, ServerAbilities(logprobs=True)).window_losses(np.arange(10))
 
     assert found.tolist() == [float(at % 7) for at in range(1, 10)]
 

@@ -13,8 +13,9 @@ import pytest
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.core.http_client import RetryPolicy, printable_line, request_json
 from unspool.evals import suites
+from unspool.evals.backends.base import Endpoint, PromptForm
 from unspool.evals.backends.mock import Oracle
-from unspool.evals.backends.openai import OpenAiBackend, Server
+from unspool.evals.backends.openai import OpenAiBackend, Server, ServerAbilities
 from unspool.evals.run import Scoring, score
 from unspool.evals.suites.perplexity import PerplexityEval
 from unspool.evals.suites.ruler import RulerEval
@@ -83,8 +84,9 @@ def scoring(tmp_path: Path) -> Scoring:
     return Scoring(model="m", model_hash="m", evals=[config], seed=0, out_dir=tmp_path / "scores", root=tmp_path)
 
 
-def backend_of(url: str, tokenizer, **options) -> OpenAiBackend:
-    return OpenAiBackend(Server(url=url, model="served", retry=QUICK, **options), tokenizer)
+def backend_of(url: str, tokenizer, endpoint: Endpoint = "completions", **options) -> OpenAiBackend:
+    abilities = ServerAbilities(form=PromptForm(endpoint=endpoint))
+    return OpenAiBackend(Server(url=url, model="served", retry=QUICK, **options), tokenizer, abilities)
 
 
 def test_completions_get_token_ids_and_give_the_scores_of_the_same_answers(url, talk, scoring, tokenizer):
@@ -118,7 +120,9 @@ def test_words_are_sent_where_ids_are_not_taken(url, talk, scoring, tokenizer, e
 
     bodies = [body for _, body, _ in talk.asked]
     words = [body["messages"][0]["content"] if endpoint == "chat" else body["prompt"] for body in bodies]
-    assert any(text.endswith("What is the number of 3? It is") for text in words)
+    asked = "What is the number of 3?"
+    asked += "\n\nBegin your answer with: It is" if endpoint == "chat" else " It is"
+    assert any(text.endswith(asked) for text in words)
     assert {key for _, _, key in talk.asked} == {"Bearer secret"}
 
 

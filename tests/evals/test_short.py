@@ -18,7 +18,7 @@ from unspool.evals.backends.base import BackendOptions, RopeOverride
 from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.suites import short
 from unspool.evals.suites.ruler import RulerEval
-from unspool.evals.suites.short import cells, process_results, run_short, write_tasks
+from unspool.evals.suites.short import cells, chosen_tasks, process_results, run_short, write_tasks
 from unspool.rope.methods import Abf
 
 from .test_backend import model_dir  # noqa: F401
@@ -46,6 +46,15 @@ RESULTS = {
 }
 
 
+class FakeTask:
+    def __init__(self, name: str) -> None:
+        kinds = {"gsm8k": "generate_until", "odd": "loglikelihood_rolling"}
+        self.name, self.config, self.OUTPUT_TYPE = name, {}, kinds.get(name, "multiple_choice")
+
+    def set_config(self, key: str, value: int) -> None:
+        self.config[key] = value
+
+
 @pytest.fixture
 def lm_eval(monkeypatch) -> dict:
     seen: dict = {}
@@ -58,8 +67,7 @@ def lm_eval(monkeypatch) -> dict:
             return [name for name in names if name in RESULTS["results"]]
 
         def load(self, names):
-            kinds = {"gsm8k": "generate_until", "odd": "loglikelihood_rolling"}
-            return {"tasks": {name: SimpleNamespace(OUTPUT_TYPE=kinds.get(name, "multiple_choice")) for name in names}}
+            return {"tasks": {name: FakeTask(name) for name in names}}
 
     def simple_evaluate(**options):
         seen.update(options)
@@ -100,8 +108,38 @@ def test_tasks_run_with_our_model(lm_eval, model_dir):  # noqa: F811
     summary = run_short(on_cpu(model_dir), ["hellaswag", "gsm8k"], samples=100, include="mine")
 
     assert (lm_eval["include"], lm_eval["tasks"], lm_eval["limit"]) == ("mine", ["hellaswag", "gsm8k"], 100)
+    assert lm_eval["confirm_run_unsafe_code"] is False
     assert lm_eval["lm"]["pretrained"].config._attn_implementation == "sdpa", "lm-eval pads, which ours refuses"
     assert summary["model"] == model_dir.name and summary["cells"] == cells(RESULTS)
+
+
+def test_the_preset_utk_has_the_tasks_and_shots_of_table_3(caplog):
+    printed = {"bbh_cot_fewshot": 3, "nq_open": 5, "triviaqa": 5, "humaneval": 0, "mbpp": 3, "gsm8k": 4}
+    found = chosen_tasks([], "utk", sandboxed=True)
+    assert {name: int(shots) for name, _, shots in (task.partition(":") for task in found)} == printed
+    with pytest.raises(ConfigError, match="--preset of short 'uk' is not known"):
+        chosen_tasks([], "uk", sandboxed=True)
+
+
+def test_tasks_that_run_code_of_the_model_are_refused_without_a_sandbox(caplog):
+    with caplog.at_level("WARNING", logger="unspool"):
+        assert chosen_tasks([], "utk", sandboxed=False) == ["nq_open:5", "triviaqa:5", "bbh_cot_fewshot:3", "gsm8k:4"]
+    assert (
+        "leaving out humaneval:0 and mbpp:3: humaneval:0 and mbpp:3 would run code that the model writes" in caplog.text
+    )
+    done = CliRunner().invoke(build_app(), ["eval", "asset:tiny-base", "--suite", "short", "--tasks", "humaneval"])
+    assert done.exit_code == 2 and "say so with --sandboxed" in " ".join(done.output.split())
+
+
+def test_shots_are_set_for_each_task(lm_eval, model_dir, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "0")
+    run_short(on_cpu(model_dir), ["hellaswag:10", "gsm8k:4", "odd"], samples=1, include=None, sandboxed=True)
+
+    hellaswag, gsm8k, odd = lm_eval["tasks"]
+    assert (hellaswag.config, gsm8k.config, odd) == ({"num_fewshot": 10}, {"num_fewshot": 4}, "odd")
+    assert lm_eval["confirm_run_unsafe_code"] is True
+    with pytest.raises(ConfigError, match="--tasks gsm8k:x: write NAME or NAME:SHOTS"):
+        run_short(on_cpu(model_dir), ["gsm8k:x"], samples=1, include=None)
 
 
 def test_tasks_run_with_positions_that_are_tried_without_training(lm_eval, model_dir):  # noqa: F811

@@ -13,7 +13,7 @@ from factory import build_tokenizer
 from unspool.core.errors import ConfigError
 from unspool.data.tokenize import chat_template
 from unspool.data.tokenize.chat import build_chat_encoder
-from unspool.evals.prompts import PromptEncoder
+from unspool.evals.prompt_encoder import PromptEncoder
 from unspool.models.tokenizer import load_tokenizer
 
 from .model_folders import TEXT, Damage, check_sentence, content, evaluate, run

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from factory import CPU, SHAPE, build_model, build_tokenizer, random_tokens
+from unspool.models import export as export_module
 from unspool.models.export import SCRIPT, build_request, save_model
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_parameters, apply_rope
@@ -90,8 +91,7 @@ def test_the_folder_holds_everything_plain_transformers_needs(tmp_path):
 
 def test_large_weights_are_split_over_files(tmp_path, monkeypatch):
     model = build_model()
-    save = type(model).save_pretrained
-    monkeypatch.setattr(type(model), "save_pretrained", lambda *args, **kw: save(*args, max_shard_size="20KB", **kw))
+    monkeypatch.setattr(export_module, "SHARD_SIZE", "20KB")
 
     save_model(model, build_tokenizer(), tmp_path, dtype=torch.float32)
 

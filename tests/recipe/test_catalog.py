@@ -57,9 +57,38 @@ def test_prolong_follows_table_9():
     assert (sft.tokens, sft.batch_tokens, sft.lr, sft.warmup_ratio, sft.min_lr_ratio) == (B, 4 * M, 2e-5, 0.05, 0.1)
     assert all(stage.attention == "intra_document" for stage in (first, second, sft))
     assert first.mix == {"repos-64k": 0.3, "books-64k": 0.3, "textbooks-64k": 0.03, "short": 0.37}
-    assert sum(load("prolong-64k").datasets["short"].shares.values()) == pytest.approx(0.37)
+    assert [round(100 * share) for share in shares_of("prolong-64k").values()] == [27, 27, 11, 11, 8, 8, 8]
     repos, books = (second.mix[f"{name}-512k"] + second.mix[f"{name}-64k"] for name in ("repos", "books"))
     assert (repos, books) == (pytest.approx(0.3), pytest.approx(0.3))
+
+
+def shares_of(name: str, *overrides: str) -> dict[str, float]:
+    """Of the short documents, by source, as parts of 1."""
+    found = load_recipe(name, list(overrides)).recipe.datasets["short"].shares
+    return {source: share / sum(found.values()) for source, share in found.items()}
+
+
+@pytest.mark.parametrize("name", ["prolong-64k", "prolong-512k"])
+def test_shortmix_has_the_shares_of_the_paper_and_the_released_script_is_an_option(name):
+    paper = shares_of(name)
+    assert (paper["tulu"], paper["wiki"]) == (pytest.approx(0.11), pytest.approx(0.08))
+    released = shares_of(name, "datasets.short.from=mix:shortmix-released")
+    assert (released["tulu"], released["wiki"]) == (pytest.approx(0.03 / 0.37), pytest.approx(0.04 / 0.37))
+    # Apart from these two the script and the table are the same, up to the table's rounding.
+    others = set(paper) - {"tulu", "wiki"}
+    assert {source: paper[source] for source in others} == pytest.approx(
+        {source: released[source] for source in others}, abs=0.005
+    )
+    ablations = shares_of(name, "datasets.short.from=mix:shortmix-ablations")
+    assert (ablations.pop("fineweb"), ablations.pop("fineweb-edu")) == (0.25, 0.25)
+    assert set(ablations.values()) == {0.1} and len(ablations) == 5
+
+
+def test_an_unknown_mix_and_a_mix_without_its_sources_are_refused():
+    with pytest.raises(ConfigError, match="no mix is called 'shortmx'; did you mean 'shortmix'"):
+        load_recipe("prolong-64k", ["datasets.short.from=mix:shortmx"])
+    with pytest.raises(ConfigError, match="source 'fineweb-edu' is not known"):
+        load_recipe("tiny", ["datasets.short.from=mix:shortmix"])
 
 
 def test_both_stages_of_prolong_read_the_same_sources_as_what_they_are():

@@ -58,8 +58,8 @@ def results(out: Path) -> dict[str, bytes]:
 
 
 def said(capsys) -> list[str]:
-    """Without how far a stage has come, and how long it waited for a slow disk."""
-    passing = re.compile(r"stage \S+: (\d+/\d+  |step \d+ waited )")
+    """Without how far a stage has come, how long it took, and how long it waited for a slow disk."""
+    passing = re.compile(r"stage \S+: (\d+/\d+  |step \d+ waited |finished in )")
     return [line for line in capsys.readouterr().err.splitlines() if not passing.match(line)]
 
 

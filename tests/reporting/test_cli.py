@@ -72,3 +72,21 @@ def test_a_folder_that_is_no_run_is_an_error_of_the_user(tmp_path: Path, app: ty
     result = CliRunner().invoke(app, [str(tmp_path)])
 
     assert isinstance(result.exception, ConfigError)
+
+
+def test_lengths_beyond_the_context_are_marked(fake_run: Path, app: typer.Typer):
+    path = fake_run / "scores" / "utk" / "summary.json"
+    summary = json.loads(path.read_text())
+    for cell in summary["cells"]:
+        if (cell["suite"], cell["length"]) == ("niah", 2048):
+            cell["beyond_context"] = "ask"
+    path.write_text(json.dumps(summary))
+
+    assert CliRunner().invoke(app, [str(fake_run)]).exit_code == 0
+    shown = CliRunner().invoke(app, [str(fake_run), "--json"])
+
+    page = (fake_run / "report.html").read_text(encoding="utf-8")
+    assert "% †" in page and "beyond the model&#39;s context, asked anyway" in page
+    (run,) = json.loads(shown.stdout)["runs"]
+    marked = {(c["suite"], c["length"]) for c in run["models"][2]["cells"] if c.get("beyond_context") == "ask"}
+    assert marked == {("niah", 2048)}

@@ -46,6 +46,17 @@ def test_lengths_stand_in_columns_with_average_and_what_is_kept():
     assert bold == [[False, True, False, False, False], [False] * 5]
 
 
+def test_what_is_kept_is_128k_over_32k_or_what_the_scores_name():
+    """As the column "Rate" of Untie the Knots' Table 1: Qwen2-UtK-base (7B) keeps 93%."""
+    scores = {4096: 0.906, 32768: 0.805, 131072: 0.750}
+    cells = [cell("ruler", length, value) for length, value in scores.items()]
+    table = length_table([line("UtK", *cells)], "ruler")
+    assert texts(table)[0][-1] == "93%" and "kept: 128K ÷ 32K" in table.note
+    named = line("UtK", *cells)
+    named = replace(named, scores=replace(named.scores, rates={"ruler": (32768, 4096)}))
+    assert texts(length_table([named], "ruler"))[0][-1] == "89%"
+
+
 def test_the_best_is_bold_only_where_its_interval_lies_above_all_others():
     def bold(values: dict[str, float], **changes: float) -> list[bool]:
         lines = [line(name, replace(cell("key_value", 64, value), **changes)) for name, value in values.items()]

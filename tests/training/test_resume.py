@@ -101,9 +101,13 @@ def test_a_stage_with_damaged_checkpoints_goes_back_further_and_ends_the_same(
     assert_same_result(out, never_killed)
 
 
-def test_a_result_that_cannot_be_written_is_told_in_a_sentence_and_costs_nothing_else(
-    materials, never_killed, tmp_path, monkeypatch
+# The last step is saved unless those since the last checkpoint are cheap to repeat.
+@pytest.mark.parametrize(("cheap_s", "saved"), [(0.0, "step-000006"), (300.0, "step-000004")])
+def test_a_result_that_cannot_be_written_is_told_in_a_sentence_and_costs_cheap_steps_at_most(
+    cheap_s, saved, materials, never_killed, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr("unspool.training.loop.CHEAP_S", cheap_s)
+
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
@@ -114,7 +118,7 @@ def test_a_result_that_cannot_be_written_is_told_in_a_sentence_and_costs_nothing
             run(materials, out)
     assert str(error.value) == (
         "stage one: cannot write its result (No space left on device); free some space and rerun the same "
-        "command, which resumes from step-000006."
+        f"command, which resumes from {saved}."
     )
 
     run(materials, out)

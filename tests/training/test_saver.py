@@ -42,6 +42,7 @@ def test_a_slow_disk_does_not_hold_up_training_and_gets_the_state_of_its_step(ga
         saver.save(tensors, {"step": 1}, {})
         # Training goes on: were this to wait for the disk, it would wait forever.
         assert checkpoints(tmp_path) == []
+        saver.wait_for_copy()
         tensors["weight"].fill_(2.0)
         gate.set()
 
@@ -83,6 +84,7 @@ def test_buffers_are_used_again_and_hold_each_state_in_turn(tmp_path):
     tensors = state(0.0)
     with open_saver(tmp_path) as saver:
         for step in range(1, 5):
+            saver.wait_for_copy()
             tensors["weight"].fill_(step)
             saver.save(tensors, {"step": step}, {})
     assert [float(checkpoint_module.Checkpoint(path, {}).tensors()["weight"][0]) for path in checkpoints(tmp_path)] == [

@@ -27,10 +27,15 @@ KILLS = {
     "while the first checkpoint is written": lambda patch: patch(
         save, "_sync", dying_if(save._sync, lambda path: path.parent.name == "step-000002.partial")
     ),
-    "while the last checkpoint is written": lambda patch: patch(
-        save, "_sync", dying_if(save._sync, lambda path: path.parent.name == "step-000006.partial")
+    "while the last checkpoint is written": lambda patch: (
+        patch(loop_module, "CHEAP_S", 0.0),
+        patch(save, "_sync", dying_if(save._sync, lambda path: path.parent.name == "step-000006.partial")),
     ),
     "while old checkpoints are removed": lambda patch: patch(save, "_prune", dying_at(save._prune, 2)),
+    "while the model is exported after the last checkpoint": lambda patch: (
+        patch(loop_module, "CHEAP_S", 0.0),
+        patch(stage_module, "save_stage_state", dying_at(lambda: None, 1)),
+    ),
     "while the model is exported": lambda patch: patch(stage_module, "save_stage_state", dying_at(lambda: None, 1)),
     "just before the folder appears": lambda patch: patch(
         Path, "rename", dying_if(Path.rename, lambda path, target: target.name == "one")

@@ -184,7 +184,9 @@ def test_an_export_with_the_bases_of_heads_in_another_order(case, results):
 def saving(model, change):
     """Let `model` be written with other weights than it has."""
     saved = model.save_pretrained
-    model.save_pretrained = lambda folder, state_dict: saved(folder, state_dict=change(state_dict))
+    model.save_pretrained = lambda folder, state_dict, **options: saved(
+        folder, state_dict=change(state_dict), **options
+    )
 
 
 def test_an_export_that_forgets_the_values_of_a_bias(case, results):

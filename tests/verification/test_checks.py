@@ -49,6 +49,12 @@ def test_every_promise_is_kept_on_a_gpu(family, tmp_path, plain):
 # What is put to the test
 
 
+def test_the_models_for_a_gpu_can_be_built_without_one(tmp_path):
+    for spec in build_small_models(tmp_path, seed=0, wide=True, names=FAMILIES):
+        config = spec.load_ours(torch.device("cpu"), bf16=False).config
+        assert config.hidden_size == WIDE["hidden_size"]
+
+
 def test_every_promise_has_a_check():
     assert {check.promise for check in build_checks(None).values()} == set(PROMISES)
 

@@ -3,13 +3,13 @@
 import json
 import tempfile
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from pydantic import ValidationError
 
-from unspool.cli.eval_options import page_file, show_results
+from unspool.cli.eval_options import page_file, preset_lengths, read_rate, show_results
 from unspool.core.artifacts import write_atomic
 from unspool.core.config import lookup
 from unspool.core.console import print_json
@@ -17,6 +17,7 @@ from unspool.core.errors import ConfigError
 from unspool.core.lock import lock_output
 from unspool.core.sizes import parse_size
 from unspool.evals.backends.base import BACKENDS, Backend, BackendOptions, RopeOverride, build_backend
+from unspool.evals.beyond_context import DONE
 from unspool.evals.config import EvalConfig
 from unspool.evals.suites import SUITES
 from unspool.models.location import short_name
@@ -44,18 +45,29 @@ def eval_(
             "where the backend computes losses, perplexity]."
         ),
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Context lengths in tokens, comma-separated.")] = "2K,8K",
+    preset: Annotated[
+        str | None,
+        typer.Option(help="Settings of a paper for one suite: utk (lveval, short). Other options override them."),
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Context lengths in tokens, comma-separated [default: the preset's, or 2K,8K].")
+    ] = None,
     samples: Annotated[
         int | None,
         typer.Option(
             min=1, help="Questions per suite (or task) and length, windows for perplexity [default: 20; short: all]."
         ),
     ] = None,
-    tasks: Annotated[str | None, typer.Option(help="Tasks of the suite, comma-separated [default: all].")] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Tasks of the suite, comma-separated [default: all]; of short also NAME:SHOTS."),
+    ] = None,
     mode: Annotated[
         str, typer.Option(help="fixed, or reference: follow the suite's own code, defects included.")
     ] = "fixed",
-    chat: Annotated[str, typer.Option(help="Use the chat template: auto, on or off.")] = "auto",
+    chat: Annotated[
+        str | None, typer.Option(help="Use the chat template: auto, on or off [default: the preset's, or auto].")
+    ] = None,
     path: Annotated[
         list[str] | None, typer.Option(help="NAME=PATH of data that a suite reads; repeat for several.")
     ] = None,
@@ -64,6 +76,13 @@ def eval_(
     ] = None,
     answer_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens per answer, counted in the length [default: each task's own].")
+    ] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            help="Adaptation rate: TARGET/REFERENCE, of --lengths [default: 128K/32K if both are scored, else the "
+            "longest over the shortest]."
+        ),
     ] = None,
     text: Annotated[
         str | None,
@@ -81,6 +100,13 @@ def eval_(
     ] = None,
     context: Annotated[
         str | None, typer.Option(help="Context length for --rope [default: the longest of --lengths].")
+    ] = None,
+    beyond_context: Annotated[
+        str | None,
+        typer.Option(
+            help="Questions longer than the model's context: skip, truncate (cut the middle of the text) or ask "
+            "[default: ask; skip on a server]."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the prompts.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -101,6 +127,13 @@ def eval_(
     ] = "auto",
     requests: Annotated[int, typer.Option(min=1, help="Concurrent requests to the server.")] = 8,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for an answer of the server.")] = 600,
+    sandboxed: Annotated[
+        bool,
+        typer.Option(
+            "--sandboxed",
+            help="This machine is a sandbox: run code that the model writes (short: humaneval, mbpp).",
+        ),
+    ] = False,
     parity: Annotated[
         bool, typer.Option("--parity", help="Compare 20 answers of --backend with those of transformers, and exit.")
     ] = False,
@@ -135,15 +168,22 @@ def eval_(
     """
     model = model_path(model, Path())
     is_short = (suite or "").strip() == SHORT
+    lengths = lengths or preset_lengths(suite or DEFAULT_SUITES, preset)
     override = rope_override(rope, context, None if is_short else lengths)
     paths = _paths(path or [])
     lookup(BACKENDS, backend, kind="--backend")
     lookup({name: name for name in ENDPOINTS}, endpoint, kind="--endpoint")
+    if beyond_context is not None:
+        lookup(DONE, beyond_context, kind="--beyond-context")
     if is_short and processes > 1:
         raise ConfigError(f"--suite {SHORT} runs lm-eval in one process; leave --processes out.")
     if is_short and backend not in SHORT_BACKENDS:
         raise ConfigError(
             f"--suite {SHORT} runs with --backend {' or '.join(SHORT_BACKENDS)} only; the backend here is {backend}."
+        )
+    if is_short and beyond_context is not None:
+        raise ConfigError(
+            f"--beyond-context has no effect on --suite {SHORT}, whose questions are short; leave it out."
         )
     evals = (
         []
@@ -151,6 +191,7 @@ def eval_(
         else chosen_evals(
             suite or DEFAULT_SUITES,
             lengths,
+            preset=preset,
             samples=samples or SAMPLES,
             text=text,
             value=value,
@@ -160,6 +201,8 @@ def eval_(
             paths=paths,
             wording=wording,
             answer_tokens=answer_tokens,
+            **read_rate(rate),
+            beyond_context=beyond_context,
         )
     )
     if lm_eval is not None:
@@ -193,25 +236,34 @@ def eval_(
     if is_short:
         with tempfile.TemporaryDirectory() as folder, nullcontext() if out is None else lock_output(out):
             scores = out or Path(folder) / "short"
-            summary = _score_short(options, tasks, samples=samples, include=paths.get("tasks"), out=scores)
+            summary = _score_short(
+                options,
+                _names(tasks),
+                preset,
+                samples=samples,
+                include=paths.get("tasks"),
+                sandboxed=sandboxed,
+                out=scores,
+            )
             show_results(summary, scores, as_json=as_json, page=page, kept=out is not None)
         return
     chosen = build_backend(options)
+    from unspool.evals.run import Scoring, recorded_backend, score
+
+    chosen.connect(None if out is None or parity else recorded_backend(out))
     if suite is None and not chosen.has_losses:
         evals = [config for config in evals if not SUITES[config.suite].needs_losses]
     if parity:
         ours = BackendOptions(model=model, rope=override, device=target, dtype=dtype)
         _compare(chosen, build_backend(ours), evals, seed, as_json)
         return
-    from unspool.evals.run import Scoring, score
-
     name = short_name(model)
     with tempfile.TemporaryDirectory() as folder, nullcontext() if out is None else lock_output(out):
         if out is not None:
             _check_out(out)
         scoring = Scoring(
             model=name if override is None else override.name_of(name),
-            model_hash=replace(options, endpoint=chosen.endpoint or endpoint).identity,
+            model_hash=options.identity,
             evals=evals,
             seed=seed,
             out_dir=out or Path(folder) / Path(name).name,
@@ -259,12 +311,19 @@ def _entry(name: str, lengths: list[int], options: dict[str, Any]) -> EvalConfig
     config = SUITES[name].config
     for key, value in options.items():
         allowed = _choices(config, key)
-        if allowed and value not in allowed:
+        if allowed and value is not None and value not in allowed:
             raise ConfigError(f"--{key} {value!r} is not known; use {', '.join(allowed)}.")
     # A suite with one length measures at all positions up to it.
     known = {"lengths": lengths, "length": lengths[-1], **options}
-    given = {key: value for key, value in known.items() if key in config.model_fields and value is not None}
-    return config.model_validate({"suite": name, **given})
+    # What is not given is left to the preset or the default.
+    given = {key: value for key, value in known.items() if key in config.model_fields and value not in (None, [], {})}
+    if known.get("preset") and "preset" not in config.model_fields:
+        raise ConfigError(f"--preset: the suite {name} has none.")
+    try:
+        return config.model_validate({"suite": name, **given})
+    except ValidationError as error:
+        found = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
+        raise ConfigError(f"--suite {name}: {'; '.join(found)}.") from error
 
 
 def _names(text: str | None) -> list[str]:
@@ -326,7 +385,8 @@ def _compare(first: Backend, second: Backend, evals: list[EvalConfig], seed: int
     from unspool.evals.eval_plan import EvalPlan
     from unspool.evals.run import compare_backends
 
-    found = compare_backends(EvalPlan(evals, first.tokenizer, seed=seed, root=Path.cwd()), first, second)
+    plan = EvalPlan(evals, first.tokenizer, seed=seed, root=Path.cwd(), form=first.form)
+    found = compare_backends(plan, first, second)
     if as_json:
         print_json(found)
     else:
@@ -350,11 +410,19 @@ def _write_tasks(model: str, evals: list[EvalConfig], seed: int, out_dir: Path) 
 
 
 def _score_short(
-    options: BackendOptions, tasks: str | None, *, samples: int | None, include: str | None, out: Path
+    options: BackendOptions,
+    tasks: list[str],
+    preset: str | None,
+    *,
+    samples: int | None,
+    include: str | None,
+    sandboxed: bool,
+    out: Path,
 ) -> dict[str, Any]:
-    from unspool.evals.suites.short import TASKS, run_short
+    from unspool.evals.suites.short import chosen_tasks, run_short
 
-    summary = run_short(options, _names(tasks) or list(TASKS), samples=samples, include=include)
+    names = chosen_tasks(tasks, preset, sandboxed=sandboxed)
+    summary = run_short(options, names, samples=samples, include=include, sandboxed=sandboxed)
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     return summary

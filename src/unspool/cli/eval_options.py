@@ -11,7 +11,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
-from unspool.core.sizes import format_size
+from unspool.core.sizes import format_size, parse_size
+from unspool.evals.beyond_context import footnote
+from unspool.evals.suites import SUITES
 from unspool.recipe.json_schema import message, validation_problems
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import Marks
@@ -21,8 +23,10 @@ from unspool.rope.tables import RopeMethod
 logger = logging.getLogger(__name__)
 
 OPTION = "--rope"
+DEFAULT_LENGTHS = "2K,8K"
 # The same key of a recipe, whose error messages are used.
 PLACE = ("stages", 0, "rope")
+BEYOND = " †"  # after a length beyond the model's context
 
 
 def read_rope(text: str) -> RopeMethod:
@@ -94,28 +98,68 @@ def print_table(summary: dict[str, Any]) -> None:
         table.add_column(column, justify="right")
     for cell in summary["cells"]:
         # Depths of tasks are only in summary.json and in the report, since they would bury the tasks.
-        if not cell.get("task") or cell["depth"] is None:
+        is_depth_of_nothing = cell.get("depth") is not None and not cell["n"]
+        if (not cell.get("task") or cell["depth"] is None) and not is_depth_of_nothing:
             table.add_row(*table_row(cell))
     console = PlainConsole(highlight=True)
     console.print(table)
+    asked = summary.get("backend", {})
+    if "endpoint" in asked:
+        context = f"context {asked['context']}" if asked["context"] else "context not listed"
+        console.print(
+            f"asked of {asked['model']} at {asked['url']}, endpoint {asked['endpoint']}, {context}, chat template "
+            f"{asked['template']}",
+            highlight=False,
+        )
+    beyond = summary.get("beyond_context")
+    if beyond:
+        policies = dict.fromkeys(beyond["policies"].values())
+        console.print(f"{BEYOND.strip()} {'; '.join(footnote(beyond, policy) for policy in policies)}", highlight=False)
     for suite in summary.get("suites", []):
-        _print_means(console, suite)
+        _print_means(console, suite, beyond and beyond["context"])
         length, rate = suite["effective_length"], suite["adaptation_rate"]
         holds = f"holds up to {format_size(length)}" if length else "does not hold at any length"
-        kept = f"; {100 * rate['value']:.0f}% of its score is kept" if rate and rate["value"] is not None else ""
+        kept = f"; {_kept(rate)}" if rate and rate["value"] is not None else ""
         worded = f", wording {suite['wording']}" if suite.get("wording") else ""
         console.print(f"{suite['suite']} ({suite['mode']}{worded}): {holds}{kept}", highlight=False)
 
 
-def _print_means(console: Any, suite: dict[str, Any]) -> None:
+def _kept(rate: dict[str, Any]) -> str:
+    kept = f"adaptation rate {100 * rate['value']:.0f}%"
+    return f"{kept} ({format_size(rate['to'])} ÷ {format_size(rate['from'])})"
+
+
+def preset_lengths(suites: str, preset: str | None) -> str:
+    """The lengths of a preset, of which one suite at a time can have one; else the default."""
+    names = [name.strip() for name in suites.split(",")]
+    if preset is not None and len(names) != 1:
+        raise ConfigError("--preset is for one suite at a time; name it with --suite, such as --suite lveval.")
+    known = SUITES[names[0]].config.presets if preset and names[0] in SUITES else {}
+    return ",".join(map(str, known.get(preset or "", {}).get("lengths", []))) or DEFAULT_LENGTHS
+
+
+def read_rate(text: str | None) -> dict[str, int]:
+    """Parse `128K/32K`: the target and the reference length of the adaptation rate."""
+    if text is None:
+        return {}
+    try:
+        target, reference = map(parse_size, text.split("/"))
+    except ValueError as error:
+        raise ConfigError(f"--rate {text!r}: write TARGET/REFERENCE, two of --lengths, such as 128K/32K.") from error
+    return {"target_length": target, "reference_length": reference}
+
+
+def _print_means(console: Any, suite: dict[str, Any], context: int | None) -> None:
     """Print a suite's means and categories by length."""
     from rich.table import Table
 
     lengths = list(dict.fromkeys(mean["length"] for mean in suite.get("means", [])))
-    table = Table(suite["suite"], *(format_size(length) for length in lengths))
+    names = [format_size(length) + BEYOND * (context is not None and length > context) for length in lengths]
+    table = Table(suite["suite"], *names)
     for name in dict.fromkeys(mean["name"] for mean in suite.get("means", [])):
         row = [mean for mean in suite["means"] if mean["name"] == name]
-        table.add_row(_mean_name(min(row, key=lambda mean: mean["tasks"])), *(_mean_text(mean) for mean in row))
+        known = [mean for mean in row if mean["n"]] or row
+        table.add_row(_mean_name(min(known, key=lambda mean: mean["tasks"])), *(_mean_text(mean) for mean in row))
     if lengths:
         console.print(table, highlight=False)
 
@@ -153,5 +197,5 @@ def table_row(cell: dict[str, Any]) -> tuple[str, ...]:
     if cell.get("task"):
         part = f"{cell['task']} ({cell['metric']})" + ("" if part == "all" else f", {part}")
     interval = "–" if cell["low"] is None else f"{shown(cell['low'])} to {shown(cell['high'])}"
-    length = format_size(cell["length"]) if cell["length"] else "short"
+    length = (format_size(cell["length"]) if cell["length"] else "short") + BEYOND * ("beyond_context" in cell)
     return cell["suite"], length, part, shown(cell["value"]), interval, str(cell["n"])

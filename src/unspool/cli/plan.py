@@ -12,6 +12,7 @@ from unspool.cli.recipes import Override
 from unspool.cli.run import RecipeArgument
 from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
+from unspool.core.host_memory import measure_host_memory
 from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count, format_size
 from unspool.planning.cost import GPUS
@@ -42,7 +43,11 @@ def plan(
     count: Annotated[int, typer.Option(min=1, max=65536, help="Number of GPUs.")] = 1,
     host_mem: Annotated[
         str | None,
-        typer.Option("--host-mem", help="Host memory of one machine, such as 512G or 1.9T. Default: 128G per GPU."),
+        typer.Option(
+            "--host-mem",
+            help="Host memory of one machine, such as 512G or 1.9T. Default: this machine's if planning for its GPU, "
+            "else 128G per GPU.",
+        ),
     ] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Price of a GPU hour, to print the cost.")] = None,
     model: Annotated[
@@ -88,7 +93,7 @@ def plan(
 def _machine(gpu: str | None, count: int, host_mem: str | None, *, here: bool) -> "Machine":
     from unspool.planning.cost import REFERENCE, find_gpu
     from unspool.planning.fit import Machine
-    from unspool.planning.local_machine import CPU, THIS, local_cpu, local_gpu, local_memory
+    from unspool.planning.local_machine import CPU, THIS, local_cpu, local_gpu
 
     host, name = _bytes(host_mem), (gpu or "").lower()
     if name == CPU or (name == THIS and local_gpu() is None):
@@ -104,13 +109,14 @@ def _machine(gpu: str | None, count: int, host_mem: str | None, *, here: bool) -
         raise ConfigError(
             f"--measure uses the local {own.name}, so --gpu {gpu} cannot be combined with it; remove one of them."
         )
-    if name == THIS and own is not None:
-        return Machine(gpu=own, count=count, host=local_memory() if host is None else host)
+    if host is None and name in ("", THIS) and own is not None:
+        memory = measure_host_memory()
+        host = None if memory is None else float(memory.total)
     if own is None and not name:
         logger.info(
             f"no local GPU and no --gpu: planning for {REFERENCE.title}; --gpu this plans for this machine's CPU"
         )
-    return Machine(gpu=find_gpu(name) if name else own or REFERENCE, count=count, host=host)
+    return Machine(gpu=own or (find_gpu(name) if name else REFERENCE), count=count, host=host)
 
 
 def _bytes(text: str | None) -> float | None:
@@ -238,8 +244,9 @@ def _print_estimate(console: "Console", planned: "StagePlan", chosen: "Estimate"
     rest = "what Python and other programs take" if machine.gpu.is_cpu else "the CUDA context"
     room = f"{held.device / GIB:.1f} of {machine.room / GIB:.1f} GiB ({machine.gpu.gib:.4g} minus {rest})"
     console.print(f"memory     {room} in {held.moment}", soft_wrap=True)
-    host = "" if machine.gpu.is_cpu else f"; host {held.host / GIB:.1f} of {machine.host_room / GIB:.0f} GiB"
-    console.print(f"           {parts}{host}", soft_wrap=True)
+    console.print(f"           {parts}", soft_wrap=True)
+    if not machine.gpu.is_cpu:
+        console.print(f"host       {_host(chosen)}", soft_wrap=True)
     console.print(f"layout     {describe_layout(chosen.layout)}", soft_wrap=True)
     console.print(f"policy     {_policy(chosen)}", soft_wrap=True)
     parts = ", ".join(f"{name} {value:.3g}" for name, value in vars(seconds).items() if value >= 0.005 * seconds.step)
@@ -250,6 +257,18 @@ def _print_estimate(console: "Console", planned: "StagePlan", chosen: "Estimate"
     words = set_arguments(planned.index, planned.stage, chosen.stage)
     if words:
         console.print(f"paste      {shlex.join(words)}", style="green", soft_wrap=True)
+
+
+def _host(chosen: "Estimate") -> str:
+    """Host memory of one GPU by what holds it; the checkpoint's copy only where there is room for it."""
+    machine, host = chosen.machine, chosen.footprint.on_host
+    parts = {"loading": host.loading, "states": host.states, "activations": host.activations, "batches": host.batches}
+    shown = [f"{name} {size / GIB:.1f}" for name, size in parts.items() if size >= 0.05 * GIB]
+    copy = f"a copy of {host.copy / GIB:.1f} for each checkpoint"
+    fits = host.step + host.copy <= machine.host_room
+    shown.append(f"{copy} fits" if fits else f"{copy} does not fit, so training waits while checkpoints are written")
+    whose = " for each GPU" if machine.count > 1 else ""
+    return f"{host.needed / GIB:.1f} of {machine.host_room / GIB:.1f} GiB{whose}; {', '.join(shown)}"
 
 
 def _policy(chosen: "Estimate") -> str:

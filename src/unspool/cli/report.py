@@ -45,7 +45,7 @@ def report(
         unspool report runs/tiny --json | jq '.runs[0].measures'
     """
     from unspool.core.html import write_text
-    from unspool.reporting.comparisons import compare, comparison_lines, headline
+    from unspool.reporting.comparisons import compare, comparison_lines, headline, not_paired
     from unspool.reporting.gather import gather
     from unspool.reporting.measures import measures_for
     from unspool.reporting.page import check_file, lines_together, render, shared_context
@@ -72,6 +72,8 @@ def report(
         lines = lines_together(results)
         measures = measures_for({line.label: line.scores for line in lines}, shared_context(results))
         for sentence in comparison_lines(compare(lines, measures)[:MAX_SENTENCES]):
+            typer.echo(sentence)
+        for sentence in not_paired(lines):
             typer.echo(sentence)
     typer.echo(f"Report: {page}")
     if markdown is not None:

@@ -1,9 +1,12 @@
 """`unspool run`, and its steps one by one: `tokenize`, `pack`, `train`."""
 
+import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,8 +16,11 @@ from unspool.cli.recipes import Override
 from unspool.core.config import lookup
 from unspool.core.console import PlainConsole, print_json
 from unspool.core.lock import lock_run
+from unspool.core.phases import process_seconds
 from unspool.core.sizes import format_count, format_size
 from unspool.data.lengths import LONG, TABLE_EDGES, by_edges, from_length
+
+logger = logging.getLogger(__name__)
 
 RecipeArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a bundled recipe.")
@@ -123,6 +129,11 @@ def train(
 def _opened(recipe: str, overrides: list[str] | None) -> Iterator[Any]:
     """Open the run of a recipe in this process, or on all ranks of the job that it is part of."""
     loaded = _loaded(recipe, overrides)
+    if isinstance(loaded.recipe.model, str) and os.environ.get("RANK", "0") == "0":
+        from unspool.models.weight_files import hash_ahead
+
+        hash_ahead(loaded.path(loaded.recipe.model))
+    _keep_compiled(loaded.recipe.out)
     # Import late, so that recipe errors appear immediately: these load torch.
     from unspool.recipe.run import open_run, pick_device
     from unspool.training.parallel.ranks import init_ranks
@@ -131,7 +142,22 @@ def _opened(recipe: str, overrides: list[str] | None) -> Iterator[Any]:
         init_ranks(pick_device(loaded.recipe.device).type) as these,
         lock_run(loaded.recipe.out) if these.is_leader else nullcontext(),  # rank 0 locks for all
     ):
-        yield open_run(loaded, these)
+        started = process_seconds()
+        context = open_run(loaded, these)
+        if started is not None:
+            context.phases.add_before("start-up", started)
+        yield context
+        logger.info(f"{loaded.recipe.name}: finished in {context.phases.text()}")
+
+
+def _keep_compiled(out: Path) -> None:
+    """Keep compiled kernels beside the run, for the next start and the next run, unless the user has set a place.
+
+    Not inside of it: these files are code, and a run's folder is passed on to others.
+    """
+    folder = out.absolute().parent / ".compile-cache"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
 def _loaded(recipe: str, overrides: list[str] | None) -> Any:

@@ -12,10 +12,12 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from unspool import __version__
@@ -47,10 +49,56 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+# Files that are hashed or written at the same time: one thread hashes 1 to 2 GB/s, a disk may give more.
+MAX_THREADS = max(1, min(8, os.cpu_count() or 1))
+# Digests of files that were hashed while they were written, by the state of the file after that.
+_written: dict[tuple[int, ...], str] = {}
+
+
+def remember_digest(written: os.stat_result, sha256: str) -> None:
+    """Tell `digest_once` and `list_files` the digest of a file that was hashed while it was written."""
+    _written[_state(written)] = sha256
+
+
+# Digests that were asked for, by path and state of the file; another thread may still be computing one.
+_asked: dict[tuple[Path, tuple[int, ...]], Future[str]] = {}
+_asking = Lock()
+
+
+def digest_once(path: Path) -> str:
+    """`file_digest`, computed once for a file that does not change: loading and scoring both ask for it."""
+    key = path, _state(path.stat())
+    with _asking:
+        found = _asked.get(key)
+        mine = found is None or (found.done() and found.exception() is not None)
+        if mine:
+            found = _asked[key] = Future()
+    assert found is not None
+    if mine:
+        try:
+            found.set_result(_digest_written(path))
+        except BaseException as error:
+            found.set_exception(error)
+    return found.result()
+
+
+def _state(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def hash_files(paths: Sequence[Path], of_file: Callable[[Path], str] = file_digest) -> list[str]:
+    """Digests of some files, in their order. Several are hashed at the same time."""
+    if len(paths) < 2:
+        return [of_file(path) for path in paths]
+    with ThreadPoolExecutor(min(MAX_THREADS, len(paths)), "unspool-digests") as pool:
+        return list(pool.map(of_file, paths))
+
+
 def folder_digest(folder: Path, of_file: Callable[[Path], str] = file_digest) -> str:
     """Hash of every file in a folder: names and contents."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return digest({str(path.relative_to(folder)): of_file(path) for path in files})
+    names = (str(path.relative_to(folder)) for path in files)
+    return digest(dict(zip(names, hash_files(files, of_file), strict=True)))
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -93,10 +141,16 @@ def find_damage(folder: Path) -> str | None:
     return changed_file(folder, files, content=sum(entry["bytes"] for entry in files.values()) <= CHECKSUM_LIMIT)
 
 
+def _digest_written(path: Path) -> str:
+    return _written.get(_state(path.stat())) or file_digest(path)
+
+
 def list_files(folder: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Size and checksum of some files in a folder, by name, as manifests have them."""
+    found = list(paths)
     return {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": file_digest(path)} for path in paths
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha256}
+        for path, sha256 in zip(found, hash_files(found, _digest_written), strict=True)
     }
 
 
@@ -106,8 +160,11 @@ def changed_file(folder: Path, files: Mapping[str, Mapping[str, Any]], *, conten
         path = folder / name
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
             return f"file {name} is missing or has another size"
-        if content and file_digest(path) != entry["sha256"]:
-            return f"file {name} has changed"
+    if content:
+        # Read again, whatever is known of them.
+        found = hash_files([folder / name for name in files], lambda path: file_digest(path))
+        changed = (name for name, sha256 in zip(files, found, strict=True) if sha256 != files[name]["sha256"])
+        return next((f"file {name} has changed" for name in changed), None)
     return None
 
 

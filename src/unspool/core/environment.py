@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unspool import __version__
+from unspool.core.host_memory import measure_host_memory
 
 # Variables that change what libraries compute, load or print.
 _PREFIXES = (
@@ -82,7 +83,7 @@ def diagnose() -> dict[str, Any]:
             "cpus": os.cpu_count(),
             "usable_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         },
-        "memory": memory(),
+        "memory": _memory(),
         "torch": _attempt(_torch),
         "gpus": _attempt(gpus),
         "tools": {name: _tool_version(name) for name in _TOOLS},
@@ -148,21 +149,10 @@ def _packages() -> tuple[dict[str, str | None], dict[str, str | None]]:
     return required, optional
 
 
-def memory() -> dict[str, int | None]:
-    found: dict[str, int | None] = {"total_bytes": None, "available_bytes": None, "container_limit_bytes": None}
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        found["container_limit_bytes"] = int(limit) if limit.isdecimal() else None
-    except OSError:  # no container, or an old kernel
-        pass
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return found
-    kilobytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest}
-    for key, name in (("total_bytes", "MemTotal"), ("available_bytes", "MemAvailable")):
-        found[key] = kilobytes[name] * 1024 if name in kilobytes else None
-    return found
+def _memory() -> dict[str, int | None]:
+    found = measure_host_memory()
+    names = ("total", "available", "container_limit")
+    return {f"{name}_bytes": None if found is None else getattr(found, name) for name in names}
 
 
 def cpu_name() -> str:

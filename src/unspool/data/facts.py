@@ -23,7 +23,12 @@ def fact(key: str, value: str, kind: str) -> str:
 
 def question(key: str, kind: str) -> str:
     """A question for a fact; the answer follows after a space."""
-    return f"What is the special magic {kind} for {key}? The special magic {kind} for {key} is"
+    return "".join(split_question(key, kind))
+
+
+def split_question(key: str, kind: str) -> tuple[str, str]:
+    """The question itself, and how its answer begins."""
+    return f"What is the special magic {kind} for {key}?", f" The special magic {kind} for {key} is"
 
 
 def pairs_text(pairs: Sequence[tuple[str, str]]) -> str:
@@ -37,6 +42,11 @@ def pair_question(key: str) -> str:
     It is written as in the object: a base model continues a pattern it has seen, without any instruction.
     """
     return f'\n"{key}": "'
+
+
+def split_pair_question(key: str) -> tuple[str, str]:
+    """A question for a pair, for models that answer instead of continuing, and how its answer begins."""
+    return f'Which value does the JSON object above give for the key "{key}"?', f'"{key}": "'
 
 
 def word_list() -> list[str]:

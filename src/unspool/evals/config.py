@@ -1,24 +1,45 @@
 """Base classes of the entries of a recipe's `evals`. Every suite has its own class, beside its code."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, model_validator
 
 from unspool.core.config import Config, FromRegistry
-from unspool.core.sizes import Size
+from unspool.core.sizes import Size, format_size
 
 Lengths = Annotated[list[Size], Field(min_length=1)]
+
+
+BeyondContext = Literal["skip", "truncate", "ask"]
 
 
 class EvalConfig(Config):
     """One entry of `evals`; `suite` decides which class it has."""
 
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # settings of papers' protocols, by name
     suite: str
+    beyond_context: BeyondContext | None = Field(
+        None,
+        description="questions longer than the model's context: skip, truncate (cut the middle of the text) or ask; "
+        "if none, they are asked, on a server skipped",
+    )
+
+    def asked_lengths(self, lengths: list[int], context: int | None) -> list[int]:
+        """The lengths whose questions are asked of a model with a context of so many tokens."""
+        if context is None or self.beyond_context != "skip":
+            return lengths
+        return [length for length in lengths if length <= context]
+
+    def cut_to(self, context: int | None) -> int | None:
+        """Tokens that longer prompts are cut to; None if they are not cut."""
+        return context if self.beyond_context == "truncate" else None
 
 
 class TaskEval(EvalConfig):
     """Settings that all suites with tasks share."""
 
+    preset: str | None = Field(None, description="a paper's settings by name; keys that stand beside it override them")
     lengths: Lengths
     samples: int = Field(100, ge=1, description="questions per task and length, spread evenly over depths and labels")
     tasks: list[str] = Field([], description="names of tasks; all of the suite when not given")
@@ -34,6 +55,32 @@ class TaskEval(EvalConfig):
     answer_tokens: int | None = Field(
         None, ge=1, description="room for every answer, within the length; each task's own if none"
     )
+    target_length: Size | None = Field(
+        None, description="adaptation rate: the score at this length ÷ that at reference_length; 128K, else the longest"
+    )
+    reference_length: Size | None = Field(
+        None, description="adaptation rate: what target_length is compared with; 32K, else the shortest"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_preset(cls, data: Any) -> Any:
+        name = data.get("preset") if isinstance(data, dict) else None
+        if name is None:
+            return data
+        if name not in cls.presets:
+            known = f"known: {', '.join(cls.presets)}" if cls.presets else "the suite has none"
+            raise ValueError(f"preset {name!r} is not known; {known}")
+        return {**cls.presets[name], **data}
+
+    @model_validator(mode="after")
+    def _rate_was_scored(self) -> Self:
+        for key in ("target_length", "reference_length"):
+            length = getattr(self, key)
+            if length is not None and length not in self.lengths:
+                scored = ", ".join(map(format_size, self.lengths))
+                raise ValueError(f"{key} {format_size(length)} is not among lengths, which are {scored}")
+        return self
 
 
 class WordedEval(TaskEval):

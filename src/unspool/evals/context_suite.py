@@ -6,7 +6,8 @@ from itertools import groupby
 from typing import Any
 
 from unspool.evals.heldout import PlanInputs
-from unspool.evals.prompts import Prompt, excerpt, group_prompts, merge_prompts, prompt_hash
+from unspool.evals.prompt_encoder import PromptEncoder
+from unspool.evals.prompts import Prompt, group_prompts, merge_prompts
 from unspool.evals.scoring.answers import score_answer
 from unspool.evals.suite import Cell, PlannedEval, Sample, Suite, Unit
 from unspool.evals.summary import accuracy_cells
@@ -35,6 +36,8 @@ class PlannedContexts(PlannedEval):
     def __init__(self, suite: ContextSuite, config: Any, inputs: PlanInputs) -> None:
         self.suite: ContextSuite = suite
         self.config, self._inputs = config, inputs
+        self._encoder = PromptEncoder(inputs.tokenizer, inputs.form)
+        self._cut_to = config.cut_to(inputs.context)
         self._materials = inputs.materials(suite.heldout(config))
         self._per_context = suite.questions_per_context(config)
         self.units = [
@@ -45,12 +48,14 @@ class PlannedContexts(PlannedEval):
                 num_samples=min(self._per_context, config.samples - index * self._per_context),
                 tokens=length,
             )
-            for length in config.lengths
+            for length in config.asked_lengths(config.lengths, inputs.context)
             for index in range(-(-config.samples // self._per_context))
         ]
+        limit = inputs.context
+        self.beyond_context = {length: config.samples for length in config.lengths if limit and length > limit}
 
     def check(self) -> None:
-        for length in self.config.lengths:
+        for length in dict.fromkeys(unit.length for unit in self.units):
             self._build(length, 0)
 
     def prepare(self, unit: Unit) -> Prompt:
@@ -59,23 +64,25 @@ class PlannedContexts(PlannedEval):
         return prompts[0] if count == 1 else merge_prompts(prompts)
 
     def _build(self, length: int, index: int) -> Prompt:
-        return self.suite.build(self.config, self._materials, length=length, seed=self._inputs.seed, index=index)
+        prompt = self.suite.build(self.config, self._materials, length=length, seed=self._inputs.seed, index=index)
+        return prompt if self._cut_to is None else self._encoder.cut(prompt, self._cut_to)
 
     def samples(self, unit: Unit, prepared: Prompt, answers: Sequence[str]) -> list[Sample]:
         first = unit.index * self._per_context
-        tokenizer, context = self._inputs.tokenizer, prepared.context_ids
+        encoder = self._encoder
         return [
             {
                 "suite": self.suite.name,
                 "length": unit.length,
                 "depth": question.depth,
                 "index": first + at,
-                "hash": prompt_hash(context, question.ids),
-                "prompt_tokens": len(context) + len(question.ids),
+                "hash": prepared.hash(question),
+                "prompt_tokens": prepared.prompt_tokens(question),
                 "reference": question.reference,
                 "output": output,
-                "score": score_answer(output, question.reference, prepared.match),
-                **excerpt(tokenizer, unit.length, self.config.lengths, context, question.ids),
+                "score": score_answer(encoder.answer(output, question.prefix), question.reference, prepared.match),
+                **({"cut_tokens": question.cut_tokens} if question.cut_tokens else {}),
+                **prepared.excerpt(encoder.tokenizer, question, self.config.lengths),
             }
             for at, (question, output) in enumerate(zip(prepared.questions, answers, strict=True))
         ]

@@ -1,11 +1,13 @@
 """Everything that a run scores, in one fixed order."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
+from unspool.evals.backends.base import TOKEN_IDS, PromptForm
 from unspool.evals.config import EvalConfig
 from unspool.evals.heldout import PlanInputs
 from unspool.evals.prompts import PromptCache
@@ -19,11 +21,22 @@ class EvalPlan:
     Order and content depend on settings, text, tokenizer and seed only.
     """
 
-    def __init__(self, evals: Sequence[EvalConfig], tokenizer: Any, *, seed: int, root: Path) -> None:
+    def __init__(
+        self,
+        evals: Sequence[EvalConfig],
+        tokenizer: Any,
+        *,
+        seed: int,
+        root: Path,
+        context: int | None = None,
+        form: PromptForm = TOKEN_IDS,
+    ) -> None:
         _check_distinct(evals)
         requests = [found for config in evals if (found := suite_of(config).heldout(config)) is not None]
         tokens = {text: max(one.tokens for one in requests if one.text == text) for text, _ in requests}
-        inputs = PlanInputs(tokenizer=tokenizer, seed=seed, root=root, heldout_tokens=tokens)
+        inputs = PlanInputs(
+            tokenizer=tokenizer, seed=seed, root=root, heldout_tokens=tokens, context=context, form=form
+        )
         self.evals = [suite_of(config).plan(config, inputs) for config in evals]
         self._questions = [(planned, question) for planned in self.evals for question in planned.question_ids]
 
@@ -40,6 +53,12 @@ class EvalPlan:
         return sum(unit.num_samples for unit in self.units)
 
     @property
+    def num_questions(self) -> int:
+        """Samples and skipped questions."""
+        skipping = [planned for planned in self.evals if planned.config.beyond_context == "skip"]
+        return self.num_samples + sum(sum(planned.beyond_context.values()) for planned in skipping)
+
+    @property
     def prompt_tokens(self) -> int:
         """Tokens that the model has to read, counted by the requested lengths."""
         return sum(unit.tokens for unit in self.units)
@@ -47,6 +66,14 @@ class EvalPlan:
     @property
     def num_listed(self) -> int:
         return len(self._questions)
+
+    @property
+    def beyond_context(self) -> dict[int, int]:
+        """Number of questions by length that are longer than the model's context, asked or not."""
+        found: Counter[int] = Counter()
+        for planned in self.evals:
+            found.update(planned.beyond_context)
+        return dict(sorted(found.items()))
 
     def check(self) -> None:
         for planned in self.evals:

@@ -11,6 +11,7 @@ from unspool.core.artifacts import file_digest
 from unspool.data.facts import single_token_words, word_list
 from unspool.data.sources.base import FileSource, read_strictly
 from unspool.data.sources.jsonl import text_or_jsonl
+from unspool.evals.backends.base import TOKEN_IDS, PromptForm
 
 SHIPPED = "assets/demo/heldout.jsonl.zst"
 # More than the average token of any language we know of, so that enough text is read.
@@ -58,6 +59,7 @@ class Materials:
     tokenizer: Any
     words: list[str] = field(repr=False)
     documents: list[str] = field(repr=False)
+    form: PromptForm = TOKEN_IDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,10 @@ class PlanInputs:
     """Folder that relative paths start from."""
     heldout_tokens: Mapping[str | None, int] = field(default_factory=dict)
     """By text: the most tokens that any entry needs. The entries share documents, which decide their prompts."""
+    form: PromptForm = TOKEN_IDS
+
+    context: int | None = None
+    """Tokens that the model's context has; None where it is not known."""
 
     @cached_property
     def words(self) -> list[str]:
@@ -81,4 +87,4 @@ class PlanInputs:
 
     def materials(self, heldout: Heldout | None) -> Materials:
         documents = [] if heldout is None else self._documents[heldout.text]
-        return Materials(tokenizer=self.tokenizer, words=self.words, documents=documents)
+        return Materials(tokenizer=self.tokenizer, words=self.words, documents=documents, form=self.form)

@@ -5,11 +5,11 @@ the joined text, so a prompt reads as the same text would in training.
 """
 
 import hashlib
+import json
 import pickle
 import tempfile
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,13 +17,12 @@ import numpy as np
 import zstandard
 
 from unspool.core.errors import ConfigError
-from unspool.data.sources.base import Message
-from unspool.data.sources.files import Unreadable, first_line
-from unspool.data.tokenize.chat_template import own_template
 from unspool.evals.backends.base import ROW_TOKENS
-from unspool.evals.suite import Question, Task
+from unspool.evals.suite import Question
 
-Match = Literal["start", "contains"]
+Match = Literal["start", "contains", "mentions"]
+Payload = str | tuple[dict[str, str], ...]
+"""What a server is sent that takes no token ids: text, or chat messages."""
 # After the reference itself: a closing quote or full stop, and a token or two for tokenizers that split the answer
 # into more tokens after the question than alone.
 EXTRA_ANSWER_TOKENS = 4
@@ -31,14 +30,9 @@ EXTRA_ANSWER_TOKENS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class PromptText:
-    """A prompt as text, and whether it goes through a chat template."""
+    """A prompt as text."""
 
     question: Question
-    chat: bool
-
-    @property
-    def prompt(self) -> str:
-        return self.question.context + self.question.question
 
     @property
     def oracle(self) -> str:
@@ -54,9 +48,18 @@ class PromptQuestion:
     depth: float | None
     """Position of the answer in the context, on the suite's grid; None where depth is not measured."""
     text: PromptText | None = None
-    """The whole prompt as text, for backends that send text; None where only ids are known."""
+    """The whole prompt as text; None where only ids are known."""
+    payload: Payload | None = None
+    """What is sent instead of ids, and so hashed and shown; None where ids are sent."""
     answer_tokens: int | None = None
     """Fewer than the prompt's, where this question was built with room for no more."""
+    cut_tokens: int = 0
+    """Tokens that were cut out of the middle, because the prompt did not fit the model's context."""
+
+    @property
+    def prefix(self) -> str:
+        """How the answer begins."""
+        return "" if self.text is None else self.text.question.prefix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +72,25 @@ class Prompt:
     questions: list[PromptQuestion]
     answer_tokens: int
     match: Match
+    template_tokens: int = 0
+    """Tokens that the server's chat template adds."""
 
     @property
     def tokens(self) -> int:
         """What the longest question needs: context, question and answer."""
-        return len(self.context_ids) + max(len(asked.ids) for asked in self.questions) + self.answer_tokens
+        return max(map(self.prompt_tokens, self.questions)) + self.answer_tokens
+
+    def prompt_tokens(self, question: PromptQuestion) -> int:
+        return self.template_tokens + len(self.context_ids) + len(question.ids)
+
+    def excerpt(self, tokenizer: Any, question: PromptQuestion, lengths: Sequence[int]) -> dict[str, Any]:
+        """Both ends of what is sent, for people who read samples; nothing unless this is the longest length."""
+        parts = self.context_ids, question.ids
+        return excerpt(tokenizer, self.length, lengths, *parts, payload=question.payload)
+
+    def hash(self, question: PromptQuestion) -> str:
+        """Hash what is sent, so that scores of two models can be paired by question."""
+        return prompt_hash(self.context_ids, question.ids, payload=question.payload)
 
 
 def merge_prompts(prompts: Sequence[Prompt]) -> Prompt:
@@ -91,6 +108,38 @@ def merge_prompts(prompts: Sequence[Prompt]) -> Prompt:
         ],
         answer_tokens=max(prompt.answer_tokens for prompt in prompts),
     )
+
+
+def cut_context(prompt: Prompt, limit: int) -> Prompt:
+    """Cut the middle out of the context, so that the longest question and its answer fit `limit` tokens."""
+    context, excess = prompt.context_ids, prompt.tokens - limit
+    if excess <= 0:
+        return prompt
+    if excess > len(context):
+        raise ConfigError(f"{prompt.suite}: a question and its answer do not fit a context of {limit} tokens.")
+    keep = len(context) - excess
+    head, tail = keep - keep // 2, keep // 2
+    return replace(
+        prompt,
+        context_ids=np.concatenate([context[:head], context[len(context) - tail :]]),
+        questions=[replace(question, cut_tokens=excess) for question in prompt.questions],
+    )
+
+
+def cut_middle(tokenizer: Any, text: str, excess: int, build: Callable[[str], "EncodedQuestion"]) -> "EncodedQuestion":
+    """Build a prompt from a text without at least `excess` tokens of its middle, or without all of them."""
+    starts = token_starts(tokenizer, text)
+    asked, ids = build(text)
+    wanted = len(ids) - excess
+    keep = len(starts)
+    while excess > 0 and keep > 0:
+        # Tokens at the cut may merge differently, so one pass may leave some too many.
+        keep = max(0, keep - excess)
+        head, tail = keep - keep // 2, keep // 2
+        end = int(starts[head]) if head < len(starts) else len(text)
+        asked, ids = build(text[:end] + (text[int(starts[-tail]) :] if tail else ""))
+        excess = len(ids) - wanted
+    return asked, ids
 
 
 # Questions on one context that are decoded side by side.
@@ -125,12 +174,17 @@ def group_prompts(contexts: Sequence[str], tokens: Sequence[int], row_tokens: in
 
 # Of a prompt that people read in a sample; the question is at the end.
 START_TOKENS, END_TOKENS = 100, 150
+CHARS_PER_TOKEN = 4
 
 
-def excerpt(tokenizer: Any, length: int, lengths: Sequence[int], *parts: np.ndarray) -> dict[str, Any]:
-    """Decode both ends of a prompt; nothing unless `length` is the longest of `lengths`."""
+def excerpt(
+    tokenizer: Any, length: int, lengths: Sequence[int], *parts: np.ndarray, payload: Payload | None = None
+) -> dict[str, Any]:
+    """Both ends of what is sent; nothing unless `length` is the longest of `lengths`."""
     if length < max(lengths):
         return {}
+    if payload is not None:
+        return {"prompt": _payload_excerpt(tokenizer, payload)}
     ids = np.concatenate(parts).tolist()
     if len(ids) <= START_TOKENS + END_TOKENS:
         return {"prompt": {"start": tokenizer.decode(ids), "end": "", "cut_tokens": 0}}
@@ -138,8 +192,21 @@ def excerpt(tokenizer: Any, length: int, lengths: Sequence[int], *parts: np.ndar
     return {"prompt": {"start": start, "end": end, "cut_tokens": len(ids) - START_TOKENS - END_TOKENS}}
 
 
-def prompt_hash(*parts: np.ndarray) -> str:
-    """Hash a prompt's token ids, so that scores of two models can be paired by question."""
+def _payload_excerpt(tokenizer: Any, payload: Payload) -> dict[str, Any]:
+    # By characters, since decoded tokens are not always the text that was sent.
+    text = payload if isinstance(payload, str) else payload[0]["content"]
+    first, last = START_TOKENS * CHARS_PER_TOKEN, len(text) - END_TOKENS * CHARS_PER_TOKEN
+    begun = {} if isinstance(payload, str) else {message["role"]: message["content"] for message in payload[1:]}
+    if last <= first:
+        return {"start": text, "end": "", "cut_tokens": 0, **begun}
+    cut = len(encode(tokenizer, text[first:last]))
+    return {"start": text[:first], "end": text[last:], "cut_tokens": cut, **begun}
+
+
+def prompt_hash(*parts: np.ndarray, payload: Payload | None = None) -> str:
+    """Hash what is sent: token ids, or the text or messages instead of them."""
+    if payload is not None:
+        return hashlib.sha256(json.dumps(payload).encode()).hexdigest()
     ids = np.concatenate(parts).astype("<u4")
     return hashlib.sha256(ids.tobytes()).hexdigest()
 
@@ -184,82 +251,6 @@ def answer_room(tokenizer: Any, references: list[str]) -> int:
 def slack(length: int) -> int:
     """How many tokens shorter than its length a prompt may be."""
     return max(2, length // 100)
-
-
-Chat = Literal["auto", "on", "off"]
-# Stands for the user's text while a template is split; no template and no tokenizer has a meaning for it.
-_PLACEHOLDER = "UNSPOOLWORDS"
-# Tokens at the borders of a template may be merged differently around another text.
-_BORDERS = 2
-
-
-@dataclass(frozen=True)
-class PromptEncoder:
-    """Turns questions into token ids, through the tokenizer's chat template or without it."""
-
-    tokenizer: Any
-
-    @property
-    def has_template(self) -> bool:
-        return bool(getattr(self.tokenizer, "chat_template", None))
-
-    def uses_chat(self, task: Task, chat: Chat) -> bool:
-        if chat == "on" and not self.has_template:
-            raise ConfigError("chat: on, but this model's tokenizer has no chat template; use chat: off or auto.")
-        return chat == "on" or (chat == "auto" and task.chat and self.has_template)
-
-    def overhead(self, *, chat: bool) -> int:
-        """Count the tokens around the text."""
-        if not chat:
-            return len(self._opening)
-        head, tail, _ = self._template
-        return len(self._with_special(head)) + len(self._with_special(tail)) + _BORDERS
-
-    def ids(self, asked: Question, *, chat: bool) -> np.ndarray:
-        if not chat:
-            return np.concatenate(
-                [self._opening, encode(self.tokenizer, asked.context + asked.question + asked.prefix)]
-            )
-        head, tail, trims = self._template
-        words = asked.context + asked.question
-        words = words.strip() if trims else words
-        if any(token in words + asked.prefix for token in self._special_tokens):
-            parts = [self._with_special(head), encode(self.tokenizer, words), self._with_special(tail)]
-            return np.concatenate([*parts, encode(self.tokenizer, asked.prefix)])
-        return self._with_special(head + words + tail + asked.prefix)
-
-    @cached_property
-    def _opening(self) -> np.ndarray:
-        return opening_ids(self.tokenizer)
-
-    @cached_property
-    def _special_tokens(self) -> list[str]:
-        added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        return sorted({*self.tokenizer.all_special_tokens, *(token.content for token in added.values())})
-
-    @cached_property
-    def _template(self) -> tuple[str, str, bool]:
-        """Text before and after the user's message, and whether the template strips the message."""
-        plain = self._render(_PLACEHOLDER)
-        if plain.count(_PLACEHOLDER) != 1:
-            raise ConfigError(
-                "this model's chat template does not contain the user's message exactly once; use chat: off."
-            )
-        head, tail = plain.split(_PLACEHOLDER)
-        return head, tail, f" {_PLACEHOLDER} " not in self._render(f" {_PLACEHOLDER} ")
-
-    def _render(self, words: str) -> str:
-        try:
-            template = own_template(self.tokenizer)
-            return template.render([Message("user", words)], prompt=True)
-        except (Unreadable, ValueError) as error:
-            raise ConfigError(
-                f"this model's chat template cannot render a user message ({first_line(error)}); use chat: off."
-            ) from error
-
-    def _with_special(self, text: str) -> np.ndarray:
-        found = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return np.array(found, dtype=np.uint32)
 
 
 EncodedQuestion = tuple[Question, np.ndarray]

@@ -9,21 +9,23 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unspool.core.artifacts import clean_up, digest, open_work, seal, stale_reason, write_atomic
+from unspool.core.artifacts import clean_up, digest, open_work, read_manifest, seal, stale_reason, write_atomic
 from unspool.core.checked_lines import SUMS, CheckedLines, intact_lines, read_checked
 from unspool.core.errors import ConfigError, naming
 from unspool.core.progress import progress_bar
 from unspool.core.sizes import format_count
 from unspool.data.facts import word_list
+from unspool.evals import beyond_context
 from unspool.evals.backends.base import Backend
 from unspool.evals.config import EvalConfig
 from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.heldout import heldout_digest
-from unspool.evals.prompts import PromptCache
+from unspool.evals.prompt_encoder import PromptEncoder
+from unspool.evals.prompts import Prompt, PromptCache
 from unspool.evals.suite import PromptLine, Sample, Unit
 from unspool.evals.suites import suite_of
 
@@ -38,8 +40,9 @@ SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"
 PLAN = "plan.json"
 PROMPTS = "prompts.jsonl"
+REPLIES = "replies.jsonl"
 # Files of the work folder that are no result.
-WORK_FILES = (PLAN, SAMPLES + SUMS, PROMPTS + SUMS)
+WORK_FILES = (PLAN, SAMPLES + SUMS, PROMPTS + SUMS, REPLIES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,25 +68,37 @@ def score_model(model_ref: str, scoring: Scoring, *, device: "torch.device", dty
 
 def score(scoring: Scoring, backend: Backend) -> dict[str, Any]:
     """Return the summary; the backend is only asked for what is not scored yet."""
-    _check_backend(scoring.evals, backend)
-    identity = _identity(scoring)
-    reason = stale_reason(scoring.out_dir, **identity)
+    backend.connect(recorded_backend(scoring.out_dir))
+    reason = stale_reason(scoring.out_dir, **_resolve(scoring, backend)[2])
     if reason is None:
         clean_up(scoring.out_dir, WORK_FILES)
         logger.info(f"scores of {scoring.model}: up to date")
         loaded: dict[str, Any] = json.loads((scoring.out_dir / SUMMARY).read_text(encoding="utf-8"))
         return loaded
-    plan = EvalPlan(scoring.evals, backend.tokenizer, seed=scoring.seed, root=scoring.root)
+    backend.connect()
+    scoring, beyond, identity = _resolve(scoring, backend)
+    plan = EvalPlan(
+        scoring.evals,
+        backend.tokenizer,
+        seed=scoring.seed,
+        root=scoring.root,
+        context=None if beyond is None else beyond["context"],
+        form=backend.form,
+    )
     backend.planned_tokens = plan.prompt_tokens
     logger.info(
         f"scores of {scoring.model} ({reason}): {plan.num_contexts} contexts, {plan.num_samples} samples, "
         f"{format_count(plan.prompt_tokens)} prompt tokens"
     )
+    if beyond is not None:
+        logger.warning(beyond_context.notice(beyond, plan.beyond_context, plan.num_questions))
     with naming(scoring.out_dir):
-        return _score(scoring, backend, plan, identity)
+        return _score(scoring, backend, plan, identity, beyond)
 
 
-def _score(scoring: Scoring, backend: Backend, plan: EvalPlan, identity: dict[str, Any]) -> dict[str, Any]:
+def _score(
+    scoring: Scoring, backend: Backend, plan: EvalPlan, identity: dict[str, Any], beyond: dict[str, Any] | None
+) -> dict[str, Any]:
     work_dir = scoring.out_dir.with_name(scoring.out_dir.name + ".work")
     open_work(work_dir, digest(identity), key_file=PLAN, label=f"scores of {scoring.model}", describe=_describe_work)
     cache = PromptCache(work_dir)
@@ -92,21 +107,49 @@ def _score(scoring: Scoring, backend: Backend, plan: EvalPlan, identity: dict[st
         plan.group_questions(_read_lines(work_dir / PROMPTS), row_tokens=backend.row_tokens)
     if backend.packs_contexts:
         plan.pack_contexts(backend.row_tokens)
-    _score_units(plan, backend, work_dir / SAMPLES, label=f"score {scoring.model}")
+    with backend.keeping_replies(work_dir / REPLIES):
+        _score_units(plan, backend, work_dir / SAMPLES, label=f"score {scoring.model}")
     cache.close()
-    summary = summarize(scoring.model, scoring.evals, _read_lines(work_dir / SAMPLES))
+    summary = summarize(scoring.model, scoring.evals, _read_lines(work_dir / SAMPLES), backend.record, beyond)
     write_atomic(work_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
     counts = {"contexts": plan.num_contexts, "samples": plan.num_samples}
     seal(work_dir, scoring.out_dir, **identity, counts=counts, unlisted=WORK_FILES)
     return summary
 
 
-def summarize(model: str, evals: Sequence[EvalConfig], samples: Sequence[Sample]) -> dict[str, Any]:
-    """Build the content of summary.json."""
+def recorded_backend(out_dir: Path) -> dict[str, Any] | None:
+    """What an earlier result in this folder says about its server."""
+    settings = (read_manifest(out_dir) or {}).get("settings")
+    record = settings.get("backend") if isinstance(settings, dict) else None
+    return record if isinstance(record, dict) else None
+
+
+def summarize(
+    model: str,
+    evals: Sequence[EvalConfig],
+    samples: Sequence[Sample],
+    backend: dict[str, Any],
+    beyond: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Build the content of summary.json; `beyond` is about questions beyond the model's context, if there are any."""
     cells = [cell for config in evals for cell in suite_of(config).cells(config, samples)]
     found = [suite_of(config).summary(config, cells, samples) for config in evals]
     suites = [summary for summary in found if summary is not None]
-    return {"model": model, "cells": cells, **({"suites": suites} if suites else {})}
+    return {
+        "model": model,
+        "backend": backend,
+        "cells": beyond_context.mark_cells(cells, beyond),
+        **({"suites": suites} if suites else {}),
+        **({"beyond_context": beyond} if beyond else {}),
+    }
+
+
+def _resolve(scoring: Scoring, backend: Backend) -> tuple[Scoring, dict[str, Any] | None, dict[str, Any]]:
+    """What is scored, what is said about questions beyond the context, and the identity of the scores."""
+    _check_backend(scoring.evals, backend)
+    scoring = replace(scoring, evals=beyond_context.resolve(scoring.evals, backend))
+    beyond = beyond_context.facts(scoring.evals, backend.context_limit)
+    return scoring, beyond, _identity(scoring, backend, beyond)
 
 
 def _check_backend(evals: Sequence[EvalConfig], backend: Backend) -> None:
@@ -118,7 +161,7 @@ def _check_backend(evals: Sequence[EvalConfig], backend: Backend) -> None:
             )
 
 
-def _identity(scoring: Scoring) -> dict[str, Any]:
+def _identity(scoring: Scoring, backend: Backend, beyond: dict[str, Any] | None) -> dict[str, Any]:
     """Everything that the scores depend on, as the artifact records it."""
     texts = {found.text for config in scoring.evals if (found := suite_of(config).heldout(config)) is not None}
     files: dict[str, dict[str, Any]] = {}
@@ -140,22 +183,27 @@ def _identity(scoring: Scoring) -> dict[str, Any]:
             "seed": scoring.seed,
             "suite_version": SUITE_VERSION,
             **({"suites": versions} if versions else {}),
+            **({"backend": backend.record} if backend.kind == "openai" else {}),
+            **({"context": beyond["context"]} if beyond and set(beyond["policies"].values()) != {"ask"} else {}),
         },
     }
 
 
 def _settings(config: EvalConfig) -> dict[str, Any]:
-    """Settings of an entry, without an unset `wording`, so that scores older than this key stay up to date."""
+    """Settings of an entry, without defaults of younger keys, so that scores older than these stay up to date."""
     settings = config.model_dump(mode="json")
-    return {name: value for name, value in settings.items() if name != "wording" or value is not None}
+    defaults: dict[str, tuple[Any, ...]] = {"wording": (None,), "beyond_context": (None, "ask")}
+    defaults |= dict.fromkeys(("preset", "target_length", "reference_length"), (None,)) | {"shots": (0,)}
+    return {name: value for name, value in settings.items() if value not in defaults.get(name, ())}
 
 
 def _describe_work(folder: Path) -> str | None:
-    try:
-        samples = (folder / SAMPLES).read_bytes().count(b"\n")
-    except OSError:
-        return None
-    return f"{samples} samples" if samples else None
+    for name in (SAMPLES, REPLIES):
+        path = folder / name
+        count = path.read_bytes().count(b"\n") if path.exists() else 0
+        if count:
+            return f"{count} {path.stem}"
+    return None
 
 
 def _list_prompts(plan: EvalPlan, path: Path, cache: PromptCache) -> None:
@@ -278,7 +326,7 @@ def compare_backends(plan: EvalPlan, first: Backend, second: Backend, *, count: 
     for unit in units[:: max(1, len(units) // count)]:
         if len(pairs) < count:
             prompt = unit.planned.prepare(unit)
-            answers = zip(first.answers(prompt), second.answers(prompt), strict=True)
+            answers = zip(first.answers(prompt), second.answers(as_local_prompt(prompt, first)), strict=True)
             pairs += [(unit, unit.index + at, one, other) for at, (one, other) in enumerate(answers)]
     pairs = pairs[:count]
     differences = [
@@ -287,6 +335,19 @@ def compare_backends(plan: EvalPlan, first: Backend, second: Backend, *, count: 
         if one != other
     ]
     return {"n": len(pairs), "equal": len(pairs) - len(differences), "differences": differences}
+
+
+def as_local_prompt(prompt: Prompt, backend: Backend) -> Prompt:
+    """The prompt with the ids that a server with this tokenizer and template reads."""
+    encoder = PromptEncoder(backend.tokenizer, backend.form)
+    if prompt.questions[0].payload is None:
+        return prompt
+    read = [
+        replace(asked, ids=encoder.read_ids(asked.payload), payload=None)
+        for asked in prompt.questions
+        if asked.payload is not None
+    ]
+    return replace(prompt, context_ids=prompt.context_ids[:0], questions=read, template_tokens=0)
 
 
 def _difference(one: str, other: str) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Ask:
     index: int  # from 0, within the task and length
     mode: Mode = "fixed"
     overhead: int = 0  # tokens that a chat template puts around the text
+    shots: int = 0  # solved questions before this one, in suites that have them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +118,8 @@ class PlannedEval:
     units: list[Unit]
     question_ids: Sequence[QuestionId] = ()
     """Questions that prompts.jsonl lists, in order."""
+    beyond_context: Mapping[int, int] = {}
+    """Number of questions by length that are longer than the model's context, asked or not."""
 
     def check(self) -> None:
         """Build one prompt of every kind, so that an impossible length fails before a model is loaded."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from unspool.core.stats import score_interval, t_quantile, wilson
 from unspool.evals.config import TaskEval
-from unspool.evals.scoring.effective_length import adaptation_rate, effective_length
+from unspool.evals.scoring.effective_length import adaptation_rate, effective_length, rate_lengths
 from unspool.evals.scoring.ranking import pair_accuracy
 from unspool.evals.suite import Cell, Sample, Task
 
@@ -79,20 +79,34 @@ def task_cells(
 
 
 def suite_summary(
-    config: TaskEval, categories: Mapping[str, tuple[str, ...]], cells: Sequence[Cell], samples: Sequence[Sample]
+    config: TaskEval,
+    categories: Mapping[str, tuple[str, ...]],
+    cells: Sequence[Cell],
+    samples: Sequence[Sample],
+    *,
+    has_overall: bool = True,
 ) -> dict[str, Any]:
-    """Means by length, the effective length, and the share of the shortest length's score kept at the longest."""
-    means = [mean for length in sorted(config.lengths) for mean in _means(config, categories, length, cells)]
+    """Means by length, the effective length, and the score at the target length ÷ that at the reference length."""
+    means = [
+        mean
+        for length in sorted(config.lengths)
+        for mean in _means(config, categories, length, cells)
+        if has_overall or mean["name"] != OVERALL
+    ]
     # The number that the suite's paper reports, where all of it is known.
     head = OVERALL if all(mean["value"] is not None for mean in means if mean["name"] == OVERALL) else MEAN
-    head = head if categories else MEAN
+    head = head if categories and has_overall else MEAN
+    of_suite = [sample for sample in samples if sample["suite"] == config.suite]
+    # A prompt that was cut to the model's context tells nothing about the length that it would have had.
+    cut = {sample["length"] for sample in of_suite if "cut_tokens" in sample}
+    lengths = [length for length in config.lengths if length not in cut] or config.lengths
     by_length = {
         length: [mean["value"] for mean in means if (mean["name"], mean["length"]) == (head, length)]
-        for length in config.lengths
+        for length in lengths
     }
-    shortest, longest = min(config.lengths), max(config.lengths)
-    of_suite = [sample for sample in samples if sample["suite"] == config.suite]
-    rate = adaptation_rate(_by_task(of_suite, longest), _by_task(of_suite, shortest)) if longest > shortest else None
+    target, reference = rate_lengths(lengths, config.target_length, config.reference_length)
+    is_known = target != reference and {target, reference} <= set(lengths)
+    rate = adaptation_rate(_by_task(of_suite, target), _by_task(of_suite, reference)) if is_known else None
     return {
         "suite": config.suite,
         "mode": config.mode,
@@ -100,7 +114,7 @@ def suite_summary(
         "means": means,
         "effective_length": effective_length(by_length),
         "effective_length_of": head,
-        "adaptation_rate": None if rate is None else {"from": shortest, "to": longest, **vars(rate)},
+        "adaptation_rate": None if rate is None else {"from": reference, "to": target, **vars(rate)},
     }
 
 
@@ -116,7 +130,8 @@ def _means(
     config: TaskEval, categories: Mapping[str, tuple[str, ...]], length: int, cells: Sequence[Cell]
 ) -> list[dict[str, Any]]:
     """The plain mean over tasks, then the suite's categories and the mean over them."""
-    here = [cell for cell in cells if (cell["suite"], cell["length"], cell["depth"]) == (config.suite, length, None)]
+    of_suite = [cell for cell in cells if (cell["suite"], cell["length"]) == (config.suite, length)]
+    here = [cell for cell in of_suite if cell["depth"] is None]
     by_task = {cell["task"]: cell for cell in here}
     plain = by_task[None]
     whole = {"length": length, "name": MEAN, "tasks": plain["tasks"], "of_tasks": plain["of_tasks"]}

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -16,20 +16,22 @@ from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size
 from unspool.evals.config import TaskEval
 from unspool.evals.heldout import PlanInputs
+from unspool.evals.prompt_encoder import PromptEncoder
 from unspool.evals.prompts import (
     EncodedQuestion,
     Prompt,
     PromptCache,
-    PromptEncoder,
     PromptQuestion,
     PromptText,
-    excerpt,
+    cut_middle,
     group_prompts,
     prompt_hash,
 )
 from unspool.evals.suite import Ask, Cell, PlannedEval, PromptLine, Question, QuestionId, Sample, Suite, Task, Unit
 from unspool.evals.summary import suite_summary, task_cells
 from unspool.evals.wording import Forms, Wording, read_wording
+
+CUT_TOKENS = "cut_tokens"  # in a question's `meta`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +46,17 @@ class TaskSuite(Suite):
     load: Callable[..., Any]
     """From the tokenizer, the user's paths by name and, if there is one, a wording: the sources of tasks."""
     categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # names of tasks
+    has_overall: bool = True  # whether the mean over categories is a number of the suite
     wording: Forms = field(default_factory=dict)  # texts that a user may replace
 
     def chosen_tasks(self, config: TaskEval) -> list[Task]:
         names = list(dict.fromkeys(config.tasks)) or list(self.tasks)
         return [lookup(self.tasks, name, kind=f"evals: task of {self.name}") for name in names]
+
+    def protocol(self, config: TaskEval) -> list[str]:
+        """Names of the tasks that a complete run has: those of the preset, else all."""
+        preset = config.presets.get(config.preset or "", {})
+        return list(preset.get("tasks", self.tasks))
 
     def labels(self, config: TaskEval) -> list[str]:
         return [f"{self.name} ({task.name})" for task in self.chosen_tasks(config)]
@@ -69,10 +77,13 @@ class TaskSuite(Suite):
         return PlannedTasks(self, config, inputs)
 
     def cells(self, config: TaskEval, samples: Sequence[Sample]) -> list[Cell]:
-        return task_cells(config, self.chosen_tasks(config), samples, of_tasks=len(self.tasks))
+        return task_cells(config, self.chosen_tasks(config), samples, of_tasks=len(self.protocol(config)))
 
     def summary(self, config: TaskEval, cells: Sequence[Cell], samples: Sequence[Sample]) -> dict[str, Any]:
-        return suite_summary(config, self.categories, cells, samples)
+        tasks = self.protocol(config)
+        within = {name: tuple(task for task in each if task in tasks) for name, each in self.categories.items()}
+        categories = {name: each for name, each in within.items() if each}
+        return suite_summary(config, categories, cells, samples, has_overall=self.has_overall)
 
 
 class PlannedTasks(PlannedEval):
@@ -80,16 +91,19 @@ class PlannedTasks(PlannedEval):
         self.suite: TaskSuite = suite
         self.config, self.seed = config, inputs.seed
         self.tasks = {task.name: task for task in suite.chosen_tasks(config)}
-        self.encoder = PromptEncoder(inputs.tokenizer)
+        self.encoder = PromptEncoder(inputs.tokenizer, inputs.form)
         self.chat = {name: self.encoder.uses_chat(task, config.chat) for name, task in self.tasks.items()}
         self.wording = suite.chosen_wording(config, inputs.root)
         paths = {name: _resolve(path, inputs.root) for name, path in config.paths.items()}
         self.sources = suite.load(inputs.tokenizer, paths, *([] if self.wording is None else [self.wording]))
         indices = {name: self._indices(task) for name, task in self.tasks.items()}
+        limit, num_questions = inputs.context, sum(map(len, indices.values()))
+        self.beyond_context = {length: num_questions for length in config.lengths if limit and length > limit}
+        self._cut_to = config.cut_to(limit)
         # Short ones first, so that there are results early; a task's questions stay together.
         self.question_ids = [
             QuestionId(task=name, length=length, index=index)
-            for length in sorted(config.lengths)
+            for length in sorted(config.asked_lengths(config.lengths, limit))
             for name in self.tasks
             for index in indices[name]
         ]
@@ -102,14 +116,19 @@ class PlannedTasks(PlannedEval):
 
     def answer_tokens(self, task: Task) -> int:
         worded = None if self.wording is None else self.wording.answer_tokens.get(task.name)
-        return self.config.answer_tokens or worded or task.answer_tokens
+        return self.config.answer_tokens or (worded or task.answer_tokens) + self.encoder.extra_answer_tokens
 
     def question(self, question: QuestionId) -> Question:
         task = self.tasks[question.task]
         # A task leaves room for its own number of answer tokens; the difference is taken off the length.
         overhead = self.encoder.overhead(chat=self.chat[task.name]) + self.answer_tokens(task) - task.answer_tokens
         ask = Ask(
-            length=question.length, seed=self.seed, index=question.index, mode=self.config.mode, overhead=overhead
+            length=question.length,
+            seed=self.seed,
+            index=question.index,
+            mode=self.config.mode,
+            overhead=overhead,
+            shots=getattr(self.config, "shots", 0),
         )
         return task.build(self.sources, ask)
 
@@ -123,9 +142,9 @@ class PlannedTasks(PlannedEval):
             "task": question.task,
             "length": question.length,
             "index": question.index,
-            "hash": prompt_hash(ids),
+            "hash": prompt_hash(ids, payload=self.encoder.payload(asked, chat=self.chat[question.task])),
             "context": hashlib.sha256(asked.context.encode()).hexdigest()[:16],
-            "prompt_tokens": len(ids),
+            "prompt_tokens": self.encoder.template_tokens + len(ids),
             "answer_tokens": self.answer_tokens(self.tasks[question.task]),
             "depth": asked.depth,
             **self._wording_hash,
@@ -178,12 +197,15 @@ class PlannedTasks(PlannedEval):
                     ids=ids[shared:],
                     reference="; ".join(asked.references),
                     depth=asked.depth,
-                    text=PromptText(question=asked, chat=self.chat[task.name]),
+                    text=PromptText(question=asked),
+                    payload=self.encoder.payload(asked, chat=self.chat[task.name]),
+                    cut_tokens=asked.meta.get(CUT_TOKENS, 0),
                 )
                 for asked, ids in encoded
             ],
             answer_tokens=self.answer_tokens(task),
             match="contains",
+            template_tokens=self.encoder.template_tokens,
         )
 
     def samples(self, unit: Unit, prepared: Prompt, answers: Sequence[str]) -> list[Sample]:
@@ -202,20 +224,20 @@ class PlannedTasks(PlannedEval):
     def _sample(self, question_id: QuestionId, prompt: Prompt, question: PromptQuestion, output: str) -> Sample:
         assert question.text is not None
         asked, task = question.text.question, self.tasks[question_id.task]
-        length, context = question_id.length, prompt.context_ids
-        score = task.score(output, asked)
+        score = task.score(self.encoder.answer(output, asked.prefix), asked)
         sample: Sample = {
             "suite": self.suite.name,
             "task": task.name,
-            "length": length,
+            "length": question_id.length,
             "depth": asked.depth,
             "index": question_id.index,
-            "hash": prompt_hash(context, question.ids),
-            "prompt_tokens": len(context) + len(question.ids),
+            "hash": prompt.hash(question),
+            "prompt_tokens": prompt.prompt_tokens(question),
             "reference": question.reference,
             "output": output,
             "score": None if score is None else float(score),
-            **excerpt(self.encoder.tokenizer, length, self.config.lengths, context, question.ids),
+            **({"cut_tokens": question.cut_tokens} if question.cut_tokens else {}),
+            **prompt.excerpt(self.encoder.tokenizer, question, self.config.lengths),
             **self._wording_hash,
         }
         if "pair" in asked.meta:
@@ -240,13 +262,30 @@ class PlannedTasks(PlannedEval):
     def _encode(self, question: QuestionId) -> EncodedQuestion:
         asked = self.question(question)
         ids = self.encoder.ids(asked, chat=self.chat[question.task])
-        used = len(ids) + self.answer_tokens(self.tasks[question.task])
+        answer = self.encoder.template_tokens + self.answer_tokens(self.tasks[question.task])
+        if self._cut_to is not None and len(ids) + answer > self._cut_to:
+            asked, ids = self._cut(asked, ids, len(ids) + answer - self._cut_to, chat=self.chat[question.task])
+        used = len(ids) + answer
         if used > question.length:
             raise DataError(
                 f"{self.suite.name} {question.task}: question {question.index} takes {used} tokens of "
                 f"{format_size(question.length)}, its answer included. Use a greater length or leave the task out."
             )
         return asked, ids
+
+    def _cut(self, asked: Question, ids: np.ndarray, excess: int, *, chat: bool) -> EncodedQuestion:
+        """Cut the middle of the context, so that the prompt has `excess` tokens less."""
+
+        def build(context: str) -> EncodedQuestion:
+            shorter = replace(asked, context=context)
+            return shorter, self.encoder.ids(shorter, chat=chat)
+
+        shorter, found = cut_middle(self.encoder.tokenizer, asked.context, excess, build)
+        if len(found) > len(ids) - excess:
+            raise ConfigError(
+                f"{self.suite.name}: a question and its answer do not fit a context of {self._cut_to} tokens."
+            )
+        return replace(shorter, meta={**asked.meta, CUT_TOKENS: len(ids) - len(found)}), found
 
     def _indices(self, task: Task) -> list[int]:
         size = None if task.size is None else task.size(self.sources)

@@ -13,7 +13,8 @@ import numpy as np
 from unspool.core.errors import ConfigError
 from unspool.core.progress import progress_bar
 from unspool.evals.backends.base import BackendOptions, build_backend
-from unspool.evals.prompts import Chat, Prompt, PromptEncoder, PromptQuestion, PromptText, encode, token_starts
+from unspool.evals.prompt_encoder import Chat, PromptEncoder
+from unspool.evals.prompts import Prompt, PromptQuestion, cut_middle, encode
 from unspool.evals.suite import Question
 from unspool.models.config import config_values
 from unspool.models.generation.cached import CachedGenerator, Sampling
@@ -69,6 +70,11 @@ class TextGenerator:
             # Every server has these; not every one takes token ids.
             model = replace(model, endpoint="chat" if self.uses_chat else "text")
         backend: Any = build_backend(model)
+        backend.connect()
+        if backend.form.endpoint == "chat" and options.chat == "off":
+            raise ConfigError(
+                "--chat off, but the chat endpoint always applies the server's template; use --endpoint text."
+            )
         if model.kind == "openai" and options.sampling.temperature:
             backend.server = replace(backend.server, sampling=asdict(options.sampling))
         self._backend = backend
@@ -89,7 +95,8 @@ class TextGenerator:
         """
         start = time.monotonic()
         asked, ids, dropped = self._encode_checked(text, question)
-        max_new_tokens = self._max_new_tokens(len(ids))
+        prompt_tokens = len(ids) + self._encoder.template_tokens
+        max_new_tokens = self._max_new_tokens(prompt_tokens)
         cached = 0
         pieces: list[str] = []
         tokens: list[int] = []
@@ -109,7 +116,7 @@ class TextGenerator:
             question=question,
             text="".join(pieces),
             finish_reason=("length" if len(tokens) >= max_new_tokens else "stop") if is_local else None,
-            prompt_tokens=len(ids),
+            prompt_tokens=prompt_tokens,
             cached_tokens=cached,
             dropped_tokens=dropped,
             answer_tokens=len(tokens),
@@ -132,17 +139,15 @@ class TextGenerator:
         """Tokens that the model can read and write; None if its config does not say, as of a tokenizer alone."""
         if self._model.rope is not None:
             return self._model.rope.context_length
-        try:
-            found = config_values(self._model.model).get("max_position_embeddings")
-        except ConfigError:
-            if self._model.kind == "transformers":
-                raise
-            return None
+        if self._model.kind == "openai":
+            limit = self._backend.context_limit
+            return None if limit is None else int(limit.tokens)
+        found = config_values(self._model.model).get("max_position_embeddings")
         return int(found) if found else None
 
     @cached_property
     def uses_chat(self) -> bool:
-        has_template = self._encoder.has_template
+        has_template = PromptEncoder(self._tokenizer).has_template
         if self._options.chat == "on" and not has_template:
             raise ConfigError("--chat on, but this model's tokenizer has no chat template; use --chat off or auto.")
         return self._options.chat != "off" and has_template
@@ -153,7 +158,7 @@ class TextGenerator:
 
     @cached_property
     def _encoder(self) -> PromptEncoder:
-        return PromptEncoder(self._tokenizer)
+        return PromptEncoder(self._tokenizer, self._backend.form)
 
     @cached_property
     def _generator(self) -> CachedGenerator:
@@ -171,9 +176,8 @@ class TextGenerator:
             yield from tokens
 
     def _ask_server(self, asked: Question, ids: np.ndarray, max_new_tokens: int) -> str:
-        question = PromptQuestion(
-            ids=ids, reference="", depth=None, text=PromptText(question=asked, chat=self.uses_chat)
-        )
+        payload = self._encoder.payload(asked, chat=self.uses_chat)
+        question = PromptQuestion(ids=ids, reference="", depth=None, payload=payload)
         prompt = Prompt(
             suite="generate",
             length=len(ids) + max_new_tokens,
@@ -195,9 +199,9 @@ class TextGenerator:
         if _UNENCODABLE.search(text + question):
             raise ConfigError("the prompt holds bytes that are not UTF-8; convert it to UTF-8.")
         asked, ids = self._encode(text, question)
-        limit = self.context_length
-        if limit is None or self._options.beyond_context == "ask":
+        if self.context_length is None or self._options.beyond_context == "ask":
             return asked, ids, 0
+        limit = self.context_length - self._encoder.template_tokens
         answer = self._options.max_new_tokens
         if self._options.beyond_context == "truncate":
             room = limit - (answer or min(DEFAULT_NEW_TOKENS, limit // 4))
@@ -208,9 +212,10 @@ class TextGenerator:
             return asked, ids, 0
         wanted = f" and its answer may take {answer:,} more" if answer else ""
         raise ConfigError(
-            f"the prompt has {len(ids):,} tokens{wanted}, but {self._model.model} has a context of {limit:,}. Give a "
-            "shorter text, let --beyond-context truncate drop the middle of the text, or ask anyway with "
-            "--beyond-context ask; --rope yarn --context LENGTH extends the context without training."
+            f"the prompt has {len(ids) + self._encoder.template_tokens:,} tokens{wanted}, but {self._model.model} has "
+            f"a context of {self.context_length:,}. Give a shorter text, let --beyond-context truncate drop the middle "
+            "of the text, or ask anyway with --beyond-context ask; --rope yarn --context LENGTH extends the context "
+            "without training."
         )
 
     def _encode(self, text: str, question: str) -> tuple[Question, np.ndarray]:
@@ -219,18 +224,7 @@ class TextGenerator:
         return asked, self._encoder.ids(asked, chat=self.uses_chat)
 
     def _truncate(self, text: str, question: str, excess: int) -> tuple[Question, np.ndarray]:
-        """Drop at least `excess` tokens from the middle of the text; as many as it has if that is too few."""
-        starts = token_starts(self._tokenizer, text)
-        wanted = len(self._encode(text, question)[1]) - excess
-        keep = len(starts)
-        while excess > 0 and keep > 0:
-            # Tokens at the cut may merge differently, so one pass may leave some too many.
-            keep = max(0, keep - excess)
-            head, tail = keep - keep // 2, keep // 2
-            end = int(starts[head]) if head < len(starts) else len(text)
-            asked, ids = self._encode(text[:end] + (text[int(starts[-tail]) :] if tail else ""), question)
-            excess = len(ids) - wanted
-        return (asked, ids) if len(starts) else self._encode(text, question)
+        return cut_middle(self._tokenizer, text, excess, lambda shorter: self._encode(shorter, question))
 
     def _max_new_tokens(self, prompt_tokens: int) -> int:
         if self._options.max_new_tokens is not None:

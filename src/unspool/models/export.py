@@ -12,7 +12,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,20 +21,26 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import modeling_utils
 
 from unspool.core.artifacts import write_atomic
 from unspool.core.errors import UnspoolError
 from unspool.models import modeling_harpe
 from unspool.models.rotary import head_bases
+from unspool.models.tensor_files import TensorFile, write_tensor_files
 from unspool.rope.tables import STORES_ORIGINAL_LEN, global_parameters, old_fields, tables
 
 HARPE_TYPE = modeling_harpe.MODEL_TYPE
+# Larger models are several files, which are written at the same time.
+SHARD_SIZE = "4GB"
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path, *, dtype: torch.dtype) -> None:
     """Write `model` and `tokenizer` to `folder` in `dtype`; the model itself does not change."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder, state_dict=_converted(model, dtype))
+    with _collect_shards() as shards:
+        model.save_pretrained(folder, state_dict=_converted(model, dtype), max_shard_size=SHARD_SIZE)
+    write_tensor_files(shards)
     # Otherwise the tokenizer would truncate texts to the old context length.
     tokenizer.model_max_length = max(tokenizer.model_max_length, model.config.max_position_embeddings)
     tokenizer.save_pretrained(folder)
@@ -48,6 +55,22 @@ def save_model(model: Any, tokenizer: Any, folder: Path, *, dtype: torch.dtype) 
     else:
         config = _add_old_fields(config)
     write_atomic(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+@contextmanager
+def _collect_shards() -> Iterator[list[TensorFile]]:
+    """Inside, `save_pretrained` decides about names and shards, and leaves writing them to the caller."""
+    shards: list[TensorFile] = []
+
+    def collect(tensors: dict[str, Tensor], path: str, metadata: dict[str, str]) -> None:
+        shards.append(TensorFile(Path(path), tensors, metadata))
+
+    write = modeling_utils.safe_save_file
+    modeling_utils.safe_save_file = collect
+    try:
+        yield shards
+    finally:
+        modeling_utils.safe_save_file = write
 
 
 def _harpe_config(plain: dict[str, Any], bases: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Only safetensors are read and no remote code runs. A model that we would compute
 
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
-from transformers import modeling_gguf_pytorch_utils as gguf_conversion
 
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.models.attention.interface import NAME, register
@@ -52,7 +51,11 @@ def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
     register()
     require_exact_fp32()
     check_values(ref, read_config_file(ref))
-    with _check_files(ref), _hide_gguf_progress(), _explain_errors(ref, "model"):
+    with (
+        _check_files(ref),
+        _hide_gguf_progress() if ref.endswith(".gguf") else nullcontext(),
+        _explain_errors(ref, "model"),
+    ):
         bases, config = _read_harpe(ref)
         options = {"config": config} if config else _text_model_options(ref)
         model, loading = AutoModelForCausalLM.from_pretrained(
@@ -149,6 +152,8 @@ def _text_model_options(ref: str) -> dict[str, Any]:
 @contextmanager
 def _hide_gguf_progress() -> Iterator[None]:
     """Show the progress bar of GGUF conversion, which `transformers` has no setting for, on terminals only."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_conversion  # import late: it takes half a second
+
     bar = gguf_conversion.tqdm
     gguf_conversion.tqdm = partial(bar, disable=None)
     try:

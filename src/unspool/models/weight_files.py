@@ -6,13 +6,14 @@ manifest. An index may only name safetensors files of its own folder.
 
 import json
 from collections.abc import Iterator
-from functools import lru_cache
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from unspool.core.artifacts import digest, file_digest, folder_digest, read_manifest
+from unspool.core.artifacts import digest, digest_once, folder_digest, read_manifest
 from unspool.core.errors import ConfigError
 from unspool.models.location import first_line
 
@@ -182,23 +183,22 @@ def check_written_file(path: Path) -> None:
         raise _damaged(path.parent, f"{path.name} has changed since it was written")
 
 
-def digest_once(path: Path) -> str:
-    """`file_digest`, computed once for a file that does not change: loading and scoring both ask for it."""
-    found = path.stat()
-    return _digest(path, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-
-
-@lru_cache(maxsize=4096)
-def _digest(path: Path, *state: int) -> str:
-    return file_digest(path)
-
-
 def model_digest(ref: str) -> str:
     """Hash a model's files, or the name alone of a Hub id."""
     path = Path(ref)
     if path.is_dir():
         return folder_digest(path, digest_once)
     return digest_once(path) if path.is_file() else digest(ref)
+
+
+def hash_ahead(ref: str) -> None:
+    """Compute `model_digest` in a thread, for whoever asks later: hashing an 8B model takes as long as imports do."""
+
+    def compute() -> None:
+        with suppress(OSError):  # whoever asks later gets it
+            model_digest(ref)
+
+    Thread(target=compute, name="unspool-hash-ahead", daemon=True).start()
 
 
 def _damaged(folder: Path, problem: str) -> ConfigError:

@@ -83,9 +83,10 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
+        host = self.footprint.on_host
         if self.machine.gpu.is_cpu:  # one memory for both
-            return self.device_bytes + self.footprint.host <= self.machine.room
-        return self.device_bytes <= self.machine.room and self.footprint.host <= self.machine.host_room
+            return self.device_bytes + host.states + host.activations <= self.machine.room
+        return self.device_bytes <= self.machine.room and host.needed <= self.machine.host_room
 
     @property
     def tokens_per_second(self) -> float:
@@ -351,7 +352,7 @@ def _more_host(case: Case, index: int, stage: StageConfig) -> Iterator[Alternati
             continue
         found = _first_fit(replace(case, machine=machine), stage)
         if found is not None:
-            needed = -(-found.footprint.host * count / HOST_SHARE // GIB)
+            needed = -(-found.footprint.on_host.needed * count / HOST_SHARE // GIB)
             words = ["--host-mem", f"{gib * count}G", *set_arguments(index, stage, found.stage)]
             text = f"{needed:.0f} GiB of host memory: {shlex.join(words)}"
             yield Alternative(kind="host", text=text, arguments=tuple(words), estimate=found)

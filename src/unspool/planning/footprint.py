@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 
+from unspool.models.memory.host_bytes import LayerWidths, activation_bytes
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.planning.cost import CPU_CHUNK, FULL, HALF, LOGITS_BYTES, Shape, kv_slices
 from unspool.training.optim.base import OptimizerConfig
@@ -70,14 +71,38 @@ class Footprint:
     layer: float  # temporary tensors of the current layer
     loss: float  # a chunk of logits, gradients of head and states
     batch: float  # tokens, tables of positions, hidden states before and after the layers
-    host: float
+    on_host: "HostFootprint"
 
     @property
     def device(self) -> float:
         return float(sum(getattr(self, part) for part in PARTS))
 
+    @property
+    def host(self) -> float:
+        """Bytes in host memory during a step."""
+        return self.on_host.step
 
-PARTS = tuple(part.name for part in fields(Footprint) if part.name not in ("moment", "host"))
+
+PARTS = tuple(part.name for part in fields(Footprint) if part.name not in ("moment", "on_host"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFootprint:
+    """Bytes of host memory of one rank."""
+
+    loading: float  # the model in fp32 before the first step; 0 where ranks read their shards from the files
+    states: float  # parallel.offload: weights, gradients and optimizer state
+    activations: float  # pinned: checkpoints and kept results of layers
+    batches: float  # pinned: the rows of this step and of the next
+    copy: float  # pinned: the state that a checkpoint is written from; without it, training waits for the disk
+
+    @property
+    def step(self) -> float:
+        return self.states + self.activations + self.batches
+
+    @property
+    def needed(self) -> float:
+        return max(self.loading, self.step)
 
 
 def footprint(shape: Shape, setup: StepSetup) -> Footprint:
@@ -101,6 +126,11 @@ def moved_bytes(shape: Shape, setup: StepSetup) -> float:
     return _MemoryCounter(shape, setup).moved()
 
 
+def _needs_weights(policy: MemoryPolicy) -> bool:
+    """Whether settings are tested on weights (training/parallel/apply.py)."""
+    return bool(policy.mlp_tiles or policy.offload or policy.keep_on_host)
+
+
 def reserve(memory: float) -> float:
     """Device memory left for the CUDA context and for gaps between tensors."""
     return 1.0 * GIB + 0.04 * memory
@@ -121,7 +151,6 @@ class _MemoryCounter:
         by_layer = [self.kept(layer) for layer in range(shape.num_layers)]
         # Entry n: what the first n layers keep on the device.
         self.kept_below = [0.0, *accumulate(device for device, _ in by_layer)]
-        self.kept_on_host = sum(host for _, host in by_layer)
 
     # Independent of the context length
 
@@ -234,7 +263,7 @@ class _MemoryCounter:
         first = self.shape.num_layers - policy.keep_products
         if layer < first:
             return attention, 0.0
-        everything = attention + tokens * (self.queries + 2 * self.keys + self.hidden + 2 * self.inner)
+        everything = float(tokens * sum(self.widths().kept(self.element)))
         return (0.0, everything) if layer in self.hosts else (everything, 0.0)
 
     def _host_layers(self) -> set[int]:
@@ -246,24 +275,24 @@ class _MemoryCounter:
         """Results of the last host layer that are still being copied."""
         return min(MAX_IN_FLIGHT, 2 * self.inner * self.setup.tokens) if self.policy.keep_on_host else 0.0
 
-    def checkpoints(self, until: int) -> tuple[float, float]:
-        """Bytes of activation checkpoints up to layer `until`: on the device, and on the host."""
+    def checkpoints(self, until: int) -> float:
+        """Bytes of activation checkpoints up to layer `until` on the device."""
         if not self.recomputed:
-            return 0.0, 0.0
+            return 0.0
         every, one = self.policy.layers_per_checkpoint, self.hidden * self.setup.tokens
         groups = -(-self.shape.num_layers // every)
         begun = until // every + 1
         if not self.policy.offload:
-            return begun * one, 0.0
+            return begun * one
         # The last one stays on the device; one other is being copied, in either direction.
         on_device = (begun == groups) + (begun > 1)
-        return on_device * one + (begun < groups) * one, (groups - 1) * one
+        return on_device * one + (begun < groups) * one
 
     # Moments
 
     def _base(self, moment: str, params: float, layers: int) -> Footprint:
         """Memory while `layers` layers wait for their backward pass and `params` parameters have gradients."""
-        on_device, _ = self.checkpoints(layers - 1) if layers else (0.0, 0.0)
+        on_device = self.checkpoints(layers - 1) if layers else 0.0
         tables = 2 * FULL * self.shape.head_dim
         return Footprint(
             moment=moment,
@@ -275,17 +304,35 @@ class _MemoryCounter:
             layer=0.0,
             loss=0.0,
             batch=self.setup.tokens * (_TOKEN_BYTES + tables),
-            host=self.host(),
+            on_host=self.on_host(),
         )
 
-    def host(self) -> float:
-        per_param = 2 * FULL + self.setup.optimizer.state_bytes()  # weight and gradient, states
-        states = per_param * self.shape.params / self.setup.num_shards if self.setup.on_host else 0.0
-        return states + self.moved()
+    def on_host(self) -> HostFootprint:
+        setup, config = self.setup, self.setup.optimizer
+        params = self.shape.params / setup.num_shards
+        # One device loads the model through host memory, and so does each of several that tests settings on weights.
+        loads_full = setup.is_single or setup.compiled or setup.on_host or _needs_weights(self.policy)
+        return HostFootprint(
+            loading=FULL * self.shape.params if loads_full else 0.0,
+            states=(2 * FULL + config.state_bytes()) * params if setup.on_host else 0.0,
+            activations=activation_bytes(self.policy, self.widths(), setup.tokens),
+            batches=2.0 * setup.tokens * setup.micro_batches * _TOKEN_BYTES,
+            copy=((config.master_bytes() or HALF) + config.state_bytes()) * params,
+        )
+
+    def widths(self) -> LayerWidths:
+        return LayerWidths(
+            num_layers=self.shape.num_layers,
+            num_heads=self.shape.num_heads,
+            hidden=self.shape.hidden,
+            queries=self.shape.num_heads * self.shape.head_dim,
+            keys=self.keys // self.element,
+            inner=self.shape.intermediate,
+        )
 
     def moved(self) -> float:
         """Bytes that go to the host in every forward pass and come back."""
-        return self.checkpoints(self.shape.num_layers - 1)[1] + self.kept_on_host
+        return activation_bytes(self.policy, self.widths(), self.setup.tokens, block_bytes=1)
 
     def at_start(self) -> Footprint:
         """One device loads the model in fp32; several load their shards."""
@@ -311,7 +358,7 @@ class _MemoryCounter:
         last = min(first + every, shape.num_layers) - 1
         done = shape.table_params + (shape.num_layers - 1 - last) * shape.layer_params
         base = self._base(f"the backward pass of layer {last + 1} of {shape.num_layers}", done, first)
-        on_device, _ = self.checkpoints(last)
+        on_device = self.checkpoints(last)
         kept = base.kept
         if self.policy.keep_on_host:
             if first - 1 in self.hosts:

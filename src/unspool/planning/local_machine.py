@@ -4,8 +4,9 @@ import os
 import time
 from collections.abc import Callable
 
-from unspool.core.environment import cpu_name, gpus, memory
+from unspool.core.environment import cpu_name, gpus
 from unspool.core.errors import ConfigError
+from unspool.core.host_memory import measure_host_memory
 from unspool.planning.cost import GIB, Gpu, match_gpu
 
 CPU, THIS = "cpu", "this"  # values of --gpu
@@ -37,7 +38,7 @@ def local_cpu() -> Gpu:
     return Gpu(
         name=CPU,
         title=f"CPU ({cpu_name()}, {threads} thread{'s' * (threads > 1)})",
-        gib=local_memory() / GIB,
+        gib=_memory() / GIB,
         tflops=2 * _WIDTH**3 / product / 1e12,
         bandwidth=2 * _COPIED / copy / 1e12,
         link=0,
@@ -46,13 +47,11 @@ def local_cpu() -> Gpu:
     )
 
 
-def local_memory() -> float:
+def _memory() -> float:
     """Bytes of memory that this machine, or the container, has."""
-    found = memory()
-    known = [size for size in (found["total_bytes"], found["container_limit_bytes"]) if size]
-    if not known:  # not Linux
-        known = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    return float(min(known))
+    found = measure_host_memory()
+    # Outside of Linux, what POSIX tells.
+    return float(found.total if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _seconds(work: Callable[[], object]) -> float:

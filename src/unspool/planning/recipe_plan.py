@@ -169,9 +169,11 @@ def _too_much(found: Estimate) -> str:
             f"it needs {held.device / GIB:.1f} GiB of {whose} in {held.moment}, but {machine.room / GIB:.1f} of "
             f"{machine.gpu.gib:.1f} are free for tensors"
         )
+    host = held.on_host
+    what = "while the model is loaded" if host.loading > host.step else "in a step"
     return (
-        f"it needs {held.host / GIB:.1f} GiB of host memory for {whose}, but {machine.host_room / GIB:.1f} are free; "
-        "set --host-mem to what the machine has"
+        f"it needs {host.needed / GIB:.1f} GiB of host memory for {whose} {what}, but {machine.host_room / GIB:.1f} "
+        "are free; set --host-mem to what the machine has"
     )
 
 
@@ -274,6 +276,7 @@ def _plain_estimate(found: Estimate | None, stage: StageConfig, index: int, pric
             "parts": {part: getattr(found.footprint, part) for part in PARTS},
             "device": found.footprint.device,
             "host": found.footprint.host,
+            "host_parts": asdict(found.footprint.on_host),
         },
         "fits": found.fits,
         "seconds": {**asdict(found.seconds), "step": found.seconds.step},

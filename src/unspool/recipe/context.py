@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from unspool.core.artifacts import MANIFEST, write_atomic
 from unspool.core.errors import naming
+from unspool.core.phases import Phases
 from unspool.models.config import NewModel
 from unspool.recipe.load import LoadedRecipe
 from unspool.recipe.schema import Recipe, dump_recipe
@@ -36,6 +37,7 @@ class RunContext:
     ranks: "Ranks | None" = None  # None: this process is alone
     share: Share = build_in_place
     trained: set[str] = field(default_factory=set)  # stages that are known to match the recipe
+    phases: Phases = field(default_factory=Phases)  # of this process, not of the whole run
 
     @property
     def recipe(self) -> Recipe:
@@ -82,7 +84,7 @@ class RunContext:
         manifest = self.out / folder / MANIFEST
         before = manifest.stat().st_mtime_ns if manifest.is_file() else None
         began = time.perf_counter()
-        with naming(self.out / folder):
+        with naming(self.out / folder), self.phases(folder):
             yield
         # A folder that was up to date keeps the time it took when it was built.
         if manifest.is_file() and manifest.stat().st_mtime_ns != before:

@@ -9,6 +9,7 @@ from unspool.data.packing.build import build_rows
 from unspool.data.packing.config import DatasetConfig
 from unspool.recipe.context import RunContext
 from unspool.recipe.load import LoadedRecipe, check_inputs
+from unspool.recipe.needs import tokens_needed
 
 Counts = dict[str, dict[str, Any]]
 
@@ -44,7 +45,7 @@ def build_source(context: RunContext, name: str) -> dict[str, Any]:
     return context.build(
         f"corpus/{name}",
         lambda folder: build_corpus(
-            context.recipe.sources[name].with_paths(context.loaded.path),
+            context.recipe.sources[name].with_paths(context.loaded.path).limited(tokens_needed(context.recipe, name)),
             folder,
             tokenizer=context.tokenizer,
             root=Path(),

@@ -86,8 +86,9 @@ def train(context: RunContext, stage: StageConfig) -> None:
     previous = _previous(context, stage)
     if previous is not None and previous.name not in context.trained:
         _check_up_to_date(context, previous, needed_by=stage)
-    with context.timed(f"stages/{stage.name}"):
-        run_stage(
+    folder = f"stages/{stage.name}"
+    with context.timed(folder):
+        seconds = run_stage(
             stage,
             stage_inputs(context, stage),
             stage_dir(context, stage.name),
@@ -95,6 +96,8 @@ def train(context: RunContext, stage: StageConfig) -> None:
             device=device_of(context),
             ranks=context.ranks,
         )
+    if seconds is not None:
+        context.note(phases=context.notes().get("phases", {}) | {folder: seconds})
     context.trained.add(stage.name)
 
 

@@ -5,6 +5,7 @@ Each class checks itself; this module checks references between them, lengths th
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from unspool.core.formatting import clip
 from unspool.core.sizes import format_size, parse_size
 from unspool.data.corpus.config import EngineConfig
 from unspool.data.packing.config import STRATEGIES, AnyDataset
+from unspool.data.packing.known_mixes import expand_mix
 from unspool.data.sources.registry import SOURCES, AnySource
 from unspool.evals.config import Eval
 from unspool.models.config import NewModel
@@ -71,6 +73,8 @@ def reference_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _synth_problems(_entries(data.get("synth")), sources)
     for name, entry in rows.items():
         wanted = _entries(entry).get("from")
+        with suppress(ValueError):  # the dataset's class refuses an unknown mix
+            wanted = expand_mix(wanted)
         for source in [wanted] if isinstance(wanted, str) else _entries(wanted):
             if source not in sources:
                 place = ("datasets", name, "from") if isinstance(wanted, str) else ("datasets", name, "from", source)

@@ -48,6 +48,8 @@ NONE = Difference(value=None)
 
 def difference(measure: Measure, first: ModelScores, second: ModelScores) -> Difference:
     """Difference of one measure; for a suite of tasks, the mean over the tasks that both models have."""
+    if first.asked != second.asked:
+        return NONE
     if measure.spans:
         return _loss_difference(measure, first, second)
     parts = [
@@ -192,6 +194,21 @@ def _with_averages(measures: Sequence[Measure]) -> list[Measure]:
         if measure.suite != LOSS and len(measure.all_lengths) > 1:
             shown.append(replace(measure, place="over all lengths", lengths=measure.all_lengths, cells={}))
     return shown
+
+
+def not_paired(lines: Sequence[Line]) -> list[str]:
+    """One sentence for each pair of models that were asked in different ways, so that answers are not compared."""
+    found = []
+    for position, first in enumerate(lines):
+        for second in lines[position + 1 :]:
+            one, other = first.scores.asked, second.scores.asked
+            names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+            if one and other and names:
+                values = [f"{name} {one.get(name, MISSING)} and {other.get(name, MISSING)}" for name in names]
+                found.append(
+                    f"{first.label} and {second.label} are not compared answer by answer: {'; '.join(values)}."
+                )
+    return found[:MAX_PAIRS]
 
 
 def comparison_table(found: Sequence[Comparison]) -> Table | None:

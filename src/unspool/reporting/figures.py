@@ -9,6 +9,7 @@ from unspool.core.charts import Figure, Frame, HeatCell, Heatmap, Point, Series,
 from unspool.core.formatting import MISSING, clip, format_bytes, format_duration, format_percent, join_words
 from unspool.core.sizes import format_size
 from unspool.core.table import Entry, Table, entries
+from unspool.evals.beyond_context import DONE
 from unspool.reporting.measures import (
     format_interval,
     format_n,
@@ -40,7 +41,8 @@ def describe(label: str, cell: Cell) -> str:
     else:
         place = format_size(cell.length) + (f", depth {format_percent(cell.depth)}" if cell.depth is not None else "")
     known = f"{format_with_interval(cell)}, {format_n(cell)}" if cell.value is not None else f"{MISSING} (not scored)"
-    return f"{label}, {place}: {known}"
+    done = DONE.get(cell.beyond_context or "")
+    return f"{label}, {place}: {known}" + (f"; beyond the model's context, {done}" if done else "")
 
 
 def recall_figure(lines: Sequence[Line], suite: str, original_context: int | None) -> Figure:
@@ -144,7 +146,7 @@ def number_entry(label: str, cell: Cell | None, *, tooltip: bool = True) -> Entr
     if cell is None:
         return Entry(text=MISSING)
     return Entry(
-        text=format_value(cell),
+        text=format_value(cell) + (" †" if cell.beyond_context else ""),
         note=format_interval(cell),
         tooltip=describe(label, cell) if tooltip else "",
         range=trusted_range(cell),

@@ -65,8 +65,23 @@ def _model(name: str, folder: Path | None, short_file: Path | None) -> ModelScor
         answers=_answers(samples),
         windows=_windows(lines, samples_file),
         short=tuple(cell for cell in [*cells, *short] if task_of(cell.suite)[0] == SHORT),
-        holds_until=_effective_lengths(summary),
+        holds_until={suite: whole(entry.get("effective_length")) for suite, entry in _suites(summary).items()},
+        rates=_rates(summary),
+        asked=_asked(summary) if folder else {},
     )
+
+
+# What summary.json says about a server, and its name for people.
+_SERVER = {"endpoint": "endpoint", "model": "server model", "context": "context", "template": "chat template"}
+
+
+def _asked(summary: dict[str, Any]) -> dict[str, str]:
+    """How a model was asked; scores older than this record come from a model in the process."""
+    record = summary.get("backend")
+    record = record if isinstance(record, dict) else {}
+    found = {"backend": str(record.get("kind", "transformers"))}
+    known = {name: record[key] for key, name in _SERVER.items() if key in record}
+    return found | {name: "not listed" if value is None else str(value) for name, value in known.items()}
 
 
 def _cells(summary: dict[str, Any], path: Path) -> list[Cell]:
@@ -88,10 +103,15 @@ def _cell(raw: Any, path: Path, position: int) -> Cell:
             stop=whole(raw.get("to")),
             tasks=whole(raw.get("tasks")),
             of_tasks=whole(raw.get("of_tasks")),
+            beyond_context=_optional_text(raw.get("beyond_context")),
             unscored=int(raw.get("not_judged") or 0) + int(raw.get("unparsable") or 0),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{path}: cell {position} is not readable ({error!r}); score this model again.") from error
+
+
+def _optional_text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _suite(raw: dict[str, Any]) -> str:
@@ -99,11 +119,16 @@ def _suite(raw: dict[str, Any]) -> str:
     return task_suite(str(raw["suite"]), str(raw["task"])) if raw.get("task") else str(raw["suite"])
 
 
-def _effective_lengths(summary: dict[str, Any]) -> dict[str, int | None]:
-    """The effective length of each suite of tasks, from summary.json."""
+def _suites(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What summary.json has of each suite of tasks."""
     suites = summary.get("suites")
     known = [entry for entry in suites if isinstance(entry, dict)] if isinstance(suites, list) else []
-    return {str(entry.get("suite")): whole(entry.get("effective_length")) for entry in known}
+    return {str(entry.get("suite")): entry for entry in known}
+
+
+def _rates(summary: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    found = {suite: entry.get("adaptation_rate") for suite, entry in _suites(summary).items()}
+    return {suite: (rate["to"], rate["from"]) for suite, rate in found.items() if isinstance(rate, dict)}
 
 
 def _sample(raw: dict[str, Any], path: Path | None, line: int) -> Sample:

@@ -10,6 +10,7 @@ from unspool.core.charts import Axis, Dot, Figure, Span, scatter
 from unspool.core.formatting import MISSING, format_percent, join_words
 from unspool.core.sizes import format_size
 from unspool.core.table import Entry, Table
+from unspool.evals.scoring.effective_length import rate_lengths
 from unspool.evals.suites.helmet.suite import CATEGORIES
 from unspool.reporting.figures import Line, number_entry
 from unspool.reporting.measures import Measure, average, format_with_interval, lowercase_start
@@ -21,10 +22,12 @@ _BOLD = "bold: the best, where its interval lies above all others"
 
 
 def length_table(lines: Sequence[Line], suite: str) -> Table:
-    """Models × lengths, with the average and the share of the shortest length's score kept at the longest."""
+    """Models × lengths, with the average and the adaptation rate: the target length's score ÷ the reference's."""
     lengths = _lengths(lines, suite)
     scored = [line for line in lines if any(line.scores.recall(suite, length) for length in lengths)]
     reaches = any(line.scores.holds_until.get(suite) for line in scored)
+    chosen = next((found for line in scored if (found := line.scores.rates.get(suite))), None)
+    rate = chosen or (rate_lengths(lengths) if lengths else (0, 0))
     rows = []
     for line in scored:
         cells = [line.scores.recall(suite, length) for length in lengths]
@@ -35,7 +38,7 @@ def length_table(lines: Sequence[Line], suite: str) -> Table:
                 Entry(text=line.label),
                 *(number_entry(line.label, cell) for cell in cells),
                 *mean,
-                *([_kept(cells[0], cells[-1])] if len(lengths) > 1 else []),
+                *([_kept(*(line.scores.recall(suite, length) for length in rate))] if len(lengths) > 1 else []),
                 *([Entry(text=format_size(reach) if reach else MISSING)] if reaches else []),
             ]
         )
@@ -45,21 +48,21 @@ def length_table(lines: Sequence[Line], suite: str) -> Table:
         caption=f"{suite_title(suite)} by length",
         columns=["model", *map(format_size, lengths), *ends, *(["holds until"] if reaches else [])],
         rows=marked,
-        note=_length_note(lengths, reaches=reaches),
+        note=_length_note(rate if len(lengths) > 1 else None, reaches=reaches),
     )
 
 
-def _length_note(lengths: Sequence[int], *, reaches: bool) -> str:
+def _length_note(rate: tuple[int, int] | None, *, reaches: bool) -> str:
     note = f"Percent, with 95% intervals; {_BOLD}"
-    if len(lengths) > 1:
-        note += f"; kept: {format_size(lengths[-1])} ÷ {format_size(lengths[0])}"
+    if rate:
+        note += f"; kept: {format_size(rate[0])} ÷ {format_size(rate[1])}"
     return note + ("; holds until: the longest length with a mean of at least 85.6." if reaches else ".")
 
 
-def _kept(shortest: Cell | None, longest: Cell | None) -> Entry:
-    if shortest is None or longest is None or not shortest.value or longest.value is None:
+def _kept(target: Cell | None, reference: Cell | None) -> Entry:
+    if target is None or reference is None or not reference.value or target.value is None:
         return Entry(text=MISSING)
-    return Entry(text=format_percent(longest.value / shortest.value))
+    return Entry(text=format_percent(target.value / reference.value))
 
 
 def category_tables(lines: Sequence[Line]) -> list[Table]:

@@ -12,7 +12,7 @@ from unspool.core.errors import ConfigError
 from unspool.core.formatting import printable
 from unspool.core.html import load_templates, write_text
 from unspool.core.sizes import format_size
-from unspool.reporting.comparisons import compare, comparison_table, headline, missing_parts
+from unspool.reporting.comparisons import compare, comparison_table, headline, missing_parts, not_paired
 from unspool.reporting.figures import Line, loss_figure, loss_table, recall_figure
 from unspool.reporting.gather import gather
 from unspool.reporting.measures import format_interval, format_n, format_value, key_measures, measures_for
@@ -24,6 +24,7 @@ from unspool.reporting.sections import (
     PageView,
     RunView,
     Section,
+    Text,
     Tile,
     TileRow,
     legend_of,
@@ -110,6 +111,7 @@ def _side_by_side(runs: Sequence[RunResults]) -> Section:
         blocks.append(Group(title="Long against short", figures=found.figures, legend=legend_of(lines)))
         blocks.append(Group(tables=[found.table], wide=True))
     paired = comparison_table(compare(lines, measures))
+    blocks += [Text(text=note, role="note") for note in not_paired(lines)]
     if paired:
         blocks.append(Group(tables=[paired], wide=True))
     if with_loss:

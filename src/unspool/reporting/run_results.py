@@ -44,6 +44,7 @@ class Cell:
     tasks: int | None = None  # of a mean over tasks: number of tasks that have a score
     of_tasks: int | None = None  # number of tasks of the suite
     unscored: int = 0  # answers without a readable verdict of a judge
+    beyond_context: str | None = None  # what was done with questions longer than the model's context
 
     @property
     def is_loss(self) -> bool:
@@ -91,6 +92,8 @@ class ModelScores:
     windows: dict[int, Windows] = field(default_factory=dict)  # by length
     short: tuple[Cell, ...] = ()  # one per task of lm-eval
     holds_until: dict[str, int | None] = field(default_factory=dict)  # suite: its effective length
+    asked: dict[str, str] = field(default_factory=dict)  # how it was asked; backend, endpoint, …
+    rates: dict[str, tuple[int, int]] = field(default_factory=dict)  # suite: target and reference of its rate
 
     def recall(self, suite: str, length: int, depth: float | None = None) -> Cell | None:
         wanted = (suite, length, depth)

@@ -11,7 +11,7 @@ from unspool.core.charts import Figure
 from unspool.core.formatting import excerpt, format_percent, printable
 from unspool.core.sizes import format_size
 from unspool.core.table import Table
-from unspool.reporting.comparisons import compare, comparison_table
+from unspool.reporting.comparisons import compare, comparison_table, not_paired
 from unspool.reporting.data_section import audit
 from unspool.reporting.figures import (
     Line,
@@ -307,7 +307,8 @@ def _loss(lines: list[Line], old: int | None) -> list[Block]:
 
 def _paired(results: RunResults, lines: list[Line]) -> list[Block]:
     table = comparison_table(compare(lines, key_measures(results)))
-    return [Group(tables=[table], wide=True)] if table else []
+    notes: list[Block] = [Text(text=note, role="note") for note in not_paired(lines)]
+    return [*notes, *([Group(tables=[table], wide=True)] if table else [])]
 
 
 def _trade_off(results: RunResults, lines: list[Line]) -> list[Block]:

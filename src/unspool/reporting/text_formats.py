@@ -15,7 +15,7 @@ from unspool import __version__
 from unspool.core.formatting import printable
 from unspool.core.html import write_text
 from unspool.core.table import Entry, Table, escape_markdown, markdown_table
-from unspool.reporting.comparisons import Comparison, compare, headline, missing_parts
+from unspool.reporting.comparisons import Comparison, compare, headline, missing_parts, not_paired
 from unspool.reporting.data_section import length_bins, realized_mix
 from unspool.reporting.figures import Line
 from unspool.reporting.measures import Measure, key_measures, measures_for
@@ -139,6 +139,7 @@ def _run_values(results: RunResults) -> dict[str, Any]:
         "measures": [_measure(measure) for measure in measures],
         "models": [_model(line) for line in lines],
         "comparisons": [_comparison(one) for one in compare(lines, measures)],
+        "not_paired": not_paired(lines),
         "stages": [_stage(stage, results) for stage in results.stages],
         "positions": [_rope(rope) for rope in ropes(results, styles)],
         "data": _data(results),
@@ -156,6 +157,7 @@ def _together(runs: Sequence[RunResults]) -> dict[str, Any]:
         "models": [line.label for line in lines],
         "measures": [_measure(measure) for measure in measures],
         "comparisons": [_comparison(one) for one in compare(lines, measures)],
+        "not_paired": not_paired(lines),
     }
 
 
@@ -163,6 +165,7 @@ def _model(line: Line) -> dict[str, Any]:
     return {
         "model": line.scores.name,
         "context_length": line.context,
+        "asked": line.scores.asked,
         "cells": [cell_values(cell) for cell in line.scores.cells],
         "short": [cell_values(cell) for cell in line.scores.short],
         "holds_until": line.scores.holds_until,
@@ -173,6 +176,7 @@ def _model(line: Line) -> dict[str, Any]:
 def cell_values(cell: Cell) -> dict[str, Any]:
     """A cell with the keys of summary.json; the suite of a task reads `ruler: vt`."""
     plain = {name: getattr(cell, name) for name in ("suite", "metric", "length", "value", "n", "low", "high")}
+    plain |= {"beyond_context": cell.beyond_context} if cell.beyond_context else {}
     if cell.start is not None:
         return {**plain, "from": cell.start, "to": cell.stop}
     more: dict[str, Any] = {"depth": cell.depth}

@@ -16,7 +16,8 @@ from unspool.core.errors import ConfigError
 from unspool.core.http_client import RetryPolicy, TransientError, request_once
 from unspool.evals.backends.base import Backend
 from unspool.evals.backends.openai import chat_text, only_choice
-from unspool.evals.prompts import Prompt, PromptEncoder, PromptQuestion, encode
+from unspool.evals.prompt_encoder import PromptEncoder
+from unspool.evals.prompts import Prompt, PromptQuestion, encode
 from unspool.evals.suite import Question
 from unspool.synthesis.config import Fault, LocalGenerator, MockGenerator, ServerGenerator
 from unspool.synthesis.requests import (

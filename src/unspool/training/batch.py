@@ -92,7 +92,10 @@ def attended_by(row: Row, attention: str) -> np.ndarray:
 
 def row_sums(losses: Tensor, row_lens: Sequence[int]) -> Tensor:
     """Sum of token losses by row in float64, without a transfer per row; 0 for a row of length 0."""
-    ends = torch.tensor(row_lens, device=losses.device).cumsum(0)
+    ends = torch.tensor(row_lens).cumsum(0)
+    if losses.is_cuda:
+        # From pinned memory, or the host would wait here for the whole backward pass.
+        ends = ends.pin_memory().to(losses.device, non_blocking=True)
     until = F.pad(losses.double().cumsum(0), (1, 0))[ends]
     return torch.diff(until, prepend=until.new_zeros(1))
 

@@ -7,6 +7,8 @@ writes.
 
 import logging
 import math
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,15 +25,22 @@ from unspool.training.checkpoint.resume import CHECKPOINTS, resume_facts
 from unspool.training.checkpoint.save import Saver, checkpoints
 from unspool.training.config import StageConfig
 from unspool.training.distill.distill import AuxLoss
-from unspool.training.loader import LEDGER, Picks, ledger_line, load_steps
+from unspool.training.host_budget import measure_room
+from unspool.training.loader import LEDGER, Picks, StepBatches, ledger_line, load_steps
 from unspool.training.metrics.logger import METRICS, JsonlLog, MetricsLogger, StepReport
 from unspool.training.metrics.validation import SAMPLES, VALIDATION
 from unspool.training.optim.updater import Updater
 from unspool.training.parallel.mesh import DistContext, single_rank
 from unspool.training.schedule import SpikeGuard, StoppedError, catch_stop_signals, learning_rate
-from unspool.training.step import StepResult, train_step
+from unspool.training.step import StepResult, start_step, train_step
 
 logger = logging.getLogger(__name__)
+
+# Devices that compute while the host logs.
+LOGGED_LATE = ("cuda",)
+# The last step needs no checkpoint if the steps since the one before took less: the export follows at once, and a kill
+# in between costs them. A checkpoint of an 8B model takes as long to write as its export.
+CHEAP_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -48,8 +57,9 @@ class Training:
 
 
 def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, metrics: MetricsLogger) -> None:
+    """Train the steps after `done`. On a GPU, a step is logged while the next one computes."""
     every = stage.checkpoint_every or max(1, stage.steps // 10)
-    guard = training.guard
+    guard, updater = training.guard, training.updater
     dist_context = training.dist_context or DistContext(single_rank(training.device), None)
     ranks = dist_context.ranks
     training.model.train()
@@ -60,52 +70,115 @@ def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, 
     with (
         catch_stop_signals(f"stage {stage.name}", ranks=ranks.world_size) as stop,
         JsonlLog(work / LEDGER) if ranks.is_leader else nullcontext() as ledger,
-        Saver(work / CHECKPOINTS, stage=stage.name, pin=pin, world_size=ranks.world_size) as saver,
+        Saver(
+            work / CHECKPOINTS,
+            stage=stage.name,
+            pin=pin,
+            world_size=ranks.world_size,
+            room=partial(measure_room, dist_context),
+        ) as saver,
     ):
+        updater.before_update = saver.wait_for_copy
+        log = StepLog(stage, guard, metrics, ledger)
+        saved_at = time.monotonic()
         for step, batches in metrics.timed(steps):
             ranks.enter_step(step)
             lr = learning_rate(stage, step)
-            result = train_step(
-                training.model,
-                training.updater,
-                batches,
-                lr=lr,
-                is_good=guard.allows,
-                max_norm=guard.max_norm,
-                mesh=dist_context.mesh,
-                aux_loss=partial(training.aux_loss, step) if training.aux_loss is not None else None,
-            )
-            problem = guard.find_problem(result.loss, result.grad_norm)
-            if not guard.record(result.loss, result.grad_norm, problem):
-                raise UnspoolError(_refusal(stage, step, batches.picks, problem))
-            if problem:
-                logger.warning(
-                    f"stage {stage.name}: skipping step {step}: {problem} (rows {_row_names(batches.picks)})"
-                )
-            if ledger is not None:
-                ledger.append(ledger_line(step, batches.picks, skipped=problem))
-            ranks.leave_step("saving or validating", step)
-            metrics.step(
-                StepReport(
-                    step=step,
-                    loss=result.loss,
-                    losses=result.losses,
+            if _may_log_late(training):
+                found = start_step(training.model, updater, batches, lr=lr, before_update=log.settle)
+            else:
+                result = train_step(
+                    training.model,
+                    updater,
+                    batches,
                     lr=lr,
-                    grad_norm=result.grad_norm,
-                    doc_lens=batches.doc_lens,
-                    skipped=problem is not None,
-                    extra=_extra_metrics(problem, result),
+                    is_good=guard.allows,
+                    max_norm=guard.max_norm,
+                    mesh=dist_context.mesh,
+                    aux_loss=partial(training.aux_loss, step) if training.aux_loss is not None else None,
                 )
-            )
+                found = partial(_same, result)
+            log.add(step, lr, batches, found)
+            ranks.leave_step("saving or validating", step)
             asked = _agree_on_stop(stop.signal, dist_context)  # once: a signal may come between the next two lines
-            if step % every == 0 or step == stage.steps or asked:
+            is_last = step == stage.steps
+            saves = step % every == 0 or is_last or asked is not None
+            if saves or metrics.probes(step) or not _may_log_late(training):
+                log.settle()
+            if is_last and not asked and dist_context.from_leader(partial(_is_cheap, stage, saved_at)):
+                saves = False
+            if saves:
+                began = time.monotonic()
                 files = {LEDGER: ledger.content} | _read_logs(work) if ledger is not None else {}
                 facts = resume_facts(step, guard) | {"logs": sorted(files)}
-                saver.save(training.updater.state_tensors(), facts, files)
+                saver.save(updater.state_tensors(), facts, files)
+                saved_at = time.monotonic()
+                metrics.phases.add("checkpoints", saved_at - began)
             if asked:
                 saver.wait()
                 _stop(stage, work, asked)
-        saver.wait()
+        with metrics.phases("checkpoints"):
+            saver.wait()
+
+
+class StepLog:
+    """Ledger and metrics of steps, and the guard's decision about them, when their numbers have arrived."""
+
+    def __init__(self, stage: StageConfig, guard: SpikeGuard, metrics: MetricsLogger, ledger: JsonlLog | None) -> None:
+        self._stage, self._guard, self._metrics, self._ledger = stage, guard, metrics, ledger
+        self._waiting: tuple[int, float, StepBatches, Callable[[], StepResult]] | None = None
+
+    def add(self, step: int, lr: float, batches: StepBatches, found: Callable[[], StepResult]) -> None:
+        assert self._waiting is None, "the step before is not settled"
+        self._waiting = step, lr, batches, found
+
+    def settle(self) -> None:
+        """Log the step that waits, if there is one; UnspoolError if the guard stops the stage at it."""
+        if self._waiting is None:
+            return
+        (step, lr, batches, found), self._waiting = self._waiting, None
+        stage, guard, result = self._stage, self._guard, found()
+        problem = guard.find_problem(result.loss, result.grad_norm)
+        if not guard.record(result.loss, result.grad_norm, problem):
+            raise UnspoolError(_refusal(stage, step, batches.picks, problem))
+        if problem:
+            logger.warning(f"stage {stage.name}: skipping step {step}: {problem} (rows {_row_names(batches.picks)})")
+        if self._ledger is not None:
+            self._ledger.append(ledger_line(step, batches.picks, skipped=problem))
+        self._metrics.step(
+            StepReport(
+                step=step,
+                loss=result.loss,
+                losses=result.losses,
+                lr=lr,
+                grad_norm=result.grad_norm,
+                doc_lens=batches.doc_lens,
+                skipped=problem is not None,
+                extra=_extra_metrics(problem, result),
+            )
+        )
+
+
+def _same(result: StepResult) -> StepResult:
+    return result
+
+
+def _may_log_late(training: Training) -> bool:
+    """Whether the decision about a step needs nothing but its own numbers, so that the device can take it."""
+    alone = training.dist_context is None or training.dist_context.mesh is None
+    return (
+        training.device.type in LOGGED_LATE
+        and alone
+        and training.aux_loss is None
+        and training.guard.config.spike == "off"
+        and training.updater.can_finish_on_device
+    )
+
+
+def _is_cheap(stage: StageConfig, saved_at: float) -> bool:
+    """Whether the steps since the last checkpoint are cheaper to repeat than to save, just before the export."""
+    more = stage.attention_distillation is not None and stage.attention_distillation.after > 0
+    return not more and time.monotonic() - saved_at < CHEAP_S
 
 
 def _extra_metrics(problem: str | None, result: StepResult) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import errno
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from unspool.core.artifacts import KEY, digest, open_work, publish, read_manifest, remove, stale_reason
 from unspool.core.errors import ConfigError, UnspoolError
+from unspool.core.phases import Phases
 from unspool.core.sizes import format_count, format_size
 from unspool.data.mixture import Mix, epoch_warnings
 from unspool.data.packing.store import RowSet, open_rows
@@ -33,7 +35,7 @@ from unspool.models.config import NewModel
 from unspool.models.export import save_model
 from unspool.models.fuse import fuse_parts
 from unspool.models.load import build_new, fit_vocabulary, load_model
-from unspool.models.memory.checkpointing import apply_memory
+from unspool.models.memory.checkpointing import apply_memory, release_host_memory
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import load_tokenizer
@@ -49,6 +51,7 @@ from unspool.training.checkpoint.save import checkpoints
 from unspool.training.config import StageConfig
 from unspool.training.distill.distill import FILE as DISTILLATION
 from unspool.training.distill.distill import build_distillation, check_distillation
+from unspool.training.host_budget import settle_host_memory
 from unspool.training.loader import LEDGER, model_shape
 from unspool.training.loop import Training, run_steps
 from unspool.training.metrics.logger import METRICS, build_logger, copy_logs
@@ -57,7 +60,7 @@ from unspool.training.metrics.validation import SAMPLES, VALIDATION
 from unspool.training.optim.config import AdamWConfig
 from unspool.training.optim.updater import Updater, build_updater
 from unspool.training.parallel.agreement import dataset_facts, model_facts, require_agreement
-from unspool.training.parallel.apply import check_fit, load_sharded, parallelize
+from unspool.training.parallel.apply import check_fit, load_sharded, model_values, needs_full_weights, parallelize
 from unspool.training.parallel.fsdp import unshard_model
 from unspool.training.parallel.mesh import DistContext, build_dist_context, single_rank
 from unspool.training.parallel.ranks import Ranks
@@ -102,29 +105,41 @@ def run_stage(
     seed: int,
     device: torch.device,
     ranks: Ranks | None = None,
-) -> None:
-    """Train `stage` unless `out_dir` is up to date. All of `ranks` call this."""
+) -> dict[str, float] | None:
+    """Train `stage` and return its seconds by phase, or None if `out_dir` is up to date. All of `ranks` call this."""
+    phases = Phases()
     dist_context = build_dist_context(stage.parallel, ranks or single_rank(device))
     world_size = dist_context.ranks.world_size
-    require_agreement(dist_context.ranks, _facts(stage, inputs, seed=seed))
-    identity = dist_context.from_leader(lambda: _identity(stage, inputs, seed=seed, device=device))
-    reason = dist_context.from_leader(lambda: _find_work(stage, out_dir, identity))
-    if reason is None:
-        return
-    rows = {name: open_rows(folder) for name, folder in inputs.datasets.items()}
-    check_fit(stage, inputs.model, rows, world_size=world_size)
-    distilled_rows = {name: open_rows(folder) for name, folder in inputs.attention_distillation.items()}
-    distilled_lens = {name: row_set.row_len for name, row_set in distilled_rows.items()}
-    check_distillation(stage, inputs.model, distilled_lens, world_size=world_size)
-    if inputs.moments:
-        check_written_file(inputs.moments)
-    dist_context.from_leader(lambda: _prepare_work(stage, out_dir, identity))
+    with phases("checks"):
+        require_agreement(dist_context.ranks, _facts(stage, inputs, seed=seed))
+        identity = dist_context.from_leader(lambda: _identity(stage, inputs, seed=seed, device=device))
+        reason = dist_context.from_leader(lambda: _find_work(stage, out_dir, identity))
+        if reason is None:
+            return None
+        rows = {name: open_rows(folder) for name, folder in inputs.datasets.items()}
+        layout = check_fit(stage, inputs.model, rows, world_size=world_size)
+        stage = settle_host_memory(
+            stage,
+            inputs.model,
+            model_values(inputs.model),
+            dist_context,
+            sequence_ranks=layout.sequence_ranks,
+            num_shards=layout.shard * layout.sequence_ranks,
+            loads_full=dist_context.mesh is None or needs_full_weights(stage, inputs.datasets),
+        )
+        distilled_rows = {name: open_rows(folder) for name, folder in inputs.attention_distillation.items()}
+        distilled_lens = {name: row_set.row_len for name, row_set in distilled_rows.items()}
+        check_distillation(stage, inputs.model, distilled_lens, world_size=world_size)
+        if inputs.moments:
+            check_written_file(inputs.moments)
+        dist_context.from_leader(lambda: _prepare_work(stage, out_dir, identity))
     work = _work_path(out_dir)
     mix = _mix(stage, inputs, rows, seed=seed)
-    stage_state = load_file(inputs.moments) if inputs.moments else {}
-    model, tokenizer = _build(stage, inputs, stage_state, seed=seed, device=device, dist_context=dist_context)
-    updater, guard = build_updater(stage, model, seed=seed), SpikeGuard(stage.guard)
-    updater.load_optimizer(stage_state)
+    with phases("load"):
+        stage_state = load_file(inputs.moments) if inputs.moments else {}
+        model, tokenizer = _build(stage, inputs, stage_state, seed=seed, device=device, dist_context=dist_context)
+        updater, guard = build_updater(stage, model, seed=seed), SpikeGuard(stage.guard)
+        updater.load_optimizer(stage_state)
     distillation = build_distillation(
         stage,
         model,
@@ -136,9 +151,10 @@ def run_stage(
         load_teacher=lambda: _load_teacher(inputs, stage_state, device),
     )
     if distillation is not None:
-        with _require_disk(stage, work):
+        with _require_disk(stage, work), phases("distillation"):
             distillation.before()
-    done = resume(work, updater, guard, logs=LOGS, seed=seed, stage=stage.name, dist_context=dist_context)
+    with phases("resume"):
+        done = resume(work, updater, guard, logs=LOGS, seed=seed, stage=stage.name, dist_context=dist_context)
     if dist_context.is_leader:
         _announce(stage, mix, reason, done=done, dist_context=dist_context)
     # No rank reads the logs before the leader has cut them back to the checkpoint.
@@ -158,12 +174,19 @@ def run_stage(
             aux_loss = distillation.during() if distillation is not None else None
             training = Training(model, updater, guard, mix, rows, device, dist_context, model_shape(model), aux_loss)
             run_steps(stage, training, work, done=done, metrics=metrics)
+            phases.seconds |= metrics.phases.seconds
             del training, aux_loss  # frees the teacher: `after` loads its own
         if distillation is not None:
-            distillation.after()
+            with phases("distillation"):
+                distillation.after()
         dist_context.ranks.leave_step("exporting", stage.steps)
-        _publish(stage, model, tokenizer, updater, work, out_dir, identity, dist_context=dist_context)
-        dist_context.barrier()
+        with phases("export"):
+            release_host_memory(model)
+            _publish(stage, model, tokenizer, updater, work, out_dir, identity, phases, dist_context=dist_context)
+            dist_context.barrier()
+    if dist_context.is_leader:
+        logger.info(f"stage {stage.name}: finished in {phases.text()}")
+    return phases.rounded()
 
 
 def _facts(stage: StageConfig, inputs: StageInputs, *, seed: int) -> dict[str, Any]:
@@ -368,6 +391,7 @@ def _publish(
     work: Path,
     out_dir: Path,
     identity: dict[str, Any],
+    phases: Phases,
     *,
     dist_context: DistContext,
 ) -> None:
@@ -380,12 +404,14 @@ def _publish(
         save_stage_state(None, updater, exported=dtype)
         return
     with publish(out_dir, **identity) as draft:
-        save_model(model, tokenizer, draft.folder / "model", dtype=dtype)
-        save_stage_state(draft.folder / OPTIMIZER, updater, exported=dtype)
+        with ThreadPoolExecutor(1, "unspool-export") as pool:
+            saving = pool.submit(save_model, model, tokenizer, draft.folder / "model", dtype=dtype)
+            save_stage_state(draft.folder / OPTIMIZER, updater, exported=dtype)
+            saving.result()
         copy_logs(work, draft.folder)
         shutil.copy(work / LEDGER, draft.folder / LEDGER)
         if (work / DISTILLATION).is_file():
             shutil.copy(work / DISTILLATION, draft.folder / DISTILLATION)
-        draft.counts |= {"steps": stage.steps, "tokens": stage.steps * stage.batch_tokens}
+        draft.counts |= {"steps": stage.steps, "tokens": stage.steps * stage.batch_tokens, "seconds": phases.rounded()}
     # Last, so that a kill before this line costs only the export.
     remove(work)

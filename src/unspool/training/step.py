@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from unspool.models.loss import read_head, summed_loss
 from unspool.training.batch import Batch, row_sums
 from unspool.training.loader import StepBatches
+from unspool.training.optim.updater import Updater
 from unspool.training.parallel.dtensor import compute_device
 from unspool.training.parallel.mesh import sum_over_ranks
 
@@ -78,28 +79,67 @@ def train_step(
     Weights stay unchanged if loss or gradient is not finite, if `is_good` rejects the loss, or if the norm is above
     `max_norm`.
     """
-    device = compute_device(model)
     num_valid = max(1, round(_sum_over_ranks([batches.num_valid], mesh)[0]))
     updater.begin(lr)
+    sums = _backward_all(model, batches, num_valid).tolist()
+    loss, losses = _mean_losses(batches, sums, num_valid, mesh)
+    distance = aux_loss() if aux_loss is not None else None
+    grad_norm = updater.finish(is_good=math.isfinite(loss) and (is_good is None or is_good(loss)), max_norm=max_norm)
+    return StepResult(loss=loss, losses=losses, grad_norm=grad_norm, distance=distance)
+
+
+def start_step(
+    model: Any, updater: Updater, batches: StepBatches, *, lr: float, before_update: Callable[[], None]
+) -> Callable[[], StepResult]:
+    """`train_step` of one rank that does not wait for a GPU. Returns a function that waits for the result.
+
+    `before_update` runs when the backward passes are on their way. It must have called the function of the step before.
+    Weights stay unchanged if loss or gradient is not finite.
+    """
+    num_valid = max(1, batches.num_valid)
+    updater.begin(lr)
+    sums = _backward_all(model, batches, num_valid)
+    before_update()
+    norm = updater.finish_on_device(sums.sum())
+    found, event = torch.cat([sums, norm.double()[None]]), None
+    if found.is_cuda:
+        found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+        event = torch.cuda.current_stream().record_event()
+
+    def result() -> StepResult:
+        if event is not None:
+            event.synchronize()
+        *row_sums, grad_norm = found.tolist()
+        loss, losses = _mean_losses(batches, row_sums, num_valid, None)
+        updater.settle(loss, grad_norm)
+        return StepResult(loss=loss, losses=losses, grad_norm=grad_norm)
+
+    return result
+
+
+def _backward_all(model: Any, batches: StepBatches, num_valid: int) -> Tensor:
+    """Forward and backward over all micro-batches. Returns the summed loss of every row, in float64."""
+    device = compute_device(model)
     sums = [row_sums(_backward(model, batch.to(device), num_valid), batch.row_lens) for batch in batches.batches]
+    return torch.cat(sums)
+
+
+def _mean_losses(
+    batches: StepBatches, sums: list[float], num_valid: int, mesh: DeviceMesh | None
+) -> tuple[float, dict[str, float]]:
+    """The mean loss of a step over all ranks, and by dataset."""
     # From the picks, which are the same on all ranks: a rank may have no row of some dataset.
     totals: dict[str, float] = {name: 0.0 for slot in batches.picks for name, _ in slot}
     counts = dict.fromkeys(totals, 0)
     valid = [count for batch in batches.batches for count in batch.num_valid]
-    for name, total, count in zip(batches.names, torch.cat(sums).tolist(), valid, strict=True):
+    for name, total, count in zip(batches.names, sums, valid, strict=True):
         totals[name] += total
         counts[name] += count
     found = _sum_over_ranks([*totals.values(), *counts.values()], mesh)
     totals = dict(zip(totals, found, strict=False))
     counts = dict(zip(counts, map(round, found[len(totals) :]), strict=True))
-    loss = sum(totals.values()) / num_valid
-    distance = aux_loss() if aux_loss is not None else None
-    return StepResult(
-        loss=loss,
-        distance=distance,
-        losses={name: total / max(1, counts[name]) for name, total in sorted(totals.items())},
-        grad_norm=updater.finish(is_good=math.isfinite(loss) and (is_good is None or is_good(loss)), max_norm=max_norm),
-    )
+    losses = {name: total / max(1, counts[name]) for name, total in sorted(totals.items())}
+    return sum(totals.values()) / num_valid, losses
 
 
 def _sum_over_ranks(values: list[float], mesh: DeviceMesh | None) -> list[float]:

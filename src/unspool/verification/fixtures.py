@@ -52,9 +52,8 @@ WIDE: dict[str, Any] = {
 # One layer with a sliding window, one without.
 MIXED_LAYERS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
-# A model that comes with LongRoPE: a factor for each pair of dimensions.
+# A model that comes with LongRoPE: a factor for each pair of dimensions; `_build` repeats them for wider heads.
 LONGROPE: dict[str, Any] = {
-    "head_dim": 16,
     "original_max_position_embeddings": CONTEXT // 4,
     "rope_parameters": {
         "rope_type": "longrope",
@@ -206,7 +205,13 @@ def build_small_models(folder: Path, *, seed: int, wide: bool, names: Sequence[s
 
 
 def _build(family: Family, seed: int, size: dict[str, Any]) -> Any:
-    config = getattr(transformers, f"{family.config}Config")(**SHAPE | size | family.changes)
+    settings = SHAPE | size | family.changes
+    rope = dict(settings.get("rope_parameters") or {})
+    for key in ("short_factor", "long_factor"):
+        if key in rope:
+            repeats = settings["head_dim"] // 2 // len(rope[key])
+            settings["rope_parameters"] = rope = rope | {key: [one for one in rope[key] for _ in range(repeats)]}
+    config = getattr(transformers, f"{family.config}Config")(**settings)
     generator = torch.Generator().manual_seed(seed)
     # Without devices, whose state would initialize CUDA: processes forked from this one could then not use it.
     with torch.random.fork_rng(devices=[]):

@@ -171,7 +171,7 @@ def run_kills(folder: Path, *, kills: int, seed: int, device: torch.device) -> K
     """Kill and restart a run until it was killed `kills` times. Completed runs are compared, and another starts."""
     inputs = _inputs(folder, seed=seed)
 
-    def run(name: str) -> Callable[[], None]:
+    def run(name: str) -> Callable[[], Any]:
         return lambda: run_stage(KILL_STAGE, inputs, folder / name / KILL_STAGE.name, seed=seed, device=device)
 
     def seconds_of(name: str) -> float:

@@ -1,27 +1,43 @@
 """Datasets from the Hub, which is played by a folder, and beside the library itself."""
 
+import io
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from unspool.core.errors import ConfigError
+from unspool.core.artifacts import file_digest
+from unspool.core.errors import ConfigError, DataError
+from unspool.data.corpus.build import build_corpus
+from unspool.data.corpus.config import EngineConfig
+from unspool.data.sources import hub_stream
+from unspool.data.sources.base import SAMPLE_CHARS
 
+from ..conftest import build_tokenizer, prose
 from .hf_folders import card, read, source, texts_of, write
 
 
 class FakeHub:
-    """Two calls of huggingface_hub, answered from folders: one per revision."""
+    """The calls of huggingface_hub that are used, answered from folders: one per revision."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.fetched: list[tuple[str, str]] = []
         monkeypatch.setattr(huggingface_hub, "HfApi", lambda: self)
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", self.download)
+        monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
+        monkeypatch.setattr(huggingface_hub, "HfFileSystem", lambda: self)
+        hub_stream._footers.clear()
+        hub_stream._file_system.cache_clear()
+        self.num_bytes = 0
+        self.broken_after: int | None = None
 
     def revision(self, revision: str | None) -> Path:
         folder = self.folder / (revision or "main").replace("/", "-").removesuffix("-commit")
@@ -37,10 +53,33 @@ class FakeHub:
         folder = self.revision(revision)
         return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
 
+    def get_paths_info(self, name: str, paths: list[str], *, repo_type: str, revision: str) -> list[SimpleNamespace]:
+        hashes = {path: file_digest(self.revision(revision) / path) for path in paths}
+        return [SimpleNamespace(path=path, blob_id=hashed) for path, hashed in hashes.items()]
+
+    def open(self, path: str, mode: str, *, cache_type: str) -> "CountedFile":
+        name, _, rest = path.removeprefix("datasets/").partition("@")
+        assert (name, mode, cache_type) == ("org/name", "rb", "none")
+        revision, _, file = rest.partition("/")
+        return CountedFile(self, self.revision(revision) / file)
+
     def download(self, name: str, filename: str, *, repo_type: str, revision: str) -> str:
         assert (name, repo_type) == ("org/name", "dataset")
         self.fetched.append((revision, filename))
         return str(self.revision(revision) / filename)
+
+
+class CountedFile(io.FileIO):
+    def __init__(self, hub: FakeHub, path: Path) -> None:
+        super().__init__(path)
+        self.hub = hub
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(-1 if size is None else size)
+        self.hub.num_bytes += len(data)
+        if self.hub.broken_after is not None and self.hub.num_bytes > self.hub.broken_after:
+            raise OSError("connection reset")
+        return data
 
 
 @pytest.fixture
@@ -56,11 +95,12 @@ def test_a_hub_dataset_is_fetched_split_by_split_at_one_commit(tmp_path, hub):
     card(main, "tags: [a]")
 
     assert texts_of(read(tmp_path, source("org/name"))) == ["one", "two"]
-    assert hub.fetched == [
-        ("main-commit", "README.md"),
-        ("main-commit", "data/train-00000-of-00002.parquet"),
-        ("main-commit", "data/train-00001-of-00002.parquet"),
+    assert hub.fetched == [("main-commit", "README.md")]  # the others are streamed
+    assert [path.name for path in source("org/name").local_files(tmp_path)] == [
+        "train-00000-of-00002.parquet",
+        "train-00001-of-00002.parquet",
     ]
+    assert {revision for revision, _ in hub.fetched} == {"main-commit"}
 
 
 def test_a_revision_is_honoured_and_so_is_the_card(tmp_path, hub):
@@ -116,6 +156,75 @@ def test_a_folder_goes_before_the_hub(tmp_path, hub):
     write(tmp_path / "org/name/a.jsonl", "local")
     assert texts_of(read(tmp_path, source("org/name"))) == ["local"]
     assert hub.fetched == []
+
+
+# Streaming
+
+
+def write_rows(path: Path, texts: list[str], rows: int = 15) -> None:
+    """Parquet in small row groups, with a second column that nobody needs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(len(texts))
+    other = [rng.bytes(400) for _ in texts]
+    pq.write_table(pa.table({"text": texts, "other": other}), path, row_group_size=rows, compression="none")
+
+
+def build(root: Path, out: str, **settings: Any) -> dict[str, Any]:
+    return build_corpus(
+        source("org/name", **settings),
+        root / out,
+        tokenizer=build_tokenizer(),
+        root=root,
+        engine=EngineConfig(workers=1),
+        seed=0,
+    )
+
+
+@pytest.fixture
+def streamed(hub, monkeypatch):
+    """Two files of 150 documents in row groups of 15, of about 20 KB of text each."""
+    monkeypatch.setattr(hub_stream, "TASK_BYTES", 1)
+    texts = [prose(300, seed=number) for number in range(300)]
+    for number in range(2):
+        write_rows(hub.folder / f"main/data/train-{number:05}-of-00002.parquet", texts[number * 150 :][:150])
+    return hub
+
+
+def test_a_limit_fetches_the_row_groups_and_the_column_that_it_needs(tmp_path, streamed):
+    size = sum(file.stat().st_size for file in (streamed.folder / "main/data").iterdir())
+    whole = build(tmp_path, "whole")
+    fetched_whole, streamed.num_bytes = streamed.num_bytes, 0
+    counts = build(tmp_path, "part", limit=whole["tokens"] // 10)
+
+    needed = counts["characters"]
+    fixed = SAMPLE_CHARS + 2 * (64 << 10)  # to choose the tokenizer, and the ends of files, which hold their metadata
+    assert counts["tokens"] < 1.1 * whole["tokens"] / 10
+    assert needed < streamed.num_bytes < 1.5 * needed + fixed < size / 2, (needed, streamed.num_bytes, size)
+    assert fetched_whole < size - 300 * 400 + fixed  # never the other column
+    assert streamed.fetched == []
+
+
+def test_a_broken_connection_costs_the_row_groups_in_flight(tmp_path, streamed):
+    whole = build(tmp_path, "whole")
+    total, streamed.num_bytes = streamed.num_bytes, 0
+    hub_stream._footers.clear()
+    streamed.broken_after = total // 2
+    with pytest.raises(DataError, match=r"train-0000. ?.*cannot be fetched \(connection reset\); run the same command"):
+        build(tmp_path, "again")
+    before = streamed.num_bytes
+    streamed.broken_after, streamed.num_bytes = None, 0
+    # A commit that changes no data file is no reason to start over.
+    card(streamed.folder / "main", "tags: [new]")
+    assert build(tmp_path, "again") == whole
+    assert streamed.num_bytes < total - before + total // 4
+    assert not (tmp_path / "again/quarantine.jsonl").exists()
+
+
+def test_other_formats_are_downloaded_file_by_file_until_the_limit(tmp_path, hub):
+    for number in range(4):
+        write(hub.folder / f"main/part-{number}.jsonl.zst", *[prose(50, seed=number)] * 20)
+    build(tmp_path, "some", limit=100)
+    assert [name for _, name in hub.fetched] == ["part-0.jsonl.zst"] * 2  # to choose the tokenizer, and to read
 
 
 # The library itself, where it is installed

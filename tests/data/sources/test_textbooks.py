@@ -2,6 +2,8 @@ import gzip
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -211,3 +213,30 @@ def test_chapters_that_appear_between_the_two_readings_are_not_lost(tmp_path, mo
 def test_a_folder_without_jsonl_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="kind textbooks"):
         source().units(tmp_path)
+
+
+def test_parquet_with_the_columns_of_textbook_chapters_is_joined_by_the_folder_of_the_subject(tmp_path):
+    columns = {
+        "textbook_folder": ["books/bio/Cells", "books/phys/Optics", "books/bio/Cells", "books/bio/Plants", "flat"],
+        "chapter": ["Cells 1", "Optics 1", "Cells 2", "Plants 1", "nowhere"],
+        "url": ["u"] * 5,
+    }
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table(columns), tmp_path / "data/train-00000-of-00001.parquet")
+    source = TextbooksSource(
+        kind="textbooks",
+        path="data",
+        text="chapter",
+        book="textbook_folder",
+        subject="textbook_folder/1",
+        chapter=None,
+    )
+
+    items = list(source.read_units(source.units(tmp_path)))
+
+    texts = [item.text for item in items if isinstance(item, Document)]
+    assert len(texts) == 2 and len(items) == 5
+    biology = next(text for text in texts if "Plants 1" in text)
+    assert "# books/bio/Cells\n\nCells 1\n\nCells 2\n" in biology and "Optics" not in biology
+    (bad,) = (item for item in items if isinstance(item, Bad))
+    assert (bad.record, bad.reason) == ("record 5", "missing_field") and "has no folder 1: 'flat'" in bad.detail

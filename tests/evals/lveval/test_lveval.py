@@ -10,9 +10,10 @@ from tests.evals.suites import byte_tokenizer, num_tokens, oracle, prompts_diges
 from transformers import PreTrainedTokenizerFast
 
 from unspool.core.errors import ConfigError, DataError
+from unspool.evals.config import eval_adapter
 from unspool.evals.suite import Ask
 from unspool.evals.suites import lveval
-from unspool.evals.suites.lveval import SUITE, Sources
+from unspool.evals.suites.lveval import PROMPTS, SUITE, Sources
 
 
 def loaded(tokenizer: PreTrainedTokenizerFast, **paths: str) -> Sources:
@@ -122,3 +123,58 @@ def test_cutting_the_end_instead_of_the_middle_would_show(
     sources = loaded(tokenizer, data=str(tmp_path), segmenter="characters")
     asked = SUITE.tasks["loogle_SD_mixup"].build(sources, Ask(length=2048, seed=0, index=0))
     assert not asked.context.endswith("word2999")
+
+
+def test_the_preset_utk_is_the_protocol_of_untie_the_knots():
+    config = eval_adapter().validate_python({"suite": "lveval", "preset": "utk"})
+
+    assert config.tasks == [name for name in PROMPTS if "factrecall" not in name] and len(config.tasks) == 9
+    assert (config.lengths, config.shots) == ([32 << 10, 128 << 10], 3)
+    assert (config.target_length, config.reference_length) == (128 << 10, 32 << 10)
+    other = eval_adapter().validate_python({"suite": "lveval", "preset": "utk", "lengths": ["32K", "64K", "128K"]})
+    assert len(other.lengths) == 3 and other.shots == 3, "keys beside the preset override it"
+    with pytest.raises(ValueError, match="preset 'utkk' is not known; known: utk"):
+        eval_adapter().validate_python({"suite": "lveval", "preset": "utkk"})
+    with pytest.raises(ValueError, match="the suite has none"):
+        eval_adapter().validate_python({"suite": "nocha", "preset": "utk", "lengths": ["32K"]})
+
+
+def test_the_presets_means_are_those_of_tables_2_and_8():
+    """Qwen2-base (7B) at 128K: average, single-hop and multi-hop from the nine scores of Table 8."""
+    table_8 = {"cmrc": 48.88, "dureader": 15.76, "hotpotwikiqa": 22.67, "lic": 15.36, "loogle_CR": 11.34}
+    table_8 |= {"loogle_MIR": 8.68, "loogle_SD": 40.93, "multifieldqa_en": 26.22, "multifieldqa_zh": 25.60}
+    config = eval_adapter().validate_python(
+        {"suite": "lveval", "preset": "utk", "lengths": ["128K"], "reference_length": None}
+    )
+    samples = [
+        {"suite": "lveval", "task": f"{name}_mixup", "length": 128 << 10, "depth": None, "score": score / 100}
+        for name, score in table_8.items()
+    ]
+    cells = SUITE.cells(config, samples)
+    means = {mean["name"]: mean for mean in SUITE.summary(config, cells, samples)["means"]}
+
+    assert {name: round(100 * mean["value"], 2) for name, mean in means.items()} == {
+        "mean": 23.94,
+        "single_hop": 35.41,
+        "multi_hop": 14.76,
+    }
+    assert (means["mean"]["tasks"], means["mean"]["of_tasks"]) == (9, 9)
+
+
+@pytest.mark.parametrize("task", ["hotpotwikiqa_mixup", "cmrc_mixup"])
+def test_three_solved_questions_come_first_without_their_articles(
+    sources: Sources, tokenizer: PreTrainedTokenizerFast, task: str
+):
+    asks = [Ask(length=4096, seed=0, index=index, shots=3) for index in range(4)]
+    made = [SUITE.tasks[task].build(sources, ask) for ask in asks]
+    texts = {one.text: one.answers[0] for one in sources.questions(task, 4096)}
+    seen = set()
+    for ask, question in zip(asks, made, strict=True):
+        plain = SUITE.tasks[task].build(sources, Ask(length=4096, seed=0, index=ask.index))
+        shots = [text for text in texts if text in question.context]
+        assert len(shots) == 3 and question.question == plain.question and question.references == plain.references
+        assert all(f"{question.prefix} {texts[text]}\n\n" in question.context for text in shots)
+        assert not any(text in question.question for text in shots), "the question itself is never among them"
+        assert 0.98 * 4096 <= num_tokens(tokenizer, SUITE.tasks[task], question) <= 4096
+        seen.add(tuple(shots))
+    assert len(seen) > 1, "other solved questions for other questions"

@@ -39,6 +39,7 @@ from unspool.data.corpus.ledger import QUARANTINE, Ledger, check_bad_share, desc
 from unspool.data.corpus.pipeline import (
     WORK,
     ReadDocuments,
+    SpillRecords,
     TokenizeDocuments,
     WriteDocuments,
     find_task_damage,
@@ -50,6 +51,7 @@ from unspool.data.corpus.pipeline import (
 from unspool.data.corpus.store import keep_first
 from unspool.data.lengths import histogram
 from unspool.data.sources.base import Source
+from unspool.data.sources.spill import is_intact
 from unspool.data.tokenize.chat import build_chat_encoder
 from unspool.data.tokenize.chat_template import TEMPLATE_FILE
 from unspool.data.tokenize.encoder import build_encoder, choose_route, forget_engines
@@ -107,17 +109,17 @@ def build_corpus(
     forget_engines()
     logger.info(f"corpus {name}: tokenizing with {encoder.route} ({reason})")
     ledger = Ledger()
-    tasks = source.divide(units, seed)
     limit = source.token_limit
     masked = source.has_loss_masks(units)
-    steps = [
-        ReadDocuments(
-            source, tasks, encoder, root=root, seed=seed, vocabulary=len(tokenizer), ledger=ledger, chat=chat
-        ),
-        TokenizeDocuments(encoder),
-        WriteDocuments(partial, limit, ledger=ledger, masked=masked),
-    ]
     with started(engine):
+        tasks = _divide(source, units, partial, engine, seed=seed, label=f"corpus {name}")
+        steps = [
+            ReadDocuments(
+                source, tasks, encoder, root=root, seed=seed, vocabulary=len(tokenizer), ledger=ledger, chat=chat
+            ),
+            TokenizeDocuments(encoder),
+            WriteDocuments(partial, limit, ledger=ledger, masked=masked),
+        ]
         sizes = _run(steps, partial, len(tasks), engine, limit, label=f"corpus {name}")
 
     _check_unchanged(source, units, inputs["files"], partial)
@@ -146,6 +148,25 @@ def build_corpus(
         logger.warning(f"corpus {name}: {len(total.bad)} unreadable records in {QUARANTINE}: {describe_bad(total.bad)}")
     seal(partial, out_dir, kind=KIND, inputs=inputs, settings=settings, counts=counts, unlisted=(WORK,))
     return counts
+
+
+def _divide(
+    source: Source, units: list[Path], partial: Path, engine: EngineConfig, *, seed: int, label: str
+) -> list[Any]:
+    """The tasks that read the source; one that must sort its input on disk first does that here, where it is missing."""
+    spill_tasks = source.spill_tasks(units)
+    if not spill_tasks:
+        return source.divide(units, seed)
+    folder = partial / WORK / "spill"
+    for rank in completed_tasks(folder):
+        if not is_intact(folder, rank):
+            forget_task(folder, rank)
+    num_parts = source.num_parts(units)
+    step = SpillRecords(source, spill_tasks, folder, num_parts=num_parts, seed=seed)
+    logger.info(f"{label}: sorting {len(units)} files on disk, in {len(spill_tasks)} tasks")
+    count = len(spill_tasks)
+    run_tasks([step], folder, ranks=range(count), num_tasks=count, engine=engine, label=f"{label}, sorting")
+    return source.divide_spilled(folder, num_parts)
 
 
 def _run(
@@ -223,6 +244,9 @@ def files_digest(source: Source, root: Path) -> str:
 
 
 def _digest_units(source: Source, units: list[Path]) -> str:
+    known = source.content_marks(units)
+    if known is not None:
+        return digest(known)
     files = source.input_files(units)
     # Above the limit hashing costs too much; a changed file then shows by its modification time.
     by_content = sum(file.stat().st_size for _, file in files) <= CHECKSUM_LIMIT

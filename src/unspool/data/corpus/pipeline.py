@@ -60,6 +60,24 @@ def find_task_damage(folder: Path, rank: int) -> str | None:
         return "its checksums are missing or unreadable"
 
 
+class SpillRecords(PipelineStep):  # type: ignore[misc]
+    """Task r runs the r-th task of a source's first pass, which sorts its input on disk."""
+
+    name = "sort"
+    type = "READER"
+
+    def __init__(self, source: Source, tasks: list[Any], folder: Path, *, num_parts: int, seed: int) -> None:
+        super().__init__()
+        self.source = source
+        self.tasks = tasks
+        self.folder = folder
+        self.num_parts = num_parts
+        self.seed = seed
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        self.source.spill(self.tasks[rank], rank, self.num_parts, self.folder, self.seed)
+
+
 class ReadDocuments(PipelineStep):  # type: ignore[misc]
     """Task r reads the r-th of a source's tasks and adds every record to the ledger.
 

@@ -7,6 +7,7 @@ from pydantic.fields import FieldInfo
 
 from unspool.core.config import Config, Current, register
 from unspool.core.sizes import Size
+from unspool.data.packing.known_mixes import expand_mix
 from unspool.data.strategies.base import StrategyConfig
 from unspool.data.strategies.cip import CipConfig
 from unspool.data.strategies.nextlong import NextLongConfig
@@ -25,7 +26,9 @@ class ReplaceConfig(Config):
 class DatasetConfig(Config):
     """Packed sequences of one length, made from documents."""
 
-    from_: str | dict[str, float] = Field(alias="from", description="a source, or sources with shares of tokens")
+    from_: str | dict[str, float] = Field(
+        alias="from", description="a source, sources with shares of tokens, or mix:NAME for a published mixture"
+    )
     seq_len: Size
     packing: Literal["concat", "single_doc", "truncate", "best_fit"] = "concat"
     utk: UtkConfig | None = None
@@ -65,6 +68,11 @@ class DatasetConfig(Config):
     def max_doc_len(self) -> int | None:
         """Longer documents are cut into several before anything else."""
         return self.chunk_strategy.max_doc_len if self.chunk_strategy else None
+
+    @field_validator("from_", mode="before")
+    @classmethod
+    def _known_mix(cls, value: Any) -> Any:
+        return expand_mix(value)
 
     @field_validator("from_")
     @classmethod

@@ -10,7 +10,7 @@ therefore grows to about three times the text of a row group if texts are long.
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -27,18 +27,24 @@ _TEXT = (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large
 # What Arrow raises on damaged files; KeyError and TypeError come from its own wrapping of broken schemas.
 ARROW_ERRORS = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, MemoryError)
 
+T = TypeVar("T")
 # The columns to read from a file, and a function that yields the items of a batch with the number of its first record.
-Columns = tuple[list[str], Callable[[pa.RecordBatch, int], Iterator[Item]]]
+Columns = tuple[list[str], Callable[[pa.RecordBatch, int], Iterator[T]]]
 
 
-def read_text_column(path: Path, column: str) -> Iterator[Item]:
-    """Yield one item per record of a Parquet file's column."""
+def read_text_column(
+    path: Path,
+    column: str,
+    open_file: Callable[[Path], pq.ParquetFile] | None = None,
+    groups: range | None = None,
+) -> Iterator[Item]:
+    """Yield one item per record of a Parquet file's column, of all row groups or of some."""
 
-    def choose_columns(schema: pa.Schema) -> Columns:
+    def choose_columns(schema: pa.Schema) -> Columns[Item]:
         parts = column_path(schema, column)
         return [".".join(parts)], lambda batch, number: text_items(nested_column(batch, parts), path, number)
 
-    return read_parquet(path, choose_columns)
+    return read_parquet(path, choose_columns, open_file, groups)
 
 
 def column_path(schema: pa.Schema, name: str) -> list[str]:
@@ -96,30 +102,38 @@ def _decode_value(value: Any) -> str:
 # Parquet files
 
 
-def read_parquet(path: Path, choose_columns: Callable[[pa.Schema], Columns]) -> Iterator[Item]:
+def read_parquet(
+    path: Path,
+    choose_columns: Callable[[pa.Schema], Columns[T]],
+    open_file: Callable[[Path], pq.ParquetFile] | None = None,
+    groups: range | None = None,
+) -> Iterator[T | Bad]:
     """Yield one item per record; `choose_columns` selects what is read by a file's schema or raises Unreadable."""
     try:
-        yield from _read_row_groups(path, choose_columns)
+        with (open_file or open_parquet)(path) as file:
+            yield from _read_row_groups(file, path, choose_columns, groups)
     except Unreadable as error:
         yield Bad(str(path), "whole file", error.reason, error.detail)
 
 
-def _read_row_groups(path: Path, choose_columns: Callable[[pa.Schema], Columns]) -> Iterator[Item]:
-    with _open_parquet(path) as file:
-        try:
-            columns = choose_columns(file.schema_arrow)
-            sizes = [_row_group_size(file, group) for group in range(file.num_row_groups)]
-        except ARROW_ERRORS as error:
-            raise Unreadable("unreadable", f"its metadata is damaged ({first_line(error)})") from error
-        number = 1
-        for group, (num_records, num_bytes) in enumerate(sizes):
+def _read_row_groups(
+    file: pq.ParquetFile, path: Path, choose_columns: Callable[[pa.Schema], Columns[T]], groups: range | None
+) -> Iterator[T | Bad]:
+    try:
+        columns = choose_columns(file.schema_arrow)
+        sizes = [_row_group_size(file, group) for group in range(file.num_row_groups)]
+    except ARROW_ERRORS as error:
+        raise Unreadable("unreadable", f"its metadata is damaged ({first_line(error)})") from error
+    number = 1
+    for group, (num_records, num_bytes) in enumerate(sizes):
+        if groups is None or group in groups:
             batch_size = min(max(_BATCH_BYTES * num_records // max(num_bytes, 1), 1), _BATCH_RECORDS)
             batches = partial(file.iter_batches, batch_size, row_groups=[group], use_threads=False)
             yield from _read_row_group(path, group, columns, batches, number, num_records)
-            number += num_records
+        number += num_records
 
 
-def _open_parquet(path: Path) -> pq.ParquetFile:
+def open_parquet(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, page_checksum_verification=True)
     except ARROW_ERRORS as error:
@@ -148,11 +162,11 @@ def _row_group_size(file: pq.ParquetFile, group: int) -> tuple[int, int]:
 def _read_row_group(
     path: Path,
     group: int,
-    columns: Columns,
+    columns: Columns[T],
     read_batches: Callable[..., Iterator[pa.RecordBatch]],
     number: int,
     num_records: int,
-) -> Iterator[Item]:
+) -> Iterator[T | Bad]:
     names, items = columns
     end = number + num_records
     problem = None

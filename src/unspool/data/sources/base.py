@@ -132,12 +132,40 @@ class Source(Config):
         """List (unit, file) for every file whose content the documents depend on."""
         return [(unit, file) for unit in units for file in files_below(unit)]
 
+    def content_marks(self, units: Sequence[Path]) -> list[Any] | None:
+        """What identifies the content of units that are not on this machine; None if they are files to hash."""
+        return None
+
+    def limited(self, tokens: int | None) -> Self:
+        """A copy that stops at what a recipe needs, if this source reads no further by itself; None is unknown."""
+        return self
+
     def has_loss_masks(self, units: Sequence[Path]) -> bool:
         """Whether some documents have a loss mask; in the corpus then all have one."""
         return self.is_chat
 
     def divide(self, units: list[Path], seed: int) -> list[Any]:
         """Divide the work. Each task is picklable and writes one shard, so the division must not depend on workers."""
+        raise NotImplementedError
+
+    def spill_tasks(self, units: list[Path]) -> list[Any]:
+        """Divide the work of a first pass that sorts the input on disk; a source without one returns nothing.
+
+        `spill` is called for each task, then `divide_spilled` replaces `divide`. Both get the number of parts that
+        `num_parts` returns, which must not depend on workers.
+        """
+        return []
+
+    def num_parts(self, units: list[Path]) -> int:
+        """Number of parts that the first pass divides the input into."""
+        raise NotImplementedError
+
+    def spill(self, task: Any, number: int, num_parts: int, folder: Path, seed: int) -> None:
+        """Write task `number` of the first pass into the folder, as a run of spill.py."""
+        raise NotImplementedError
+
+    def divide_spilled(self, folder: Path, num_parts: int) -> list[Any]:
+        """The tasks that read what the first pass wrote."""
         raise NotImplementedError
 
     def read(self, task: Any, seed: int, encoder: Encoder | None = None) -> Iterator[Item]:
@@ -178,16 +206,7 @@ class FileSource(Source):
         return find_files(self.path, root, kind=self.kind, endings=self.endings)
 
     def divide(self, units: list[Path], seed: int) -> list[list[Path]]:
-        """Group consecutive units; a group is closed when it has reached `TASK_BYTES`."""
-        groups: list[list[Path]] = [[]]
-        size = 0
-        for unit in units:
-            if size >= TASK_BYTES:
-                groups.append([])
-                size = 0
-            groups[-1].append(unit)
-            size += sum(file.stat().st_size for file in files_below(unit))
-        return groups
+        return group_units(units, TASK_BYTES)
 
     def read(self, task: Sequence[Path], seed: int = 0, encoder: Encoder | None = None) -> Iterator[Item]:
         return self.read_units(task, seed)
@@ -224,6 +243,19 @@ class FileSource(Source):
         """Estimate tokens from file sizes: `CHARS_PER_TOKEN`, and typical compression ratios."""
         chars = sum(file.stat().st_size * EXPANSION.get(file.suffix, 1.0) for file in files)
         return int(chars / CHARS_PER_TOKEN)
+
+
+def group_units(units: Sequence[Path], num_bytes: int) -> list[list[Path]]:
+    """Group consecutive units; a group is closed when it has reached `num_bytes`."""
+    groups: list[list[Path]] = [[]]
+    size = 0
+    for unit in units:
+        if size >= num_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(unit)
+        size += sum(file.stat().st_size for file in files_below(unit))
+    return groups
 
 
 def read_items(source: Source, task: Any, seed: int = 0, encoder: Encoder | None = None) -> Iterator[Item]:

@@ -72,7 +72,7 @@ class ChatSource(FileSource):
     def _document(self, name: str, number: int, record: dict[str, Any]) -> Document:
         return Document(f"{name}:{number}", "", messages=parse_conversation(record, self.messages))
 
-    def _choose_columns(self, path: Path, schema: "pa.Schema") -> "Columns":
+    def _choose_columns(self, path: Path, schema: "pa.Schema") -> "Columns[Item]":
         wanted = [self.messages] if self.messages is not None else list(FIELDS)
         columns = [name for name in wanted if name in schema.names]
         if not columns:

@@ -2,8 +2,8 @@
 
 Configuration and split are found by the Hub's own rules: first the `configs` of the dataset card, then names like
 data/train-00000-of-00002.parquet, then folders or files named after a split; otherwise all files are `train`. If a
-split has files of several formats, the most frequent one is read, as on the Hub. All files of the split are
-downloaded to the usual cache before the first is read.
+split has files of several formats, the most frequent one is read, as on the Hub. A dataset on the Hub is read as far
+as it is needed (hub_stream.py).
 """
 
 import json
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import yaml
 from pydantic import Field
@@ -20,7 +20,19 @@ from pydantic import Field
 from unspool.core.errors import ConfigError, DataError
 from unspool.data.sources.base import FileSource, Item
 from unspool.data.sources.files import first_line
+from unspool.data.sources.hub_stream import (
+    HubRows,
+    content_marks,
+    divide_remote,
+    download_file,
+    hub_path,
+    open_remote,
+    split_hub_path,
+)
 from unspool.data.sources.jsonl import JsonlSource
+
+if TYPE_CHECKING:
+    from unspool.data.tokenize.encoder import Encoder
 
 _JSON = tuple(f".{name}{packing}" for name in ("jsonl", "json") for packing in ("", ".gz", ".zst"))
 _FORMATS = {"parquet": (".parquet",), "json": _JSON, "arrow": (".arrow",)}
@@ -48,6 +60,12 @@ class HfSource(FileSource):
     def may_be_remote(self, path: str) -> bool:
         return _HUB_ID.fullmatch(path) is not None
 
+    def limited(self, tokens: int | None) -> Self:
+        """A dataset on the Hub is read as far as the recipe needs it, unless `limit` is set; a folder is read whole."""
+        if tokens is None or self.limit is not None or Path(self.path).expanduser().exists():
+            return self
+        return self.model_copy(update={"limit": tokens})
+
     def units(self, root: Path) -> list[Path]:
         path = root / Path(self.path).expanduser()
         if path.is_dir():
@@ -55,20 +73,47 @@ class HfSource(FileSource):
         if path.is_file() and _format(path.name):
             return [path]
         if self.may_be_remote(self.path):
-            return _download(self, path)
+            return _find_remote(self, path)
         raise ConfigError(f"path {self.path!r} is no folder (looked for {path}) and no Hub id such as org/name.")
+
+    def local_files(self, root: Path) -> list[Path]:
+        """The split's files, all of them downloaded."""
+        return [download_file(unit) for unit in self.units(root)]
+
+    def content_marks(self, units: Sequence[Path]) -> list[Any] | None:
+        return content_marks(units) if _is_remote(units) else None
+
+    def divide(self, units: list[Path], seed: int) -> list[Any]:
+        return divide_remote(units, self.limit) if _is_remote(units) else super().divide(units, seed)
+
+    def sample(self, units: list[Path], seed: int) -> Iterator[str]:
+        # From the Hub only the beginning, which is read in any case.
+        return super().sample(units[:1] if _is_remote(units) else units, seed)
+
+    def read(self, task: Any, seed: int = 0, encoder: "Encoder | None" = None) -> Iterator[Item]:
+        if isinstance(task, HubRows):
+            from unspool.data.sources.arrow import read_text_column
+
+            return read_text_column(task.path, self.text, open_remote, range(task.first, task.last))
+        return self.read_units(task, seed)
 
     def read_units(self, units: Sequence[Path], seed: int = 0) -> Iterator[Item]:
         # pyarrow takes long to import, and checking a recipe needs none of it.
-        from unspool.data.sources.arrow import read_arrow, read_text_column
+        from unspool.data.sources.arrow import open_parquet, read_arrow, read_text_column
 
         lines = JsonlSource(kind="jsonl", path=self.path, text=self.text)
         for path in units:
             form = _format(path.name)
-            if form == "json":
-                yield from lines.read_units([path])
+            if form == "parquet":
+                yield from read_text_column(path, self.text, open_remote if _is_remote([path]) else open_parquet)
+            elif form == "json":
+                yield from lines.read_units([download_file(path)])
             else:
-                yield from (read_text_column if form == "parquet" else read_arrow)(path, self.text)
+                yield from read_arrow(download_file(path), self.text)
+
+
+def _is_remote(units: Sequence[Path]) -> bool:
+    return bool(units) and split_hub_path(units[0]) is not None
 
 
 def _format(name: str) -> str | None:
@@ -240,7 +285,7 @@ def _most_frequent_format(names: list[str]) -> list[str]:
 # The Hub
 
 
-def _download(source: HfSource, looked_for: Path) -> list[Path]:
+def _find_remote(source: HfSource, looked_for: Path) -> list[Path]:
     # Takes long to import, and only this needs it.
     import huggingface_hub as hub
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -260,7 +305,6 @@ def _download(source: HfSource, looked_for: Path) -> list[Path]:
             # The converted branch is always of the newest commit, so it cannot replace a requested revision.
             revision, names = _list_files(hub.HfApi(), source.path, _CONVERTED)
             chosen = _choose_converted(source, names)
-        paths = [hub.hf_hub_download(source.path, name, repo_type="dataset", revision=revision) for name in chosen]
     except (ConfigError, DataError):
         raise
     except RepositoryNotFoundError as error:
@@ -270,12 +314,12 @@ def _download(source: HfSource, looked_for: Path) -> list[Path]:
         # Versions of huggingface_hub raise the errors of three HTTP libraries, which have no common parent.
         command = f"hf download --repo-type dataset {source.path} --local-dir FOLDER"
         raise ConfigError(
-            f"path {source.path!r}: no folder {looked_for}, and {name} cannot be downloaded ({first_line(error)}); "
+            f"path {source.path!r}: no folder {looked_for}, and {name} cannot be read ({first_line(error)}); "
             f"without a network, run `{command}` on a machine that has one and give that folder as path."
         ) from error
-    if not paths:
+    if not chosen:
         raise ConfigError(f"{name} holds no Parquet, JSONL or Arrow files for split {source.split!r}.")
-    return sorted(map(Path, paths))
+    return sorted(hub_path(source.path, revision, name) for name in chosen)
 
 
 def _list_files(api: Any, name: str, revision: str | None) -> tuple[str, list[str]]:

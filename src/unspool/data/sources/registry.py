@@ -13,6 +13,7 @@ from unspool.data.sources.mds import MdsSource
 from unspool.data.sources.parquet import ParquetSource
 from unspool.data.sources.recall import RecallSource
 from unspool.data.sources.repos import ReposSource
+from unspool.data.sources.stack import StackSource
 from unspool.data.sources.synthetic.fit_documents import SyntheticSource
 from unspool.data.sources.text import TextSource
 from unspool.data.sources.textbooks import TextbooksSource
@@ -23,6 +24,7 @@ SOURCES: dict[str, type[Source]] = {
     "parquet": ParquetSource,
     "hf": HfSource,
     "repos": ReposSource,
+    "stack": StackSource,
     "textbooks": TextbooksSource,
     "mds": MdsSource,
     "chat": ChatSource,

@@ -1,6 +1,6 @@
 """Source kind `textbooks`: chapters joined to books, and the books of one subject to one document.
 
-The input is JSON lines (plain, .gz or .zst), one chapter per record. A document holds the books of a subject (or one
+The input is JSON lines (plain, .gz or .zst) or Parquet, one chapter per record. A document holds the books of a subject (or one
 book) in a seeded random order, each under its title, with chapters ordered by number. Every record is counted once: a
 document has the id of its first chapter, the others are Filtered "joined", a blank chapter is Filtered "empty".
 
@@ -10,18 +10,21 @@ if the input is sorted by subject, all of them if it is shuffled. Chapters are j
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from unspool.core.rng import rng_for
 from unspool.data.sources.base import Bad, Document, FileSource, Filtered, Item
-from unspool.data.sources.files import checked_text
+from unspool.data.sources.files import Unreadable, checked_text
 from unspool.data.sources.jsonl import ENDINGS, read_jsonl, text_field
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _Order = tuple[tuple[int, float, str], ...]
 
@@ -37,15 +40,19 @@ class _Chapter:
 
 
 class TextbooksSource(FileSource):
-    """Chapters (one JSONL record each) joined to books, and the books of one subject to one document."""
+    """Chapters (one JSONL or Parquet record each) joined to books, and the books of one subject to one document."""
 
     kind: Literal["textbooks"]
     text: str = Field("text", description="the field that holds a chapter's text")
     book: str = Field("book", description="the field that names the book")
-    subject: str | None = Field("subject", description="the field that names the subject; null: one document per book")
+    subject: str | None = Field(
+        "subject",
+        description="the field that names the subject, or FIELD/N for folder N (from 0) of a path in a field; null: one "
+        "document per book",
+    )
     chapter: str | None = Field("chapter", description="the field chapters are ordered by; null: file order")
 
-    endings: ClassVar[tuple[str, ...]] = ENDINGS
+    endings: ClassVar[tuple[str, ...]] = (*ENDINGS, ".parquet")
     seeded: ClassVar[bool] = True
 
     def divide(self, units: list[Path], seed: int) -> list[list[Path]]:
@@ -66,15 +73,50 @@ class TextbooksSource(FileSource):
 
     def _read_chapters(self, units: Sequence[Path]) -> Iterator[_Chapter | Bad | Filtered]:
         for index, path in enumerate(units):
-            for found in read_jsonl(path, partial(self._chapter, path.name, index)):
+            chapter = partial(self._chapter, path.name, index)
+            records = self._read_parquet(path, chapter) if path.suffix == ".parquet" else read_jsonl(path, chapter)
+            for found in records:
                 yield Filtered(found.id, "empty") if isinstance(found, _Chapter) and not found.text.strip() else found
+
+    def _read_parquet(
+        self, path: Path, chapter: Callable[[int, dict[str, object]], _Chapter]
+    ) -> Iterator[_Chapter | Bad]:
+        from unspool.data.sources.arrow import Columns, read_parquet  # pyarrow takes long to import
+
+        def choose_columns(schema: "pa.Schema") -> "Columns[_Chapter | Bad]":
+            wanted = {self.text, self.book, self.chapter, self.subject, (self.subject or "").rpartition("/")[0]}
+            return [name for name in schema.names if name in wanted], chapters
+
+        def chapters(batch: "pa.RecordBatch", number: int) -> Iterator[_Chapter | Bad]:
+            for offset in range(batch.num_rows):
+                try:
+                    # One by one: Arrow does not check strings in files, and one bad string must not cost the others.
+                    yield chapter(number + offset, batch.slice(offset, 1).to_pylist()[0])
+                except Unreadable as error:
+                    yield Bad(str(path), f"record {number + offset}", error.reason, error.detail)
+                except UnicodeDecodeError as error:
+                    detail = f"not valid UTF-8 at byte {error.start}"
+                    yield Bad(str(path), f"record {number + offset}", "invalid_utf8", detail)
+
+        return read_parquet(path, choose_columns)
 
     def _chapter(self, name: str, index: int, number: int, record: dict[str, object]) -> _Chapter:
         text = checked_text(text_field(record, self.text))
         book = checked_text(text_field(record, self.book))
-        group = book if self.subject is None else checked_text(text_field(record, self.subject))
+        group = book if self.subject is None else checked_text(_subject(record, self.subject))
         order = None if self.chapter is None else _natural_key(record.get(self.chapter))
         return _Chapter(f"{name}:{number}", (index, number), group, book, order, text)
+
+
+def _subject(record: dict[str, object], field: str) -> str:
+    """The text of a field, or a folder of the path in it."""
+    name, _, number = field.rpartition("/")
+    if field in record or not name or not number.isdecimal():
+        return text_field(record, field)
+    folders = text_field(record, name).strip("/").split("/")
+    if int(number) >= len(folders):
+        raise Unreadable("missing_field", f"field {name!r} has no folder {number}: {'/'.join(folders)[:80]!r}")
+    return folders[int(number)]
 
 
 def _join(group: str, chapters: list[_Chapter], seed: int) -> Iterator[Item]:

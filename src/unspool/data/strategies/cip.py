@@ -1,8 +1,8 @@
-"""CIP-n: documents in n equal chunks; a row has all first chunks, then all second ones, and so on.
+"""CIP-n: documents in n chunks; a row has all first chunks, then all second ones, and so on.
 
-D1¹ D2¹ D3¹ D1² D2² D3² for n = 2, without special tokens. Rows attend in full, which makes the model look back over
-the chunks of other documents. The fast variant in the public code of Untie the Knots differs: it leaves documents in
-place.
+Documents are split at random points, as the baseline of Untie the Knots does; equal chunks are an option. For n = 2 a
+row is D1¹ D2¹ D3¹ D1² D2² D3², without special tokens. Rows attend in full, which makes the model look back over the
+chunks of other documents. The fast variant in the public code of Untie the Knots differs: it leaves documents in place.
 """
 
 from collections.abc import Sequence
@@ -12,22 +12,25 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from pydantic import Field
 
+from unspool.core.rng import rng_for
 from unspool.core.sizes import Size
 from unspool.data.packing.row import Row
 from unspool.data.strategies.base import Finish, PackingInputs, RowBuilder, StrategyConfig
+from unspool.data.strategies.split_points import SPLIT_POINTS, Split
 
 if TYPE_CHECKING:
     from unspool.data.packing.config import DatasetConfig
 
 
 class CipConfig(StrategyConfig):
-    """CIP: documents in equal chunks; all first chunks of a row, then all second ones, …"""
+    """CIP: documents in chunks; all first chunks of a row, then all second ones, …"""
 
     name: ClassVar[str] = "cip"
     title: ClassVar[str] = "interleaved (CIP)"
     moves_chunks: ClassVar[bool] = True
 
     pieces: int = Field(2, ge=2, le=64, description="chunks per document")
+    split: Split = Field("random", description="where documents are split; equal: chunks of one length")
     longest: Size | None = Field(None, description="longer documents are first cut into several of this length")
 
     def summary(self) -> str:
@@ -44,18 +47,23 @@ class CipConfig(StrategyConfig):
         return RowBuilder(pack=PACKERS[dataset.packing], masked=inputs.is_masked, chunked=True)
 
     def finish(self, dataset: "DatasetConfig", inputs: PackingInputs) -> Finish:
-        return partial(interleave_rows, pieces=self.pieces)
+        rng = rng_for(inputs.seed, "cip", inputs.name)
+        return partial(interleave_rows, pieces=self.pieces, split=self.split, rng=rng)
 
 
-def interleave_rows(rows: Sequence[Row], pieces: int) -> list[Row]:
+def interleave_rows(rows: Sequence[Row], pieces: int, split: Split, rng: np.random.Generator) -> list[Row]:
     """Interleave the chunks of several rows at once; each row is what it would be alone.
 
-    A chunk is at most one token longer than another of its document. A document below `pieces` tokens stays whole
-    among the first chunks. Rows must have no padding, and all of them a loss mask or none.
+    Random points are distinct and uniform; equal chunks differ by at most one token. A document below `pieces` tokens
+    stays whole among the first chunks. Rows must have no padding, and all of them a loss mask or none.
     """
     num_docs = np.array([len(row.doc_lens) for row in rows])
     first_docs = np.cumsum(num_docs) - num_docs
-    starts, lens, docs = _cut(np.concatenate([row.doc_lens for row in rows], dtype=np.int64), pieces)
+    doc_lens = np.concatenate([row.doc_lens for row in rows], dtype=np.int64)
+    # As many draws for every document, so that it makes no difference how many rows come at once.
+    draws = rng.random((len(doc_lens), pieces - 1))
+    points = SPLIT_POINTS[split](draws, doc_lens, np.where(doc_lens < pieces, 1, pieces))
+    starts, lens, docs = _cut(doc_lens, points)
     row_of = np.repeat(np.arange(len(rows)), num_docs)[docs]
     # They come by piece number and then by document, and keep that order within each row.
     order = np.argsort(row_of, kind="stable")
@@ -83,11 +91,9 @@ def interleave_rows(rows: Sequence[Row], pieces: int) -> list[Row]:
     return made
 
 
-def _cut(lens: np.ndarray, pieces: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _cut(lens: np.ndarray, points: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of documents that lie end to end: where each piece begins, its length and its document; all first ones first."""
-    cuts = np.arange(pieces + 1)[:, None] * lens // pieces
-    # All cuts of a short document but the first move to its end.
-    cuts[1:] = np.where(lens < pieces, lens, cuts[1:])
+    cuts = np.concatenate([np.zeros_like(lens)[None], points.T, lens[None]])
     starts = cuts[:-1] + (np.cumsum(lens) - lens)
     sizes = np.diff(cuts, axis=0)
     docs = np.broadcast_to(np.arange(len(lens)), sizes.shape)

@@ -1,10 +1,12 @@
 """The interface of backends, which answer prompts, and the registry that finds one by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -23,6 +25,30 @@ if TYPE_CHECKING:
 ROW_TOKENS = 8192
 
 
+Endpoint = Literal["completions", "chat", "text"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptForm:
+    """How a backend takes prompts: as token ids, which models in this process do, as text or as chat messages."""
+
+    endpoint: Endpoint = "completions"
+    adds_opening: bool = True  # text: the server puts BOS before it, as the tokenizer does
+    template_tokens: int = 0  # chat: tokens that the server's template adds to a message
+    prefill: Mapping[str, Any] | None = None
+    """Chat: fields of a request with which the server continues a last message of the assistant; None: it cannot."""
+
+
+TOKEN_IDS = PromptForm()
+
+
+class ContextLimit(NamedTuple):
+    """Tokens that a model claims to read and write, and where that is written."""
+
+    tokens: int
+    source: str
+
+
 class Backend:
     """Answers prompts. A backend implements `answers` and overrides what differs from the defaults."""
 
@@ -37,8 +63,10 @@ class Backend:
     """Whether contexts of suites such as niah go into rows as well."""
     has_losses: bool = False
     """Whether it implements `window_losses`."""
-    endpoint: str | None = None
-    """How a server is asked; None for backends in this process."""
+    kind: str = "transformers"
+    form: PromptForm = TOKEN_IDS
+    context_limit: ContextLimit | None = None
+    """None if it is not known."""
     planned_tokens: int = 0
     """Prompt tokens of the whole run, set before the first prompt. What was answered before a resume counts too, so
     that the same kernels answer all prompts."""
@@ -53,6 +81,22 @@ class Backend:
     def window_losses(self, ids: np.ndarray) -> np.ndarray:
         """−log p of every token but the first, in nats."""
         raise NotImplementedError
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What results say about the backend, and what decides whether two results are compared in pairs."""
+        return {"kind": self.kind}
+
+    def connect(self, record: Mapping[str, Any] | None = None) -> None:
+        """Find out what a server can do.
+
+        The record of an earlier result of the same server spares the requests until `connect` is called without one.
+        """
+
+    @contextmanager
+    def keeping_replies(self, path: Path) -> Iterator[None]:
+        """Write the replies of a server into a file as they arrive, and ask for none that is in it."""
+        yield
 
     def stop(self) -> None:
         """End work in progress, because the run failed or is complete."""
@@ -104,7 +148,24 @@ class BackendOptions:
         weights = weights if self.rope is None else self.rope.digest(weights)
         if self.kind == "transformers":
             return weights
-        return digest([weights, self.kind, self.url, self.model_name, self.endpoint])
+        # The endpoint of a server is part of the backend's record.
+        endpoint = None if self.kind == "openai" else self.endpoint
+        return digest([weights, self.kind, self.url, self.model_name, endpoint])
+
+
+def claimed_context(ref: str, rope: RopeOverride | None = None) -> ContextLimit | None:
+    """Read a model's context from its config; None where it gives none, as of a tokenizer alone."""
+    from unspool.models.config import config_values, read_config_file
+
+    if rope is not None:
+        return ContextLimit(rope.context_length, "--context of --rope")
+    try:
+        # A folder of ours may have a model_type that only we know, so its file is read as it is.
+        values = read_config_file(ref)
+        found = values.get("max_position_embeddings") or config_values(ref).get("max_position_embeddings")
+    except ConfigError:
+        return None
+    return ContextLimit(int(found), "max_position_embeddings of its config") if found else None
 
 
 BuildBackend = Callable[[BackendOptions], Backend]

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from unspool.evals.backends.base import Backend, BackendOptions
+from unspool.evals.backends.base import Backend, BackendOptions, ContextLimit, claimed_context
 from unspool.evals.prompts import Prompt, PromptQuestion
 
 # Tokens of the prompt's end that `Adversarial` repeats.
@@ -16,8 +16,9 @@ class Mock(Backend):
 
     has_losses = True
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, context: ContextLimit | None = None) -> None:
+        self.tokenizer, self.context_limit = tokenizer, context
+        self.kind = type(self).__name__.lower()
 
     def answers(self, prompt: Prompt) -> list[str]:
         return [self.answer(prompt, question) for question in prompt.questions]
@@ -57,4 +58,4 @@ MOCKS = {"oracle": Oracle, "empty": Empty, "adversarial": Adversarial}
 def build(options: BackendOptions) -> Mock:
     from unspool.models.tokenizer import load_tokenizer
 
-    return MOCKS[options.kind](load_tokenizer(options.model))
+    return MOCKS[options.kind](load_tokenizer(options.model), claimed_context(options.model))

@@ -1,25 +1,35 @@
 """Any server with OpenAI's HTTP interface: vLLM, SGLang, llama.cpp, TGI, hosted ones.
 
 The completions endpoint gets token ids, so that the server reads exactly what the hashes name; servers that take no
-ids get text. The chat endpoint gets text and applies its own template: there the answer prefix ends the user's
-message, since not every server can continue an assistant's message.
+ids get text, chat template included. The chat endpoint gets messages and applies its own template.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from threading import BoundedSemaphore, Event
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
+from unspool.core.artifacts import digest
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.core.http_client import KEY_ENV, RetryPolicy, TransientError, check_url, printable_line, request_json
-from unspool.evals.backends.base import Backend, BackendOptions
-from unspool.evals.prompts import Prompt, PromptQuestion
+from unspool.evals.backends.base import (
+    TOKEN_IDS,
+    Backend,
+    BackendOptions,
+    ContextLimit,
+    Endpoint,
+    PromptForm,
+    claimed_context,
+)
+from unspool.evals.prompts import Payload, Prompt, PromptQuestion
+from unspool.evals.reply_cache import ReplyCache
 
-Endpoint = Literal["completions", "chat", "text"]
 Result = TypeVar("Result")
 Sleep = Callable[[float], Any]
 
@@ -30,7 +40,6 @@ class Server:
 
     url: str  # such as http://localhost:8000/v1
     model: str
-    endpoint: Endpoint = "completions"  # text: completions with text instead of ids
     key_env: str = KEY_ENV  # environment variable with the key, if the server wants one
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     width: int = 8  # concurrent requests
@@ -43,8 +52,10 @@ class Server:
         body = {"prompt": prompt, "max_tokens": max_tokens, **more}
         return self.ask("completions", body, completion_text, sleep=sleep)
 
-    def chat(self, text: str, max_tokens: int, *, sleep: Sleep = time.sleep, **more: Any) -> str:
-        body = {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, **more}
+    def chat(self, messages: Payload, max_tokens: int, *, sleep: Sleep = time.sleep, **more: Any) -> str:
+        """Send messages, or a text as the only message."""
+        sent = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        body = {"messages": sent, "max_tokens": max_tokens, **more}
         return self.ask("chat/completions", body, chat_text, sleep=sleep)
 
     def address(self, path: str) -> str:
@@ -116,19 +127,102 @@ def _text(holder: dict[str, Any], name: str) -> str:
     return text or ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerAbilities:
+    """What a server can do."""
+
+    form: PromptForm = TOKEN_IDS
+    context: int | None = None  # tokens; None if the server does not list it
+    logprobs: bool = False  # of the tokens of a prompt of ids
+
+    @property
+    def record(self) -> dict[str, Any]:
+        form = self.form
+        return {
+            "endpoint": form.endpoint,
+            "context": self.context,
+            "log_probabilities": self.logprobs,
+            "adds_bos": form.adds_opening,
+            "template_tokens": form.template_tokens,
+            "prefill": None if form.prefill is None else dict(form.prefill),
+        }
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "ServerAbilities":
+        form = PromptForm(
+            endpoint=record["endpoint"],
+            adds_opening=record["adds_bos"],
+            template_tokens=record["template_tokens"],
+            prefill=record["prefill"],
+        )
+        return cls(form=form, context=record["context"], logprobs=record["log_probabilities"])
+
+
 class OpenAiBackend(Backend):
-    def __init__(self, server: Server, tokenizer: Any, *, has_losses: bool = False) -> None:
-        self.server, self.tokenizer, self.has_losses = server, tokenizer, has_losses
-        self.endpoint = server.endpoint
+    """A server with the abilities given, or those that `probe` finds when `connect` is called."""
+
+    kind = "openai"
+
+    def __init__(
+        self,
+        server: Server,
+        tokenizer: Any,
+        abilities: ServerAbilities = ServerAbilities(),  # noqa: B008
+        *,
+        endpoint: Endpoint | None = None,
+        probe: Callable[[], ServerAbilities] | None = None,
+        claimed: ContextLimit | None = None,
+    ) -> None:
+        self.server, self.tokenizer = server, tokenizer
+        self._claimed = claimed  # for servers that do not list their context
+        self._endpoint, self._probe = endpoint, probe
+        self._use(abilities)
         self.width = server.width
         # Several prompts may be in progress, each with several questions.
         self._slots = BoundedSemaphore(server.width)
         self._stopped = Event()
+        self._replies: ReplyCache | None = None
+
+    def _use(self, abilities: ServerAbilities) -> None:
+        self._abilities = abilities
+        self.form, self.has_losses = abilities.form, abilities.logprobs
+        listed = ContextLimit(abilities.context, "as the server lists it") if abilities.context else None
+        self.context_limit = listed or self._claimed
+
+    def connect(self, record: Mapping[str, Any] | None = None) -> None:
+        if self._probe is None:
+            return
+        if record is not None and self._is_mine(record):
+            self._use(ServerAbilities.of(record))
+            return
+        self._use(self._probe())
+        self._probe = None
+
+    def _is_mine(self, record: Mapping[str, Any]) -> bool:
+        mine = {"kind": self.kind, "url": self.server.url, "model": self.server.model}
+        mine |= {"endpoint": self._endpoint} if self._endpoint else {}
+        return {**record, **mine} == record and self.record.keys() == record.keys()
+
+    @property
+    def record(self) -> dict[str, Any]:
+        template = "of the server"
+        if self.form.endpoint != "chat":
+            text = getattr(self.tokenizer, "chat_template", None)
+            template = f"of the tokenizer, sha256 {digest(text)[:12]}" if text else "none"
+        server = {"url": self.server.url, "model": self.server.model}
+        return {"kind": self.kind, **server, "template": template, **self._abilities.record}
+
+    @contextmanager
+    def keeping_replies(self, path: Path) -> Iterator[None]:
+        try:
+            with ReplyCache(path) as self._replies:
+                yield
+        finally:
+            self._replies = None
 
     def answers(self, prompt: Prompt) -> list[str]:
         def answer(question: PromptQuestion) -> str:
-            with self._slots:
-                return self._answer(prompt, question)
+            return self._kept([prompt.hash(question), prompt.answer_tokens], lambda: self._answer(prompt, question))
 
         if len(prompt.questions) == 1:
             return [answer(prompt.questions[0])]
@@ -142,12 +236,23 @@ class OpenAiBackend(Backend):
             return self.server.ask("completions", body, lambda reply: token_logprobs(reply, len(ids)))
 
     def window_losses(self, ids: np.ndarray) -> np.ndarray:
-        return -np.array([number for number, _ in self.logprobs(ids.tolist())])
+        losses = self._kept(["losses", ids.tolist()], lambda: [-number for number, _ in self.logprobs(ids.tolist())])
+        return np.array(losses)
 
     def stop(self) -> None:
         """End the pauses between attempts of requests in progress, which then fail."""
         self._stopped.set()
         self._stopped = Event()
+
+    def _kept(self, asked: Any, ask: Callable[[], Result]) -> Result:
+        """The reply to what was asked before, else the reply of the server, written down when it arrives."""
+        replies, key = self._replies, digest(asked)
+        known: Result | None = None if replies is None else replies.read_reply(key)
+        if known is None:
+            known = ask()
+            if replies is not None:
+                replies.write_reply(key, known)
+        return known
 
     def _answer(self, prompt: Prompt, question: PromptQuestion) -> str:
         stopped = self._stopped
@@ -156,19 +261,19 @@ class OpenAiBackend(Backend):
             if stopped.wait(seconds):
                 raise UnspoolError("the run has ended.")
 
-        ids = np.concatenate([prompt.context_ids, question.ids]).tolist()
-        if self.server.endpoint == "completions":
-            return self.server.complete(ids, prompt.answer_tokens, sleep=sleep)
-        if question.text is None:
-            text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
-        else:
-            text = question.text.prompt + question.text.question.prefix
-        ask = self.server.complete if self.server.endpoint == "text" else self.server.chat
-        return ask(text, prompt.answer_tokens, sleep=sleep)
+        with self._slots:
+            payload, tokens = question.payload, prompt.answer_tokens
+            if payload is None:
+                ids = np.concatenate([prompt.context_ids, question.ids]).tolist()
+                return self.server.complete(ids, tokens, sleep=sleep)
+            if isinstance(payload, str):
+                return self.server.complete(payload, tokens, sleep=sleep)
+            more = self.form.prefill or {}
+            return self.server.chat(payload, tokens, sleep=sleep, **(more if len(payload) > 1 else {}))
 
 
 def build(options: BackendOptions) -> OpenAiBackend:
-    """Probe the server, and build the backend that asks it as it can be asked."""
+    """A server that is asked as it can be asked, which `connect` finds out."""
     from unspool.evals.backends.probe import probe
     from unspool.models.tokenizer import load_tokenizer
 
@@ -180,6 +285,11 @@ def build(options: BackendOptions) -> OpenAiBackend:
         width=options.requests,
         retry=RetryPolicy(seconds=options.timeout),
     )
-    tokenizer = load_tokenizer(options.model)
-    found = probe(server, tokenizer, None if options.endpoint == "auto" else options.endpoint)
-    return OpenAiBackend(replace(server, endpoint=found.endpoint), tokenizer, has_losses=found.logprobs)
+    tokenizer, endpoint = load_tokenizer(options.model), None if options.endpoint == "auto" else options.endpoint
+    return OpenAiBackend(
+        server,
+        tokenizer,
+        endpoint=endpoint,
+        probe=lambda: probe(server, tokenizer, endpoint),
+        claimed=claimed_context(options.model),
+    )

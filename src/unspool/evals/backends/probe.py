@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from unspool.core.errors import ConfigError, UnspoolError
@@ -15,8 +15,10 @@ from unspool.core.http_client import (
     request_once,
     with_retries,
 )
-from unspool.evals.backends.openai import Endpoint, Server, chat_text, completion_text, token_logprobs
-from unspool.evals.prompts import encode
+from unspool.evals.backends.base import Endpoint, PromptForm
+from unspool.evals.backends.openai import Server, ServerAbilities, chat_text, completion_text, token_logprobs
+from unspool.evals.prompt_encoder import PromptEncoder
+from unspool.evals.prompts import encode, opening_ids
 
 logger = logging.getLogger(__name__)
 
@@ -30,20 +32,11 @@ ATTEMPTS = 3
 CONTEXT_KEYS = ("max_model_len", "context_length", "context_window", "max_context_length", "n_ctx", "max_input_tokens")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerAbilities:
-    endpoint: Endpoint
-    context: int | None  # tokens; None if the server does not list it
-    logprobs: bool  # of the tokens of a prompt of ids
-
-    def describe(self, server: Server, refused: Mapping[Endpoint, str]) -> str:
-        others = "".join(f", not {SENDS[tried]} ({problem})" for tried, problem in refused.items())
-        return (
-            f"{server.url}: {server.model} takes {SENDS[self.endpoint]}{others}; context "
-            f"{f'{self.context} tokens' if self.context else 'not listed'}; "
-            f"{'with' if self.logprobs else 'without'} log-probabilities of prompts. "
-            f"Using --endpoint {self.endpoint}; give --endpoint {'|'.join(ENDPOINTS)} to override"
-        )
+# Assumed for a server's chat template that is known neither from the tokenizer nor from token counts.
+TEMPLATE_TOKENS = 64
+# How servers are told to continue a last message of the assistant: vLLM and SGLang by fields, llama.cpp unasked.
+PREFILLS: tuple[dict[str, Any], ...] = ({"continue_final_message": True, "add_generation_prompt": False}, {})
+BEGUN = "The lazy dog sleeps and"
 
 
 def probe(server: Server, tokenizer: Any, endpoint: Endpoint | None) -> ServerAbilities:
@@ -54,13 +47,19 @@ def probe(server: Server, tokenizer: Any, endpoint: Endpoint | None) -> ServerAb
     ids = encode(tokenizer, TEXT).tolist()
     failed: dict[Endpoint, str] = {}
     for tried in (endpoint,) if endpoint else ENDPOINTS:
-        problem = _problem(server, tried, ids)
-        if problem is None:
-            logprobs = tried == "completions" and _has_logprobs(server, ids)
-            found = ServerAbilities(endpoint=tried, context=_context(server), logprobs=logprobs)
-            logger.info(found.describe(server, failed))
-            return found
-        failed[tried] = problem
+        try:
+            count = _count(server, tried, ids)
+        except _UnusableError as error:
+            failed[tried] = str(error)
+            continue
+        found = ServerAbilities(
+            form=_form(server, tokenizer, tried, count),
+            context=_context(server),
+            logprobs=tried == "completions" and _has_logprobs(server, ids),
+        )
+        _warn(found, tokenizer, count, ids)
+        logger.info(_describe(found, server, failed))
+        return found
     listed = [name for name in _models(server) if name != server.model]
     names = f" The server lists these models for --model-name: {', '.join(listed[:5])}." if listed else ""
     raise ConfigError(
@@ -73,32 +72,76 @@ def probe(server: Server, tokenizer: Any, endpoint: Endpoint | None) -> ServerAb
     )
 
 
-def _problem(server: Server, endpoint: Endpoint, ids: list[int]) -> str | None:
-    """Why the server cannot be asked in this way; None if it can."""
+def _describe(found: ServerAbilities, server: Server, refused: Mapping[Endpoint, str]) -> str:
+    endpoint = found.form.endpoint
+    others = "".join(f", not {SENDS[tried]} ({problem})" for tried, problem in refused.items())
+    chat = ""
+    if endpoint == "chat":
+        prefill = "answers can be prefilled" if found.form.prefill is not None else "answers cannot be prefilled"
+        chat = f"; its template takes {found.form.template_tokens} tokens, and {prefill}"
+    return (
+        f"{server.url}: {server.model} takes {SENDS[endpoint]}{others}; context "
+        f"{f'{found.context} tokens' if found.context else 'not listed'}; "
+        f"{'with' if found.logprobs else 'without'} log-probabilities of prompts{chat}. "
+        f"Using --endpoint {endpoint}; give --endpoint {'|'.join(ENDPOINTS)} to override"
+    )
 
-    def read_ids(reply: dict[str, Any]) -> str:
-        usage = reply.get("usage")
-        count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-        # A server that reads the list of ids as text counts several tokens per id.
-        if isinstance(count, int) and count > len(ids) + 4:
-            raise TransientError("garbage", f"{count} tokens were counted in {len(ids)} ids")
-        return completion_text(reply)
 
-    try:
-        if endpoint == "chat":
-            messages = [{"role": "user", "content": TEXT}]
-            _ask(server, "chat/completions", {"messages": messages, "max_tokens": 1}, chat_text)
-        else:
-            prompt = ids if endpoint == "completions" else TEXT
-            read = read_ids if endpoint == "completions" else completion_text
-            _ask(server, "completions", {"prompt": prompt, "max_tokens": 1}, read)
-    except RefusedError as error:
-        if error.status in (401, 403) or error.status < 400:
-            raise
-        return error.problem
-    except _UnusableError as error:
-        return str(error)
+def _warn(found: ServerAbilities, tokenizer: Any, count: int | None, ids: list[int]) -> None:
+    if found.form.endpoint == "chat":
+        if not PromptEncoder(tokenizer).has_template:
+            logger.warning(
+                "this tokenizer has no chat template: the server asks through one that is unknown here, perhaps not "
+                "the model's own. Use --endpoint text for base models."
+            )
+    elif count is not None and count - len(ids) not in (0, len(opening_ids(tokenizer))):
+        logger.warning(
+            f"the server counts {count} tokens where this tokenizer counts {len(ids)}: is it the tokenizer of the "
+            "model that the server runs? Lengths count this tokenizer's tokens."
+        )
+
+
+def _count(server: Server, endpoint: Endpoint, ids: list[int]) -> int | None:
+    """The tokens that the server counts in a prompt, None if it does not say; _UnusableError if it takes none such."""
+    if endpoint == "chat":
+        return _ask(server, "chat/completions", {"messages": _messages(TEXT), "max_tokens": 1}, chat_text)
+    prompt = ids if endpoint == "completions" else TEXT
+    count = _ask(server, "completions", {"prompt": prompt, "max_tokens": 1}, completion_text)
+    # A server that reads the list of ids as text counts several tokens per id.
+    if endpoint == "completions" and count is not None and count > len(ids) + 4:
+        raise _UnusableError(f"{count} tokens were counted in {len(ids)} ids")
+    return count
+
+
+def _form(server: Server, tokenizer: Any, endpoint: Endpoint, count: int | None) -> PromptForm:
+    size = len(encode(tokenizer, TEXT))
+    if endpoint != "chat":
+        # A server that gives no count is assumed to tokenize as the tokenizer does.
+        return PromptForm(endpoint=endpoint, adds_opening=count is None or count > size)
+    encoder = PromptEncoder(tokenizer)
+    own = encoder.overhead(chat=True) if encoder.has_template else TEMPLATE_TOKENS
+    if count is None or count < size:
+        return PromptForm(endpoint=endpoint, template_tokens=own)
+    return PromptForm(
+        endpoint=endpoint, template_tokens=count - size, prefill=_prefill(server, count + len(encode(tokenizer, BEGUN)))
+    )
+
+
+def _prefill(server: Server, expected: int) -> dict[str, Any] | None:
+    """The fields with which the server continues a message; it counts nothing that ends one then."""
+    messages = [*_messages(TEXT), {"role": "assistant", "content": BEGUN}]
+    for fields in PREFILLS:
+        body = {"messages": messages, "max_tokens": 1, **fields}
+        try:
+            if _ask(server, "chat/completions", body, chat_text) == expected:
+                return fields
+        except (UnspoolError, _UnusableError):
+            continue
     return None
+
+
+def _messages(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
 
 
 def _has_logprobs(server: Server, ids: list[int]) -> bool:
@@ -137,19 +180,28 @@ class _UnusableError(Exception):
     """A reply that another attempt will not change."""
 
 
-def _ask(server: Server, path: str, body: dict[str, Any], read: Callable[[dict[str, Any]], Any]) -> None:
+def _ask(server: Server, path: str, body: dict[str, Any], read: Callable[[dict[str, Any]], Any]) -> int | None:
+    """Ask, and return how many tokens the server counted in the prompt, None if it does not say."""
     retry: RetryPolicy = replace(server.retry, attempts=min(ATTEMPTS, server.retry.attempts))
     url = server.address(path)
 
-    def attempt() -> None:
+    def attempt() -> int | None:
         try:
-            read(request_once(url, server.body(body), key_env=server.key_env, retry=retry))
+            reply = request_once(url, server.body(body), key_env=server.key_env, retry=retry)
+            read(reply)
         except TransientError as error:
             if error.kind in UNAVAILABLE:
                 raise
             raise _UnusableError(printable_line(error.problem)) from None
+        usage = reply.get("usage")
+        count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        return count if isinstance(count, int) and not isinstance(count, bool) and 0 < count < 10**6 else None
 
     try:
-        with_retries(attempt, retry)
+        return with_retries(attempt, retry)
     except TransientError as error:
         raise no_answer(url, error) from None
+    except RefusedError as error:
+        if error.status in (401, 403) or error.status < 400:
+            raise
+        raise _UnusableError(error.problem) from None

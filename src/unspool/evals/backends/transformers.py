@@ -16,7 +16,7 @@ import torch
 
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.core.logging import LOGGER, set_up_logging
-from unspool.evals.backends.base import ROW_TOKENS, Backend, BackendOptions, RopeOverride
+from unspool.evals.backends.base import ROW_TOKENS, Backend, BackendOptions, ContextLimit, RopeOverride, claimed_context
 from unspool.evals.prompts import Prompt
 from unspool.models.checks import check_tokens
 from unspool.models.fuse import fuse_for_reading, pays_to_fuse
@@ -54,6 +54,10 @@ class ModelBackend(Backend):
     @cached_property
     def tokenizer(self) -> Any:
         return load_tokenizer(self.ref)
+
+    @cached_property
+    def context_limit(self) -> ContextLimit | None:  # type: ignore[override]
+        return claimed_context(self.ref, self.rope)
 
     @cached_property
     def model(self) -> Any:
@@ -137,6 +141,10 @@ class ProcessesBackend(Backend):
     @cached_property
     def tokenizer(self) -> Any:
         return self._model.tokenizer
+
+    @property
+    def context_limit(self) -> ContextLimit | None:  # type: ignore[override]
+        return self._model.context_limit
 
     def answers(self, prompt: Prompt) -> list[str]:
         return self._run(_answers, prompt)

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from unspool.core.errors import ConfigError
-from unspool.evals.backends.base import Backend, BackendOptions
+from unspool.evals.backends.base import Backend, BackendOptions, ContextLimit, claimed_context
 from unspool.evals.prompts import Prompt
 from unspool.models.tokenizer import load_tokenizer
 from unspool.models.weight_files import check_weights
 
 
 class VllmBackend(Backend):
+    kind = "vllm"
     block_size = 64
 
     def __init__(self, ref: str) -> None:
@@ -25,6 +26,10 @@ class VllmBackend(Backend):
     @cached_property
     def tokenizer(self) -> Any:
         return load_tokenizer(self.ref)
+
+    @cached_property
+    def context_limit(self) -> ContextLimit | None:  # type: ignore[override]
+        return claimed_context(self.ref)
 
     @cached_property
     def _engine(self) -> tuple[Any, Any]:

@@ -21,7 +21,8 @@ from unspool.core.sizes import format_count
 from unspool.evals.backends.base import Backend
 from unspool.evals.config import eval_adapter
 from unspool.evals.judge.protocols import REPLY_TOKENS, Call, Reply, calls, score
-from unspool.evals.prompts import Prompt, PromptEncoder, PromptQuestion
+from unspool.evals.prompt_encoder import PromptEncoder
+from unspool.evals.prompts import Prompt, PromptQuestion
 from unspool.evals.reply_cache import ReplyCache
 from unspool.evals.run import SAMPLES, SUMMARY, summarize
 from unspool.evals.suite import Question
@@ -156,8 +157,9 @@ def _write_back(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     manifest = read_manifest(folder)
     assert manifest is not None, "scores_folders returns only folders with a manifest"
     evals = [eval_adapter().validate_python(entry) for entry in manifest["settings"]["evals"]]
-    model = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["model"]
-    summary = summarize(model, evals, samples)
+    before = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    backend = before.get("backend", {"kind": "transformers"})
+    summary = summarize(before["model"], evals, samples, backend, before.get("beyond_context"))
     beside = folder.with_name(f"{folder.name}.{JUDGEMENTS}")
     same = {name: manifest[name] for name in ("kind", "inputs", "settings")}
     with publish(folder, **same) as draft:

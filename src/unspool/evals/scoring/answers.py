@@ -103,4 +103,9 @@ def _contains(output: str, reference: str) -> bool:
     return re.search(rf"(?<![\w-]){re.escape(reference)}(?![\w-])", first_line) is not None
 
 
-SCORERS = {"start": _starts_with, "contains": _contains}
+def _mentions(output: str, reference: str) -> bool:
+    """Accept the reference as a whole word on any line."""
+    return any(_contains(line, reference) for line in output.split("\n"))
+
+
+SCORERS = {"start": _starts_with, "contains": _contains, "mentions": _mentions}

@@ -1,6 +1,6 @@
 """How scores change with length: adaptation rate and effective length; what cannot be known is None, not zero."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -10,6 +10,8 @@ from unspool.core.rng import rng_for
 
 # RULER's threshold: the score of Llama-2-7B at 4K.
 EFFECTIVE = 0.856
+# The target and reference lengths of Untie the Knots (Tables 1 and 2).
+RATE_LENGTHS = (128 << 10, 32 << 10)
 RESAMPLES, BLOCK = 2000, 100
 Scores = Sequence[float | None] | Mapping[str, Sequence[float | None]]  # of one task, or by task
 
@@ -21,6 +23,15 @@ class Ratio:
     high: float | None
     n_target: int
     n_reference: int
+
+
+def rate_lengths(lengths: Collection[int], target: int | None = None, reference: int | None = None) -> tuple[int, int]:
+    """Return the target and the reference length of the adaptation rate, of those that were scored.
+
+    By default 128K over 32K where both were scored, as in Untie the Knots, else the longest over the shortest.
+    """
+    default = RATE_LENGTHS if set(RATE_LENGTHS) <= set(lengths) else (max(lengths), min(lengths))
+    return target or default[0], reference or default[1]
 
 
 def adaptation_rate(target: Scores, reference: Scores, *, seed: int = 0) -> Ratio:

@@ -14,19 +14,13 @@ from pydantic import Field
 
 from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
-from unspool.data.facts import distinct_keys, pair_question, pairs_text
+from unspool.data.facts import distinct_keys, pair_question, pairs_text, split_pair_question
 from unspool.evals.config import EvalConfig, Lengths
 from unspool.evals.context_suite import ContextSuite
 from unspool.evals.heldout import Materials
-from unspool.evals.prompts import (
-    Prompt,
-    PromptQuestion,
-    answer_room,
-    encode,
-    encode_after_newline,
-    opening_ids,
-    slack,
-)
+from unspool.evals.prompt_encoder import PromptEncoder
+from unspool.evals.prompts import Prompt, answer_room, encode, slack
+from unspool.evals.suite import Question
 
 Pairs = list[tuple[str, str]]
 # No tokenizer encodes a pair with its quotes, colon and comma in fewer tokens.
@@ -110,25 +104,25 @@ def _filled(build: Callable[[Pairs], Prompt], pairs: Pairs, asked: list[int], le
 def _prompt(
     config: KeyValueEval, materials: Materials, pairs: Pairs, asked: list[int], *, length: int, index: int
 ) -> Prompt:
-    tokenizer = materials.tokenizer
-    context = encode(tokenizer, pairs_text(pairs) + "\n")
-    questions = [
-        # The context ends with the newline that a question starts with, since tokenizers may merge it with the object.
-        PromptQuestion(
-            ids=encode_after_newline(tokenizer, pair_question(pairs[at][0]).removeprefix("\n")),
-            reference=pairs[at][1],
-            depth=None,
-        )
-        for at in asked
-    ]
+    tokenizer, encoder = materials.tokenizer, PromptEncoder(materials.tokenizer, materials.form)
+    # The context ends with the newline that a question starts with, since tokenizers may merge it with the object.
+    text = pairs_text(pairs) + "\n"
+
+    def ask(key: str, value: str) -> Question:
+        # A chat model answers a question; any other continues the object.
+        split = split_pair_question(key) if encoder.sends_messages else ("", pair_question(key).removeprefix("\n"))
+        meta = {"oracle": f" {value}."}
+        return Question(context=text, question=split[0], prefix=split[1], references=(value,), meta=meta)
+
     return Prompt(
         suite="key_value",
         length=length,
         index=index,
-        context_ids=np.concatenate([opening_ids(tokenizer), context]),
-        questions=questions,
-        answer_tokens=answer_room(tokenizer, [asked.reference for asked in questions]),
-        match="contains" if config.value == "uuid" else "start",
+        context_ids=np.concatenate([encoder.opening, encode(tokenizer, text)]),
+        questions=[encoder.after_context(ask(*pairs[at])) for at in asked],
+        answer_tokens=answer_room(tokenizer, [pairs[at][1] for at in asked]) + encoder.extra_answer_tokens,
+        match=encoder.match("contains" if config.value == "uuid" else "start"),
+        template_tokens=encoder.template_tokens,
     )
 
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
+
+from pydantic import Field
 
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError, DataError
@@ -250,6 +252,7 @@ def _generate_questions(language: Language) -> list[ArticleQuestion]:
 ANSWER_TOKENS, FACT_TOKENS = 64, 16
 SET_ASIDE = 500  # tokens that LV-Eval leaves free of the context
 BLOCK = 1000  # characters that are tokenized together
+OMITTED: dict[Language, str] = {"en": "(left out)", "zh": "（略）"}  # in place of the article of a solved question
 
 
 def build(task: str, answer_tokens: int, sources: Sources, ask: Ask) -> Question:
@@ -262,6 +265,8 @@ def build(task: str, answer_tokens: int, sources: Sources, ask: Ask) -> Question
     limit = room(ask, answer_tokens)
     if ask.mode == "reference":
         limit = min(limit, ask.length - SET_ASIDE)
+    shots = _shots(task, sources, questions, question, ask, prefix) if ask.shots else ""
+    before = shots + before
     used = meter.piece(before) + meter.piece(after + prefix)
     depth = spread(ask.index, float(rng_for(ask.seed, "lveval depth", task).random()))
     filling = Remembered(generated_world.filler(90_000 + 500 * ask.index + number).text + "\n" for number in count())
@@ -286,6 +291,26 @@ def build(task: str, answer_tokens: int, sources: Sources, ask: Ask) -> Question
         )
 
     return fill(build_within, meter, limit, what=f"lveval {task}", length=ask.length)
+
+
+def _shots(
+    task: str,
+    sources: Sources,
+    questions: Sequence[ArticleQuestion],
+    asked: ArticleQuestion,
+    ask: Ask,
+    prefix: str,
+) -> str:
+    """Solved questions of the same set, without their articles, which would not fit beside the question's own."""
+    others = [one for one in questions if one.text != asked.text]
+    if len(others) < ask.shots:
+        raise ConfigError(f"lveval: {task} has {len(others)} other questions, too few for shots: {ask.shots}.")
+    order = rng_for(ask.seed, "lveval shots", task, ask.index).permutation(len(others))
+    solved = []
+    for one in (others[at] for at in order[: ask.shots].tolist()):
+        before, after = sources.wording.around(task, input=one.text)
+        solved.append(f"{before}{OMITTED[language_of(task)]}{after}{prefix} {one.answers[0]}\n\n")
+    return "".join(solved)
 
 
 def _article(question: ArticleQuestion, meter: Meter, free: int, filling: Remembered, depth: float) -> str:
@@ -340,10 +365,38 @@ def _task(name: str) -> Task:
     )
 
 
+# As in Table 2 of Untie the Knots.
+CATEGORIES = {
+    "single_hop": (
+        "loogle_SD_mixup",
+        "cmrc_mixup",
+        "multifieldqa_en_mixup",
+        "multifieldqa_zh_mixup",
+        "factrecall_en",
+        "factrecall_zh",
+    ),
+    "multi_hop": ("hotpotwikiqa_mixup", "loogle_CR_mixup", "loogle_MIR_mixup", "lic_mixup", "dureader_mixup"),
+}
+
+
 class LvEval(WordedEval):
     """LV-Eval: questions on long articles, scored by keywords and F1."""
 
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        # Untie the Knots, section 5.1.1: nine sets, 3-shot, at 32K and 128K. Base models: no chat template.
+        "utk": {
+            "tasks": [name for name in PROMPTS if not name.startswith("factrecall")],
+            "lengths": ["32K", "128K"],
+            "shots": 3,
+            "chat": "off",
+            "target_length": "128K",
+            "reference_length": "32K",
+        },
+    }
     suite: Literal["lveval"]
+    shots: int = Field(
+        0, ge=0, le=20, description="solved questions of the same set before the question, without articles"
+    )
 
 
 SUITE = TaskSuite(
@@ -353,5 +406,7 @@ SUITE = TaskSuite(
     version=1,
     tasks={name: _task(name) for name in PROMPTS},
     load=load,
+    categories=CATEGORIES,
+    has_overall=False,  # its papers average over sets
     wording=FORMS,
 )

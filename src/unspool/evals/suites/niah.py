@@ -5,7 +5,7 @@ where the fact really is. The prose is cut where the length ends, sometimes with
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,19 +13,13 @@ from pydantic import Field
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
-from unspool.data.facts import distinct_keys, fact, question
+from unspool.data.facts import distinct_keys, fact, split_question
 from unspool.evals.config import EvalConfig, Lengths
 from unspool.evals.context_suite import ContextSuite
 from unspool.evals.heldout import Heldout, Materials
-from unspool.evals.prompts import (
-    Prompt,
-    PromptQuestion,
-    answer_room,
-    encode,
-    encode_after_newline,
-    opening_ids,
-    token_starts,
-)
+from unspool.evals.prompt_encoder import PromptEncoder
+from unspool.evals.prompts import Prompt, answer_room, encode, token_starts
+from unspool.evals.suite import Question
 
 # Tokens of prose per fact; with less, a fact would not be hidden at all.
 PROSE_PER_NEEDLE = 8
@@ -94,15 +88,16 @@ def depth_grid(config: NiahEval) -> list[float]:
 
 def prompt(config: NiahEval, materials: Materials, *, length: int, seed: int, index: int) -> Prompt:
     rng = rng_for(seed, "niah", length, index)
-    tokenizer, opening = materials.tokenizer, opening_ids(materials.tokenizer)
+    tokenizer, encoder = materials.tokenizer, PromptEncoder(materials.tokenizer, materials.form)
     kind = "number" if config.value == "numbers" else "word"
     needles = _needles(config, materials.words, index, rng)
     # The last context may ask for fewer facts, so that there are exactly `samples` questions.
     count = min(config.needles, config.samples - index * config.needles)
     asked = sorted(rng.permutation(config.needles)[:count].tolist())
-    question_ids = {at: encode_after_newline(tokenizer, question(needles[at].key, kind)) for at in asked}
-    answer_tokens = answer_room(tokenizer, [needles[at].value for at in asked])
-    room = length - len(opening) - max(map(len, question_ids.values())) - answer_tokens
+    questions = [_question(needles[at], kind) for at in asked]
+    answer_tokens = answer_room(tokenizer, [needles[at].value for at in asked]) + encoder.extra_answer_tokens
+    room = length - encoder.overhead(chat=False) - answer_tokens
+    room -= max(len(encoder.ending_ids(question)) for question in questions)
 
     facts = [fact(needle.key, needle.value, kind) for needle in needles]
     least = length - room + len(encode(tokenizer, " ".join(facts) + "\n")) + PROSE_PER_NEEDLE * len(needles)
@@ -112,16 +107,26 @@ def prompt(config: NiahEval, materials: Materials, *, length: int, seed: int, in
             f"its answer need {least} tokens. Use a greater length or fewer needles."
         )
     prose = _prose(materials, room, rng)
-    context, depths = _fit(prose, [*zip(facts, needles, strict=True)], config, tokenizer, room)
+    text, context, depths = _fit(prose, [*zip(facts, needles, strict=True)], config, tokenizer, room)
     return Prompt(
         suite="niah",
         length=length,
         index=index,
-        context_ids=np.concatenate([opening, context]),
-        questions=[PromptQuestion(ids=question_ids[at], reference=needles[at].value, depth=depths[at]) for at in asked],
+        context_ids=np.concatenate([encoder.opening, context]),
+        questions=[
+            encoder.after_context(replace(question, context=text, depth=depths[at]))
+            for at, question in zip(asked, questions, strict=True)
+        ],
         answer_tokens=answer_tokens,
-        match="contains" if config.value == "numbers" else "start",
+        match=encoder.match("contains" if config.value == "numbers" else "start"),
+        template_tokens=encoder.template_tokens,
     )
+
+
+def _question(needle: Needle, kind: str) -> Question:
+    question, prefix = split_question(needle.key, kind)
+    meta = {"oracle": f" {needle.value}."}
+    return Question(context="", question=question, prefix=prefix, references=(needle.value,), meta=meta)
 
 
 def _needles(config: NiahEval, words: list[str], index: int, rng: np.random.Generator) -> list[Needle]:
@@ -158,9 +163,9 @@ def _prose(materials: Materials, num_tokens: int, rng: np.random.Generator) -> P
 
 def _fit(
     prose: Prose, hidden: list[tuple[str, Needle]], config: NiahEval, tokenizer: Any, room: int
-) -> tuple[np.ndarray, list[float]]:
-    """Fit as much prose as possible with the facts into `room` tokens; returns the ids and each fact's depth."""
-    best: tuple[np.ndarray, list[float]] | None = None
+) -> tuple[str, np.ndarray, list[float]]:
+    """Fit as much prose as possible with the facts into `room` tokens; returns text, ids and each fact's depth."""
+    best: tuple[str, np.ndarray, list[float]] | None = None
     fits, too_long = 0, room + 1
     num_tokens = room - len(encode(tokenizer, " ".join(text for text, _ in hidden)))
     corrections = 0
@@ -172,8 +177,8 @@ def _fit(
             too_long = num_tokens
         else:
             fits = num_tokens
-            if best is None or len(ids) > len(best[0]):
-                best = ids, depths
+            if best is None or len(ids) > len(best[1]):
+                best = text, ids, depths
         if spare == 0:
             break
         # Stays between what fits and what is too long, so the loop ends.

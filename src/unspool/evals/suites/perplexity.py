@@ -49,11 +49,14 @@ class PlannedWindows(PlannedEval):
         self.windows = windows(config, inputs.materials(suite.heldout(config)), seed=inputs.seed)
         self.units = [
             Unit(planned=self, length=config.length, index=index, tokens=config.length)
-            for index in range(len(self.windows))
+            for index in range(len(self.windows) if config.asked_lengths([config.length], inputs.context) else 0)
         ]
+        self._cut_to = config.cut_to(inputs.context)
+        limit = inputs.context
+        self.beyond_context = {config.length: len(self.windows)} if limit and config.length > limit else {}
 
     def prepare(self, unit: Unit) -> np.ndarray:
-        return self.windows[unit.index]
+        return self.windows[unit.index][: self._cut_to]
 
     def ask(self, prepared: np.ndarray, backend: Backend) -> np.ndarray:
         return backend.window_losses(prepared)

@@ -44,7 +44,7 @@ def read_records(path: str, *, split: str = "validation") -> list[Record]:
     if path.startswith(_HUB):
         name, _, config = path.removeprefix(_HUB).partition("@")
         options = {"kind": "hf", "path": name, "split": split} | ({"config": config} if config else {})
-        files = list(HfSource.model_validate(options).units(Path()))
+        files = list(HfSource.model_validate(options).local_files(Path()))
     else:
         files = [Path(path).expanduser()]
         if not files[0].is_file():

@@ -4,6 +4,8 @@ Prompts and scores of short tasks are lm-eval's own. Only this module needs lm-e
 """
 
 import json
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +15,7 @@ import yaml
 
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
+from unspool.core.formatting import join_words
 from unspool.core.http_client import check_url
 from unspool.core.sizes import format_size
 from unspool.core.stats import Z
@@ -26,14 +29,47 @@ from unspool.models.load import load_model
 from unspool.models.location import first_line
 from unspool.models.tokenizer import load_tokenizer
 
+logger = logging.getLogger(__name__)
+
 TASKS = ("hellaswag", "mmlu", "arc_challenge", "winogrande", "gsm8k")
+# Papers' short tasks with their shots, NAME:SHOTS.
+SHORT_PRESETS: dict[str, tuple[str, ...]] = {
+    # Untie the Knots, Table 3.
+    "utk": ("nq_open:5", "triviaqa:5", "bbh_cot_fewshot:3", "humaneval:0", "mbpp:3", "gsm8k:4"),
+}
+# Tasks that run what the model writes; lm-eval runs it in its own process.
+CODE_TASKS = ("humaneval", "mbpp")
 # A task may have several numbers; the first of these that it has is the one that papers print.
-METRICS = ("acc_norm", "exact_match", "acc", "em", "f1", "pass@1", "score")
+METRICS = ("acc_norm", "exact_match", "acc", "em", "f1", "pass@1", "pass_at_1", "score")
 BATCH = 8
 
 
-def run_short(options: BackendOptions, tasks: list[str], *, samples: int | None, include: str | None) -> dict[str, Any]:
-    """Run lm-eval's tasks on a model, here or on a server; the summary has one cell per task.
+def chosen_tasks(tasks: Sequence[str], preset: str | None, *, sandboxed: bool) -> list[str]:
+    """The tasks to run: those named, else the preset's, else `TASKS`.
+
+    Tasks that run code of the model need a sandbox: without one they are refused, and a preset goes without them.
+    """
+    if preset is None:
+        names = list(tasks) or list(TASKS)
+    else:
+        names = list(tasks) or list(lookup(SHORT_PRESETS, preset, kind="--preset of short"))
+    code = [name for name in names if name.startswith(CODE_TASKS)]
+    if not code or sandboxed:
+        return names
+    reason = (
+        f"{join_words(code)} would run code that the model writes, on this machine and as you; do that only inside a "
+        "container or virtual machine without network and without your files, and say so with --sandboxed"
+    )
+    if tasks:
+        raise ConfigError(f"--tasks {code[0]}: {reason}.")
+    logger.warning(f"short: leaving out {join_words(code)}: {reason}")
+    return [name for name in names if name not in code]
+
+
+def run_short(
+    options: BackendOptions, tasks: list[str], *, samples: int | None, include: str | None, sandboxed: bool = False
+) -> dict[str, Any]:
+    """Run lm-eval's tasks, NAME or NAME:SHOTS, on a model, here or on a server; the summary has one cell per task.
 
     `include` is a folder with more task files of lm-eval, such as tasks that read local data.
     """
@@ -43,12 +79,21 @@ def run_short(options: BackendOptions, tasks: list[str], *, samples: int | None,
         check_url(options.url)
     evaluator, managers = _part("evaluator"), _part("tasks")
     manager = managers.TaskManager(include_path=include)
-    unknown = [name for name in tasks if not manager.match_tasks([name])]
+    shots = dict(map(_shots, tasks))
+    unknown = [name for name in shots if not manager.match_tasks([name])]
     if unknown:
         raise ConfigError(f"--tasks {unknown[0]}: lm-eval knows no task of that name; `lm-eval ls tasks` lists them.")
+    if sandboxed:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # without it, loading these tasks fails
     try:
-        lm = _server_lm(options, manager.load(tasks)["tasks"]) if is_server else _local_lm(options)
-        found = evaluator.simple_evaluate(model=lm, tasks=tasks, limit=samples, task_manager=manager)
+        lm = _server_lm(options, manager.load(list(shots))["tasks"]) if is_server else _local_lm(options)
+        found = evaluator.simple_evaluate(
+            model=lm,
+            tasks=[name if count is None else _with_shots(manager, name, count) for name, count in shots.items()],
+            limit=samples,
+            task_manager=manager,
+            confirm_run_unsafe_code=sandboxed,
+        )
     except (OSError, ConnectionError) as error:
         raise ConfigError(
             f"short: a task's data could not be read ({first_line(error)}). Without network, give a folder of task "
@@ -56,6 +101,22 @@ def run_short(options: BackendOptions, tasks: list[str], *, samples: int | None,
         ) from error
     name = Path(options.model).name or options.model
     return {"model": name if options.rope is None else options.rope.name_of(name), "cells": cells(found)}
+
+
+def _shots(task: str) -> tuple[str, int | None]:
+    """Split NAME:SHOTS; without shots they are lm-eval's own."""
+    name, colon, count = task.partition(":")
+    if colon and not (count.isascii() and count.isdigit()):
+        raise ConfigError(f"--tasks {task}: write NAME or NAME:SHOTS, such as gsm8k:4.")
+    return name, int(count) if colon else None
+
+
+def _with_shots(manager: Any, name: str, count: int) -> Any:
+    """A task or group of lm-eval, with so many solved examples in each prompt."""
+    loaded = manager.load([name])
+    for task in loaded["tasks"].values():
+        task.set_config(key="num_fewshot", value=count)
+    return loaded.get("groups", {}).get(name) or loaded["tasks"][name]
 
 
 def _local_lm(options: BackendOptions) -> Any:
@@ -79,6 +140,7 @@ def _server_lm(options: BackendOptions, tasks: Mapping[str, Any]) -> Any:
 
     backend = build_backend(options)
     assert isinstance(backend, OpenAiBackend)
+    backend.connect()
     by_kind = {task.OUTPUT_TYPE: name for name, task in tasks.items()}
     others = [name for kind, name in by_kind.items() if kind != "generate_until"]
     if others and not backend.has_losses:
@@ -114,6 +176,7 @@ def cells(found: dict[str, Any]) -> list[dict[str, Any]]:
                 "depth": None,
                 "value": value,
                 "n": int(found.get("n-samples", {}).get(task, {}).get("effective", 0)),
+                "shots": found.get("n-shot", {}).get(task),
                 "low": low,
                 "high": high,
             }

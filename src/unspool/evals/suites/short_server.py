@@ -44,10 +44,10 @@ def build_lm(template: Any, backend: OpenAiBackend) -> Any:
         count = int(settings.get("max_gen_toks") or settings.get("max_tokens") or ANSWER_TOKENS)
         # Without an empty list, which some servers refuse.
         stops: dict[str, Any] = {"stop": until[:MAX_STOPS]} if until else {}
-        if server.endpoint == "chat":
+        if backend.form.endpoint == "chat":
             answer = server.chat(text, count, **stops)
         else:
-            prompt = encode(tokenizer, text).tolist() if server.endpoint == "completions" else text
+            prompt = encode(tokenizer, text).tolist() if backend.form.endpoint == "completions" else text
             answer = server.complete(prompt, count, **stops)
         return answer[: min((at for stop in until if (at := answer.find(stop)) >= 0), default=len(answer))]
 

@@ -57,6 +57,16 @@ def apply_checkpointing(layers: list[nn.Module], policy: MemoryPolicy, device: t
         before = group
 
 
+def release_host_memory(model: Any) -> int:
+    """Give back the host memory of offloaded activations, and return its bytes. The next forward pass takes it again.
+
+    Without this the memory would stay pinned while the model is exported.
+    """
+    groups = [getattr(getattr(layer.forward, "func", None), "__self__", None) for layer in layers_of(model)]
+    found = {offloader for group in groups if isinstance(group, _Group) for offloader in group.offloaders}
+    return sum(offloader.release() for offloader in found if offloader is not None)
+
+
 def host_layers(num_layers: int, *, keep: int, on_host: int) -> set[int]:
     """Return which of the last `keep` layers keep results in host memory: evenly spaced, to overlap the copies."""
     first = num_layers - keep
@@ -80,6 +90,7 @@ class _Group:
         self._name = type(layers[0]).__name__
         self._options: dict[str, Any] = {}
         self._offloader = offloader
+        self.offloaders = {offloader}
         self._before = before
         self._calls: list[Call] = []
         self._hidden: Tensor | None = None
@@ -90,6 +101,7 @@ class _Group:
 
     def keep(self, offloader: Offloader | None) -> None:
         """Keep the results of calls that go through `kept.call`, on the device or in host memory."""
+        self.offloaders.add(offloader)
 
         def contexts() -> Any:
             self.kept = Kept(offloader, self._before.kept if self._before else None)

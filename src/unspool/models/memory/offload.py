@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = 64 << 20
+from unspool.core.errors import UnspoolError
+from unspool.models.memory.host_bytes import BLOCK_BYTES
+
 # Bytes on the device that may wait for their copies to the host; more is faster and takes more memory.
 MAX_PENDING = 6 << 30
 
@@ -89,6 +91,17 @@ class Offloader:
             stored.copied = self._record_event()
         stored.on_device = tensor
 
+    def release(self) -> int:
+        """Free all blocks that hold no tensor, and return their bytes."""
+        released = len(self.free) * self.block_bytes
+        self.num_blocks -= len(self.free)
+        self.free.clear()
+        if self._stream is not None:
+            # torch keeps freed pinned memory for later; the name of this function differs between its versions.
+            names = ("_accelerator_emptyHostCache", "_host_emptyCache")
+            next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), lambda: None)()
+        return released
+
     def _release(self, coming: int) -> None:
         """Release device memory of copied tensors; wait for the oldest others if too many bytes are pending."""
         while self._pending:
@@ -103,8 +116,16 @@ class Offloader:
     def _block(self) -> Tensor:
         if self.free:
             return self.free.pop()
+        try:
+            block = torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+        except (RuntimeError, MemoryError) as error:
+            taken = self.num_blocks * self.block_bytes / (1 << 30)
+            raise UnspoolError(
+                f"host memory: no more than {taken:.1f} GiB could be pinned for activations "
+                f"({str(error).splitlines()[0]}); lower keep_on_host, or raise layers_per_checkpoint."
+            ) from error
         self.num_blocks += 1
-        return torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+        return block
 
     @contextmanager
     def _copy_stream(self) -> Iterator[None]:

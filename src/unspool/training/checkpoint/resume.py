@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from unspool.core.artifacts import write_atomic
 from unspool.core.rng import rng_for
+from unspool.models.tensor_files import TensorFile, write_tensor_files
 from unspool.training.checkpoint.save import Checkpoint, checkpoints, newest_checkpoint
 from unspool.training.optim.updater import Updater
 from unspool.training.parallel.dtensor import full_tensor, local_rows, local_shard
@@ -138,18 +138,20 @@ def save_stage_state(path: Path | None, updater: Updater, *, exported: torch.dty
     """
     kept: dict[str, Tensor] = {}
 
-    def keep(name: str, tensor: Tensor) -> None:
+    def keep(name: str, tensor: Tensor, full: Tensor) -> None:
         if path is not None:
-            kept[name] = tensor.detach().cpu().contiguous()
+            # What was gathered from all ranks would fill this one's device.
+            kept[name] = full if full is tensor else full.cpu()
 
     for name, weight in updater.named_masters():
-        value = full_tensor(weight.detach())
-        if not torch.equal(value.to(exported).to(value.dtype), value):
-            keep(f"{name}/weight", value)
+        weight = weight.detach()
+        full = full_tensor(weight)
+        if not torch.equal(full.to(exported).to(full.dtype), full):
+            keep(f"{name}/weight", weight, full)
     for name, tensor in updater.optimizer_tensors().items():
-        keep(name, full_tensor(tensor))
+        keep(name, tensor, full_tensor(tensor))
     if path is not None:
-        save_file(kept, path)
+        write_tensor_files([TensorFile(path, kept)])
 
 
 @torch.no_grad()

@@ -3,19 +3,21 @@
 A checkpoint is complete or absent. One that is damaged later is detected, and the previous one is used. For a moment
 there are three on disk, each three times the fp32 weights under AdamW.
 
-`torch.distributed.checkpoint` writes them: every rank its own shards, which any number of ranks can read. The leader
-publishes the folder when all have written. Its own format is not used, because its `.metadata` is a pickle: whoever
-can change the file could run code. Its safetensors format (`HuggingFaceStorageWriter`, sharded) keeps the offsets of
-shards in the files' headers.
+`torch.distributed.checkpoint` decides who writes what: every rank its own shards, which any number of ranks can read.
+The leader publishes the folder when all have written. Its own format is not used, because its `.metadata` is a pickle:
+whoever can change the file could run code. Its safetensors format (`HuggingFaceStorageWriter`, sharded) keeps the
+offsets of shards in the files' headers. The files themselves are written by `models/tensor_files.py`.
 """
 
 import json
 import logging
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,13 +27,18 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 
 from unspool.core.artifacts import changed_file, delete_removed, digest, list_files, remove
+from unspool.models.tensor_files import TensorFile, write_tensor_files
+from unspool.training.host_budget import HostRoom
 from unspool.training.parallel.dtensor import as_shard_of, local_shard
 
 logger = logging.getLogger(__name__)
@@ -39,7 +46,7 @@ logger = logging.getLogger(__name__)
 STATE = "state.json"
 # One more than needed, in case the newest is damaged.
 KEEP = 2
-# Bytes of tensors in one file, which is assembled in memory before it is written.
+# Bytes of tensors in one file; several are written at the same time.
 FILE_BYTES = 2 << 30
 
 
@@ -143,13 +150,42 @@ def _make_empty(partial: Path) -> None:
 def _write_tensors(partial: Path, tensors: dict[str, Tensor], group: Any) -> None:
     world_size = 1 if group is None else dist.get_world_size(group)
     numbers = _file_numbers(tensors, FILE_BYTES * world_size)
-    writer = HuggingFaceStorageWriter(str(partial), fqn_to_index_mapping=numbers, save_distributed=True)
+    writer = _Writer(str(partial), fqn_to_index_mapping=numbers, save_distributed=True)
     try:
         save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         # A BaseException that wraps the real error, such as a full disk.
         causes = [cause for cause, _ in error.failures.values()]
         raise next((cause for cause in causes if isinstance(cause, OSError)), causes[0]) from error
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Writes the files of the base class. That one holds the interpreter's lock meanwhile, so that training waits."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "torch.futures.Future[list[WriteResult]]":
+        assert self.fqn_to_index_mapping is not None
+        by_number: dict[int, list[WriteItem]] = {}
+        for item in plan.items:
+            by_number.setdefault(self.fqn_to_index_mapping[item.index.fqn], []).append(item)
+        count, rank = max(self.fqn_to_index_mapping.values()), plan.storage_data["shard_index"]
+        files = [
+            self._file(f"shard-{rank:05d}-model-{number:05d}-of-{count:05d}.safetensors", items, planner)
+            for number, items in by_number.items()
+        ]
+        write_tensor_files(files, sync=True)
+        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        done.set_result([WriteResult(index=item.index, size_in_bytes=0, storage_data=None) for item in plan.items])
+        return done
+
+    def _file(self, name: str, items: list[WriteItem], planner: SavePlanner) -> TensorFile:
+        offsets = {item.index.fqn: {SAVED_OFFSETS_KEY: _offsets(item)} for item in items}
+        tensors: dict[str, Any] = {item.index.fqn: planner.resolve_data(item) for item in items}
+        return TensorFile(Path(self.path) / name, tensors, {CUSTOM_METADATA_KEY: json.dumps(offsets), "format": "pt"})
+
+
+def _offsets(item: WriteItem) -> list[int]:
+    assert item.tensor_data is not None, "checkpoints hold tensors only"
+    return list(item.tensor_data.chunk.offsets)
 
 
 def _own_files(partial: Path, group: Any) -> list[Path]:
@@ -244,16 +280,33 @@ SHORT_S = 1.0
 
 
 class Saver:
-    """Writes checkpoints in a thread. Each of `world_size` ranks builds one; leaving its block waits for the thread."""
+    """Copies and writes checkpoints in a thread. Each of `world_size` ranks builds one; leaving its block waits for it.
 
-    def __init__(self, folder: Path, *, stage: str, pin: bool, world_size: int = 1) -> None:
+    Whoever changes a tensor that was given to `save` calls `wait_for_copy` before. Without room for the copies in host
+    memory, files are written from the tensors themselves, and `wait_for_copy` waits for that.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        stage: str,
+        pin: bool,
+        world_size: int = 1,
+        room: Callable[[], HostRoom | None] = lambda: None,
+    ) -> None:
+        """`room` measures host memory, on all ranks together; None: there is enough."""
         self._folder, self._stage = folder, stage
+        self._room = room
+        self._copies_fit: bool | None = None  # not known before the first checkpoint
         # gloo, because the copies are in host memory.
         self._group: Any = dist.new_group(backend="gloo", timeout=TIMEOUT) if world_size > 1 else None
         self._pool = ThreadPoolExecutor(1, "unspool-checkpoint")
         self._pin = pin
         # Reused by the next checkpoint: pinning memory takes longer than copying into it.
         self._copies: dict[str, Tensor] = {}
+        self._copied = threading.Event()
+        self._copied.set()
         self._writing: Future[None] | None = None
         self._step = 0
 
@@ -268,7 +321,7 @@ class Saver:
             dist.destroy_process_group(self._group)
 
     def save(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        """Copy the state, start writing, and return. Waits if the previous checkpoint is still being written."""
+        """Start copying and writing, and return. Waits if the previous checkpoint is still being written."""
         began = time.perf_counter()
         self.wait()
         waited = time.perf_counter() - began
@@ -278,7 +331,52 @@ class Saver:
                 f"{self._step}; a larger checkpoint_every or a faster disk avoids this"
             )
         self._step = int(facts["step"])
-        self._writing = self._pool.submit(self._write, self._copy(tensors), dict(facts), dict(files))
+        if self._copies_fit is None:
+            self._copies_fit = self._check_room(tensors)
+        self._copied.clear()
+        stream: Any = None
+        if self._pin:
+            # The copy begins when all work up to here is done; later work does not wait for it.
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+        self._writing = self._pool.submit(self._save, dict(tensors), stream, dict(facts), dict(files))
+
+    def wait_for_copy(self) -> None:
+        """Wait until the state of the last `save` may change. Raises errors of the thread, also later ones."""
+        self._copied.wait()
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written. Raises unexpected errors of the thread."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def _save(self, tensors: dict[str, Tensor], stream: Any, facts: dict[str, Any], files: dict[str, bytes]) -> None:
+        try:
+            with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                if not self._copies_fit:
+                    self._write(tensors, facts, files)
+                    return
+                copies = self._copy(tensors)
+        finally:
+            self._copied.set()
+        self._write(copies, facts, files)
+
+    def _check_room(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether host memory has room for the copies."""
+        room = self._room()
+        sizes = [local_shard(tensor).nbytes for tensor in tensors.values()]
+        # Pinned memory comes in powers of two.
+        needed = sum(1 << (size - 1).bit_length() if self._pin and size else size for size in sizes)
+        if room is None or needed <= room.bytes():
+            return True
+        logger.warning(
+            f"stage {self._stage}: the copy that checkpoints are written from takes {needed / (1 << 30):.1f} GiB of "
+            f"host memory per rank, and {room}; checkpoints are written without it, and steps wait for them"
+        )
+        return False
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies in host memory. Our own code, because torch 2.11's stager fails at its second checkpoint."""
@@ -288,14 +386,8 @@ class Saver:
                 self._copies[name] = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=self._pin)
             self._copies[name].copy_(shard, non_blocking=self._pin)
         if self._pin:
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
         return {name: as_shard_of(self._copies[name], tensor) for name, tensor in tensors.items()}
-
-    def wait(self) -> None:
-        """Wait until nothing is being written. Raises unexpected errors of the thread."""
-        if self._writing is not None:
-            self._writing.result()
-            self._writing = None
 
     def _write(self, tensors: dict[str, Tensor], facts: dict[str, Any], files: dict[str, bytes]) -> None:
         try:

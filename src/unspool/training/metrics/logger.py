@@ -8,6 +8,7 @@ import logging
 import math
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from unspool.core.artifacts import write_atomic
+from unspool.core.phases import Phases
 from unspool.core.progress import Advance, long_bar
 from unspool.core.sizes import format_size
 from unspool.training.config import StageConfig, is_due
@@ -165,7 +167,11 @@ class MetricsLogger:
         self._mfu, self._probes = mfu or MfuCounter(), probes
         self._open_trackers, self._is_leader, self._clock = open_trackers, is_leader, clock
         self._meter = SpeedMeter(steps=stage.steps, batch=stage.batch_tokens, clock=clock)
-        self._began = self._rows_came = clock()
+        # Of steps that are not logged yet: when their rows were requested and came.
+        self._times: deque[tuple[float, float]] = deque()
+        self._logged = clock()
+        # Seconds of the first step, of all others, and of validation and samples.
+        self.phases = Phases(clock)
         self._trackers = Trackers({})
         self._advance: Advance | None = None
         self._files: dict[str, JsonlLog] = {}
@@ -190,31 +196,40 @@ class MetricsLogger:
         self._closing.__exit__(kind, error, trace)
 
     def timed(self, steps: Iterable[T]) -> Iterator[T]:
-        """Yield `steps`. The clock of each starts when it is requested, so time between steps does not count."""
+        """Yield `steps`. The clock of each starts when it is requested, so time between steps does not count.
+
+        Where a step is logged while the next one computes, its clock starts when the one before it is logged.
+        """
         coming = iter(steps)
         while True:
-            self._began = self._clock()
+            began = self._clock()
             try:
                 ready = next(coming)
             except StopIteration:
                 return
-            self._rows_came = self._clock()
+            self._times.append((began, self._clock()))
             yield ready
 
     def step(self, report: StepReport) -> None:
         """Log a finished step, and run validation and samples if they are due."""
-        seconds = self._clock() - self._began
+        began, rows_came = self._times.popleft() if self._times else (self._logged, self._logged)
+        now = self._clock()
+        seconds = now - max(began, self._logged)
+        self._logged = now
+        self.phases.add("steps" if "first step" in self.phases.seconds else "first step", seconds)
         mfu = self._mfu.mfu(report.doc_lens, seconds)
         memory = peak_memory_gib(self._device)
         self._meter.add(seconds, mfu)
         if self._advance is not None:
-            line = self._line(report, seconds, mfu, memory)
+            line = self._line(report, seconds, rows_came - began, mfu, memory)
             self._append(METRICS, [line])
             self._advance(1, self._meter.summary(report.step, report.loss, memory))
             self._trackers.numbers(report.step, _flat(line))
         self._probe(report.step)
 
-    def _line(self, report: StepReport, seconds: float, mfu: float | None, memory: float) -> dict[str, Any]:
+    def _line(
+        self, report: StepReport, seconds: float, data_seconds: float, mfu: float | None, memory: float
+    ) -> dict[str, Any]:
         return {
             "step": report.step,
             "tokens": report.step * self._stage.batch_tokens,
@@ -222,7 +237,7 @@ class MetricsLogger:
             "lr": report.lr,
             "grad_norm": _finite(report.grad_norm),
             "seconds": round(seconds, 4),
-            "data_seconds": round(self._rows_came - self._began, 4),
+            "data_seconds": round(data_seconds, 4),
             "tokens_per_second": round(self._stage.batch_tokens / seconds, 1),
             "mfu": None if mfu is None else round(mfu, 4),
             "memory_gib": round(memory, 3),
@@ -231,6 +246,11 @@ class MetricsLogger:
             **report.extra,
         }
 
+    def probes(self, step: int) -> bool:
+        """Whether logging this step runs validation or samples."""
+        stage = self._stage
+        return any(config and is_due(config.every, step, stage.steps) for config in (stage.validation, stage.samples))
+
     def _probe(self, step: int) -> None:
         """Run validation and samples if they are due and not written yet. All ranks take part, the leader writes."""
         probes, stage = self._probes, self._stage
@@ -238,10 +258,13 @@ class MetricsLogger:
             return
         if probes.validation and stage.validation and self._is_missing(VALIDATION, stage.validation.every, step):
             began = self._clock()
-            found = probes.validation.measure(probes.model)
+            with self.phases("validation"):
+                found = probes.validation.measure(probes.model)
             self._log_validation(step, found | {"seconds": round(self._clock() - began, 4)})
         if probes.samples and stage.samples and self._is_missing(SAMPLES, stage.samples.every, step):
-            self._log_samples(step, probes.samples.write(probes.model))
+            with self.phases("samples"):
+                written = probes.samples.write(probes.model)
+            self._log_samples(step, written)
 
     def _log_names(self) -> list[str]:
         probes = self._probes

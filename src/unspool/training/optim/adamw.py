@@ -96,8 +96,23 @@ class AdamW:
     def takes_fp32_grad(self, param: ParamState) -> bool:
         return param.weight.dtype == torch.float32 and isinstance(param.state.first, Tensor)
 
-    @torch.no_grad()
     def step(self, params: Sequence[ParamState], rates: Rates) -> None:
+        self._step(params, rates, None, None)
+
+    def step_if_finite(self, params: Sequence[ParamState], rates: Rates, norm: Tensor, clip: Tensor) -> None:
+        if norm.is_cuda or math.isfinite(norm):
+            self._step(params, rates, norm, clip)
+        else:
+            for param in params:
+                param.state.count += 1
+
+    def uncount(self, params: Sequence[ParamState]) -> None:
+        for param in params:
+            # The count beside the weight knows: the kernel has not counted.
+            param.state.count -= 1
+
+    @torch.no_grad()
+    def _step(self, params: Sequence[ParamState], rates: Rates, norm: Tensor | None, clip: Tensor | None) -> None:
         groups: dict[tuple[float, float], list[ParamState]] = defaultdict(list)
         for param in params:
             if param.grad is None:
@@ -108,9 +123,9 @@ class AdamW:
             elif self.takes_fp32_grad(param):
                 groups[param.lr_ratio, param.weight_decay].append(param)
             else:
-                _update_one(param, param.grad, rates, None)
+                _update_one(param, param.grad, rates, norm, clip)
         for group in groups.values():
-            _update_by_torch(group, rates, None)
+            _update_by_torch(group, rates, norm, clip)
 
     @torch.no_grad()
     def step_in_backward(self, param: ParamState, rates: Rates, norm: Tensor) -> None:
@@ -168,12 +183,12 @@ def _own_codes(moment: Quantized, codes: Tensor, scales: Tensor, rows: slice) ->
     return Quantized(own, own_scales, moment.signed) if own.shape == moment.codes.shape else None
 
 
-def _update_by_torch(group: list[ParamState], rates: Rates, norm: Tensor | None) -> None:
+def _update_by_torch(group: list[ParamState], rates: Rates, norm: Tensor | None, clip: Tensor | None = None) -> None:
     on_gpu = group[0].weight.is_cuda
     states: list[AdamWState] = [param.state for param in group]
     grads = [param.grad for param in group if param.grad is not None]
-    if rates.scale != 1:
-        torch._foreach_mul_(grads, rates.scale)
+    if clip is not None or rates.scale != 1:
+        torch._foreach_mul_(grads, rates.scale if clip is None else clip)
     adamw(
         [param.weight for param in group],
         grads,
@@ -233,7 +248,7 @@ def factors_of(rates: Rates, lr_ratio: float, weight_decay: float, count: int) -
     )
 
 
-def _update_one(param: ParamState, grad: Tensor, rates: Rates, norm: Tensor | None) -> None:
+def _update_one(param: ParamState, grad: Tensor, rates: Rates, norm: Tensor | None, clip: Tensor | None = None) -> None:
     """Update a parameter that torch's AdamW does not cover: a bf16 weight, or 8-bit moments."""
     param.state.count += 1
     factors = factors_of(rates, param.lr_ratio, param.weight_decay, param.state.count)
@@ -241,9 +256,9 @@ def _update_one(param: ParamState, grad: Tensor, rates: Rates, norm: Tensor | No
     if param.weight.is_cuda and _has_triton():
         from unspool.training.optim.kernels import update_in_one_pass
 
-        update_in_one_pass(param, grad, factors, key, norm)
+        update_in_one_pass(param, grad, factors, key, norm, clip)
     elif norm is None or math.isfinite(norm):
-        update_by_operators(param, grad, factors, key)
+        update_by_operators(param, grad if clip is None else grad.float() * clip, factors, key)
 
 
 def update_by_operators(param: ParamState, grad: Tensor, factors: Factors, key: tuple[int, int]) -> None:

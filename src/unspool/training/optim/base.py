@@ -6,7 +6,7 @@ Nothing here imports torch, because recipes are checked without it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from pydantic import Field
 
@@ -125,3 +125,17 @@ class Optimizer(Protocol):
 
         Tensors are shards (`DTensor`) or full; of full ones this rank takes `param.rows`.
         """
+
+
+@runtime_checkable
+class StepsOnDevice(Protocol):
+    """An `Optimizer` that can update without the host knowing the gradient. Then no step waits for the one before."""
+
+    def step_if_finite(self, params: Sequence[ParamState], rates: Rates, norm: "Tensor", clip: "Tensor") -> None:
+        """`step` with gradients times `clip`, unless `norm` is not finite, without waiting for a GPU.
+
+        Counts a step in any case; `uncount` takes it back.
+        """
+
+    def uncount(self, params: Sequence[ParamState]) -> None:
+        """Forget the last `step_if_finite` of these parameters, because its norm was not finite."""

@@ -20,8 +20,14 @@ NUM_WARPS = 8
 
 
 def update_in_one_pass(
-    param: ParamState, grad: Tensor, factors: Factors, key: tuple[int, int], norm: Tensor | None
+    param: ParamState,
+    grad: Tensor,
+    factors: Factors,
+    key: tuple[int, int],
+    norm: Tensor | None,
+    clip: Tensor | None = None,
 ) -> None:
+    """`clip` is a factor for the gradient that only the device knows; otherwise `factors.scale` is."""
     state, grad = param.state, grad.contiguous()
     assert param.weight.is_contiguous()
     size = param.weight.numel()
@@ -39,6 +45,7 @@ def update_in_one_pass(
         *signed,
         *unsigned,
         param.weight if norm is None else norm,
+        param.weight if clip is None else clip,
         size,
         factors.lr,
         factors.shrink,
@@ -55,6 +62,7 @@ def update_in_one_pass(
         stochastic=param.weight.dtype == torch.bfloat16,
         has_copy=param.bf16_copy is not None,
         has_norm=norm is not None,
+        has_clip=clip is not None,
         block=BLOCK,
         blocks=BLOCKS,
         num_warps=NUM_WARPS,
@@ -94,15 +102,18 @@ def _quantize(moment, codes, bounds, at, inside, least_scale: tl.constexpr):
 @triton.jit(do_not_specialize=["key_low", "key_high"])
 def _kernel(
     weight, computed, grad, first, second, first_scales, second_scales, signed, signed_bounds, unsigned,
-    unsigned_bounds, norm, size, lr, shrink, pull_first, pull_second, bias_first, root_second, scale, key_low, key_high,
+    unsigned_bounds, norm, clip, size, lr, shrink, pull_first, pull_second, bias_first, root_second, scale, key_low,
+    key_high,
     eps: tl.constexpr, least_scale: tl.constexpr, quantized: tl.constexpr, stochastic: tl.constexpr,
-    has_copy: tl.constexpr, has_norm: tl.constexpr, block: tl.constexpr, blocks: tl.constexpr,
+    has_copy: tl.constexpr, has_norm: tl.constexpr, has_clip: tl.constexpr, block: tl.constexpr, blocks: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * blocks + tl.arange(0, blocks)
     at = row[:, None] * block + tl.arange(0, block)[None, :]
     if has_norm:
         # Otherwise nothing is read or written: as if there were no values. Not a number is not below, either.
         size = tl.where(tl.load(norm) < float("inf"), size, 0)
+    if has_clip:
+        scale = tl.load(clip)
     inside = at < size
     whole = row * block < size
 

@@ -11,7 +11,7 @@ gradients, and the norm is that of all shards.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from unspool.core.errors import ConfigError
 from unspool.models.fuse import keep_tables
 from unspool.training.config import StageConfig
-from unspool.training.optim.base import Optimizer, ParamState, Rates
+from unspool.training.optim.base import Optimizer, ParamState, Rates, StepsOnDevice
 from unspool.training.parallel.dtensor import as_shard_of, local_rows, local_shard, rows_per_rank
 
 # Norm before the first step: nothing is clipped by it.
@@ -49,9 +49,12 @@ class Updater:
         self._betas, self._max_grad_norm, self._seed = betas, max_grad_norm, seed
         self._lr = 0.0
         self._previous_norm = NO_NORM
+        self._unsettled: list[ParamState] = []
         self._previous_rates = self._rates(NO_NORM)
         # True: a step that turns out to be bad has already changed weights; only a checkpoint restores them.
         self.in_backward = in_backward
+        # Called before weights or states change, by which a checkpoint may still be copying them.
+        self.before_update: Callable[[], None] = lambda: None
         by_name = {param.name: param for param in params}
         # FSDP sums the gradients of sharded parameters itself, so they need no hook.
         self._sharded: dict[str, DTensor] = {}
@@ -64,6 +67,8 @@ class Updater:
 
     def begin(self, lr: float) -> None:
         self._lr = lr
+        if self.in_backward:
+            self.before_update()
         self._previous_rates = self._rates(self._previous_norm)
         for param in self._params:
             param.grad = param.grad_norm = None
@@ -91,12 +96,45 @@ class Updater:
         # The only synchronization with the device.
         norm = float(self._norm_over_shards(torch.linalg.vector_norm(torch.stack(norms)))) if norms else 0.0
         if not self.in_backward and is_good and math.isfinite(norm) and norm <= max_norm:
+            self.before_update()
             self._optimizer.step(with_grad, self._rates(norm))
         if math.isfinite(norm):
             self._previous_norm = norm
         for param in with_grad:
             param.grad = None
         return norm
+
+    @property
+    def can_finish_on_device(self) -> bool:
+        """Whether `finish_on_device` works with these settings."""
+        return not (self.in_backward or self._sharded) and isinstance(self._optimizer, StepsOnDevice)
+
+    def finish_on_device(self, loss: Tensor) -> Tensor:
+        """`finish` without waiting for the device: nothing changes if `loss` or the gradient is not finite.
+
+        Returns the norm before clipping. When it has arrived, `settle` follows, before the next update.
+        """
+        assert isinstance(self._optimizer, StepsOnDevice)
+        with_grad = [param for param in self._params if param.grad is not None]
+        grads = [param.grad for param in with_grad if param.grad is not None]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, torch.float32)))
+        clip = (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        self.before_update()
+        is_finite = loss.isfinite() & norm.isfinite()
+        self._optimizer.step_if_finite(with_grad, self._rates(NO_NORM), norm.where(is_finite, math.inf), clip)
+        for param in with_grad:
+            param.grad = None
+        self._unsettled = with_grad
+        return norm
+
+    def settle(self, loss: float, norm: float) -> None:
+        """Take note of the numbers that `finish_on_device` could not wait for."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            assert isinstance(self._optimizer, StepsOnDevice)
+            self._optimizer.uncount(self._unsettled)
+        if math.isfinite(norm):
+            self._previous_norm = norm
+        self._unsettled = []
 
     def _read_shards(self) -> None:
         """Take gradients that FSDP has reduced; and the shards themselves, which FSDP may have moved."""

@@ -122,7 +122,7 @@ def load_sharded(
 ) -> Any | None:
     """Read weights from their files straight into shards. All ranks call this; all get a model, or all get None."""
     mesh = dist_context.mesh
-    if mesh is None or not isinstance(model, str) or _needs_full_weights(stage, rows):
+    if mesh is None or not isinstance(model, str) or needs_full_weights(stage, rows):
         return None
     folder = Path(model)
     if not dist_context.from_leader(lambda: _can_load_sharded(folder)):
@@ -130,7 +130,7 @@ def load_sharded(
     return _read(stage, folder, mesh, device)
 
 
-def _needs_full_weights(stage: StageConfig, rows: dict[str, Path]) -> bool:
+def needs_full_weights(stage: StageConfig, rows: dict[str, Path]) -> bool:
     """Whether settings are tested on weights, or change full tensors."""
     memory = stage.memory
     tried = memory.mlp_tiles or memory.offload or memory.keep_on_host or stage.compile

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 from unspool.core.rng import rng_for
 from unspool.core.sizes import Size
 from unspool.data.strategies.base import PackingInputs, RowBuilder, StrategyConfig
+from unspool.data.strategies.split_points import Split
 
 if TYPE_CHECKING:
     from unspool.data.packing.config import DatasetConfig
@@ -24,11 +25,14 @@ class UtkConfig(StrategyConfig):
     probability: float = Field(0.8, ge=0, le=1, description="share of documents, or of rows, that are split")
     per: Literal["document", "row"] = Field("document", description="unit that probability applies to")
     hops: dict[int, float] = Field({2: 0.5, 3: 0.5}, description="chunks per split document: share of those documents")
-    split: Literal["random", "equal"] = Field("random", description="where documents are split")
+    split: Split = Field("random", description="where documents are split")
     min_split: Size = Field(512, description="shorter documents stay whole (tokens)")
     longest: Size | None = Field(None, description="longer documents are first cut into several of this length")
     preserve_order: bool = Field(True, description="chunks of one document keep their order")
     backtrace: bool = Field(True, description="after the last chunk, list the labels of all chunks")
+    mask: Literal["paper", "released"] = Field(
+        "paper", description="tokens without loss; released: also the first token of text after a head knot or label"
+    )
 
     @field_validator("hops")
     @classmethod
@@ -66,4 +70,5 @@ class UtkConfig(StrategyConfig):
             arrays=True,
             counts_documents=False,
             added_tokens=tangler.knots,
+            cost=tangler.counts,
         )

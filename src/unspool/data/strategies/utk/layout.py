@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from unspool.data.strategies.split_points import SPLIT_POINTS
 from unspool.data.strategies.utk import UtkConfig
 from unspool.data.strategies.utk.special_tokens import LabelPool
 
@@ -200,7 +201,7 @@ def scatter(units: Units, points: np.ndarray, config: UtkConfig, rng: np.random.
     owner = np.repeat(np.arange(len(units.hops)), units.hops)
     firsts = np.cumsum(units.hops) - units.hops
     parts = np.arange(len(owner)) - firsts[owner]
-    splits = equal_points if config.split == "equal" else random_points
+    splits = SPLIT_POINTS[config.split]
     bounds = np.concatenate(
         [np.zeros((len(points), 1), dtype=np.int64), splits(points, units.lens, units.hops), units.lens[:, None]],
         axis=1,
@@ -220,25 +221,3 @@ def scatter(units: Units, points: np.ndarray, config: UtkConfig, rng: np.random.
     return Pieces(
         owner[order], parts[order], (units.starts[owner] + starts)[order], (stops - starts)[order], is_last[order]
     )
-
-
-def random_points(draws: np.ndarray, lens: np.ndarray, hops: np.ndarray) -> np.ndarray:
-    """Per unit hops - 1 distinct points in 1 … length - 1, uniform without replacement, sorted, then its length."""
-    points = np.repeat(lens[:, None], draws.shape[1], axis=1)
-    for number in range(draws.shape[1]):
-        having = np.flatnonzero(hops > number + 1)
-        found = points[having, : number + 1]
-        point = 1 + (draws[having, number] * (lens[having] - 1 - number)).astype(np.int64)
-        # The point counts only places that are free: skip the taken ones, from the lowest on.
-        for taken in range(number):
-            point += point >= found[:, taken]
-        found[:, number] = point
-        points[having, : number + 1] = np.sort(found, axis=1)
-    return points
-
-
-def equal_points(draws: np.ndarray, lens: np.ndarray, hops: np.ndarray) -> np.ndarray:
-    """Per unit hops - 1 points that make pieces of one length, give or take a token, then its length."""
-    numbers = 1 + np.arange(draws.shape[1])
-    points: np.ndarray = np.minimum(lens[:, None] * numbers // hops[:, None], lens[:, None])
-    return points

@@ -23,7 +23,7 @@ The same seed gives the same bytes. Two differences from the public code: the so
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -74,6 +74,8 @@ class Tangler:
     draw_labels: DrawLabels
     rng: np.random.Generator
     keep_rest: bool  # of a cut document, as the first document of the next row
+    # Tokens in which `mask: paper` and `mask: released` differ, in the rows so far.
+    counts: dict[str, int] = field(default_factory=lambda: {"masks_differ": 0})
 
     def pack(self, docs: Iterable[Doc], row_len: int, tally: Tally) -> RowStream:
         drawing = (doc for doc in docs if len(doc.tokens))
@@ -105,24 +107,34 @@ class Tangler:
             labels = gather_labels(units, window.choices, window.row_choices, pools, backtrace=self.config.backtrace)
             texts = [doc.tokens for doc in window.docs]
             masks = [doc.loss_mask for doc in window.docs if doc.loss_mask is not None]
-            written = write(pieces, units, texts, labels, list(self.knots.values()), masks)
+            written = write(pieces, units, texts, labels, list(self.knots.values()), masks, mask=self.config.mask)
             made = 0
             try:
                 for row in _rows(window, units, pieces, written, row_len):
                     made += 1
                     yield row
             except GeneratorExit:
-                _account(tally, window, units, row_len, made)
+                self._account(tally, window, units, written, row_len, made)
                 for doc, start in window.left(units, made):
                     tally.drop("limit" if start else "unread", doc.source, len(doc.tokens) - start)
                     tally.given_back += not start
                 raise
-            _account(tally, window, units, row_len, made)
+            self._account(tally, window, units, written, row_len, made)
             is_done = ended and made < len(window.row_choices)
             window = window.rest(units)
             tally.settle((doc, len(doc.tokens) - start) for doc, start in window.left(units, 0))
         for doc, start in window.left(units, 0):
             tally.drop("last_row", doc.source, len(doc.tokens) - start)
+
+    def _account(
+        self, tally: Tally, window: "_Window", units: Units, written: Written, row_len: int, num_rows: int
+    ) -> None:
+        """Count what the first rows hold and leave out."""
+        tally.added += num_rows * row_len - int(units.lens[units.rows < num_rows].sum())
+        self.counts["masks_differ"] += int(np.count_nonzero(written.differing < num_rows * row_len))
+        for row in np.flatnonzero(units.dropped[:num_rows]).tolist():
+            # Where a document was cut and its rest dropped, the next row begins with the one after it.
+            tally.drop("cut", window.docs[int(units.next_docs[row]) - 1].source, int(units.dropped[row]))
 
 
 def build_tangler(
@@ -205,11 +217,3 @@ def _rows(window: _Window, units: Units, pieces: Pieces, written: Written, row_l
             added=written.added[span],
         )
         first_unit, first_piece = unit_end, piece_end
-
-
-def _account(tally: Tally, window: _Window, units: Units, row_len: int, num_rows: int) -> None:
-    """Count what the first rows hold and leave out."""
-    tally.added += num_rows * row_len - int(units.lens[units.rows < num_rows].sum())
-    for row in np.flatnonzero(units.dropped[:num_rows]).tolist():
-        # Where a document was cut and its rest dropped, the next row begins with the one after it.
-        tally.drop("cut", window.docs[int(units.next_docs[row]) - 1].source, int(units.dropped[row]))

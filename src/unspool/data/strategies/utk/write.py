@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 
@@ -42,6 +43,7 @@ class Written:
     loss_mask: np.ndarray  # bool, over target tokens
     piece_lens: np.ndarray  # int32, with marks
     added: np.ndarray  # bool: the marks
+    differing: np.ndarray  # int64: tokens that only one of the two masks takes out
 
 
 def write(
@@ -51,8 +53,13 @@ def write(
     labels: Labels,
     knots: Sequence[int],
     masks: Sequence[np.ndarray] = (),
+    mask: Literal["paper", "released"] = "paper",
 ) -> Written:
-    """`knots` are the ids of the knots in the order of their names; `masks` are of the documents, if they have any."""
+    """`knots` are the ids of the knots in the order of their names; `masks` are of the documents, if they have any.
+
+    Knots, labels and <S> have no loss; the labels after <S> do. The released code also takes the loss off the first
+    token of text after a head knot or label, which it sees as the token after a masked one.
+    """
     room = _room(pieces, units, labels)
     marks = _marks(pieces, units, labels, room, knots)
 
@@ -71,18 +78,23 @@ def write(
     before, after = room.before, room.after
     piece_lens = before + pieces.lens + after
     begins = np.cumsum(piece_lens) - piece_lens
-    mask = np.ones(len(tokens), dtype=np.bool_)
+    text_begins = begins + before
+    loss = np.ones(len(tokens), dtype=np.bool_)
     if masks:
-        mask[_ragged(begins + before, pieces.lens)] = np.concatenate(
+        loss[_ragged(text_begins, pieces.lens)] = np.concatenate(
             [masks[doc][start:stop] for doc, start, stop in places]
         )
-    # The marks before a piece's text, and its first token.
-    mask[_ragged(begins, before + 1)] = False
+    # The first token of a piece, which nothing predicts, and all marks before its text.
+    loss[_ragged(begins, np.maximum(before, 1))] = False
     # What follows the text first, a tail knot or <S>, and <S> after a tail knot.
-    text_ends = begins + before + pieces.lens
-    mask[text_ends[after > 0]] = False
-    mask[(text_ends + 1)[room.has_tail & room.has_solution]] = False
-    return Written(tokens, mask, piece_lens.astype(np.int32), added)
+    text_ends = text_begins + pieces.lens
+    loss[text_ends[after > 0]] = False
+    loss[(text_ends + 1)[room.has_tail & room.has_solution]] = False
+    firsts = text_begins[before > 0]
+    differing = firsts[loss[firsts]]
+    if mask == "released":
+        loss[differing] = False
+    return Written(tokens, loss, piece_lens.astype(np.int32), added, differing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,205 @@
+"""The headline cases of training, as recipes: train.py measures them, gate.py runs them with fewer layers.
+
+Imports no torch, so that a part of the gate that only starts `unspool` starts at once.
+"""
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ASSETS = Path(__file__).resolve().parents[1] / "src" / "unspool" / "assets"
+BOOKS = ASSETS / "demo" / "train.jsonl.zst"
+TOKENIZER = ASSETS / "tiny-base"
+LLAMA_8B = {
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+SMOLLM2_135M = {
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+LARGE = {
+    "optimizer": {"weights": "bf16", "states": "8bit"},
+    "activation_checkpointing": "keep-attention",
+    "compile": True,
+    "lr": 1e-4,
+}
+SHORT_MEAN = 600  # tokens of a short document; lengths are log-normal, as text has them
+NEVER = 1_000_000  # steps between checkpoints
+# For tests on a CPU: 1K is 8 tokens.
+SMALL_UNIT = 8
+SMALL_SHAPE = {
+    "vocab_size": 4096,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    shape: dict[str, Any]
+    length: int
+    settings: dict[str, Any]  # of the stage
+    rows_per_step: int = 1
+    # Rows of one document (`whole`) to rows of short ones (`short`).
+    mix: dict[str, int] = field(default_factory=lambda: {"whole": 1})
+    timed: int = 2  # steps, after one of each kind of row
+    checkpoint_every: int = NEVER
+    goal: int = 0  # tokens per second of the product
+    # The case whose peer counts here as well, since it costs the peer the same.
+    same_peer: str | None = None
+    small: bool = False
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.small else "cuda"
+
+    @property
+    def tokens(self) -> int:
+        """Per step."""
+        return self.rows_per_step * self.length
+
+    def with_layers(self, layers: int) -> "Case":
+        """The same share of layers keeps its products."""
+        share = layers / self.shape["num_hidden_layers"]
+        kept = {key: round(self.settings[key] * share) for key in ("keep_products", "keep_on_host")}
+        return replace(self, shape=self.shape | {"num_hidden_layers": layers}, settings=self.settings | kept)
+
+    def as_small(self) -> "Case":
+        """Shapes for a CPU."""
+        few = {key: 2 for key in ("keep_products", "keep_on_host") if key in self.settings}
+        return replace(
+            self,
+            shape=self.shape | SMALL_SHAPE,
+            length=self.length // 1024 * SMALL_UNIT,
+            settings=self.settings | few | {"compile": False, "lr": 1e-2},
+            small=True,
+        )
+
+
+KEPT_64K = {"offload": True, "keep_products": 30, "keep_on_host": 15}
+# The most important first.
+CASES = {
+    "135m-32k": Case(
+        shape=SMOLLM2_135M,
+        length=32 << 10,
+        rows_per_step=4,
+        goal=75_000,
+        timed=10,
+        checkpoint_every=8,
+        settings={"compile": True, "lr": 1e-3},
+    ),
+    "8b-64k": Case(shape=LLAMA_8B, length=64 << 10, goal=5300, settings=LARGE | KEPT_64K),
+    "8b-prolong": Case(
+        shape=LLAMA_8B,
+        length=64 << 10,
+        goal=6300,
+        mix={"whole": 5, "short": 3},
+        timed=3,
+        same_peer="8b-64k",
+        settings=LARGE | KEPT_64K,
+    ),
+    "8b-128k": Case(
+        shape=LLAMA_8B,
+        length=128 << 10,
+        goal=3200,
+        timed=1,
+        settings=LARGE | {"offload": True, "keep_products": 8, "keep_on_host": 5},
+    ),
+}
+# What plan.py predicts, besides: one row of 8K, nothing recomputed.
+PLANNED = {
+    "8b-8k": Case(shape=LLAMA_8B, length=8 << 10, settings=LARGE | {"activation_checkpointing": "none"}),
+}
+
+
+def write_model_files(case: Case, folder: Path, *, context: int = 8 << 10) -> None:
+    """Config and tokenizer of a model folder, without weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **case.shape,
+        "max_position_embeddings": context,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    for path in TOKENIZER.glob("tokenizer*.json"):
+        (folder / path.name).write_bytes(path.read_bytes())
+
+
+def write_recipe(case: Case, folder: Path, name: str, *, model: Path, steps: int, **settings: Any) -> Path:
+    """`folder/name.yaml`, a recipe of one stage whose run is `folder/name`. JSON is YAML."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = {"books": {"kind": "jsonl", "path": "asset:demo/train.jsonl.zst"}}
+    datasets: dict[str, dict[str, Any]] = {"whole": {"from": "books", "seq_len": case.length, "attention": "full"}}
+    if "short" in case.mix:
+        sources["pieces"] = {"kind": "jsonl", "path": str(write_pieces(folder / "pieces.jsonl", case))}
+        datasets["short"] = {"from": "pieces", "seq_len": case.length}
+    stage = {
+        "name": "stage",
+        "context_length": case.length,
+        "rope": {"method": "abf", "base": 8e6},
+        "mix": case.mix,
+        "tokens": steps * case.tokens,
+        "batch_tokens": case.tokens,
+        "checkpoint_every": case.checkpoint_every,
+        **case.settings,
+        **settings,
+    }
+    recipe = {
+        "name": name,
+        "model": str(model),
+        "out": str(folder / name),
+        "device": case.device,
+        "sources": sources,
+        "datasets": datasets,
+        "stages": [stage],
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(json.dumps(recipe))
+    return path
+
+
+def write_pieces(path: Path, case: Case) -> Path:
+    """Short documents: the demo's books, cut into pieces."""
+    if path.exists():
+        return path
+    characters = 3.3 * SHORT_MEAN * case.length / (64 << 10)
+    rng = np.random.default_rng(0)
+    with path.open("w") as file:
+        number = 0
+        for text in read_books():
+            start = 0
+            while start < len(text):
+                size = max(8, int(rng.lognormal(np.log(characters) - 0.5, 1.0)))
+                file.write(json.dumps({"id": str(number), "text": text[start : start + size]}) + "\n")
+                start, number = start + size, number + 1
+    return path
+
+
+def read_books() -> Iterator[str]:
+    import pyarrow as pa
+
+    with pa.input_stream(str(BOOKS), compression="zstd") as stream:
+        for line in io.TextIOWrapper(stream, encoding="utf-8"):
+            yield json.loads(line)["text"]

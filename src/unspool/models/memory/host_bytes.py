@@ -1,0 +1,83 @@
+"""Host memory that offloaded activations take, and the nearest settings that fit. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from unspool.models.memory.policy import MemoryPolicy
+
+# Host memory is pinned in blocks of one size; an offloaded tensor takes whole ones.
+BLOCK_BYTES = 64 << 20
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWidths:
+    """Elements per token of what a decoder's layers compute."""
+
+    num_layers: int
+    num_heads: int
+    hidden: int
+    queries: int
+    keys: int
+    inner: int
+
+    @classmethod
+    def of_config(cls, values: Mapping[str, Any]) -> "LayerWidths":
+        hidden, heads = int(values["hidden_size"]), int(values["num_attention_heads"])
+        head_dim = int(values.get("head_dim") or hidden // heads)
+        return cls(
+            num_layers=int(values["num_hidden_layers"]),
+            num_heads=heads,
+            hidden=hidden,
+            queries=heads * head_dim,
+            keys=int(values.get("num_key_value_heads") or heads) * head_dim,
+            inner=int(values.get("intermediate_size") or 4 * hidden),
+        )
+
+    def kept(self, element_bytes: int) -> tuple[int, ...]:
+        """Bytes per token of each tensor that a layer with kept products keeps, attention's log-sum-exp included."""
+        widths = (self.queries, self.queries, self.keys, self.keys, self.hidden, self.inner, self.inner)
+        return (*(element_bytes * width for width in widths), _FP32_BYTES * self.num_heads)
+
+
+def activation_bytes(
+    policy: MemoryPolicy, widths: LayerWidths, tokens: int, *, element_bytes: int = 2, block_bytes: int = BLOCK_BYTES
+) -> int:
+    """Bytes of host memory for the activations of one micro-batch of `tokens` tokens, in whole blocks."""
+
+    def blocks(tensor_bytes: int) -> int:
+        return -(-tensor_bytes // block_bytes) * block_bytes
+
+    total = 0
+    if policy.offload:
+        # The last group's checkpoint stays on the device.
+        groups = -(-widths.num_layers // policy.layers_per_checkpoint)
+        total += (groups - 1) * blocks(element_bytes * widths.hidden * tokens)
+    return total + policy.keep_on_host * sum(blocks(per_token * tokens) for per_token in widths.kept(element_bytes))
+
+
+def with_fewer_kept(
+    policy: MemoryPolicy, widths: LayerWidths, tokens: int, *, room: float, element_bytes: int = 2
+) -> MemoryPolicy | None:
+    """The policy with as many layers kept in host memory as fit into `room` bytes; None if not even none do.
+
+    The others are recomputed, so that the device keeps no more than before.
+    """
+    for fewer in range(policy.keep_on_host + 1):
+        tried = replace(policy, keep_products=policy.keep_products - fewer, keep_on_host=policy.keep_on_host - fewer)
+        if activation_bytes(tried, widths, tokens, element_bytes=element_bytes) <= room:
+            return tried
+    return None
+
+
+def with_larger_groups(
+    policy: MemoryPolicy, widths: LayerWidths, tokens: int, *, room: float, element_bytes: int = 2
+) -> MemoryPolicy | None:
+    """The policy with the fewest layers per checkpoint that fits; None if none does."""
+    without_products = replace(policy, keep_products=0, keep_on_host=0)
+    for every in range(policy.layers_per_checkpoint + 1, widths.num_layers + 1):
+        tried = replace(without_products, layers_per_checkpoint=every)
+        if activation_bytes(tried, widths, tokens, element_bytes=element_bytes) <= room:
+            return tried
+    return None

@@ -1,0 +1,28 @@
+"""How many tokens of each source a recipe can use, so that sources on the Hub are not read further."""
+
+import math
+
+from unspool.recipe.schema import Recipe
+
+# Rows are cut and shares are kept only approximately; this much more is read.
+MARGIN = 1.05
+
+
+def tokens_needed(recipe: Recipe, source: str) -> int | None:
+    """Tokens of a source that all stages together train on; None if that depends on its documents.
+
+    `packing: single_doc` and `truncate` drop an unknown part of the text. A dataset that is not in a mix (held-out
+    text, attention distillation) is read whole unless it has a `limit`.
+    """
+    total = 0.0
+    for name, config in recipe.datasets.items():
+        if source not in config.shares:
+            continue
+        drawn = [
+            stage.tokens * stage.mix[name] / sum(stage.mix.values()) for stage in recipe.stages if name in stage.mix
+        ]
+        wanted = config.limit or (math.ceil(sum(drawn)) if drawn else None)
+        if wanted is None or config.packing in ("single_doc", "truncate"):
+            return None
+        total += (wanted + config.seq_len) * config.shares[source] / sum(config.shares.values())
+    return math.ceil(MARGIN * total) or None
