@@ -3,6 +3,7 @@
 `slow_rows` draws the same numbers as `Tangler.pack`, one by one; the others know only tokens and knots.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
@@ -87,12 +88,14 @@ def _labels(draw_labels: DrawLabels, rng: np.random.Generator) -> Iterator[list[
 
 def _entry(config: UtkConfig, rng: np.random.Generator, labels: Iterator[list[int]], length: int | None) -> _Entry:
     draws, kind = rng.random(), rng.random()
-    points = [rng.random() for _ in range(max(config.hops) - 1)]
+    points = [rng.random() for _ in range(7 if config.chunk else max(config.hops) - 1)]
     total = 0.0
     for hops, share in config.hops.items():  # noqa: B007
         total += share / sum(config.hops.values())
         if kind < total:
             break
+    if config.chunk:
+        hops = 1 if length is None else min(8, math.ceil(length / config.chunk))
     if config.per == "document" and draws >= config.probability:
         hops = 1
     if length is not None and length < max(config.min_split, hops):
@@ -122,7 +125,7 @@ def _fit(text: list[int], entry: _Entry, room: int, config: UtkConfig, splits: b
 
 
 def _bounds(length: int, hops: int, draws: list[float], config: UtkConfig) -> list[int]:
-    if config.split == "equal":
+    if config.split == "equal" or config.chunk:
         return [length * number // hops for number in range(hops + 1)]
     free = list(range(1, length))
     points = [free.pop(int(draw * len(free))) for draw in draws[: hops - 1]]

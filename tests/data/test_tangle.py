@@ -169,6 +169,18 @@ def test_documents_that_do_not_end_in_eos_are_kept_apart_all_the_same():
     assert (made != IGNORE).sum() == 60
 
 
+def test_chunks_of_one_length_follow_the_length_of_each_document():
+    """The 1K-chunk ablation of Untie the Knots, here with chunks of at most 16."""
+    rows = tangled([40, 16, 200, 33] * 10, 800, probability=1.0, chunk=16, backtrace=False)
+    for row in rows:
+        pieces = pieces_of(row)
+        for doc in range(1, max(row.chunk_ids)):  # the first and the last may be cut
+            mine = [piece for piece in pieces if piece.doc == doc]
+            size = sum(len(piece.text) for piece in mine)
+            assert len(mine) == {40: 3, 16: 1, 200: 8, 33: 3}[size]
+            assert max(len(piece.text) for piece in mine) == -(-size // len(mine))
+
+
 # Many rows
 
 

@@ -99,6 +99,7 @@ def cases(draw) -> SimpleNamespace:
         probability=draw(st.sampled_from([0.0, 0.5, 1.0])),
         per=draw(st.sampled_from(["document", "row"])),
         hops=hops,
+        chunk=draw(st.sampled_from([None, None, 16])),
         split=draw(st.sampled_from(["random", "equal"])),
         min_split=draw(st.sampled_from([1, 8, 30])),
         preserve_order=draw(st.booleans()),
@@ -196,11 +197,14 @@ def check_order(case, pieces):
         mine = [piece for piece in pieces if piece.doc == doc]
         parts = [piece.part for piece in mine]
         assert sorted(parts) == list(range(len(parts)))
-        assert len(parts) in (1, *case.config.hops)
+        if case.config.chunk:
+            assert len(parts) <= 8
+        else:
+            assert len(parts) in (1, *case.config.hops)
         assert not case.config.preserve_order or parts == sorted(parts)
         assert all(piece.has_tail == (piece.part < len(parts) - 1) for piece in mine)
         assert all(piece.text for piece in mine)
-        if case.config.split == "equal":
+        if case.config.split == "equal" or case.config.chunk:
             sizes = [len(piece.text) for piece in mine]
             assert max(sizes) - min(sizes) <= 1
         if len(parts) > 1:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from unspool.data.packing.config import DatasetConfig
 
 
+MOST_HOPS = 8  # every cut has knots of its own
+
+
 class UtkConfig(StrategyConfig):
     """Untie the Knots: split documents, scatter the chunks over the row, trace them back."""
 
@@ -25,6 +28,9 @@ class UtkConfig(StrategyConfig):
     probability: float = Field(0.8, ge=0, le=1, description="share of documents, or of rows, that are split")
     per: Literal["document", "row"] = Field("document", description="unit that probability applies to")
     hops: dict[int, float] = Field({2: 0.5, 3: 0.5}, description="chunks per split document: share of those documents")
+    chunk: Size | None = Field(
+        None, description="chunks of one length, at most this, instead of hops; at most 8 per document"
+    )
     split: Split = Field("random", description="where documents are split")
     min_split: Size = Field(512, description="shorter documents stay whole (tokens)")
     longest: Size | None = Field(None, description="longer documents are first cut into several of this length")
@@ -51,6 +57,11 @@ class UtkConfig(StrategyConfig):
     @property
     def max_doc_len(self) -> int | None:
         return self.longest
+
+    @property
+    def most_hops(self) -> int:
+        """Chunks per document, at most."""
+        return MOST_HOPS if self.chunk else max(self.hops)
 
     @property
     def keeps_chunk_order(self) -> bool:

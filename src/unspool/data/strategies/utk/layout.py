@@ -41,7 +41,7 @@ class Chooser:
 
     def __init__(self, config: UtkConfig, pool: LabelPool, rng: np.random.Generator) -> None:
         self._config, self._pool, self._rng = config, pool, rng
-        self._most = max(config.hops)
+        self._most = config.most_hops
         self._counts = np.array(list(config.hops))
         self._shares = np.cumsum(list(config.hops.values())) / sum(config.hops.values())
 
@@ -49,7 +49,12 @@ class Chooser:
         """With `lens`, documents that are too short to be split are not."""
         config = self._config
         draws, kind, *points = self._rng.random((count, 1 + self._most)).T
-        hops = self._counts[np.minimum(np.searchsorted(self._shares, kind, side="right"), len(self._counts) - 1)]
+        if config.chunk is None:
+            hops = self._counts[np.minimum(np.searchsorted(self._shares, kind, side="right"), len(self._counts) - 1)]
+        elif lens is not None:
+            hops = np.minimum(-(-lens // config.chunk), self._most)
+        else:
+            hops = np.ones(count, dtype=np.int64)  # the rest of a cut document, whose length is not known yet
         if config.per == "document":
             hops = np.where(draws < config.probability, hops, 1)
         if lens is not None:
@@ -201,7 +206,7 @@ def scatter(units: Units, points: np.ndarray, config: UtkConfig, rng: np.random.
     owner = np.repeat(np.arange(len(units.hops)), units.hops)
     firsts = np.cumsum(units.hops) - units.hops
     parts = np.arange(len(owner)) - firsts[owner]
-    splits = SPLIT_POINTS[config.split]
+    splits = SPLIT_POINTS["equal" if config.chunk else config.split]
     bounds = np.concatenate(
         [np.zeros((len(points), 1), dtype=np.int64), splits(points, units.lens, units.hops), units.lens[:, None]],
         axis=1,

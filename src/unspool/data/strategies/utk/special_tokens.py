@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
+from unspool.data.strategies.utk import MOST_HOPS
 from unspool.data.tokenize.encoder import Encoder
 
-MOST_HOPS = 8
 ALL_KNOTS = (
     *(f"<|knot:{name}|>" for name in ("D", "/D", "S", "s", "/S")),
     *(f"<|knot:{end}{cut}|>" for cut in range(1, MOST_HOPS) for end in "ht"),

@@ -81,7 +81,7 @@ class Tangler:
         drawing = (doc for doc in docs if len(doc.tokens))
         doc_rng, row_rng, *label_rngs, place_rng = self.rng.spawn(5)
         # No row may need more labels than come before one comes again, or two of its pieces could share one.
-        most = max(self.config.hops)
+        most = self.config.most_hops
         half = max(_LABELS, most * (1 + row_len // max(self.config.min_split, most)))
         pools = (
             LabelPool(self.draw_labels, half, label_rngs[0]),
@@ -141,7 +141,7 @@ def build_tangler(
     config: UtkConfig, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator, *, keep_rest: bool
 ) -> Tangler:
     """Build the packer; `tokenizer` gets the special tokens that it lacks."""
-    knots = knot_ids(tokenizer, max(config.hops))
+    knots = knot_ids(tokenizer, config.most_hops)
     draw_labels = label_drawer(build_encoder(tokenizer))
     return Tangler(config, knots, draw_labels, rng, keep_rest=keep_rest)
 
