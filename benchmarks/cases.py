@@ -72,6 +72,11 @@ class Case:
         return "cpu" if self.small else "cuda"
 
     @property
+    def profiled(self) -> int:
+        """Steps under the profiler, after those that count."""
+        return 1 if self.timed < 5 else 2
+
+    @property
     def tokens(self) -> int:
         """Per step."""
         return self.rows_per_step * self.length
@@ -128,6 +133,25 @@ CASES = {
 PLANNED = {
     "8b-8k": Case(shape=LLAMA_8B, length=8 << 10, settings=LARGE | {"activation_checkpointing": "none"}),
 }
+
+
+def tokens_per_second(case: Case, samples: list[tuple[str, float]]) -> float:
+    """Each kind of row has its share of the mix; a column that was ended before it saw a kind has none of it."""
+    means = {kind: float(np.mean([seconds for own, seconds in samples if own == kind])) for kind, _ in samples}
+    step = sum(case.mix[kind] * mean for kind, mean in means.items()) / sum(case.mix[kind] for kind in means)
+    return case.tokens / step
+
+
+def plan_steps(case: Case) -> list[tuple[str, bool]]:
+    """The kind of each step's rows, and whether it counts: after each kind has come once."""
+    from unspool.data.mixture import Mix
+
+    mix = Mix(case.mix, dict.fromkeys(case.mix, 1), dict.fromkeys(case.mix, case.length), case.length, seed=0)
+    steps: list[tuple[str, bool]] = []
+    while sum(counts for _, counts in steps) < case.timed:
+        [(kind, _)] = mix.slot(len(steps) * case.rows_per_step)
+        steps.append((kind, {seen for seen, _ in steps} == set(case.mix)))
+    return steps
 
 
 def write_model_files(case: Case, folder: Path, *, context: int = 8 << 10) -> None:

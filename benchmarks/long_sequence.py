@@ -23,6 +23,7 @@ import torch
 from processes import in_own_process
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from unspool.core.host_memory import measure_host_memory
 from unspool.core.sizes import format_size, parse_size
 from unspool.models.attention.interface import NAME, register
 from unspool.models.checks import layers_of
@@ -264,12 +265,9 @@ def device_peak(device: torch.device) -> int:
 
 def host_available() -> int:
     """Bytes, of the machine or of what its container may use."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(lines["MemAvailable"].split()[0]) << 10
-    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if limit.is_file() and limit.read_text().strip().isdigit():
-        available = min(available, int(limit.read_text()) - int(used.read_text()))
-    return available
+    memory = measure_host_memory()
+    assert memory is not None, "this benchmark needs /proc/meminfo"
+    return memory.available
 
 
 if __name__ == "__main__":

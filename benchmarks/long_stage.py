@@ -76,6 +76,10 @@ def main() -> None:
         make_model(args.make, args.layers[0], small=args.small)
         return
     set_library_defaults()
+    if not args.small:
+        from gpu import require_gpu
+
+        require_gpu()
     deadline = time.monotonic() + args.seconds
     with tempfile.TemporaryDirectory(prefix="long-stage-", dir=args.folder) as folder:
         results = [run(args, layers, Path(folder), deadline) for layers in args.layers]

@@ -13,7 +13,7 @@
 
 Ours has bf16 weights with stochastic rounding and 8-bit moments at 8B (Llama-3's shape) and fp32 masters at 135M
 (SmolLM2's shape, four rows of 32K a step). Each case and column is a process of its own; every other case and round
-goes through the columns backwards. The most important come first, and when the budget is spent, what there is counts.
+goes through the columns backwards. In a budget the peer is last, and when the budget is spent, what there is counts.
 With `--save`, results/train.json gets every step's seconds; cases that were not run keep what they had.
 Liger is pure Python: `pip download --no-deps liger-kernel`, unzip it, name the folder in PYTHONPATH.
 """
@@ -58,7 +58,7 @@ def main() -> None:
     deadline = time.monotonic() + args.budget
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="train-") as folder:
-        for case, column in order(args.cases, args.columns, args.rounds):
+        for case, column in order(args.cases, args.columns, args.rounds, in_budget=args.budget < float("inf")):
             found = measure(case, column, Path(folder) / case, deadline - time.monotonic(), args)
             add_column(results.setdefault(case, {}), column, found)
             if args.save or args.out != RESULTS:
@@ -69,13 +69,19 @@ def main() -> None:
             print(line)
 
 
-def order(cases: list[str], columns: list[str], rounds: int) -> list[tuple[str, str]]:
-    """Cases as given. Within a case columns alternate, so that none of them is always the one on a warm machine."""
+def order(cases: list[str], columns: list[str], rounds: int, *, in_budget: bool) -> list[tuple[str, str]]:
+    """Cases as given. Columns alternate, so that none is always the one on a warm machine; in a budget the peer, whose
+    rate changes least, is the last in the first round, and only the others alternate.
+    """
     found = []
     for turn in range(rounds):
         for number, case in enumerate(cases):
             own = [column for column in columns if column != "peer" or CASES[case].same_peer not in cases]
-            found += [(case, column) for column in (own if (turn + number) % 2 == 0 else own[::-1])]
+            if (turn + number) % 2:
+                own.reverse()
+            if in_budget and turn == 0:
+                own.sort(key=lambda column: column == "peer")
+            found += [(case, column) for column in own]
     return found
 
 
@@ -84,7 +90,7 @@ def measure(case: str, column: str, folder: Path, seconds: float, args: argparse
         print(f"{case} {column}: not run, the budget is spent", flush=True)
         return {"error": "not run, the budget was spent"}
     began = time.monotonic()
-    options = ["--small"] * args.small + ["--profile"] * args.profile
+    options = ["--small"] * args.small + ["--profile"] * (args.profile and column != "peer")
     options += ["--layers", str(args.layers)] if args.layers else []
     script = str(Path(__file__).with_name("train_columns.py"))
     limit = None if seconds == float("inf") else seconds

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import CASES, PLANNED, Case, write_model_files, write_recipe
+from cases import CASES, PLANNED, Case, plan_steps, tokens_per_second, write_model_files, write_recipe
 from gpu import machine, require_gpu
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -38,7 +38,6 @@ from unspool.training.optim.updater import build_updater
 from unspool.training.step import train_step
 
 STAGE_STEPS = 100  # more than are run: the stage is ended before it would save and export
-PROFILED = 2  # steps, after those that count
 STARTED = time.perf_counter()
 KINDS = {
     "attention": ("sdpa", "flash", "fmha", "cudnn::fusion"),
@@ -67,23 +66,6 @@ class Report:
         rate = {"tokens_per_second": round(tokens_per_second(self.case, self.samples), 1)}
         steps = {"step_seconds": [round(one, 4) for one in seconds], "kinds": kinds}
         print(json.dumps(rate | steps | self.facts), flush=True)
-
-
-def tokens_per_second(case: Case, samples: list[tuple[str, float]]) -> float:
-    """Each kind of row has its share of the mix; a column that was ended before it saw a kind has none of it."""
-    means = {kind: float(np.mean([seconds for own, seconds in samples if own == kind])) for kind, _ in samples}
-    step = sum(case.mix[kind] * mean for kind, mean in means.items()) / sum(case.mix[kind] for kind in means)
-    return case.tokens / step
-
-
-def plan_steps(case: Case) -> list[tuple[str, bool]]:
-    """The kind of each step's rows, and whether it counts: after each kind has come once."""
-    mix = Mix(case.mix, dict.fromkeys(case.mix, 1), dict.fromkeys(case.mix, case.length), case.length, seed=0)
-    steps: list[tuple[str, bool]] = []
-    while sum(counts for _, counts in steps) < case.timed:
-        [(kind, _)] = mix.slot(len(steps) * case.rows_per_step)
-        steps.append((kind, {seen for seen, _ in steps} == set(case.mix)))
-    return steps
 
 
 # The product
@@ -189,8 +171,8 @@ def watch_steps(case: Case, watched: Watched, work: Path, *, profile: bool) -> N
         before = now
     if profile:
         with Recorded() as recorded:
-            now = watched.wait(step + PROFILED)
-        report.show(profile=recorded.describe(now - before, PROFILED))
+            now = watched.wait(step + case.profiled)
+        report.show(profile=recorded.describe(now - before, case.profiled))
 
 
 def logged_facts(work: Path) -> dict[str, Any]:
@@ -294,13 +276,13 @@ def time_steps(case: Case, flops: FlopCount, step: Callable[[int], Callable[[], 
         if counts:
             report.add(kind, seconds, loss=loss, attention_kernels=sorted(used), **_use(case, flops, seconds))
     if profile:
-        runs = [step(number + 1 + extra) for extra in range(PROFILED)]
+        runs = [step(number + 1 + extra) for extra in range(case.profiled)]
         began = synchronized_time()
         with Recorded() as recorded:
             for run in runs:
                 run()
             seconds = synchronized_time() - began
-        report.show(profile=recorded.describe(seconds, PROFILED))
+        report.show(profile=recorded.describe(seconds, case.profiled))
 
 
 def synchronized_time() -> float:

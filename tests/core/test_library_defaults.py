@@ -26,6 +26,7 @@ def test_threads_wait_without_spinning_and_memory_is_pinned_by_several_threads()
     environment: dict[str, str] = {}
     set_library_defaults(environment)
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert int(environment["GOMP_SPINCOUNT"]) < 10_000, "the default is 300,000 and more"
     assert "pinned_num_register_threads:8" in environment["PYTORCH_CUDA_ALLOC_CONF"]
 
 

@@ -1,5 +1,6 @@
 """The whole road: every box is made once, redone only for a reason, and ends the same however often it is killed."""
 
+import json
 import os
 import random
 import re
@@ -21,6 +22,7 @@ from unspool.recipe import prepare
 from unspool.recipe.load import load_recipe
 from unspool.recipe.run import open_run, pick_device, stage_inputs, train
 from unspool.recipe.run import run as run_recipe
+from unspool.training.checkpoint.snapshot import find_snapshots
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,6 +57,10 @@ def results(out: Path) -> dict[str, bytes]:
     """What a run is for: weights and scores."""
     found = [*out.glob("stages/*/model/model.safetensors"), *out.glob("scores/*/samples.jsonl")]
     return {str(path.relative_to(out)): path.read_bytes() for path in found}
+
+
+def read_summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
 
 
 def said(capsys) -> list[str]:
@@ -320,3 +326,53 @@ def test_devices_are_picked_or_refused(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert pick_device("auto") == torch.device("cuda")
+
+
+# Scores while a stage trains
+
+
+def test_eval_every_scores_snapshots_and_the_report_draws_the_curve(recipe, whole, tmp_path):
+    out = tmp_path / "out"
+    run(
+        recipe,
+        out,
+        "stages.1.tokens=1024",
+        "stages.1.eval_every=1",
+        "stages.2.tokens=256",
+        "evals.0.after=[abf]",
+        "evals.1.after=[first, abf]",
+        "evals.2.after=[abf]",
+    )
+
+    scored = sorted(path.parent.name for path in out.glob("curves/abf/*/manifest.json"))
+    assert scored == ["step-000001", "step-000002", "step-000003"]  # the last step is scores/abf
+    assert not list(out.glob("snapshots/*/*"))  # deleted once they are scored
+    suites = {
+        name: {cell["suite"] for cell in read_summary(out / "scores" / name)["cells"]} for name in ("first", "abf")
+    }
+    assert suites == {"first": {"key_value"}, "abf": {"niah", "key_value", "perplexity"}}
+    assert not (out / "scores/utk").exists()
+    assert "Key-value recall by tokens trained" in (out / "report.html").read_text()
+    # Another first stage would mean that exporting changed the training.
+    assert (
+        results(out)["stages/first/model/model.safetensors"] == results(whole)["stages/first/model/model.safetensors"]
+    )
+
+
+def test_eval_every_leaves_the_trained_weights_as_they_are(recipe, whole, tmp_path):
+    out = tmp_path / "out"
+    context = open_run(load_recipe(recipe, [f"out={out}", "stages.0.eval_every=1"]))
+    prepare.tokenize(context)
+    prepare.pack(context)
+    train(context, context.recipe.stages[0])
+    snapshots = find_snapshots(out / "stages/first")
+    assert sorted(snapshots) == [1, 2]
+    assert (
+        results(out)["stages/first/model/model.safetensors"] == results(whole)["stages/first/model/model.safetensors"]
+    )
+    assert (snapshots[1] / "model.safetensors").read_bytes() != (snapshots[2] / "model.safetensors").read_bytes()
+
+
+def test_an_evaluation_after_an_unknown_stage_is_refused(recipe):
+    with pytest.raises(ConfigError, match=r"stage 'second' is not known"):
+        load_recipe(recipe, ["evals.0.after=[second]"])

@@ -3,6 +3,7 @@
 A CPU computes at once, so that both ways can be compared bit for bit here.
 """
 
+import json
 import math
 
 import pytest
@@ -14,6 +15,7 @@ from unspool.training import loop as loop_module
 from unspool.training.config import GuardConfig
 from unspool.training.loader import build_step
 from unspool.training.metrics.logger import METRICS
+from unspool.training.stage import run_stage
 from unspool.training.step import start_step
 
 from .optimizer_runs import MODES, ROWS, assert_same, copied, mode_name, start, take
@@ -152,3 +154,11 @@ def test_a_kill_between_a_step_and_its_line_costs_no_bit(late, materials, never_
         assert in_child(lambda: run(materials, out)) == -9
     run(materials, out)
     assert_same_result(out, never_killed)
+
+
+@pytest.mark.gpu
+def test_the_last_step_takes_as_long_as_the_others(materials, tmp_path):
+    """Its numbers are asked for at once, those of the others a step later: the device's clock counts."""
+    run_stage(STAGE, materials, tmp_path / "one", seed=0, device=torch.device("cuda"))
+    seconds = [json.loads(line)["seconds"] for line in (tmp_path / "one" / METRICS).read_text().splitlines()][1:]
+    assert min(seconds) > max(seconds) / 10

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 import typer
 from pydantic import ValidationError
 
-from unspool.cli.eval_options import page_file, preset_lengths, read_rate, show_results
+from unspool.cli.eval_look import BUDGET, LookOptions, look, refuse_options
+from unspool.cli.eval_options import check_folder, compare_answers, page_file, preset_lengths, read_rate, show_results
 from unspool.core.artifacts import write_atomic
 from unspool.core.config import lookup
-from unspool.core.console import print_json
 from unspool.core.errors import ConfigError
 from unspool.core.lock import lock_output
 from unspool.core.sizes import parse_size
-from unspool.evals.backends.base import BACKENDS, Backend, BackendOptions, RopeOverride, build_backend
+from unspool.evals.backends.base import BACKENDS, BackendOptions, RopeOverride, build_backend
 from unspool.evals.beyond_context import DONE
 from unspool.evals.config import EvalConfig
 from unspool.evals.suites import SUITES
@@ -32,7 +32,6 @@ SHORT = "short"
 SHORT_BACKENDS = ("transformers", "openai")
 ENDPOINTS = ("auto", "completions", "text", "chat")
 DEFAULT_SUITES = "niah,key_value,perplexity"
-FAILED = 1
 SAMPLES = 20
 
 
@@ -41,21 +40,34 @@ def eval_(
     suite: Annotated[
         str | None,
         typer.Option(
-            help=f"Suites to run, comma-separated: {', '.join(SUITES)}; or {SHORT} [default: niah, key_value and, "
-            "where the backend computes losses, perplexity]."
+            help=f"Suites to run, comma-separated: {', '.join(SUITES)}; or {SHORT} [default: find the effective "
+            "length; with --lengths niah, key_value and, where the backend computes losses, perplexity]."
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Context lengths in tokens, comma-separated [default: doubled up to the claimed context; with --suite "
+            "the preset's, or 2K,8K]."
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Time for finding the effective length, such as 90s, 10m or 2h [default: {BUDGET}]; a greater one "
+            "adds to earlier answers."
         ),
     ] = None,
     preset: Annotated[
         str | None,
         typer.Option(help="Settings of a paper for one suite: utk (lveval, short). Other options override them."),
     ] = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="Context lengths in tokens, comma-separated [default: the preset's, or 2K,8K].")
-    ] = None,
     samples: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Questions per suite (or task) and length, windows for perplexity [default: 20; short: all]."
+            min=1,
+            help="Questions per suite (or task) and length, windows for perplexity [default: 20; short: all; without a "
+            "suite up to 40].",
         ),
     ] = None,
     tasks: Annotated[
@@ -92,7 +104,11 @@ def eval_(
         str | None, typer.Option(help="Kind of value to recall: words, numbers (niah) or uuid (key_value).")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for samples.jsonl and summary.json; a killed run resumes from it.")
+        Path | None,
+        typer.Option(
+            help="Folder for samples.jsonl and summary.json; a killed run resumes from it [default: none; without a "
+            "suite scores/MODEL]."
+        ),
     ] = None,
     rope: Annotated[
         str | None,
@@ -145,10 +161,21 @@ def eval_(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Score a model by context length.
+    """Find out how long a model's context really is, or score it by suite and length.
 
-    niah hides a fact in a book and asks for it. key_value asks for values
-    of a long JSON object. perplexity measures the loss by position on
+    Without --suite and --lengths, a few questions of three kinds are asked
+    at doubling lengths up to the claimed context, within --budget. The
+    result is a table, a page with a chart, and the effective length: the
+    longest length at which 85% of the score at short length is kept.
+
+        unspool eval MODEL
+
+        unspool eval MODEL --budget 1h
+
+        unspool eval TOKENIZER --backend openai --url http://localhost:8000/v1 --model-name NAME
+
+    With them, suites are scored. niah hides a fact in a book and asks for
+    it. key_value asks for values of a long JSON object. perplexity measures the loss by position on
     held-out text. ruler, helmet, lveval, infbench and nocha are published
     suites and report the effective length. short runs lm-eval's tasks.
     Scores have n and a 95% interval. With 20 questions you can tell 50%
@@ -168,8 +195,15 @@ def eval_(
     """
     model = model_path(model, Path())
     is_short = (suite or "").strip() == SHORT
+    is_look = suite is None and lengths is None and not parity and lm_eval is None
+    if is_look:
+        taken = {"tasks": tasks, "path": path, "wording": wording, "answer-tokens": answer_tokens, "value": value}
+        taken |= {"preset": preset}
+        refuse_options(taken | {"beyond-context": beyond_context})
+    elif budget is not None:
+        raise ConfigError("--budget is for eval without --suite and --lengths; set the work by --samples instead.")
     lengths = lengths or preset_lengths(suite or DEFAULT_SUITES, preset)
-    override = rope_override(rope, context, None if is_short else lengths)
+    override = rope_override(rope, context, None if is_short or is_look else lengths)
     paths = _paths(path or [])
     lookup(BACKENDS, backend, kind="--backend")
     lookup({name: name for name in ENDPOINTS}, endpoint, kind="--endpoint")
@@ -248,6 +282,10 @@ def eval_(
             show_results(summary, scores, as_json=as_json, page=page, kept=out is not None)
         return
     chosen = build_backend(options)
+    if is_look:
+        scope = LookOptions(budget=budget, samples=samples, text=text, seed=seed, out=out, page=page, as_json=as_json)
+        look(short_name(model), options, chosen, scope)
+        return
     from unspool.evals.run import Scoring, recorded_backend, score
 
     chosen.connect(None if out is None or parity else recorded_backend(out))
@@ -255,12 +293,12 @@ def eval_(
         evals = [config for config in evals if not SUITES[config.suite].needs_losses]
     if parity:
         ours = BackendOptions(model=model, rope=override, device=target, dtype=dtype)
-        _compare(chosen, build_backend(ours), evals, seed, as_json)
+        compare_answers(chosen, build_backend(ours), evals, seed, as_json)
         return
     name = short_name(model)
     with tempfile.TemporaryDirectory() as folder, nullcontext() if out is None else lock_output(out):
         if out is not None:
-            _check_out(out)
+            check_folder(out)
         scoring = Scoring(
             model=name if override is None else override.name_of(name),
             model_hash=options.identity,
@@ -353,7 +391,7 @@ def rope_override(rope: str | None, context: str | None, lengths: str | None) ->
     elif lengths is not None:
         reach = max(_lengths(lengths), default=0)
     else:
-        raise ConfigError(f"--suite {SHORT} has no lengths, so --rope needs a context length: --context 32K.")
+        raise ConfigError("without --lengths, --rope needs the context length to reach: --context 32K.")
     return RopeOverride(rope=read_rope(rope), context_length=reach)
 
 
@@ -365,37 +403,6 @@ def _paths(given: list[str]) -> dict[str, str]:
             raise ConfigError(f"--path {text!r}: write NAME=PATH, such as --path haystack=essays.txt.")
         found[name] = path
     return found
-
-
-def _check_out(out_dir: Path) -> None:
-    """Refuse a folder with other files, because scores replace the whole folder."""
-    from unspool.core.artifacts import read_manifest
-
-    if not out_dir.exists():
-        return
-    holds_scores = (read_manifest(out_dir) or {}).get("kind") == "scores"
-    if not out_dir.is_dir() or (any(out_dir.iterdir()) and not holds_scores):
-        raise ConfigError(
-            f"--out {out_dir} exists and holds no scores; give a new folder, since this one would be replaced."
-        )
-
-
-def _compare(first: Backend, second: Backend, evals: list[EvalConfig], seed: int, as_json: bool) -> None:
-    from unspool.core.http_client import printable_line
-    from unspool.evals.eval_plan import EvalPlan
-    from unspool.evals.run import compare_backends
-
-    plan = EvalPlan(evals, first.tokenizer, seed=seed, root=Path.cwd(), form=first.form)
-    found = compare_backends(plan, first, second)
-    if as_json:
-        print_json(found)
-    else:
-        typer.echo(f"{found['equal']} of {found['n']} answers are equal.")
-        for one in found["differences"][:1]:
-            typer.echo(f"First difference: {one['name']}, question {one['index']}, character {one['at']}:")
-            typer.echo(f"  {printable_line(one['first'])!r}\n  {printable_line(one['second'])!r}")
-    if found["differences"]:
-        raise typer.Exit(FAILED)
 
 
 def _write_tasks(model: str, evals: list[EvalConfig], seed: int, out_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Parsing of `unspool eval --rope` and `--html`, and how eval and judge show their results."""
+"""Parsing of `unspool eval --rope` and `--html`, the check of `--out`, and how eval and judge show results."""
 
 import logging
 import shlex
@@ -6,13 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import typer
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from unspool.core.artifacts import read_manifest
 from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size, parse_size
+from unspool.evals.backends.base import Backend
 from unspool.evals.beyond_context import footnote
+from unspool.evals.config import EvalConfig
 from unspool.evals.suites import SUITES
 from unspool.recipe.json_schema import message, validation_problems
 from unspool.recipe.schema import Recipe
@@ -26,6 +30,7 @@ OPTION = "--rope"
 DEFAULT_LENGTHS = "2K,8K"
 # The same key of a recipe, whose error messages are used.
 PLACE = ("stages", 0, "rope")
+FAILED = 1
 BEYOND = " †"  # after a length beyond the model's context
 
 
@@ -60,6 +65,17 @@ def _explain(value: dict[str, Any]) -> str:
     raise AssertionError("a RoPE method was refused without a message")
 
 
+def check_folder(out_dir: Path) -> None:
+    """Refuse a folder with other files, because scores replace the whole folder."""
+    if not out_dir.exists():
+        return
+    holds_scores = (read_manifest(out_dir) or {}).get("kind") == "scores"
+    if not out_dir.is_dir() or (any(out_dir.iterdir()) and not holds_scores):
+        raise ConfigError(
+            f"--out {out_dir} exists and holds no scores; give a new folder, since this one would be replaced."
+        )
+
+
 def page_file(given: Path) -> Path:
     """The page that `--html` names: a file, or `report.html` in a folder; ConfigError before any question is asked."""
     page = given / "report.html" if given.is_dir() or not given.suffix else given
@@ -87,6 +103,25 @@ def show_results(summary: dict[str, Any], folder: Path, *, as_json: bool, page: 
         logger.info(f"results: {folder}{see}")
     elif page is None:
         logger.info("results were not kept; --out FOLDER keeps answers and scores, --html PAGE writes a page")
+
+
+def compare_answers(first: Backend, second: Backend, evals: list[EvalConfig], seed: int, as_json: bool) -> None:
+    """Print how many answers of two backends are equal; exit code 1 if some differ."""
+    from unspool.core.http_client import printable_line
+    from unspool.evals.eval_plan import EvalPlan
+    from unspool.evals.run import compare_backends
+
+    plan = EvalPlan(evals, first.tokenizer, seed=seed, root=Path.cwd(), form=first.form)
+    found = compare_backends(plan, first, second)
+    if as_json:
+        print_json(found)
+    else:
+        typer.echo(f"{found['equal']} of {found['n']} answers are equal.")
+        for one in found["differences"][:1]:
+            typer.echo(f"First difference: {one['name']}, question {one['index']}, character {one['at']}:")
+            typer.echo(f"  {printable_line(one['first'])!r}\n  {printable_line(one['second'])!r}")
+    if found["differences"]:
+        raise typer.Exit(FAILED)
 
 
 def print_table(summary: dict[str, Any]) -> None:
@@ -120,6 +155,10 @@ def print_table(summary: dict[str, Any]) -> None:
         length, rate = suite["effective_length"], suite["adaptation_rate"]
         holds = f"holds up to {format_size(length)}" if length else "does not hold at any length"
         kept = f"; {_kept(rate)}" if rate and rate["value"] is not None else ""
+        average = suite.get("average")
+        if average:
+            over = ", ".join(map(format_size, average["lengths"]))
+            kept = f"; {average['of']} {100 * average['value']:.1f}, averaged over {over}{kept}"
         worded = f", wording {suite['wording']}" if suite.get("wording") else ""
         console.print(f"{suite['suite']} ({suite['mode']}{worded}): {holds}{kept}", highlight=False)
 

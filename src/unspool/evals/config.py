@@ -19,6 +19,9 @@ class EvalConfig(Config):
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # settings of papers' protocols, by name
     suite: str
+    after: list[str] | None = Field(
+        None, description="stages after which it is scored, or base for the model before training; all if none"
+    )
     beyond_context: BeyondContext | None = Field(
         None,
         description="questions longer than the model's context: skip, truncate (cut the middle of the text) or ask; "

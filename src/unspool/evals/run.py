@@ -7,9 +7,10 @@ the same bytes as one that was never killed.
 import json
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,7 @@ def _score(
     scoring: Scoring, backend: Backend, plan: EvalPlan, identity: dict[str, Any], beyond: dict[str, Any] | None
 ) -> dict[str, Any]:
     work_dir = scoring.out_dir.with_name(scoring.out_dir.name + ".work")
-    open_work(work_dir, digest(identity), key_file=PLAN, label=f"scores of {scoring.model}", describe=_describe_work)
+    open_work(work_dir, digest(identity), key_file=PLAN, label=f"scores of {scoring.model}", describe=describe_work)
     cache = PromptCache(work_dir)
     if plan.num_listed:
         _list_prompts(plan, work_dir / PROMPTS, cache)
@@ -149,7 +150,7 @@ def _resolve(scoring: Scoring, backend: Backend) -> tuple[Scoring, dict[str, Any
     _check_backend(scoring.evals, backend)
     scoring = replace(scoring, evals=beyond_context.resolve(scoring.evals, backend))
     beyond = beyond_context.facts(scoring.evals, backend.context_limit)
-    return scoring, beyond, _identity(scoring, backend, beyond)
+    return scoring, beyond, scoring_identity(scoring, backend, beyond)
 
 
 def _check_backend(evals: Sequence[EvalConfig], backend: Backend) -> None:
@@ -161,7 +162,7 @@ def _check_backend(evals: Sequence[EvalConfig], backend: Backend) -> None:
             )
 
 
-def _identity(scoring: Scoring, backend: Backend, beyond: dict[str, Any] | None) -> dict[str, Any]:
+def scoring_identity(scoring: Scoring, backend: Backend, beyond: dict[str, Any] | None) -> dict[str, Any]:
     """Everything that the scores depend on, as the artifact records it."""
     texts = {found.text for config in scoring.evals if (found := suite_of(config).heldout(config)) is not None}
     files: dict[str, dict[str, Any]] = {}
@@ -191,13 +192,13 @@ def _identity(scoring: Scoring, backend: Backend, beyond: dict[str, Any] | None)
 
 def _settings(config: EvalConfig) -> dict[str, Any]:
     """Settings of an entry, without defaults of younger keys, so that scores older than these stay up to date."""
-    settings = config.model_dump(mode="json")
+    settings = config.model_dump(mode="json", exclude={"after"})  # when it is scored changes no score
     defaults: dict[str, tuple[Any, ...]] = {"wording": (None,), "beyond_context": (None, "ask")}
     defaults |= dict.fromkeys(("preset", "target_length", "reference_length"), (None,)) | {"shots": (0,)}
     return {name: value for name, value in settings.items() if value not in defaults.get(name, ())}
 
 
-def _describe_work(folder: Path) -> str | None:
+def describe_work(folder: Path) -> str | None:
     for name in (SAMPLES, REPLIES):
         path = folder / name
         count = path.read_bytes().count(b"\n") if path.exists() else 0
@@ -237,7 +238,7 @@ def _score_units(plan: EvalPlan, backend: Backend, path: Path, *, label: str) ->
         CheckedLines(path, [line for at in range(done) for line in scored[at]]) as file,
     ):
         advance(sum(units[at].tokens for at in scored), "")
-        coming = iter(_score_in_order(backend, missing))
+        coming = iter(score_in_order(backend, missing))
         for at in range(done, len(units)):
             if at in scored:  # behind a damaged line
                 file.append(*scored[at])
@@ -247,13 +248,14 @@ def _score_units(plan: EvalPlan, backend: Backend, path: Path, *, label: str) ->
             contexts += unit.num_contexts
             advance(unit.tokens, f"tokens, {contexts}/{total} contexts, {unit.name}")
         assert next(coming, None) is None, "every unit is written"
+    backend.stop()
 
 
-def _score_in_order(backend: Backend, units: Sequence[Unit]) -> Iterator[tuple[Unit, list[Sample]]]:
+def score_in_order(backend: Backend, units: Iterable[Unit]) -> Iterator[tuple[Unit, list[Sample]]]:
     """Yield every unit with its samples; a backend that answers several prompts at a time is kept busy."""
     if backend.block_size > 1:
-        for start in range(0, len(units), backend.block_size):
-            block = units[start : start + backend.block_size]
+        waiting = iter(units)
+        while block := list(islice(waiting, backend.block_size)):
             prompts = [unit.planned.prepare(unit) for unit in block]
             for unit, prompt, answers in zip(block, prompts, backend.answers_all(prompts), strict=True):
                 yield unit, unit.planned.samples(unit, prompt, answers)
@@ -263,7 +265,7 @@ def _score_in_order(backend: Backend, units: Sequence[Unit]) -> Iterator[tuple[U
         yield from ((unit, unit.score(backend)) for unit in units)
 
 
-def _score_in_threads(backend: Backend, units: Sequence[Unit]) -> Iterator[tuple[Unit, list[Sample]]]:
+def _score_in_threads(backend: Backend, units: Iterable[Unit]) -> Iterator[tuple[Unit, list[Sample]]]:
     waiting: deque[tuple[Unit, Any, Future[Any]]] = deque()
 
     def first() -> tuple[Unit, list[Sample]]:
@@ -280,11 +282,12 @@ def _score_in_threads(backend: Backend, units: Sequence[Unit]) -> Iterator[tuple
                     yield first()
             while waiting:
                 yield first()
-        finally:
+        except BaseException:
             for _, _, future in waiting:
                 future.cancel()
             # Otherwise the pool would wait for answers in progress.
             backend.stop()
+            raise
 
 
 def _recover(path: Path, units: Sequence[Unit]) -> dict[int, list[bytes]]:

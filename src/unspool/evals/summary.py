@@ -112,10 +112,19 @@ def suite_summary(
         "mode": config.mode,
         "wording": next((sample["wording"] for sample in of_suite if "wording" in sample), None),
         "means": means,
+        "average": _average(means, head, config.lengths),
         "effective_length": effective_length(by_length),
         "effective_length_of": head,
         "adaptation_rate": None if rate is None else {"from": reference, "to": target, **vars(rate)},
     }
+
+
+def _average(means: Sequence[Mapping[str, Any]], head: str, lengths: Sequence[int]) -> dict[str, Any] | None:
+    """The mean over lengths of the suite's number, as papers print it; None for one length or where one has no score."""
+    values = [mean["value"] for mean in means if mean["name"] == head]
+    if len(lengths) < 2 or len(values) != len(lengths) or None in values:
+        return None
+    return {"of": head, "lengths": sorted(lengths), "value": fmean(values)}
 
 
 def _by_task(samples: Sequence[Sample], length: int) -> dict[str, list[float | None]]:

@@ -168,9 +168,10 @@ class LoadedRecipe:
         paths = {path for name in sources for path in self.recipe.sources[name].paths.values()}
         return [name for name in self.recipe.synth if SYNTH_PREFIX + name in paths]
 
-    def evals(self) -> list[EvalConfig]:
-        """The recipe's evaluations, with their paths resolved."""
-        return [self._found(entry) for entry in self.recipe.evals]
+    def evals(self, after: str | None = None) -> list[EvalConfig]:
+        """The recipe's evaluations, or those of one stage (or `base`), with their paths resolved."""
+        chosen = [entry for entry in self.recipe.evals if after is None or entry.after is None or after in entry.after]
+        return [self._found(entry) for entry in chosen]
 
     def _found(self, entry: EvalConfig) -> EvalConfig:
         changed: dict[str, Any] = {key: self.path(value) for key in EVAL_PATHS if (value := getattr(entry, key, None))}

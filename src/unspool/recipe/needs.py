@@ -18,7 +18,9 @@ def tokens_needed(recipe: Recipe, source: str) -> int | None:
     for name, config in recipe.datasets.items():
         if source not in config.shares:
             continue
-        drawn = [stage.tokens * stage.mix[name] / sum(stage.mix.values()) for stage in recipe.stages if name in stage.mix]
+        drawn = [
+            stage.tokens * stage.mix[name] / sum(stage.mix.values()) for stage in recipe.stages if name in stage.mix
+        ]
         wanted = config.limit or (math.ceil(sum(drawn)) if drawn else None)
         if wanted is None or config.packing in ("single_doc", "truncate"):
             return None

@@ -7,14 +7,17 @@ ranks all of them train; rank 0 does every other step while the others wait.
 import logging
 import platform
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
 
 from unspool import __version__
+from unspool.core.artifacts import remove
 from unspool.core.errors import ConfigError
 from unspool.core.logging import silence
+from unspool.evals.config import EvalConfig
 from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.run import Scoring, score_model
 from unspool.models.config import NewModel, original_context
@@ -25,7 +28,9 @@ from unspool.recipe.prepare import check_data_inputs, pack, tokenize
 from unspool.reporting.comparisons import headline
 from unspool.reporting.gather import gather
 from unspool.reporting.page import write_report
+from unspool.reporting.score_curves import CURVES
 from unspool.training.checkpoint.resume import OPTIMIZER
+from unspool.training.checkpoint.snapshot import find_snapshots
 from unspool.training.config import StageConfig
 from unspool.training.distill.distill import check_distillation
 from unspool.training.parallel.agreement import require_agreement, version_facts
@@ -78,6 +83,7 @@ def run(context: RunContext) -> Outcome:
     for stage in context.recipe.stages:
         train(context, stage)
         evaluate(context, stage.name)
+        context.on_leader(partial(_evaluate_snapshots, context, stage))
     return report(context)
 
 
@@ -108,22 +114,30 @@ def evaluate(context: RunContext, name: str) -> None:
 
 def _evaluate(context: RunContext, name: str) -> None:
     ref = context.model if name == BASE else str(stage_dir(context, name) / "model")
-    if not context.recipe.evals or isinstance(ref, NewModel):
+    evals = context.loaded.evals(after=name)
+    if not evals or isinstance(ref, NewModel):
         return
+    context.build(f"scores/{name}", lambda folder: _score(context, ref, name, evals, folder))
+
+
+def _evaluate_snapshots(context: RunContext, stage: StageConfig) -> None:
+    """Score the models that a stage exported while it trained, and delete them."""
+    evals = context.loaded.evals(after=stage.name)
+    if stage.eval_every is None or not evals:
+        return
+    for step, model in find_snapshots(stage_dir(context, stage.name)).items():
+        name = f"{stage.name}, step {step}"
+        folder = context.out / CURVES / stage.name / f"step-{step:06d}"
+        _score(context, str(model), name, evals, folder)
+        remove(model)
+
+
+def _score(context: RunContext, ref: str, name: str, evals: list[EvalConfig], folder: Path) -> None:
     device = device_of(context)
-
-    def score(folder: Path) -> None:
-        scoring = Scoring(
-            model=name,
-            model_hash=model_digest(ref),
-            evals=context.loaded.evals(),
-            seed=context.recipe.seed,
-            out_dir=folder,
-            root=Path(),
-        )
-        score_model(ref, scoring, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
-
-    context.build(f"scores/{name}", score)
+    scoring = Scoring(
+        model=name, model_hash=model_digest(ref), evals=evals, seed=context.recipe.seed, out_dir=folder, root=Path()
+    )
+    score_model(ref, scoring, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 def report(context: RunContext) -> Outcome:

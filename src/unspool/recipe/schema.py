@@ -89,6 +89,11 @@ def reference_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
         yield from _validation_problems(index, stage, rows)
         yield from _distillation_problems(index, stage, rows, is_new=isinstance(data.get("model"), dict))
         yield from _init_problems(index, stage.get("init", "previous"), stage_names)
+    for index, entry in enumerate(_items(data.get("evals"))):
+        for at, name in enumerate(_items(_entries(entry).get("after"))):
+            if isinstance(name, str) and name not in ("base", *stage_names):
+                text = _unknown("stage", name, ["base", *stage_names])
+                yield Problem(place=("evals", index, "after", at), text=text)
 
 
 def _name_problems(

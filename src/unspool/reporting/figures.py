@@ -57,7 +57,7 @@ def recall_figure(lines: Sequence[Line], suite: str, original_context: int | Non
     frame = Frame(
         label=f"{title}, one line per model; the same numbers are in the table “All numbers”.",
         x_title="prompt length (tokens)",
-        x_ticks=_thin([(float(length), format_size(length)) for length in lengths]),
+        x_ticks=thin_ticks([(float(length), format_size(length)) for length in lengths]),
         show_y=lambda value: f"{100 * value:.0f}%",
         log_x=True,
         y_range=(0.0, 1.0),
@@ -82,7 +82,7 @@ def loss_figure(lines: Sequence[Line], original_context: int | None) -> Figure:
     frame = Frame(
         label="Loss by position, one line per model; the same numbers are in the table beside it.",
         x_title="position in the text (tokens, log scale)",
-        x_ticks=_thin([(float(edge), format_size(edge)) for edge in sorted(edges)]),
+        x_ticks=thin_ticks([(float(edge), format_size(edge)) for edge in sorted(edges)]),
         show_y=lambda value: f"{value:g}",
         log_x=True,
         mark=context_mark(original_context),
@@ -109,7 +109,7 @@ def context_mark(original_context: int | None) -> tuple[float, str] | None:
     return (float(original_context), f"old context {format_size(original_context)}") if original_context else None
 
 
-def _thin(ticks: list[tuple[float, str]]) -> list[tuple[float, str]]:
+def thin_ticks(ticks: list[tuple[float, str]]) -> list[tuple[float, str]]:
     """Keep every second or third label, counted from the last, which matters most."""
     stride = math.ceil(len(ticks) / MAX_TICKS) or 1
     return ticks[::-1][::stride][::-1]

@@ -27,6 +27,7 @@ from unspool.reporting.result_files import (
     whole,
 )
 from unspool.reporting.run_results import Artifact, Problem, RunResults, Stage, Step, Validation
+from unspool.reporting.score_curves import gather_curves
 
 
 def gather_stages(stages_dir: Path, recipe: dict[str, Any]) -> tuple[Stage, ...]:
@@ -168,6 +169,7 @@ def gather(run_dir: Path) -> RunResults:
         artifacts=tuple(_artifacts(run_dir)),
         problems=tuple(_problems(run_dir / "corpus")),
         base_config=_base_config(base_model),
+        curves=gather_curves(run_dir, stages),
     )
 
 

@@ -206,6 +206,7 @@ class RunResults:
     artifacts: tuple[Artifact, ...]
     problems: tuple[Problem, ...] = ()  # the first few of each corpus
     base_config: dict[str, Any] | None = None  # config.json of the model before training
+    curves: dict[str, dict[int, ModelScores]] = field(default_factory=dict)  # stage: scores by tokens trained in it
     is_run: bool = True  # False: the scores of one model, without a run
 
     @property

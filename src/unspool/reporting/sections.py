@@ -29,6 +29,7 @@ from unspool.reporting.measures import key_measures
 from unspool.reporting.overview import category_tables, length_table, trade_off
 from unspool.reporting.rope_section import position_figures, position_tables, ropes
 from unspool.reporting.run_results import Prompt, RunResults, Sample, task_of
+from unspool.reporting.score_curves import curve_figures
 from unspool.reporting.suite_titles import suite_title
 from unspool.reporting.training_section import training_figures, training_table, validation_figures, wrong_steps
 
@@ -325,7 +326,10 @@ def _training(results: RunResults, styles: dict[str, int]) -> list[Block]:
     legend = [(stage.name, styles[stage.name]) for stage in results.stages if stage.steps]
     notes: list[Block] = [Text(text=note, role="note") for note in wrong_steps(results.stages)]
     curves: Block = Group(figures=figures, legend=legend) if figures else missing("No training steps yet.")
-    return [*notes, curves, Group(tables=[training_table(results)], wide=True)]
+    scored = curve_figures(results, styles)
+    names = [(name, styles[name]) for name in results.curves]
+    scores: list[Block] = [Group(figures=scored, legend=names)] if scored else []
+    return [*notes, curves, *scores, Group(tables=[training_table(results)], wide=True)]
 
 
 def _positions(results: RunResults, styles: dict[str, int]) -> list[Block]:

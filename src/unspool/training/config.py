@@ -148,6 +148,9 @@ class StageConfig(Config):
     parallel: ParallelConfig = ParallelConfig()
     compile: bool = Field(False, description="fuse norms and MLPs with torch.compile; faster on a GPU")
     checkpoint_every: int | None = Field(None, ge=1, description="steps; default: a tenth of the stage")
+    eval_every: int | None = Field(
+        None, ge=1, description="steps; export the model this often, and score these too when the stage has ended"
+    )
     guard: GuardConfig = GuardConfig()
     validation: ValidationConfig | None = Field(None, description="held-out loss by position")
     samples: SamplesConfig | None = Field(None, description="continuations of prompts while the stage trains")

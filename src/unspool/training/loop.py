@@ -56,8 +56,19 @@ class Training:
     aux_loss: AuxLoss | None = None  # adds to the gradient of each step
 
 
-def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, metrics: MetricsLogger) -> None:
-    """Train the steps after `done`. On a GPU, a step is logged while the next one computes."""
+def run_steps(
+    stage: StageConfig,
+    training: Training,
+    work: Path,
+    *,
+    done: int,
+    metrics: MetricsLogger,
+    snapshot: Callable[[int], None] | None = None,
+) -> None:
+    """Train the steps after `done`. On a GPU, a step is logged while the next one computes.
+
+    `snapshot` is called after every `eval_every` steps but the last, before their checkpoint is written.
+    """
     every = stage.checkpoint_every or max(1, stage.steps // 10)
     guard, updater = training.guard, training.updater
     dist_context = training.dist_context or DistContext(single_rank(training.device), None)
@@ -103,8 +114,12 @@ def run_steps(stage: StageConfig, training: Training, work: Path, *, done: int, 
             asked = _agree_on_stop(stop.signal, dist_context)  # once: a signal may come between the next two lines
             is_last = step == stage.steps
             saves = step % every == 0 or is_last or asked is not None
-            if saves or metrics.probes(step) or not _may_log_late(training):
+            exports = snapshot is not None and bool(stage.eval_every) and step % (stage.eval_every or 1) == 0
+            if saves or exports or metrics.probes(step) or not _may_log_late(training):
                 log.settle()
+            if snapshot is not None and exports and not is_last:
+                with metrics.phases("snapshots"):
+                    snapshot(step)
             if is_last and not asked and dist_context.from_leader(partial(_is_cheap, stage, saved_at)):
                 saves = False
             if saves:
@@ -152,6 +167,7 @@ class StepLog:
                 losses=result.losses,
                 lr=lr,
                 grad_norm=result.grad_norm,
+                seconds=result.seconds,
                 doc_lens=batches.doc_lens,
                 skipped=problem is not None,
                 extra=_extra_metrics(problem, result),

@@ -48,6 +48,7 @@ from unspool.training.checkpoint.resume import (
     save_stage_state,
 )
 from unspool.training.checkpoint.save import checkpoints
+from unspool.training.checkpoint.snapshot import snapshot_writer
 from unspool.training.config import StageConfig
 from unspool.training.distill.distill import FILE as DISTILLATION
 from unspool.training.distill.distill import build_distillation, check_distillation
@@ -76,6 +77,7 @@ LOGS = (LEDGER, METRICS, VALIDATION, SAMPLES)
 # that a stage which stopped at a bad step can resume with a guard that skips it.
 NEUTRAL_SETTINGS = {
     "checkpoint_every",
+    "eval_every",
     "init",
     "guard",
     "loggers",
@@ -173,7 +175,8 @@ def run_stage(
         ) as metrics:
             aux_loss = distillation.during() if distillation is not None else None
             training = Training(model, updater, guard, mix, rows, device, dist_context, model_shape(model), aux_loss)
-            run_steps(stage, training, work, done=done, metrics=metrics)
+            snapshot = snapshot_writer(stage, model, tokenizer, out_dir, dist_context)
+            run_steps(stage, training, work, done=done, metrics=metrics, snapshot=snapshot)
             phases.seconds |= metrics.phases.seconds
             del training, aux_loss  # frees the teacher: `after` loads its own
         if distillation is not None:

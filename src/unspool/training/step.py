@@ -57,6 +57,7 @@ class StepResult:
     losses: dict[str, float]  # the same by dataset
     grad_norm: float  # before clipping
     distance: float | None = None  # what `aux_loss` returned
+    seconds: float | None = None  # on the device's clock, where the host does not wait for the step
 
     @property
     def finite(self) -> bool:
@@ -97,6 +98,7 @@ def start_step(
     Weights stay unchanged if loss or gradient is not finite.
     """
     num_valid = max(1, batches.num_valid)
+    started = _mark() if compute_device(model).type == "cuda" else None
     updater.begin(lr)
     sums = _backward_all(model, batches, num_valid)
     before_update()
@@ -104,17 +106,26 @@ def start_step(
     found, event = torch.cat([sums, norm.double()[None]]), None
     if found.is_cuda:
         found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
-        event = torch.cuda.current_stream().record_event()
+        event = _mark()
 
     def result() -> StepResult:
+        seconds = None
         if event is not None:
             event.synchronize()
+            seconds = started.elapsed_time(event) / 1e3 if started is not None else None
         *row_sums, grad_norm = found.tolist()
         loss, losses = _mean_losses(batches, row_sums, num_valid, None)
         updater.settle(loss, grad_norm)
-        return StepResult(loss=loss, losses=losses, grad_norm=grad_norm)
+        return StepResult(loss=loss, losses=losses, grad_norm=grad_norm, seconds=seconds)
 
     return result
+
+
+def _mark() -> torch.cuda.Event:
+    """A point in time on the GPU's clock, after what it has been given so far."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def _backward_all(model: Any, batches: StepBatches, num_valid: int) -> Tensor:

@@ -158,9 +158,12 @@ def test_a_build_that_dies_between_the_passes_does_not_sort_again(tmp_path, smal
 
     sorted_tasks: list[int] = []
     real = StackSource.spill
-    monkeypatch.setattr(
-        StackSource, "spill", lambda self, task, number, *rest: (sorted_tasks.append(number), real(self, task, number, *rest))
-    )
+
+    def spill_noted(self, task, number, *rest):
+        sorted_tasks.append(number)
+        real(self, task, number, *rest)
+
+    monkeypatch.setattr(StackSource, "spill", spill_noted)
     monkeypatch.setattr(StackSource, "read", lambda *_: (_ for _ in ()).throw(DataError("died")))
     with pytest.raises(DataError, match="died"):
         build(tmp_path, "killed")
@@ -176,15 +179,13 @@ def test_a_build_that_dies_between_the_passes_does_not_sort_again(tmp_path, smal
     damaged = bytearray((work / "run-00002.zst").read_bytes())
     damaged[len(damaged) // 2] ^= 1
     (work / "run-00002.zst").write_bytes(damaged)
-    again: list[int] = []
-    monkeypatch.setattr(
-        StackSource, "spill", lambda self, task, number, *rest: (again.append(number), real(self, task, number, *rest))
-    )
+    sorted_tasks.clear()
+    monkeypatch.setattr(StackSource, "spill", spill_noted)
     with pytest.raises(DataError, match=r"run-00002.zst is damaged; run the same command again"):
         build(tmp_path, "killed")
     build(tmp_path, "killed")
 
-    assert again == [1, 2]
+    assert sorted_tasks == [1, 2]
     straight, killed = open_corpus(tmp_path / "straight"), open_corpus(tmp_path / "killed")
     assert [killed[at].tolist() for at in range(len(killed))] == [straight[at].tolist() for at in range(len(straight))]
     assert not (tmp_path / "killed/tasks").exists()

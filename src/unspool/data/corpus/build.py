@@ -153,7 +153,7 @@ def build_corpus(
 def _divide(
     source: Source, units: list[Path], partial: Path, engine: EngineConfig, *, seed: int, label: str
 ) -> list[Any]:
-    """The tasks that read the source; one that must sort its input on disk first does that here, where it is missing."""
+    """The tasks that read the source; one that must sort its input on disk first does that here."""
     spill_tasks = source.spill_tasks(units)
     if not spill_tasks:
         return source.divide(units, seed)

@@ -146,7 +146,9 @@ def _read_frame(folder: Path, number: int, start: int, stop: int) -> Iterator[Sp
                 yield Spilled(key, rank, *(content[begin:end] for begin, end in pairwise(ends)))
     except (EOFError, zstandard.ZstdError) as error:
         _index_path(folder, number).unlink(missing_ok=True)  # so that the next run writes it again
-        raise DataError(f"the intermediate file {path} is damaged; run the same command again to rewrite it.") from error
+        raise DataError(
+            f"the intermediate file {path} is damaged; run the same command again to rewrite it."
+        ) from error
 
 
 def _read_exactly(frame: zstandard.ZstdDecompressionReader, size: int, *, last: bool = False) -> bytes:

@@ -1,8 +1,9 @@
 """Source kind `textbooks`: chapters joined to books, and the books of one subject to one document.
 
-The input is JSON lines (plain, .gz or .zst) or Parquet, one chapter per record. A document holds the books of a subject (or one
-book) in a seeded random order, each under its title, with chapters ordered by number. Every record is counted once: a
-document has the id of its first chapter, the others are Filtered "joined", a blank chapter is Filtered "empty".
+The input is JSON lines (plain, .gz or .zst) or Parquet, one chapter per record. A document holds the books of a
+subject (or one book) in a seeded random order, each under its title, with chapters ordered by number. Every record is
+counted once: a document has the id of its first chapter, the others are Filtered "joined", a blank chapter is Filtered
+"empty".
 
 The files are read twice, first to find where each subject ends, so that only unfinished subjects are in memory: one
 if the input is sorted by subject, all of them if it is shuffled. Chapters are joined only within one call of `read`.
@@ -47,8 +48,8 @@ class TextbooksSource(FileSource):
     book: str = Field("book", description="the field that names the book")
     subject: str | None = Field(
         "subject",
-        description="the field that names the subject, or FIELD/N for folder N (from 0) of a path in a field; null: one "
-        "document per book",
+        description="the field that names the subject, or FIELD/N for folder N (from 0) of a path in a field; null: "
+        "one document per book",
     )
     chapter: str | None = Field("chapter", description="the field chapters are ordered by; null: file order")
 
@@ -78,7 +79,9 @@ class TextbooksSource(FileSource):
             for found in records:
                 yield Filtered(found.id, "empty") if isinstance(found, _Chapter) and not found.text.strip() else found
 
-    def _read_parquet(self, path: Path, chapter: Callable[[int, dict[str, object]], _Chapter]) -> Iterator[_Chapter | Bad]:
+    def _read_parquet(
+        self, path: Path, chapter: Callable[[int, dict[str, object]], _Chapter]
+    ) -> Iterator[_Chapter | Bad]:
         from unspool.data.sources.arrow import Columns, read_parquet  # pyarrow takes long to import
 
         def choose_columns(schema: "pa.Schema") -> "Columns[_Chapter | Bad]":

@@ -89,3 +89,50 @@ def effective_length(scores: Mapping[int, Sequence[float | None]], *, threshold:
             break
         longest = length
     return longest
+
+
+# NoLiMa's: a length is effective while the model keeps this share of its score at short length.
+KEPT = 0.85
+DRAWS = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthEstimate:
+    value: int
+    low: int
+    high: int
+
+
+def relative_effective_length(scores: Mapping[int, Mapping[str, Sequence[float]]], *, seed: int = 0) -> LengthEstimate:
+    """Return the longest length at which a model keeps `KEPT` of its score at the shortest, with a 95% interval.
+
+    Scores are from 0 to 1, by length and task, at least one each; every task counts the same. Means are first made
+    non-increasing in length (isotonic regression, weighted by n), so that chance at one length does not end the search.
+    The interval comes from draws of every task's mean from its Beta posterior (Jeffreys prior), which has a width even
+    where all answers were right.
+    """
+    lengths = sorted(scores)
+    counts = np.array([sum(map(len, scores[length].values())) for length in lengths], dtype=np.float64)
+    means = np.array([fmean(fmean(task) for task in scores[length].values()) for length in lengths])
+    rng = rng_for(seed, "effective length", len(lengths), int(counts.sum()))
+    drawn = np.stack([_drawn_means(scores[length], rng) for length in lengths], axis=1)
+    value = _num_effective(means, counts)
+    low, high = np.quantile([_num_effective(row, counts) for row in drawn], [0.025, 0.975], method="nearest")
+    return LengthEstimate(
+        value=lengths[value - 1], low=lengths[min(value, int(low)) - 1], high=lengths[max(value, int(high)) - 1]
+    )
+
+
+def _drawn_means(tasks: Mapping[str, Sequence[float]], rng: np.random.Generator) -> np.ndarray:
+    right = [(float(sum(task)), len(task)) for task in tasks.values()]
+    drawn: np.ndarray = np.mean([rng.beta(total + 0.5, n - total + 0.5, size=DRAWS) for total, n in right], axis=0)
+    return drawn
+
+
+def _num_effective(means: np.ndarray, weights: np.ndarray) -> int:
+    """Count the lengths, from the shortest on, that keep enough of the shortest's score; at least one."""
+    from scipy.optimize import isotonic_regression  # import late: scipy takes a second
+
+    smooth = isotonic_regression(means, weights=weights, increasing=False).x
+    # Rounding must not drop a length that keeps exactly this share.
+    return int(np.count_nonzero(smooth >= KEPT * smooth[0] - 1e-9))

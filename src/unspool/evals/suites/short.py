@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 TASKS = ("hellaswag", "mmlu", "arc_challenge", "winogrande", "gsm8k")
 # Papers' short tasks with their shots, NAME:SHOTS.
 SHORT_PRESETS: dict[str, tuple[str, ...]] = {
+    # ProLong, Tables 6 and 26: the shots of the Open LLM Leaderboard, which it follows.
+    "prolong": ("hellaswag:10", "mmlu:5", "arc_challenge:25", "winogrande:5", "gsm8k:5"),
     # Untie the Knots, Table 3.
     "utk": ("nq_open:5", "triviaqa:5", "bbh_cot_fewshot:3", "humaneval:0", "mbpp:3", "gsm8k:4"),
 }

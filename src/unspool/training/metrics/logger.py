@@ -134,6 +134,7 @@ class StepReport:
     lr: float
     grad_norm: float
     doc_lens: Sequence[int]  # spans of the step that attend to themselves
+    seconds: float | None = None  # by the device's clock, without the wait for rows; None: by the host's
     skipped: bool = False  # weights stayed unchanged
     extra: Mapping[str, Any] = field(default_factory=dict)  # further keys of the line
 
@@ -198,7 +199,7 @@ class MetricsLogger:
     def timed(self, steps: Iterable[T]) -> Iterator[T]:
         """Yield `steps`. The clock of each starts when it is requested, so time between steps does not count.
 
-        Where a step is logged while the next one computes, its clock starts when the one before it is logged.
+        Where a step is logged while the next one computes, the device's clock counts.
         """
         coming = iter(steps)
         while True:
@@ -214,7 +215,8 @@ class MetricsLogger:
         """Log a finished step, and run validation and samples if they are due."""
         began, rows_came = self._times.popleft() if self._times else (self._logged, self._logged)
         now = self._clock()
-        seconds = now - max(began, self._logged)
+        own_clock = now - max(began, self._logged)
+        seconds = own_clock if report.seconds is None else rows_came - began + report.seconds
         self._logged = now
         self.phases.add("steps" if "first step" in self.phases.seconds else "first step", seconds)
         mfu = self._mfu.mfu(report.doc_lens, seconds)

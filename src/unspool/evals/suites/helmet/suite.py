@@ -6,7 +6,7 @@ A category is the mean of its tasks, the overall score the mean of the seven cat
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from unspool.core.config import lookup
 from unspool.evals.config import WordedEval
@@ -38,6 +38,8 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
     "summ": ("infbench_sum", "multi_lexsum"),
     "icl": tuple(LABELS),
 }
+# The tasks of ProLong's evaluation (its Table 13); a category is the mean of those of its tasks that are asked.
+PROLONG = ("json_kv", "nq", "hotpotqa", "popqa", "msmarco", *LABELS, "narrativeqa", "multi_lexsum")
 HOTPOT_DEPTHS, DEPTHS = 3, 6
 # Depths of consecutive indices repeat after eight (`spread`), in reference mode after six or three.
 STRATA = 24
@@ -147,6 +149,14 @@ TASKS: dict[str, Task] = {
 class HelmetEval(WordedEval):
     """HELMET: recall, RAG, re-ranking, citations, long questions, summaries, many-shot labels."""
 
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        # ProLong, Table 13: six categories, averaged over 32K and 64K in the ablations (Tables 4 to 8 and 18 to 22).
+        "prolong": {"tasks": list(PROLONG), "lengths": ["32K", "64K"]},
+        # The final model: Table 10 adds 128K.
+        "prolong-128k": {"tasks": list(PROLONG), "lengths": ["32K", "64K", "128K"]},
+        # The tasks with a dagger in Tables 8, 22 and 24.
+        "prolong-512k": {"tasks": ["json_kv", "narrativeqa", "multi_lexsum"], "lengths": ["512K"]},
+    }
     suite: Literal["helmet"]
 
 

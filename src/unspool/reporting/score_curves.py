@@ -1,0 +1,76 @@
+"""Scores by tokens trained: a stage with `eval_every` was scored while it trained (Figure 4 of ProLong)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from unspool.core.charts import Figure, Frame, Point, Series, line_chart, nice_ticks
+from unspool.core.formatting import join_words
+from unspool.core.sizes import format_count, format_size
+from unspool.reporting.figures import score_kind
+from unspool.reporting.gather_scores import gather_model
+from unspool.reporting.result_files import published
+from unspool.reporting.run_results import BASE, ModelScores, RunResults, Stage, main_suites
+from unspool.reporting.suite_titles import suite_title
+
+CURVES = "curves"  # folder of a run: <stage>/step-000100/
+
+
+def gather_curves(run_dir: Path, stages: Sequence[Stage]) -> dict[str, dict[int, ModelScores]]:
+    """Scores by stage and by tokens trained in it."""
+    found = {}
+    for stage in stages:
+        tokens = {step.step: step.tokens for step in stage.steps}
+        scored = {int(folder.name.removeprefix("step-")): folder for folder in published(run_dir / CURVES / stage.name)}
+        points = {tokens[step]: gather_model(folder) for step, folder in sorted(scored.items()) if step in tokens}
+        if points:
+            found[stage.name] = points
+    return found
+
+
+def curve_figures(results: RunResults, styles: dict[str, int]) -> list[Figure]:
+    """Draw each suite's mean over its lengths, one line per stage that was scored while it trained."""
+    models = {model.name: model for model in results.models}
+    lines: dict[str, dict[int, ModelScores]] = {}
+    for stage in results.stages:
+        if stage.name in results.curves:
+            ends = {0: models.get(stage.parent or BASE), stage.tokens: models.get(stage.name)}
+            known = {tokens: model for tokens, model in ends.items() if model is not None}
+            lines[stage.name] = dict(sorted((results.curves[stage.name] | known).items()))
+    suites = main_suites(model for points in lines.values() for model in points.values())
+    return [_figure(suite, lines, styles) for suite in suites]
+
+
+def _figure(suite: str, lines: dict[str, dict[int, ModelScores]], styles: dict[str, int]) -> Figure:
+    # Only lengths that every point has: a mean over other lengths would be another measure.
+    sets = [
+        {cell.length for cell in model.cells if cell.suite == suite and cell.depth is None and cell.value is not None}
+        for points in lines.values()
+        for model in points.values()
+    ]
+    lengths = sorted(set.intersection(*(found for found in sets if found))) if any(sets) else []
+    series = []
+    for name, points in lines.items():
+        means = [(tokens, _mean(model, suite, lengths)) for tokens, model in points.items()]
+        shown = [
+            Point(x=float(tokens), y=value, tooltip=f"{name}, {format_count(tokens)} tokens: {100 * value:.1f}%")
+            for tokens, value in means
+            if value is not None
+        ]
+        series.append(Series(label=name, style=styles[name], points=shown))
+    most = float(max(tokens for points in lines.values() for tokens in points))
+    title = f"{suite_title(suite)} by tokens trained"
+    frame = Frame(
+        label=f"{title}, one line per stage.",
+        x_title="tokens trained in the stage",
+        x_ticks=[(tick, format_count(tick) if tick else "0") for tick in nice_ticks(0.0, most)[:-1]],
+        show_y=lambda value: f"{100 * value:.0f}%",
+        y_range=(0.0, 1.0),
+    )
+    note = f"{score_kind(suite)}, mean over {join_words([format_size(length) for length in lengths])}"
+    return Figure(title=title, note=note, drawing=line_chart(series, frame))
+
+
+def _mean(model: ModelScores, suite: str, lengths: Sequence[int]) -> float | None:
+    values = [cell.value for length in lengths if (cell := model.recall(suite, length)) and cell.value is not None]
+    return fmean(values) if lengths and len(values) == len(lengths) else None
