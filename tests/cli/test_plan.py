@@ -20,7 +20,7 @@ def run(*options: object):
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("unspool.planning.local_machine.gpus", list)
 
 
 @pytest.fixture

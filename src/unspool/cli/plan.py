@@ -3,7 +3,6 @@
 import logging
 import re
 import shlex
-import shutil
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,7 +34,11 @@ _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([GT])i?B?", re.IGNORECASE)
 def plan(
     recipe: RecipeArgument,
     gpu: Annotated[
-        str | None, typer.Option(help=f"GPU to plan for: {', '.join(GPUS)}. Default: the local GPU.")
+        str | None,
+        typer.Option(
+            help=f"Device to plan for: {', '.join(GPUS)}; this (machine's GPU, else its CPU) or cpu (this machine's). "
+            "Default: the local GPU, else an H200."
+        ),
     ] = None,
     count: Annotated[int, typer.Option(min=1, max=65536, help="Number of GPUs.")] = 1,
     host_mem: Annotated[
@@ -52,7 +55,7 @@ def plan(
         typer.Option(help="Folder or Hub id to read the model's config from, if the model itself is missing."),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure a few steps on the local GPU first, and use the measured rates.")
+        bool, typer.Option("--measure", help="Measure a few steps on the local device first, and use their rates.")
     ] = False,
     overrides: Override = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
@@ -67,7 +70,9 @@ def plan(
 
         unspool plan prolong-512k --gpu h100 --count 8 --host-mem 1.9T --price 2.5
 
-        unspool plan my.yaml --measure        measure rates on the local GPU
+        unspool plan my.yaml --measure              measure rates on the local GPU
+
+        unspool plan tiny --gpu this --measure      or on this CPU, if there is none
     """
     from unspool.planning.recipe_plan import as_plain, plan_recipe
     from unspool.recipe.load import load_recipe
@@ -88,35 +93,30 @@ def plan(
 def _machine(gpu: str | None, count: int, host_mem: str | None, *, here: bool) -> "Machine":
     from unspool.planning.cost import REFERENCE, find_gpu
     from unspool.planning.fit import Machine
+    from unspool.planning.local_machine import CPU, THIS, local_cpu, local_gpu
 
-    own = _own_gpu() if gpu is None or here else None
+    host, name = _bytes(host_mem), (gpu or "").lower()
+    if name == CPU or (name == THIS and local_gpu() is None):
+        if count > 1:
+            raise ConfigError(f"--gpu {gpu} plans for one process on this CPU; leave --count out.")
+        if host is not None:
+            raise ConfigError(f"--gpu {gpu} plans for this machine's own memory; leave --host-mem out.")
+        return Machine(gpu=local_cpu(), count=1)
+    own = local_gpu() if name in ("", THIS) or here else None
     if here and own is None:
-        raise ConfigError("--measure needs a known local GPU, and there is none; use --gpu NAME instead.")
-    if here and gpu is not None and own is not None and find_gpu(gpu) != own:
+        raise ConfigError("--measure needs a local GPU, and there is none; add --gpu this to measure on this CPU.")
+    if here and name not in ("", THIS) and own is not None and find_gpu(name) != own:
         raise ConfigError(
             f"--measure uses the local {own.name}, so --gpu {gpu} cannot be combined with it; remove one of them."
         )
-    if gpu is None and own is None:
-        logger.info(f"no local GPU and no --gpu: planning for {REFERENCE.title}")
-    host = _bytes(host_mem)
-    if host is None and gpu is None and own is not None:
+    if host is None and name in ("", THIS) and own is not None:
         memory = measure_host_memory()
         host = None if memory is None else float(memory.total)
-    return Machine(gpu=find_gpu(gpu) if gpu else own or REFERENCE, count=count, host=host)
-
-
-def _own_gpu() -> Any:
-    """The local GPU, if there is one. Importing torch takes seconds, so ask nvidia-smi first."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    import torch
-
-    from unspool.planning.cost import match_gpu
-
-    if not torch.cuda.is_available():
-        return None
-    properties = torch.cuda.get_device_properties(0)
-    return match_gpu(properties.name, float(properties.total_memory))
+    if own is None and not name:
+        logger.info(
+            f"no local GPU and no --gpu: planning for {REFERENCE.title}; --gpu this plans for this machine's CPU"
+        )
+    return Machine(gpu=own or (find_gpu(name) if name else REFERENCE), count=count, host=host)
 
 
 def _bytes(text: str | None) -> float | None:
@@ -152,7 +152,8 @@ def _measured(loaded: "LoadedRecipe", machine: "Machine", model: str | None) -> 
     stage = longest.chosen.stage if longest.chosen else longest.stage
     logger.info(f"measuring a few layers of stage {stage.name} on {machine.gpu.title}: six steps of a few seconds each")
     docs = first.data.documents[stage.name]
-    found = measure(first.model.shape, stage, docs, machine.gpu, torch.device("cuda"))
+    device = torch.device("cpu" if machine.gpu.is_cpu else "cuda")
+    found = measure(first.model.shape, stage, docs, machine.gpu, device)
     path = save_calibration(found, loaded.recipe.out)
     logger.info(f"wrote measured rates to {path}; later plans use them")
     return found
@@ -184,7 +185,7 @@ def _print(found: "Plan", price: float | None) -> None:
     for warning in found.data.warnings:
         console.print(warning, style="yellow", soft_wrap=True)
     if found.hours is not None and len(found.stages) > 1:
-        console.print(f"\nall stages: {_time(found.hours, machine.count, price)}", style="bold")
+        console.print(f"\nall stages: {_time(found.hours, machine, price)}", style="bold")
 
 
 def _print_sources(console: "Console", found: "Plan") -> None:
@@ -227,7 +228,7 @@ def _print_stage(console: "Console", found: "Plan", planned: "StagePlan", price:
         words = shlex.join(set_arguments(planned.index, stage, planned.faster.stage))
         saved = 1 - planned.faster.seconds.step / planned.chosen.seconds.step
         console.print(f"faster     by {saved:.0%}: {words}", style="green", soft_wrap=True)
-    elif not stage.compile:
+    elif not stage.compile and not found.machine.gpu.is_cpu:
         console.print(
             "hint       compile: true makes norms and gates about three times faster on a GPU", soft_wrap=True
         )
@@ -240,16 +241,19 @@ def _print_estimate(console: "Console", planned: "StagePlan", chosen: "Estimate"
 
     held, machine, seconds = chosen.footprint, chosen.machine, chosen.seconds
     parts = ", ".join(f"{part} {getattr(held, part) / GIB:.1f}" for part in PARTS if getattr(held, part) >= 0.05 * GIB)
-    room = f"{held.device / GIB:.1f} of {machine.room / GIB:.1f} GiB ({machine.gpu.gib:g} minus the CUDA context)"
+    rest = "what Python and other programs take" if machine.gpu.is_cpu else "the CUDA context"
+    room = f"{held.device / GIB:.1f} of {machine.room / GIB:.1f} GiB ({machine.gpu.gib:.4g} minus {rest})"
     console.print(f"memory     {room} in {held.moment}", soft_wrap=True)
     console.print(f"           {parts}", soft_wrap=True)
-    console.print(f"host       {_host(chosen)}", soft_wrap=True)
+    if not machine.gpu.is_cpu:
+        console.print(f"host       {_host(chosen)}", soft_wrap=True)
     console.print(f"layout     {describe_layout(chosen.layout)}", soft_wrap=True)
     console.print(f"policy     {_policy(chosen)}", soft_wrap=True)
     parts = ", ".join(f"{name} {value:.3g}" for name, value in vars(seconds).items() if value >= 0.005 * seconds.step)
     console.print(f"step       {seconds.step:.3g} s ({parts})", soft_wrap=True)
-    speed = f"{format_count(chosen.tokens_per_second / machine.count)} tokens/s per GPU, MFU {planned.mfu:.0%}"
-    console.print(f"time       {_time(chosen.hours, machine.count, price)}; {speed}", soft_wrap=True)
+    each = "" if machine.gpu.is_cpu else " per GPU"
+    speed = f"{format_count(chosen.tokens_per_second / machine.count)} tokens/s{each}, MFU {planned.mfu:.0%}"
+    console.print(f"time       {_time(chosen.hours, machine, price)}; {speed}", soft_wrap=True)
     words = set_arguments(planned.index, planned.stage, chosen.stage)
     if words:
         console.print(f"paste      {shlex.join(words)}", style="green", soft_wrap=True)
@@ -284,12 +288,17 @@ def _policy(chosen: "Estimate") -> str:
     return ", ".join(words)
 
 
-def _time(hours: float, count: int, price: float | None) -> str:
+def _time(hours: float, machine: "Machine", price: float | None) -> str:
+    count = machine.count
     spent = (
         f"{hours * 60:.3g} minutes" if hours < 1 else f"{hours:,.1f} hours" if hours < 96 else f"{hours / 24:,.1f} days"
     )
     gpus = f", {hours * count:,.3g} GPU hours" if hours * count < 100 else f", {hours * count:,.0f} GPU hours"
-    return spent + gpus + ("" if price is None else f", {price * hours * count:,.2f} at {price:g} per hour")
+    return (
+        spent
+        + ("" if machine.gpu.is_cpu else gpus)
+        + ("" if price is None else f", {price * hours * count:,.2f} at {price:g} per hour")
+    )
 
 
 def _epochs(use: Any) -> str:

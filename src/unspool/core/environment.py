@@ -79,7 +79,7 @@ def diagnose() -> dict[str, Any]:
             "python": hide_home(sys.executable),
             "unspool": hide_home(str(Path(__file__).parents[1])),
             "encoding": f"{locale.getpreferredencoding(False)}, stdout {getattr(sys.stdout, 'encoding', None)}",
-            "cpu": _cpu_name(),
+            "cpu": cpu_name(),
             "cpus": os.cpu_count(),
             "usable_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         },
@@ -155,7 +155,7 @@ def _memory() -> dict[str, int | None]:
     return {f"{name}_bytes": None if found is None else getattr(found, name) for name in names}
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:

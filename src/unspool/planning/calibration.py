@@ -1,4 +1,4 @@
-"""Correct the cost model by measured steps of a few layers on the local GPU.
+"""Correct the cost model by measured steps of a few layers on the local GPU or CPU.
 
 Two models with 2 and 4 layers of the true shape take whole steps with the trainer's own code and the stage's settings.
 The difference is the cost of layers, the rest is head, loss and update. Both are divided by what is computed for the
@@ -67,8 +67,10 @@ class Calibration:
         return (self.gpu, self.shape) == (gpu, shape)
 
 
-def _bound(factor: float) -> float:
-    return min(MAX_FACTOR, max(MIN_FACTOR, factor))
+def _bound(factor: float, *, on_cpu: bool) -> float:
+    # Kernels of CPUs differ far more than those of GPUs.
+    wider = 10 if on_cpu else 1
+    return min(wider * MAX_FACTOR, max(MIN_FACTOR / wider, factor))
 
 
 def save_calibration(found: Calibration, folder: Path) -> Path:
@@ -113,7 +115,8 @@ def measure(shape: Shape, stage: StageConfig, docs: Documents, gpu: Gpu, device:
         _trial(replace(shape, num_layers=n), _small(stage, tokens, shape.num_layers, n), lens, gpu, device)
         for n in LAYERS
     )
-    layers = _bound((many.seconds - few.seconds) / max(1e-9, _layer_seconds(many) - _layer_seconds(few)))
+    computed = max(1e-9, _layer_seconds(many) - _layer_seconds(few))
+    layers = _bound((many.seconds - few.seconds) / computed, on_cpu=gpu.is_cpu)
     rest = (few.seconds - layers * _layer_seconds(few)) / max(1e-9, few.computed.step - _layer_seconds(few))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return Calibration(
@@ -124,10 +127,10 @@ def measure(shape: Shape, stage: StageConfig, docs: Documents, gpu: Gpu, device:
         tokens=tokens,
         document_len=document_len,
         layers=layers,
-        rest=_bound(rest),
+        rest=_bound(rest, on_cpu=gpu.is_cpu),
         activations=1.0
         if many.peak is None
-        else _bound((many.peak - _fixed_bytes(many)) / (many.held.device - _fixed_bytes(many))),
+        else _bound((many.peak - _fixed_bytes(many)) / (many.held.device - _fixed_bytes(many)), on_cpu=False),
         seconds=(few.seconds, many.seconds),
         num_layers=LAYERS,
     )
@@ -138,7 +141,9 @@ def measured_tokens(shape: Shape, stage: StageConfig, docs: Documents, gpu: Gpu)
     small = replace(shape, num_layers=LAYERS[1])
     tokens = stage.tokens_per_pass
     while tokens > 1024:
-        setup = StepSetup(tokens=tokens, policy=few_layers(stage.memory, shape.num_layers, LAYERS[1]))
+        setup = StepSetup(
+            tokens=tokens, on_cpu=gpu.is_cpu, policy=few_layers(stage.memory, shape.num_layers, LAYERS[1])
+        )
         shorter = Documents(tokens=tokens, squares=tokens * min(docs.mean, tokens))
         if step_seconds(small, setup, shorter, device_speed(gpu)).step <= MAX_SECONDS:
             break
@@ -181,6 +186,7 @@ def _trial(shape: Shape, small: StageConfig, lens: list[int], gpu: Gpu, device: 
         policy=small.memory,
         optimizer=small.optimizer,
         compiled=small.compile,
+        on_cpu=gpu.is_cpu,
     )
     computed = step_seconds(shape, setup, documents(lens), device_speed(gpu))
     return Trial(seconds=seconds, peak=peak, computed=computed, held=footprint(shape, setup))

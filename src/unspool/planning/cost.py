@@ -11,6 +11,7 @@ from unspool.training.parallel.config import Layout
 HALF, FULL = 2, 4  # bytes of bf16 and fp32
 # Logits that models/loss.py holds at a time on a GPU.
 LOGITS_BYTES = 384 << 20
+CPU_CHUNK = 2048  # tokens whose logits it holds at a time on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +110,11 @@ class Gpu:
     link: float  # GB/s to the other GPUs of a machine, each direction
     host: float  # GB/s to host memory, as reached in practice
     measured: bool = False
+    is_cpu: bool = False  # computes in fp32, with rates measured on this machine
+
+    @property
+    def rates(self) -> str:
+        return f"fp32 matrix products {1000 * self.tflops:,.0f} GFLOP/s, memory {1000 * self.bandwidth:,.0f} GB/s"
 
     @property
     def memory(self) -> float:

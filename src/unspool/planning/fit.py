@@ -50,6 +50,8 @@ class Machine:
     @property
     def host_room(self) -> float:
         """Bytes for tensors in each device's share of host memory."""
+        if self.gpu.is_cpu:
+            return self.room
         whole = HOST_ASSUMED if self.host is None else self.host / min(self.count, NODE)
         return HOST_SHARE * whole
 
@@ -81,7 +83,10 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.device_bytes <= self.machine.room and self.footprint.on_host.needed <= self.machine.host_room
+        host = self.footprint.on_host
+        if self.machine.gpu.is_cpu:  # one memory for both
+            return self.device_bytes + host.states + host.activations <= self.machine.room
+        return self.device_bytes <= self.machine.room and host.needed <= self.machine.host_room
 
     @property
     def tokens_per_second(self) -> float:
@@ -106,6 +111,7 @@ def estimate(case: Case, stage: StageConfig) -> Estimate:
         compiled=stage.compile,
         layout=layout,
         on_host=stage.parallel.offload and not is_single,
+        on_cpu=case.machine.gpu.is_cpu,
     )
     found = _correct(footprint(case.shape, setup), case.activations)
     seconds = step_seconds(case.shape, setup, case.docs.of(stage.tokens_per_pass), case.speed)
@@ -298,9 +304,11 @@ def find_alternatives(case: Case, index: int, stage: StageConfig, chosen: Estima
         words = set_arguments(index, stage, chosen.stage)
         yield Alternative(kind="settings", text=shlex.join(words), arguments=tuple(words), estimate=chosen)
         return
-    yield from _more_gpus(case, index, stage)
+    if not case.machine.gpu.is_cpu:
+        yield from _more_gpus(case, index, stage)
     yield from _larger_gpu(case, index, stage)
-    yield from _more_host(case, index, stage)
+    if not case.machine.gpu.is_cpu:
+        yield from _more_host(case, index, stage)
     yield from _shorter(case, stage)
 
 

@@ -2,8 +2,8 @@
 
 Every moment that can be the peak is evaluated: the loss, the backward pass of each layer, the embedding's gradient. A
 moment lists the tensors that are alive then, by the rules of models/memory, models/loss.py and training/optim; a test
-runs those on small models and compares bytes. A GPU computes in bf16, and several ranks keep fp32 shards. The parts sum
-to the peak, and more tokens never take less.
+runs those on small models and compares bytes. A GPU computes in bf16, and several ranks keep fp32 shards; a CPU
+computes in fp32. The parts sum to the peak, and more tokens never take less.
 
 This holds for Llama-like decoders with cuDNN's workspace as in WORKSPACE. Allocator gaps and the CUDA context are not
 included; `reserve` leaves memory for them.
@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from unspool.models.memory.host_bytes import LayerWidths, activation_bytes
 from unspool.models.memory.policy import MemoryPolicy
-from unspool.planning.cost import FULL, HALF, LOGITS_BYTES, Shape, kv_slices
+from unspool.planning.cost import CPU_CHUNK, FULL, HALF, LOGITS_BYTES, Shape, kv_slices
 from unspool.training.optim.base import OptimizerConfig
 from unspool.training.optim.config import AdamWConfig
 from unspool.training.parallel.config import Layout
@@ -41,6 +41,12 @@ class StepSetup:
     compiled: bool = True
     layout: Layout = ONE
     on_host: bool = False  # parallel.offload: weights, gradients and moments
+    on_cpu: bool = False
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number that the model computes with."""
+        return FULL if self.on_cpu and self.optimizer.weights == "fp32" else HALF
 
     @property
     def num_shards(self) -> int:
@@ -133,11 +139,13 @@ def reserve(memory: float) -> float:
 class _MemoryCounter:
     def __init__(self, shape: Shape, setup: StepSetup) -> None:
         self.shape, self.setup, self.policy = shape, setup, setup.policy
-        self.hidden = HALF * shape.hidden
-        self.queries = HALF * shape.num_heads * shape.head_dim
-        self.keys = HALF * kv_slices(shape, setup.layout.ulysses) * shape.head_dim
-        self.inner = HALF * shape.intermediate
-        self.grad_bytes = setup.optimizer.grad_bytes()
+        self.element = setup.element
+        self.is_fp32 = self.element == FULL
+        self.hidden = self.element * shape.hidden
+        self.queries = self.element * shape.num_heads * shape.head_dim
+        self.keys = self.element * kv_slices(shape, setup.layout.ulysses) * shape.head_dim
+        self.inner = self.element * shape.intermediate
+        self.grad_bytes = FULL if self.is_fp32 else setup.optimizer.grad_bytes()
         self.recomputed = self.policy.activation_checkpointing != "none"
         self.hosts = self._host_layers()
         by_layer = [self.kept(layer) for layer in range(shape.num_layers)]
@@ -149,7 +157,7 @@ class _MemoryCounter:
     def weights(self) -> float:
         setup = self.setup
         if setup.is_single:
-            return HALF * self.shape.params
+            return self.element * self.shape.params
         own = 0.0 if setup.on_host else FULL * self.shape.params / setup.num_shards
         # Two gathered groups of layers, and the gradient of one as it is computed and as it is summed. The head stays
         # gathered throughout a step.
@@ -161,7 +169,8 @@ class _MemoryCounter:
         setup, params, config = self.setup, self.shape.params, self.setup.optimizer
         if not setup.is_single:
             return 0.0 if setup.on_host else config.state_bytes() * params / setup.num_shards
-        return (config.master_bytes() + config.state_bytes()) * params
+        # What computes in fp32 is its own master.
+        return ((0 if self.is_fp32 else config.master_bytes()) + config.state_bytes()) * params
 
     def gradients(self, params: float) -> float:
         """Gradients, when `params` parameters have one from this micro-batch."""
@@ -181,9 +190,7 @@ class _MemoryCounter:
 
     def attention_saved(self) -> float:
         """Bytes per token saved for the backward pass of attention and its norm."""
-        norm = 2 * self.hidden if self.setup.compiled else 4 * self.hidden
-        if self.policy.mlp_tiles:
-            norm = 2 * self.hidden
+        norm = 2 * self.hidden if self.policy.mlp_tiles else self._norm_saved()
         copies = 1 + (self.setup.layout.ulysses > 1) + (self._in_parts > 1)
         return norm + self.queries + 2 * self.keys + copies * self.queries + self._sums
 
@@ -193,7 +200,11 @@ class _MemoryCounter:
             return 2 * self.hidden
         if self.setup.compiled:
             return 2 * self.hidden + 3 * self.inner
-        return 4 * self.hidden + 4 * self.inner
+        return self._norm_saved() + 4 * self.inner
+
+    def _norm_saved(self) -> float:
+        """Bytes per token that a norm saves: input and result; if not fused, also what it scales, in bf16 twice."""
+        return (2 if self.setup.compiled else 3 if self.is_fp32 else 4) * self.hidden
 
     @property
     def _sums(self) -> float:
@@ -220,11 +231,11 @@ class _MemoryCounter:
     def _norm_peak(self) -> float:
         """A norm that is not fused: its saved tensors, and five temporary ones in fp32."""
         fused = self.setup.compiled or self.policy.mlp_tiles
-        return 0.0 if fused else self.attention_saved() + 13 * self.hidden
+        return 0.0 if fused else self.attention_saved() + (7 if self.is_fp32 else 13) * self.hidden
 
     def _attention_peak(self) -> float:
         results = 2.0 * self.queries + 2 * self.keys
-        workspace = WORKSPACE / HALF * self.queries / self._in_parts
+        workspace = 0.0 if self.setup.on_cpu else WORKSPACE / HALF * self.queries / self._in_parts
         if self._in_parts > 1:
             results += self.queries + 2 * self.keys  # gradients of the parts, and concatenated
         if self.setup.layout.ulysses > 1:
@@ -237,7 +248,7 @@ class _MemoryCounter:
         """Gradients of a layer's weights before accumulation; tiles sum them in fp32 first."""
         mlp = 3 * self.shape.hidden * self.shape.intermediate
         largest = self.shape.hidden * self.shape.intermediate
-        return (HALF + FULL) * mlp if self.policy.mlp_tiles else HALF * largest
+        return (self.element + FULL) * mlp if self.policy.mlp_tiles else self.element * largest
 
     # Kept for the backward pass
 
@@ -252,7 +263,7 @@ class _MemoryCounter:
         first = self.shape.num_layers - policy.keep_products
         if layer < first:
             return attention, 0.0
-        everything = float(tokens * sum(self.widths().kept(HALF)))
+        everything = float(tokens * sum(self.widths().kept(self.element)))
         return (0.0, everything) if layer in self.hosts else (everything, 0.0)
 
     def _host_layers(self) -> set[int]:
@@ -315,7 +326,7 @@ class _MemoryCounter:
             num_heads=self.shape.num_heads,
             hidden=self.shape.hidden,
             queries=self.shape.num_heads * self.shape.head_dim,
-            keys=self.keys // HALF,
+            keys=self.keys // self.element,
             inner=self.shape.intermediate,
         )
 
@@ -331,14 +342,14 @@ class _MemoryCounter:
 
     def at_loss(self) -> Footprint:
         shape, tokens = self.shape, self.setup.tokens
-        logits = min(LOGITS_BYTES, HALF * shape.vocabulary * tokens)
-        chunk = logits / (HALF * shape.vocabulary)
+        chunk = min(tokens, CPU_CHUNK if self.setup.on_cpu else LOGITS_BYTES / (HALF * shape.vocabulary))
+        logits = self.element * shape.vocabulary * chunk
         base = self._base("the loss", 0, shape.num_layers)
         # The head's gradient in fp32, that of the hidden states, a chunk of logits and its gradient.
         loss = FULL * shape.table_params + self.hidden * tokens + logits + chunk * self.hidden
         # The last layer's output, as the last norm saves it, and the norm's own.
-        last = 2 * self.hidden if self.setup.compiled else 4 * self.hidden
-        return replace(base, loss=loss, kept=base.kept + self.in_flight(), batch=base.batch + last * tokens)
+        last = self._norm_saved() * tokens
+        return replace(base, loss=loss, kept=base.kept + self.in_flight(), batch=base.batch + last)
 
     def at_layer(self, first: int) -> Footprint:
         """The backward pass of the group of layers that begins with `first`."""
@@ -358,7 +369,8 @@ class _MemoryCounter:
         waiting = (last - first) * (self.attention_saved() + self.mlp_saved())
         own = self.layer_peak() + waiting
         # The group's input counts as a checkpoint; a norm that is not fused saves its own copy in fp32.
-        own -= self.hidden if self.recomputed and (self.setup.compiled or self.policy.mlp_tiles) else 0.0
+        shared = self.setup.compiled or self.policy.mlp_tiles or self.is_fp32
+        own -= self.hidden if self.recomputed and shared else 0.0
         return replace(
             base,
             checkpoints=on_device,
@@ -372,14 +384,14 @@ class _MemoryCounter:
         table = self.shape.table_params
         if not self.setup.is_single:
             return (HALF + FULL) * table if self.shape.tied else FULL * table
-        return HALF * table if self.shape.tied else 0.0
+        return self.element * table if self.shape.tied else 0.0
 
     def at_embedding(self) -> Footprint:
         shape = self.shape
         layers = shape.num_layers * shape.layer_params
         base = self._base("the embedding's gradient", layers + (0 if shape.tied else shape.table_params), 0)
         # As computed, and in fp32 where the optimizer takes it so; a tied one is added to the head's.
-        in_fp32 = self.grad_bytes == FULL or self.setup.micro_batches > 1
-        table = (HALF + (FULL if in_fp32 else 0)) * shape.table_params
-        tied = HALF * shape.table_params if shape.tied else 0.0
+        in_fp32 = not self.is_fp32 and (self.grad_bytes == FULL or self.setup.micro_batches > 1)
+        table = (self.element + (FULL if in_fp32 else 0)) * shape.table_params
+        tied = self.element * shape.table_params if shape.tied else 0.0
         return replace(base, layer=table + tied + self.hidden * self.setup.tokens)

@@ -104,6 +104,8 @@ def plan_recipe(
 def _rates(machine: Machine, measured: Calibration | None) -> str:
     if measured is not None:
         return f"measured: {measured.summary}"
+    if machine.gpu.is_cpu:
+        return f"{machine.gpu.rates}, measured here for a second; --measure measures whole steps"
     if machine.gpu.measured:
         return f"measured on one {machine.gpu.title}; several, and their links, are computed"
     return f"estimated: those of an H200, scaled by the data sheet of {machine.gpu.title}"

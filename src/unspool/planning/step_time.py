@@ -38,11 +38,18 @@ class DeviceSpeed:
     memory: float = 1.0
     host: float = 50e9
     links: Links = field(default_factory=Links)
+    narrow: float = NARROW  # width at which matrix products reach half of the rate
+    short: float = 1.0  # what even a short document costs attention
     layers: float = 1.0  # measured ÷ computed seconds of layers
     rest: float = 1.0  # the same of head, loss and update
 
 
 def device_speed(gpu: Gpu) -> DeviceSpeed:
+    if gpu.is_cpu:
+        # Rates as measured there. A number has twice the bytes of one on a GPU.
+        return DeviceSpeed(
+            compute=gpu.tflops * 1e12 / MATMUL, memory=gpu.bandwidth * 1e12 / 2 / BETWEEN, narrow=0.0, short=0.0
+        )
     links = Links(inside=0.8 * gpu.link * 1e9)
     ratio, memory = gpu.tflops / REFERENCE.tflops, gpu.bandwidth / REFERENCE.bandwidth
     return DeviceSpeed(compute=ratio, memory=memory, host=gpu.host * 1e9, links=links)
@@ -100,7 +107,7 @@ class _StepTimer:
     def __init__(self, shape: Shape, setup: StepSetup, docs: Documents, speed: DeviceSpeed) -> None:
         self.shape, self.setup, self.docs, self.speed = shape, setup, docs, speed
         width = shape.hidden
-        self.matmul = MATMUL * width / (width + NARROW) * speed.compute
+        self.matmul = MATMUL * width / (width + speed.narrow) * speed.compute
         self.stream = BETWEEN * speed.memory
         policy, layers = setup.policy, shape.num_layers
         self.layers_recomputed = 0 if policy.activation_checkpointing == "none" else layers
@@ -116,7 +123,7 @@ class _StepTimer:
         )
         ranks = self.setup.layout.sequence_ranks
         flops = 2.0 * queries * self.docs.squares * shape.num_layers / ranks
-        short = token * queries * self.docs.tokens * shape.num_layers / ranks
+        short = speed.short * token * queries * self.docs.tokens * shape.num_layers / ranks
         forward = flops / forward_rate + short / 3
         backward = BACKWARD * flops / backward_rate + short * 2 / 3
         return forward / speed.compute, backward / speed.compute

@@ -1,0 +1,66 @@
+"""The devices of this machine, as `plan` takes them: its GPU, or its CPU with rates that are measured."""
+
+import os
+import time
+from collections.abc import Callable
+
+from unspool.core.environment import cpu_name, gpus
+from unspool.core.errors import ConfigError
+from unspool.core.host_memory import measure_host_memory
+from unspool.planning.cost import GIB, Gpu, match_gpu
+
+CPU, THIS = "cpu", "this"  # values of --gpu
+_WIDTH = 1024  # of the matrices that are multiplied
+_COPIED = 64 << 20  # bytes, beyond any cache
+_SECONDS = 0.4  # for each rate
+
+
+def local_gpu() -> Gpu | None:
+    """The GPU of this machine; None without one. ConfigError if its rates are not known."""
+    found = gpus()
+    if not found:
+        return None
+    gpu = match_gpu(found[0]["name"], float(found[0]["memory_bytes"]))
+    if gpu is None:
+        raise ConfigError(f"the local GPU, {found[0]['name']}, is not known; use --gpu with the name of a similar one.")
+    return gpu
+
+
+def local_cpu() -> Gpu:
+    """This machine's CPU and memory; takes a second."""
+    import torch
+
+    threads = torch.get_num_threads()
+    matrix, numbers = torch.ones(_WIDTH, _WIDTH), torch.ones(_COPIED // 4)
+    other = torch.empty_like(numbers)
+    product = _seconds(lambda: matrix @ matrix)
+    copy = _seconds(lambda: other.copy_(numbers))
+    return Gpu(
+        name=CPU,
+        title=f"CPU ({cpu_name()}, {threads} thread{'s' * (threads > 1)})",
+        gib=_memory() / GIB,
+        tflops=2 * _WIDTH**3 / product / 1e12,
+        bandwidth=2 * _COPIED / copy / 1e12,
+        link=0,
+        host=2 * _COPIED / copy / 1e9,
+        is_cpu=True,
+    )
+
+
+def _memory() -> float:
+    """Bytes of memory that this machine, or the container, has."""
+    found = measure_host_memory()
+    # Outside of Linux, what POSIX tells.
+    return float(found.total if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Median seconds of one call: the mean would count what other programs take, and the fastest would never be met."""
+    work()
+    times = []
+    end = time.perf_counter() + _SECONDS
+    while len(times) < 3 or time.perf_counter() < end:
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return sorted(times)[len(times) // 2]
