@@ -18,7 +18,6 @@ class Mock(Backend):
 
     def __init__(self, tokenizer: Any, context: ContextLimit | None = None) -> None:
         self.tokenizer, self.context_limit = tokenizer, context
-        self.kind = type(self).__name__.lower()
 
     def answers(self, prompt: Prompt) -> list[str]:
         return [self.answer(prompt, question) for question in prompt.questions]
@@ -33,6 +32,8 @@ class Mock(Backend):
 class Oracle(Mock):
     """Answers every question correctly."""
 
+    kind = "oracle"
+
     def answer(self, prompt: Prompt, question: PromptQuestion) -> str:
         return f" {question.reference}." if question.text is None else question.text.oracle
 
@@ -40,12 +41,16 @@ class Oracle(Mock):
 class Empty(Mock):
     """Answers nothing."""
 
+    kind = "empty"
+
     def answer(self, prompt: Prompt, question: PromptQuestion) -> str:
         return ""
 
 
 class Adversarial(Mock):
     """Repeats the end of the prompt, with control characters and markup that break careless readers."""
+
+    kind = "adversarial"
 
     def answer(self, prompt: Prompt, question: PromptQuestion) -> str:
         ids = np.concatenate([prompt.context_ids, question.ids])[-REPEATED:]
