@@ -38,7 +38,7 @@ from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_recipes
 from unspool.recipe.schema import Recipe
 from unspool.rope.harpe import Harpe
-from unspool.rope.methods import Abf, Dynamic, Llama3, LongRope, Ntk, NtkByParts, Pi, Unchanged, Yarn
+from unspool.rope.methods import Abf, Dynamic, Llama3, LongRope, Ntk, NtkByParts, Pi, SelfExtend, Unchanged, Yarn
 from unspool.synthesis.config import (
     ChecksConfig,
     DecontaminateConfig,
@@ -199,6 +199,7 @@ TABLES: dict[str, type[Config]] = {
     "method: longrope": LongRope,
     "method: llama3": Llama3,
     "method: harpe": Harpe,
+    "method: self-extend": SelfExtend,
     "suite: niah": NiahEval,
     "suite: key_value": KeyValueEval,
     "suite: perplexity": PerplexityEval,

@@ -35,6 +35,7 @@ class Faithful(ThreadingHTTPServer):
         self.tokenizer = tokenizer
         self.takes = {"text", "chat"}
         self.context = 4096
+        self.is_strict = False  # whether it refuses fields that it does not know
         self.continues = False  # whether it continues a last message of the assistant
         self.answer: Callable[[dict[str, Any]], str] = lambda body: "fine"
         self.bodies: list[dict[str, Any]] = []
@@ -71,6 +72,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         kind = "chat" if "messages" in body else "ids" if isinstance(body["prompt"], list) else "text"
+        if self.server.is_strict and "repeat_penalty" in body:
+            self._send(422, {"detail": "unexpected repeat_penalty"})
+            return
         if kind not in self.server.takes or (kind == "chat" and "continue_final_message" in body):
             self._send(400, {"error": f"no {kind}"})
             return
@@ -318,3 +322,15 @@ def test_results_that_were_asked_in_different_ways_are_not_paired(model, server,
     page = CliRunner().invoke(build_app(), ["report", str(run_dir), "--out", str(tmp_path / "page.html")])
     assert page.exit_code == 0, page.output
     assert ("are not compared answer by answer" in (tmp_path / "page.html").read_text()) == (why is not None)
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize("endpoint", ["text", "chat"])
+def test_penalties_on_repeated_tokens_are_turned_off_where_the_server_lets_them(
+    model, server, tmp_path, endpoint, is_strict
+):
+    """llama-cpp-python's server applies 1.1 by itself, and so cannot copy a value whose characters repeat."""
+    server.is_strict = is_strict
+    ask(model, server, tmp_path, "--endpoint", endpoint, "--suite", "niah")
+    penalties = {(body.get("repeat_penalty"), body.get("repetition_penalty")) for body in server.questions}
+    assert penalties == ({(None, None)} if is_strict else {(1.0, 1.0)})

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from unspool.cli.judge import judge as judge_command
 from unspool.core.artifacts import read_manifest
-from unspool.core.errors import ConfigError, DataError
+from unspool.core.errors import ConfigError, DataError, UnspoolError
 from unspool.evals import suites
 from unspool.evals.backends.mock import Oracle
 from unspool.evals.judge.protocols import calls, parse, score, summary_score
@@ -152,6 +152,43 @@ def test_nothing_is_asked_twice_even_after_a_kill(folder):
     assert estimate(read_samples(folder), JudgeReplies(folder / "judgements.jsonl", "another")).calls == 4
 
 
+def test_a_request_that_fails_loses_no_reply_beside_it(folder):
+    asked = []
+
+    def half_dead(prompt: str) -> str:
+        if "number 0" in prompt:
+            raise UnspoolError("the server is gone")
+        asked.append(prompt)
+        return reply()
+
+    with pytest.raises(UnspoolError):
+        judge_folder(folder, Judge(name="j", ask=half_dead, width=4))
+    judge_folder(folder, Judge(name="j", ask=lambda prompt: asked.append(prompt) or reply(), width=4))
+
+    assert len(asked) == len(set(asked)) == 4
+
+
+def test_only_unparsable_replies_are_asked_for_again(command, folder, url, talk: Talk):  # noqa: F811
+    talk.answer = lambda path, body: "I cannot say" if "number 1" in body["messages"][0]["content"] else reply()
+    run, options = str(folder.parents[1]), ("--url", url, "--model-name", "j", "--json")
+    assert command(run, *options).exit_code == 0
+    assert command(run, *options).exit_code == 0
+    assert len(talk.asked) == 4, "not without --again"
+    dry = command(run, *options, "--again", "unparsable", "--dry-run")
+    assert "base: 1 requests to the judge" in dry.output
+
+    talk.answer = lambda path, body: reply(1, 3)
+    again = command(run, *options, "--again", "unparsable")
+    assert again.exit_code == 0, again.output
+    cell = next(c for c in json.loads(again.stdout)[0]["cells"] if c["task"] == "judged")
+    assert (cell["n"], cell["unparsable"]) == (4, 0)
+    (_, body, _) = talk.asked[4]
+    assert len(talk.asked) == 5 and "number 1" in body["messages"][0]["content"]
+    assert body["max_tokens"] == 2 * talk.asked[0][1]["max_tokens"], "it may have been cut off"
+    assert command(run, *options, "--again", "unparsable").exit_code == 0
+    assert len(talk.asked) == 5
+
+
 def test_the_cost_is_known_beforehand(folder):
     planned = estimate(read_samples(folder), replies_for(folder, "j"))
 
@@ -219,6 +256,7 @@ def test_the_command_asks_a_server_and_shows_the_table(command, folder, url, tal
     [
         ((), "either a RUN or --check"),
         (("x",), "either a server"),
+        (("x", "--again", "everything"), "unparsable"),
         (("x", "--url", "http://y"), "needs --model-name"),
         (("x", "--url", "http://y", "--model-name", "j"), "x: no scores found"),
         (("--check", "x.jsonl", "--url", "http://y", "--model-name", "j"), "file not found"),

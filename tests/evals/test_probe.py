@@ -110,11 +110,11 @@ def run(*arguments: str) -> Any:
 @pytest.mark.parametrize(
     ("styled", "endpoint", "logprobs", "requests"),
     [
-        ("vllm", "completions", True, 2),
-        ("tgi", "text", False, 2),
-        ("transformers serve", "chat", False, 3),
-        ("broken for ids", "text", False, 2),
-        ("ids as text", "text", False, 2),
+        ("vllm", "completions", True, 3),
+        ("tgi", "text", False, 3),
+        ("transformers serve", "chat", False, 4),
+        ("broken for ids", "text", False, 3),
+        ("ids as text", "text", False, 3),
     ],
     indirect=["styled"],
 )

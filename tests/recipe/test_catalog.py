@@ -94,7 +94,7 @@ def test_an_unknown_mix_and_a_mix_without_its_sources_are_refused():
 def test_both_stages_of_prolong_read_the_same_sources_as_what_they_are():
     first, second = load("prolong-64k").sources, load("prolong-512k").sources
     assert first == second
-    assert (first["repos"].kind, first["textbooks"].kind, first["fineweb"].kind) == ("repos", "textbooks", "hf")
+    assert (first["repos"].kind, first["textbooks"].kind, first["fineweb"].kind) == ("stack", "textbooks", "hf")
 
 
 def test_utk_and_harpe_follow_their_papers():

@@ -205,7 +205,7 @@ def test_a_registered_method_is_read_listed_and_written(halved):
     assert adapter.dump_python(found) == {"method": "halved", "times": 3}
     assert adapter.json_schema()["discriminator"]["mapping"]["halved"] == "#/$defs/Halved"
     assert found.resolve(SHAPE, 64 * K).tables(SHAPE).inv_freq[0] == 1 / 8
-    with pytest.raises(ValidationError, match="'harpe', 'halved'"):
+    with pytest.raises(ValidationError, match="'self-extend', 'halved'"):
         position(method="alibi")
     with pytest.raises(ValidationError, match=r"halved\.time\n.*Extra inputs"):
         position(method="halved", time=3)

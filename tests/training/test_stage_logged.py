@@ -63,8 +63,12 @@ def test_killed_and_resumed_it_shows_the_same(watched_materials, tmp_path, monke
 
 
 def test_a_tracker_that_is_not_there_is_refused_before_any_weight_is_read(materials, tmp_path, monkeypatch):
-    def missing(name):
-        raise ImportError(f"No module named {name!r}")
+    true_import = trackers.importlib.import_module
+
+    def missing(name, *package):
+        if name == "wandb":
+            raise ImportError(f"No module named {name!r}")
+        return true_import(name, *package)
 
     monkeypatch.setattr(trackers.importlib, "import_module", missing)
     stage = STAGE.model_validate(STAGE.model_dump() | {"loggers": ["wandb"]})

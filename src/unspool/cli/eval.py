@@ -60,7 +60,9 @@ def eval_(
     ] = None,
     preset: Annotated[
         str | None,
-        typer.Option(help="Settings of a paper for one suite: utk (lveval, short). Other options override them."),
+        typer.Option(
+            help="A paper's settings for one suite: utk (lveval, short), prolong (helmet, short). Options override it."
+        ),
     ] = None,
     samples: Annotated[
         int | None,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unspool.cli.eval_options import print_table
+from unspool.core.config import lookup
 from unspool.core.console import print_json
 from unspool.core.errors import ConfigError
 from unspool.core.lock import lock_output
@@ -29,6 +30,10 @@ def judge(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for a reply.")] = 600,
     price_in: Annotated[float, typer.Option(min=0, help="Price of a million prompt tokens, for the estimate.")] = 0.0,
     price_out: Annotated[float, typer.Option(min=0, help="Price of a million reply tokens.")] = 0.0,
+    again: Annotated[
+        str | None,
+        typer.Option(help="unparsable: ask once more for replies that could not be parsed, with twice the room."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the estimate and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -45,9 +50,10 @@ def judge(
 
     if (run is None) == (check is None):
         raise ConfigError("give either a RUN or --check FILE.")
-    chosen = _judge(url, model_name, model, requests, timeout)
+    repeats = again is not None and bool(lookup({"unparsable": True}, again, kind="--again"))
+    chosen = _judge(url, model_name, model, requests, timeout, repeats)
     if check is not None:
-        _check(check, chosen, as_json)
+        _check(check, chosen, repeats, as_json)
         return
     assert run is not None
     summaries = []
@@ -55,23 +61,23 @@ def judge(
     with lock_output(run):
         for folder in scores:
             with replies_for(folder, chosen.name) as replies:
-                planned = estimate(read_samples(folder), replies)
+                planned = estimate(read_samples(folder), replies, again=repeats)
             price = f", about {planned.cost(price_in, price_out):.2f}" if price_in or price_out else ""
             typer.echo(f"{folder.name}: {planned}{price}", err=True)
             if not dry_run:
-                summaries.append(judge_folder(folder, chosen))
+                summaries.append(judge_folder(folder, chosen, again=repeats))
     if as_json:
         print_json(summaries)
     else:
         _print(summaries)
 
 
-def _check(path: Path, chosen: "Judge", as_json: bool) -> None:
+def _check(path: Path, chosen: "Judge", again: bool, as_json: bool) -> None:
     from unspool.evals.judge.run import JUDGEMENTS, JudgeReplies, check_judge
 
     beside = path.with_name(f"{path.name}.{JUDGEMENTS}")
     with lock_output(beside), JudgeReplies(beside, chosen.name) as replies:
-        found = vars(check_judge(path, chosen, replies))
+        found = vars(check_judge(path, chosen, replies, again=again))
     if as_json:
         print_json(found)
         return
@@ -80,26 +86,27 @@ def _check(path: Path, chosen: "Judge", as_json: bool) -> None:
         typer.echo(f"{name.replace('_', ' ')}: {shown}")
 
 
-def _judge(url: str | None, model_name: str | None, model: str | None, requests: int, timeout: float) -> "Judge":
+def _judge(
+    url: str | None, model_name: str | None, model: str | None, requests: int, timeout: float, again: bool
+) -> "Judge":
     from unspool.core.http_client import RetryPolicy
     from unspool.evals.backends.openai import Server
-    from unspool.evals.judge.protocols import REPLY_TOKENS
-    from unspool.evals.judge.run import Judge
+    from unspool.evals.judge.run import Judge, local_judge, reply_tokens
 
+    tokens = reply_tokens(again)
     if (url is None) == (model is None):
         raise ConfigError("give either a server (--url and --model-name) or a model (--model).")
     if url is not None:
         if model_name is None:
             raise ConfigError("--url needs --model-name, the name of the judge on the server.")
         server = Server(url=url, model=model_name, retry=RetryPolicy(seconds=timeout), width=requests)
-        return Judge(name=model_name, ask=lambda prompt: server.chat(prompt, REPLY_TOKENS), width=requests)
+        return Judge(name=model_name, ask=lambda prompt: server.chat(prompt, tokens), width=requests)
     from unspool.cli.eval import device_and_dtype
     from unspool.evals.backends.transformers import ModelBackend
-    from unspool.evals.judge.run import local_judge
 
     assert model is not None
     target, dtype = device_and_dtype("auto")
-    return Judge(name=model, ask=local_judge(ModelBackend(model, device=target, dtype=dtype)))
+    return Judge(name=model, ask=local_judge(ModelBackend(model, device=target, dtype=dtype), tokens))
 
 
 def _print(summaries: list[dict[str, Any]]) -> None:

@@ -55,10 +55,13 @@ class ReplyCache:
         offset, length = self._spans[key]
         return json.loads(os.pread(self._file.fileno(), length, offset))["reply"]
 
-    def write_reply(self, key: str, reply: Any, **fields: Any) -> None:
-        """Append a reply, with more fields for people who read the file; does nothing if the key has a reply."""
+    def write_reply(self, key: str, reply: Any, *, replace: bool = False, **fields: Any) -> None:
+        """Append a reply, with more fields for people who read the file.
+
+        Does nothing if the key has a reply, unless `replace`: the last reply of a key counts.
+        """
         with self._write_lock:
-            if key not in self._spans:
+            if replace or key not in self._spans:
                 self._append({"key": key, **fields, "reply": reply})
 
     def _append(self, record: dict[str, Any]) -> None:

@@ -120,7 +120,7 @@ def suite_summary(
 
 
 def _average(means: Sequence[Mapping[str, Any]], head: str, lengths: Sequence[int]) -> dict[str, Any] | None:
-    """The mean over lengths of the suite's number, as papers print it; None for one length or where one has no score."""
+    """The mean over lengths of the suite's number, as papers print it; None for one length or without a score."""
     values = [mean["value"] for mean in means if mean["name"] == head]
     if len(lengths) < 2 or len(values) != len(lengths) or None in values:
         return None

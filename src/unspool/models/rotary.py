@@ -64,11 +64,20 @@ def apply_rope(model: Any, method: RopeMethod, context_len: int) -> None:
         _refuse_head_bases(model, method.method)
         apply_parameters(model, settings.parameters, settings.max_positions)
         return
+    if settings.self_extend is not None:
+        scaling = global_parameters(model.config.to_dict())["rope_type"]
+        if scaling != "default" or head_bases(model) is not None:
+            raise ConfigError(
+                f"rope {method.method}: the model's positions are {scaling}, which it cannot keep; it is for models "
+                "with plain RoPE."
+            )
     if head_bases(model) is None:
         _check_rotation(model)
     num_layers = len(model.base_model.layers)
     by_layer = [np.roll(settings.head_bases, layer * settings.rotate_by_layer) for layer in range(num_layers)]
     apply_head_bases(model, np.stack(by_layer))
+    for layer in model.base_model.layers:
+        layer.self_attn.self_extend = settings.self_extend
     model.config.max_position_embeddings = settings.max_positions
 
 
@@ -342,19 +351,29 @@ def rotate_heads(query: Tensor, key: Tensor, inv_freq: Tensor, position_ids: Ten
     Without packing, keys are at 0, 1, 2, … and queries at `position_ids` [B, queries], or at the end. So a cache of
     unrotated keys gets the right positions however it was filled, also for several texts in a batch.
     """
+    return rotate_at(query, key, inv_freq, *positions_of(query, key, position_ids))
+
+
+def positions_of(query: Tensor, key: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Positions [B or 1, S] of queries and of keys, in fp32."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     is_whole = num_queries == num_keys
     if is_whole and position_ids is not None:
         positions = position_ids[:, :num_keys].float()
     else:
         positions = torch.arange(num_keys, device=key.device, dtype=torch.float32)[None]
-    cos, sin = _tables(inv_freq, positions)
     if is_whole or position_ids is None:
-        last = slice(num_keys - num_queries, num_keys)
-        query_cos, query_sin = cos[:, :, None, last], sin[:, :, None, last]
-    else:
-        query_cos, query_sin = (table[:, :, None] for table in _tables(inv_freq, position_ids.float()))
-    groups = query.shape[1] // key.shape[1]
+        return positions[:, num_keys - num_queries :], positions
+    return position_ids.float(), positions
+
+
+def rotate_at(
+    query: Tensor, key: Tensor, inv_freq: Tensor, query_positions: Tensor, key_positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by the frequencies of their KV head at these positions."""
+    cos, sin = _tables(inv_freq, key_positions)
+    query_cos, query_sin = (table[:, :, None] for table in _tables(inv_freq, query_positions))
+    num_queries, groups = query.shape[2], query.shape[1] // key.shape[1]
     # As [B, KV, groups, S, D], so that the tables are shared instead of copied for each query head.
     grouped = query.reshape(len(query), key.shape[1], groups, num_queries, -1)
     return _rotate(grouped, query_cos, query_sin).flatten(1, 2), _rotate(key, cos, sin)

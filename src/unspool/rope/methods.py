@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from unspool.core.config import FromRegistry, register, tag_value
@@ -240,6 +241,30 @@ class Llama3(Factor):
         )
 
 
+class SelfExtend(RopeMethod):
+    """Self-Extend: far keys share a position in groups, near ones keep theirs; without training (Jin et al.)."""
+
+    method: Literal["self-extend"]
+    needs_weights: ClassVar[bool] = True
+    trainable: ClassVar[bool] = False
+    window: Size = Field(1024, description="keys nearer than this have their own position")
+    group: int = Field(32, ge=2, description="farther keys share a position with so many neighbors")
+
+    def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
+        reach = (rope.original_len - self.window) * self.group + self.window
+        if self.window >= rope.original_len or reach < context_len:
+            raise ConfigError(
+                f"rope self-extend: window {self.window} and group {self.group} reach {max(reach, 0):,} tokens of a "
+                f"model with {rope.original_len:,}, and the context is {context_len:,}; use a greater group or a "
+                "smaller window."
+            )
+        return RopeSettings(
+            head_bases=np.full(rope.num_kv_heads, rope.base),
+            max_positions=max(context_len, rope.max_positions),
+            self_extend=(self.window, self.group),
+        )
+
+
 ROPE_METHODS: dict[str, type[RopeMethod]] = {
     "unchanged": Unchanged,
     "abf": Abf,
@@ -251,6 +276,7 @@ ROPE_METHODS: dict[str, type[RopeMethod]] = {
     "longrope": LongRope,
     "llama3": Llama3,
     "harpe": Harpe,
+    "self-extend": SelfExtend,
 }
 
 # The type of a config field that takes any registered method.

@@ -266,6 +266,7 @@ class RopeSettings:
     parameters: dict[str, Any] | None = None  # `rope_parameters` of transformers v5, if these can express the method
     head_bases: np.ndarray | None = None  # one per KV head
     rotate_by_layer: bool = False  # each layer shifts the bases by one head
+    self_extend: tuple[int, int] | None = None  # window and group of Self-Extend, which needs `head_bases`
 
     def tables(self, rope: RopeShape, seq_len: int | None = None) -> Tables:
         """Return frequencies [d/2], or [KV heads, d/2] where heads differ."""
@@ -303,6 +304,8 @@ class RopeMethod(Config):
     keeps_frequencies: ClassVar[bool] = False
     # Whether inference engines compute the frequencies from max_position_embeddings.
     uses_max_positions: ClassVar[bool] = False
+    # Whether a stage may train with it, and a folder hold it.
+    trainable: ClassVar[bool] = True
     # Whether applying the method runs the model, which needs whole weights.
     needs_weights: ClassVar[bool] = False
     # What a recipe must give, if `suggest` cannot.

@@ -209,6 +209,11 @@ class StageConfig(Config):
             )
         if self.tokens < self.batch_tokens:
             raise ValueError("tokens must be at least one batch")
+        if not self.rope.trainable:
+            raise ValueError(
+                f"rope method {self.rope.method} is for evaluation without training: unspool eval MODEL --rope "
+                f"{self.rope.method}"
+            )
         if self.export_context_length and self.export_context_length > self.context_length:
             raise ValueError(
                 "export_context_length must not exceed context_length: the model was not trained on longer rows"

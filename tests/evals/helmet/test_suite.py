@@ -14,7 +14,8 @@ from unspool.evals import fill
 from unspool.evals.suite import Ask
 from unspool.evals.suites.helmet import books, icl, json_kv, rag
 from unspool.evals.suites.helmet.data import Sources
-from unspool.evals.suites.helmet.suite import CATEGORIES, SUITE
+from unspool.evals.suites.helmet.suite import CATEGORIES, SUITE, HelmetEval
+from unspool.evals.suites.short import chosen_tasks
 
 # A summary of 1200 tokens does not fit into 1K.
 SHORTEST = {"infbench_sum": 2048}
@@ -195,3 +196,37 @@ def test_a_meter_that_counts_too_little_would_show(
     monkeypatch.setattr(fill.Meter, "count", lambda self, text: plain(self, text) * 9 // 10)
     asked = json_kv.build(sources, Ask(length=4096, seed=0, index=0))
     assert num_tokens(tokenizer, SUITE.tasks["json_kv"], asked) > 4096
+
+
+def test_the_preset_of_prolong_asks_its_tasks_and_has_the_mean_of_six_categories():
+    config = HelmetEval.model_validate({"suite": "helmet", "preset": "prolong"})
+    assert config.lengths == [32 << 10, 64 << 10]
+    asked = {name: [task for task in tasks if task in config.tasks] for name, tasks in CATEGORIES.items()}
+    assert {name: tasks for name, tasks in asked.items() if tasks} == {
+        "recall": ["json_kv"],
+        "rag": ["nq", "hotpotqa", "popqa"],
+        "rerank": ["msmarco"],
+        "longqa": ["narrativeqa"],
+        "summ": ["multi_lexsum"],
+        "icl": ["trec_coarse", "trec_fine", "banking77", "clinc150", "nlu"],
+    }
+    scores = {task: len(task) / 40 for task in config.tasks}
+    samples = [
+        {"suite": "helmet", "task": task, "length": length, "score": score, "depth": None}
+        for length in config.lengths
+        for task, score in scores.items()
+    ]
+
+    summary = SUITE.summary(config, SUITE.cells(config, samples), samples)
+
+    means = [sum(scores[task] for task in tasks) / len(tasks) for tasks in asked.values() if tasks]
+    assert summary["average"]["of"] == "overall" and summary["average"]["lengths"] == config.lengths
+    assert summary["average"]["value"] == pytest.approx(sum(means) / 6)
+    assert HelmetEval.model_validate({"suite": "helmet", "preset": "prolong-128k"}).lengths[-1] == 128 << 10
+    stress = HelmetEval.model_validate({"suite": "helmet", "preset": "prolong-512k"})
+    assert (stress.lengths, stress.tasks) == ([512 << 10], ["json_kv", "narrativeqa", "multi_lexsum"])
+
+
+def test_the_short_tasks_of_prolong_have_the_shots_of_the_leaderboard():
+    chosen = chosen_tasks([], "prolong", sandboxed=False)
+    assert chosen == ["hellaswag:10", "mmlu:5", "arc_challenge:25", "winogrande:5", "gsm8k:5"]

@@ -134,6 +134,8 @@ class ServerAbilities:
     form: PromptForm = TOKEN_IDS
     context: int | None = None  # tokens; None if the server does not list it
     logprobs: bool = False  # of the tokens of a prompt of ids
+    no_penalty: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a request that turn off penalties which the server would apply to repeated tokens."""
 
     @property
     def record(self) -> dict[str, Any]:
@@ -145,6 +147,7 @@ class ServerAbilities:
             "adds_bos": form.adds_opening,
             "template_tokens": form.template_tokens,
             "prefill": None if form.prefill is None else dict(form.prefill),
+            "no_penalty": dict(self.no_penalty),
         }
 
     @classmethod
@@ -155,7 +158,12 @@ class ServerAbilities:
             template_tokens=record["template_tokens"],
             prefill=record["prefill"],
         )
-        return cls(form=form, context=record["context"], logprobs=record["log_probabilities"])
+        return cls(
+            form=form,
+            context=record["context"],
+            logprobs=record["log_probabilities"],
+            no_penalty=record["no_penalty"],
+        )
 
 
 class OpenAiBackend(Backend):
@@ -262,14 +270,14 @@ class OpenAiBackend(Backend):
                 raise UnspoolError("the run has ended.")
 
         with self._slots:
-            payload, tokens = question.payload, prompt.answer_tokens
+            payload, tokens, more = question.payload, prompt.answer_tokens, dict(self._abilities.no_penalty)
             if payload is None:
                 ids = np.concatenate([prompt.context_ids, question.ids]).tolist()
-                return self.server.complete(ids, tokens, sleep=sleep)
+                return self.server.complete(ids, tokens, sleep=sleep, **more)
             if isinstance(payload, str):
-                return self.server.complete(payload, tokens, sleep=sleep)
-            more = self.form.prefill or {}
-            return self.server.chat(payload, tokens, sleep=sleep, **(more if len(payload) > 1 else {}))
+                return self.server.complete(payload, tokens, sleep=sleep, **more)
+            more |= (self.form.prefill or {}) if len(payload) > 1 else {}
+            return self.server.chat(payload, tokens, sleep=sleep, **more)
 
 
 def build(options: BackendOptions) -> OpenAiBackend:

@@ -36,6 +36,9 @@ CONTEXT_KEYS = ("max_model_len", "context_length", "context_window", "max_contex
 TEMPLATE_TOKENS = 64
 # How servers are told to continue a last message of the assistant: vLLM and SGLang by fields, llama.cpp unasked.
 PREFILLS: tuple[dict[str, Any], ...] = ({"continue_final_message": True, "add_generation_prompt": False}, {})
+# The names that vLLM and SGLang, and that llama.cpp have for a penalty on repeated tokens, which some servers apply
+# unasked (llama-cpp-python 1.1, vLLM what the model's generation config says): it spoils values that are to be copied.
+NO_PENALTY = {"repetition_penalty": 1.0, "repeat_penalty": 1.0}
 BEGUN = "The lazy dog sleeps and"
 
 
@@ -56,6 +59,7 @@ def probe(server: Server, tokenizer: Any, endpoint: Endpoint | None) -> ServerAb
             form=_form(server, tokenizer, tried, count),
             context=_context(server),
             logprobs=tried == "completions" and _has_logprobs(server, ids),
+            no_penalty=_no_penalty(server, tried, ids),
         )
         _warn(found, tokenizer, count, ids)
         logger.info(_describe(found, server, failed))
@@ -101,12 +105,21 @@ def _warn(found: ServerAbilities, tokenizer: Any, count: int | None, ids: list[i
         )
 
 
-def _count(server: Server, endpoint: Endpoint, ids: list[int]) -> int | None:
+def _no_penalty(server: Server, endpoint: Endpoint, ids: list[int]) -> dict[str, Any]:
+    """`NO_PENALTY`, unless the server refuses fields that it does not know."""
+    try:
+        _count(server, endpoint, ids, **NO_PENALTY)
+    except (UnspoolError, _UnusableError):
+        return {}
+    return dict(NO_PENALTY)
+
+
+def _count(server: Server, endpoint: Endpoint, ids: list[int], **more: Any) -> int | None:
     """The tokens that the server counts in a prompt, None if it does not say; _UnusableError if it takes none such."""
     if endpoint == "chat":
-        return _ask(server, "chat/completions", {"messages": _messages(TEXT), "max_tokens": 1}, chat_text)
+        return _ask(server, "chat/completions", {"messages": _messages(TEXT), "max_tokens": 1, **more}, chat_text)
     prompt = ids if endpoint == "completions" else TEXT
-    count = _ask(server, "completions", {"prompt": prompt, "max_tokens": 1}, completion_text)
+    count = _ask(server, "completions", {"prompt": prompt, "max_tokens": 1, **more}, completion_text)
     # A server that reads the list of ids as text counts several tokens per id.
     if endpoint == "completions" and count is not None and count > len(ids) + 4:
         raise _UnusableError(f"{count} tokens were counted in {len(ids)} ids")

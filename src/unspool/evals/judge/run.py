@@ -1,7 +1,7 @@
 """Judge the answers of a scored model: ask, cache every reply, write scores back into the folder.
 
 A reply is saved as soon as it arrives, under the hash of judge and prompt. A killed run resumes, and no prompt is sent
-twice. Unparsable replies are counted, and their scores stay missing.
+twice, except for unparsable replies if that is wanted; they are counted, and their scores stay missing.
 """
 
 import hashlib
@@ -69,7 +69,16 @@ class JudgeReplies(ReplyCache):
         return reply
 
     def add(self, prompt: str, reply: str) -> None:
-        self.write_reply(self._key(prompt), reply, judge=self._judge)
+        self.write_reply(self._key(prompt), reply, replace=True, judge=self._judge)
+
+    def left(self, calls: Iterable[Call], *, again: bool = False) -> list[str]:
+        """Prompts without a reply, and with `again` those whose reply is unparsable."""
+
+        def is_left(call: Call) -> bool:
+            reply = self.get(call.prompt)
+            return reply is None or (again and call.parse(reply) is None)
+
+        return list({call.prompt: None for call in calls if is_left(call)})
 
     def _key(self, prompt: str) -> str:
         return hashlib.sha256(f"{self._judge}\0{prompt}".encode()).hexdigest()
@@ -84,11 +93,11 @@ def scores_folders(path: Path) -> list[Path]:
     return found
 
 
-def estimate(samples: Sequence[Sample], replies: JudgeReplies) -> Estimate:
-    """Estimate the requests whose replies are not in the cache."""
-    left = {call.prompt for call in _calls(samples) if replies.get(call.prompt) is None}
+def estimate(samples: Sequence[Sample], replies: JudgeReplies, *, again: bool = False) -> Estimate:
+    """Estimate the requests whose replies are not in the cache, and with `again` those with unparsable ones."""
+    left = replies.left(_calls(samples), again=again)
     tokens = sum(len(prompt) for prompt in left) // CHARS_PER_TOKEN
-    return Estimate(calls=len(left), prompt_tokens=tokens, reply_tokens=len(left) * REPLY_TOKENS)
+    return Estimate(calls=len(left), prompt_tokens=tokens, reply_tokens=len(left) * reply_tokens(again))
 
 
 def replies_for(folder: Path, judge: str) -> JudgeReplies:
@@ -99,11 +108,14 @@ def replies_for(folder: Path, judge: str) -> JudgeReplies:
     return JudgeReplies(beside, judge)
 
 
-def judge_folder(folder: Path, judge: Judge) -> dict[str, Any]:
-    """Judge all answers of a folder, write their scores, and return the new summary."""
+def judge_folder(folder: Path, judge: Judge, *, again: bool = False) -> dict[str, Any]:
+    """Judge all answers of a folder, write their scores, and return the new summary.
+
+    With `again`, what got an unparsable reply is asked once more.
+    """
     samples = read_samples(folder)
     with replies_for(folder, judge.name) as replies:
-        ask_all(_calls(samples), judge, replies, label=f"judge {folder.name}")
+        ask_all(_calls(samples), judge, replies, label=f"judge {folder.name}", again=again)
         judged = [_apply_judgment(sample, judge.name, replies) for sample in samples]
     answers = [sample["judgement"] for sample in judged if "judge" in sample]
     unparsable = sum(answer["unparsable"] for answer in answers)
@@ -113,14 +125,22 @@ def judge_folder(folder: Path, judge: Judge) -> dict[str, Any]:
     return _write_back(folder, judged)
 
 
-def ask_all(wanted: Iterable[Call], judge: Judge, replies: JudgeReplies, *, label: str) -> None:
-    left = list({call.prompt: None for call in wanted if replies.get(call.prompt) is None})
-    with progress_bar(label, len(left)) as advance, ThreadPoolExecutor(judge.width) as pool:
-        for start in range(0, len(left), judge.width):
-            batch = left[start : start + judge.width]
-            for prompt, reply in zip(batch, pool.map(judge.ask, batch), strict=True):
-                replies.add(prompt, reply)
+def ask_all(wanted: Iterable[Call], judge: Judge, replies: JudgeReplies, *, label: str, again: bool = False) -> None:
+    prompts = replies.left(wanted, again=again)
+
+    def ask(prompt: str) -> None:
+        # Written down when it arrives, so that a request that fails beside it loses nothing.
+        replies.add(prompt, judge.ask(prompt))
+
+    with progress_bar(label, len(prompts)) as advance, ThreadPoolExecutor(judge.width) as pool:
+        for start in range(0, len(prompts), judge.width):
+            for _ in pool.map(ask, prompts[start : start + judge.width]):
                 advance(1, "")
+
+
+def reply_tokens(again: bool) -> int:
+    """Room for a reply; more for those that may have been unparsable because they were cut off."""
+    return REPLY_TOKENS * (2 if again else 1)
 
 
 def _apply_judgment(sample: Sample, judge: str, replies: JudgeReplies) -> Sample:
@@ -186,10 +206,10 @@ class Agreement:
     weighted_kappa: float | None  # with quadratic weights: near misses count less
 
 
-def check_judge(path: Path, judge: Judge, replies: JudgeReplies) -> Agreement:
+def check_judge(path: Path, judge: Judge, replies: JudgeReplies, *, again: bool = False) -> Agreement:
     cases = read_labeled(path)
     asked = [calls("qa", case, str(case["output"]))[0] for case in cases]
-    ask_all(asked, judge, replies, label="judge check")
+    ask_all(asked, judge, replies, label="judge check", again=again)
     parsed = [_parse_cached(call, replies) for call in asked]
     pairs = [
         (int(case["label"]), reply["fluency"] * reply["correctness"])
@@ -232,7 +252,7 @@ def _kappa(pairs: Sequence[tuple[int, int]], weight: Any) -> float | None:
     return 1 - observed / expected if expected else None
 
 
-def local_judge(backend: Backend) -> Callable[[str], str]:
+def local_judge(backend: Backend, max_tokens: int = REPLY_TOKENS) -> Callable[[str], str]:
     """Return a function that asks a model in this process, which needs a chat template."""
     encoder = PromptEncoder(backend.tokenizer)
     if not encoder.has_template:
@@ -244,11 +264,11 @@ def local_judge(backend: Backend) -> Callable[[str], str]:
         question = PromptQuestion(ids=ids[-1:], reference="", depth=None)
         made = Prompt(
             suite="judge",
-            length=len(ids) + REPLY_TOKENS,
+            length=len(ids) + max_tokens,
             index=0,
             context_ids=ids[:-1],
             questions=[question],
-            answer_tokens=REPLY_TOKENS,
+            answer_tokens=max_tokens,
             match="contains",
         )
         return backend.answers(made)[0]

@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from unspool.core.errors import ConfigError
 from unspool.models.attention import cuda
 from unspool.models.attention.reference import AttentionInputs, reference_attention
+from unspool.models.attention.self_extend import self_extend_attention
 from unspool.models.checks import attention_of
 from unspool.models.memory import kept
 from unspool.models.rotary import OWN_ATTENTION, rotate_heads
@@ -42,6 +43,8 @@ def attend(
     """The attention function that `transformers` calls in every layer: returns [B, Q, H, D]."""
     _check_supported(module, attention_mask, kwargs)
     inv_freq = getattr(module, "head_inv_freq", None)
+    if getattr(module, "self_extend", None) is not None:
+        return self_extend_attention(module, query, key, value, scaling, kwargs), None
     if inv_freq is not None:
         query, key = rotate_heads(query, key, inv_freq, kwargs.get("position_ids"))
     # Per-head rotation and mixed precision leave queries and keys in fp32; the kernels need one dtype.

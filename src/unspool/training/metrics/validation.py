@@ -88,17 +88,21 @@ class Validation:
         """Mean loss and n over all tokens, and by bucket of positions."""
         device = compute_device(model)
         with eval_mode(model):
-            found = [_losses(model, batch, device, self.mesh) for batch in self.batches]
+            # All batches are on their way before the host waits for the first.
+            computed = [_losses(model, batch, device, self.mesh) for batch in self.batches]
+            found = [_valid(losses.cpu().numpy(), batch) for losses, batch in zip(computed, self.batches, strict=True)]
         losses = np.concatenate([losses for losses, _ in found])
         positions = np.concatenate([positions for _, positions in found])
         mean = float(losses.mean()) if len(losses) else None
         return {"loss": mean, "n": len(losses), "buckets": bucket_means(losses, positions, length=self.row_len)}
 
 
-def _losses(model: Any, batch: Batch, device: torch.device, mesh: DeviceMesh | None) -> tuple[np.ndarray, np.ndarray]:
+def _losses(model: Any, batch: Batch, device: torch.device, mesh: DeviceMesh | None) -> Tensor:
+    return _gather_losses(model, batch, device, mesh) if mesh else batch_loss(model, batch.to(device))[1].double()
+
+
+def _valid(losses: np.ndarray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """Loss and position of every token that carries loss."""
-    found = _gather_losses(model, batch, device, mesh) if mesh else batch_loss(model, batch.to(device))[1].double()
-    losses = found.cpu().numpy()
     valid = (batch.shift_labels != IGNORE).numpy()
     # The label at i is the token at i + 1.
     positions = position_ids(np.array(batch.doc_lens)) + 1
@@ -145,6 +149,8 @@ def build_validation(
         at_once = max(1, stage.context_length // rows.row_len)
     groups = [chosen[start : start + at_once] for start in range(0, len(chosen), at_once)]
     batches = [build_batch(group, attention=stage.attention) for group in groups]
+    if compute_device(model).type == "cuda":
+        batches = [batch.pinned() for batch in batches]
     return Validation(batches=batches, row_len=rows.row_len, mesh=mesh)
 
 
