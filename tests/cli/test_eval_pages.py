@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from unspool.cli.main import build_app
 from unspool.core.artifacts import MANIFEST, seal
+from unspool.core.stats import score_interval
 
 EVAL = ("eval", "asset:tiny-base", "--suite", "niah", "--lengths", "256", "--value", "words", "--device", "cpu")
 
@@ -73,46 +75,36 @@ def test_a_wrong_page_is_refused_before_the_first_question(here):
     assert not (here / "scores").exists()
 
 
-def score(here: Path, name: str, backend: str, samples: int) -> str:
-    run(*EVAL, "--samples", samples, "--backend", backend, "--out", f"scores/{name}")
-    return f"scores/{name}"
+def write_scores(folder: Path, scores: list[float]) -> None:
+    """A folder as `eval --out` writes it."""
+    asked = {"suite": "niah", "length": 256, "depth": 0.5, "reference": "x", "output": "y"}
+    samples = [asked | {"index": at, "hash": str(at), "score": score} for at, score in enumerate(scores)]
+    low, high = score_interval(scores)
+    cell = {"suite": "niah", "metric": "accuracy", "length": 256, "value": fmean(scores), "n": len(scores)}
+    draft = folder.with_suffix(".partial")
+    draft.mkdir()
+    (draft / "summary.json").write_text(json.dumps({"model": "m", "cells": [cell | {"low": low, "high": high}]}))
+    (draft / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    seal(draft, folder, kind="scores", inputs={}, settings={}, counts={})
 
 
-@pytest.mark.parametrize(
-    ("samples", "verdict"), [(2, "no difference shown (n = 2)"), (8, "bad · tiny-base is better (n = 8)")]
-)
-def test_several_folders_are_compared_and_no_winner_is_declared_from_two_questions(here, samples, verdict):
-    folders = [score(here, "good", "empty", samples), score(here, "bad", "oracle", samples)]
+# Wrong and right answers, then graded ones: a bootstrap of equal differences has no width.
+@pytest.mark.parametrize("scores", [((0.0, 0.0), (1.0, 1.0)), ((0.1, 0.2), (0.8, 0.9))])
+@pytest.mark.parametrize(("n", "is_shown"), [(2, False), (3, False), (5, False), (8, True)])
+def test_several_folders_are_compared_and_a_few_questions_declare_no_winner(here, scores, n, is_shown):
+    for name, pair in zip(("bad", "good"), scores, strict=True):
+        write_scores(here / name, [pair[at % 2] for at in range(n)])
 
-    done = run("report", *folders, "--out", "both.html", "--markdown", "both.md")
+    done = run("report", "bad", "good", "--out", "both.html", "--markdown", "both.md")
 
     compared = [line for line in done.stdout.splitlines() if "→" in line]
     assert len(compared) == 1
-    assert compared[0].startswith("good · tiny-base → bad · tiny-base, needle recall at 256: +100 points (")
-    assert compared[0].endswith(verdict)
+    assert compared[0].startswith("bad · m → good · m, needle recall at 256: +")
+    assert compared[0].endswith(f"good · m is better (n = {n})" if is_shown else f"no difference shown (n = {n})")
     # Neither the tables' bold nor the tooltips say more than the sentence does.
-    assert ("**100%**" in (here / "both.md").read_text()) == (samples == 8)
-    assert ("tiny-base is better" in (here / "both.html").read_text()) == (samples == 8)
-
-
-@pytest.mark.parametrize("n", [2, 3, 5])
-def test_a_few_graded_answers_that_agree_declare_no_winner(here, n):
-    """A bootstrap of equal differences has no width, and Agresti and Min's interval excludes 0 from n = 3 on."""
-    for name, low, high in (("one", 0.1, 0.2), ("two", 0.8, 0.9)):
-        asked = {"suite": "niah", "length": 256, "depth": 0.5, "reference": "x", "output": "y"}
-        samples = [asked | {"index": at, "hash": str(at), "score": low if at % 2 else high} for at in range(n)]
-        value = sum(sample["score"] for sample in samples) / n
-        cell = {"suite": "niah", "metric": "accuracy", "length": 256, "value": value, "n": n, "low": low, "high": high}
-        draft = here / f"{name}.partial"
-        draft.mkdir()
-        (draft / "summary.json").write_text(json.dumps({"model": name, "cells": [cell]}))
-        (draft / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-        seal(draft, here / name, kind="scores", inputs={}, settings={}, counts={})
-
-    done = run("report", "one", "two", "--out", "both.html")
-
-    assert f"no difference shown (n = {n})" in done.stdout
-    assert not re.search("(one|two) is better", done.stdout + (here / "both.html").read_text())
+    page, markdown = (here / "both.html").read_text(), (here / "both.md").read_text()
+    assert ("m is better" in page) == is_shown
+    assert bool(re.search(r"good · m \| \*\*", markdown)) == is_shown
 
 
 def test_a_folder_without_scores_is_refused_with_what_is_missing(here):

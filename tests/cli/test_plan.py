@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from factory import save_mini
 from unspool.cli.main import build_app
+from unspool.core.host_memory import measure_host_memory
 from unspool.planning.calibration import Calibration, save_calibration
 from unspool.planning.recipe_inputs import planned_model
 from unspool.recipe.load import load_recipe
@@ -100,7 +101,10 @@ def test_json_of_what_does_not_fit_tells_the_ways_out():
     [
         (["tiny", "--gpu", "h999"], "--gpu 'h999' is not known"),
         (["tiny", "--gpu", "h200", "--host-mem", "much"], "--host-mem 'much' is not a size"),
-        (["tiny", "--measure"], "--measure needs a known local GPU"),
+        (
+            ["tiny", "--measure"],
+            "there is none; add --gpu this to measure on this CPU.",
+        ),
         (["nothing"], "neither a file nor a bundled recipe"),
         (["tiny", "--gpu", "h200", "--set", "stages.0.lr=no"], "stages.0.lr"),
         (["tiny", "--gpu", "h200", "--model", "./nowhere"], "not found, so its shape is unknown"),
@@ -136,3 +140,39 @@ def test_a_measurement_in_the_runs_folder_is_used_and_said(mini, tmp_path):
     assert other["memory"]["parts"]["kept"] == pytest.approx(1.5 * one["memory"]["parts"]["kept"])
     elsewhere = json.loads(run(mini, "--gpu", "h100", "--json").stdout)
     assert "estimated" in elsewhere["machine"]["rates"]
+
+
+@pytest.mark.parametrize("name", ["cpu", "this"])
+def test_a_plan_for_this_machine_s_cpu_says_its_rates_memory_and_time(mini, name):
+    done = run(mini, "--gpu", name, "--json")
+
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["machine"]["gpu"] == "cpu"
+    assert "GFLOP/s" in found["machine"]["rates"]
+    # The machine's own memory, not a GPU's.
+    assert found["machine"]["gib"] == pytest.approx(measure_host_memory().total / 2**30)
+    parts = found["stages"][0]["chosen"]["memory"]["parts"]
+    parameters = found["model"]["parameters"]
+    # In fp32, weights are their own masters.
+    assert (parts["weights"], parts["optimizer"]) == (4 * parameters, 8 * parameters)
+    assert found["hours"] > 0
+    for wrong in (("--count", 2), ("--host-mem", "64G")):
+        refused = run(mini, "--gpu", name, *wrong)
+        assert refused.exit_code == 2
+        assert refused.stderr.startswith(f"error: --gpu {name} plans for")
+
+
+def test_a_gpu_in_this_machine_is_found_by_its_name(mini, monkeypatch):
+    def seen(name: str) -> None:
+        facts = {"name": name, "memory_bytes": 79 << 30}
+        monkeypatch.setattr("unspool.planning.local_machine.gpus", lambda: [facts])
+
+    seen("NVIDIA H100 80GB HBM3")
+    assert json.loads(run(mini, "--gpu", "this", "--json").stdout)["machine"]["gpu"] == "h100"
+    seen("NVIDIA Unheard-of 9")
+    done = run(mini, "--gpu", "this")
+    assert done.exit_code == 2
+    assert done.stderr == (
+        "error: the local GPU, NVIDIA Unheard-of 9, is not known; use --gpu with the name of a similar one.\n"
+    )

@@ -17,7 +17,7 @@ from unspool.training.optim.config import AdamWConfig
 from unspool.training.parallel.config import Layout
 
 from .tables import tables
-from .tracked import tracked_peak
+from .tracked import TOKENS_AT_ONCE, tracked_peak
 
 K = 1024
 LLAMA_8B = Shape(
@@ -70,6 +70,16 @@ def test_the_fullest_moment_of_a_step_is_what_is_alive_then(changes, tokens, row
     monkeypatch.setattr(cost_memory, "WORKSPACE", 0)
     found, small = tracked_peak(BF16 | changes, tokens=tokens, rows=rows, **shape)
     wanted = footprint(small, held_of(changes, tokens, rows))
+    assert wanted.device == pytest.approx(found, rel=0.03), wanted
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"), [({}, 1), ({"activation_checkpointing": "full"}, 2), (KEEP | {"keep_products": 2}, 1)], ids=str
+)
+def test_a_cpu_holds_what_is_alive_in_fp32(changes, rows, monkeypatch):
+    monkeypatch.setattr(cost_memory, "CPU_CHUNK", TOKENS_AT_ONCE)
+    found, small = tracked_peak(changes, tokens=512, rows=rows)
+    wanted = footprint(small, replace(held_of(changes, 512, rows), optimizer=AdamWConfig(), on_cpu=True))
     assert wanted.device == pytest.approx(found, rel=0.03), wanted
 
 

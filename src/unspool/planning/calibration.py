@@ -51,6 +51,9 @@ class Calibration:
     activations: float  # measured ÷ computed bytes
     seconds: tuple[float, float]  # per step, with fewer and with more layers
     num_layers: tuple[int, int]
+    # Of a CPU, whose rates are measured anew by every plan: those that the factors belong to.
+    compute: float | None = None
+    memory: float | None = None
 
     @property
     def summary(self) -> str:
@@ -61,7 +64,9 @@ class Calibration:
         )
 
     def correct(self, speed: DeviceSpeed) -> DeviceSpeed:
-        return replace(speed, layers=self.layers, rest=self.rest)
+        compute = speed.compute if self.compute is None else self.compute
+        memory = speed.memory if self.memory is None else self.memory
+        return replace(speed, compute=compute, memory=memory, layers=self.layers, rest=self.rest)
 
     def matches(self, gpu: str, shape: Shape) -> bool:
         return (self.gpu, self.shape) == (gpu, shape)
@@ -118,6 +123,7 @@ def measure(shape: Shape, stage: StageConfig, docs: Documents, gpu: Gpu, device:
     computed = max(1e-9, _layer_seconds(many) - _layer_seconds(few))
     layers = _bound((many.seconds - few.seconds) / computed, on_cpu=gpu.is_cpu)
     rest = (few.seconds - layers * _layer_seconds(few)) / max(1e-9, few.computed.step - _layer_seconds(few))
+    speed = device_speed(gpu) if gpu.is_cpu else None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return Calibration(
         device=name,
@@ -133,6 +139,8 @@ def measure(shape: Shape, stage: StageConfig, docs: Documents, gpu: Gpu, device:
         else _bound((many.peak - _fixed_bytes(many)) / (many.held.device - _fixed_bytes(many)), on_cpu=False),
         seconds=(few.seconds, many.seconds),
         num_layers=LAYERS,
+        compute=speed.compute if speed else None,
+        memory=speed.memory if speed else None,
     )
 
 

@@ -57,7 +57,7 @@ def _memory() -> float:
 def _seconds(work: Callable[[], object]) -> float:
     """Median seconds of one call: the mean would count what other programs take, and the fastest would never be met."""
     work()
-    times = []
+    times: list[float] = []
     end = time.perf_counter() + _SECONDS
     while len(times) < 3 or time.perf_counter() < end:
         began = time.perf_counter()
