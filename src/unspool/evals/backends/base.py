@@ -155,13 +155,14 @@ class BackendOptions:
 
 def claimed_context(ref: str, rope: RopeOverride | None = None) -> ContextLimit | None:
     """Read a model's context from its config; None where it gives none, as of a tokenizer alone."""
-    from unspool.models.config import config_values, read_config_file
+    from unspool.models.config import check_values, config_values, read_config_file
 
     if rope is not None:
         return ContextLimit(rope.context_length, "--context of --rope")
+    # A folder of ours may have a model_type that only we know, so its file is read as it is.
+    values = read_config_file(ref)
+    check_values(ref, values)
     try:
-        # A folder of ours may have a model_type that only we know, so its file is read as it is.
-        values = read_config_file(ref)
         found = values.get("max_position_embeddings") or config_values(ref).get("max_position_embeddings")
     except ConfigError:
         return None
