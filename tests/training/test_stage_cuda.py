@@ -72,7 +72,7 @@ def test_tables_are_fp32_in_training_on_cuda(wide, tmp_path, monkeypatch):
 @pytest.mark.gpu
 def test_a_stage_on_cuda_resumes_from_its_checkpoint(wide, tmp_path, monkeypatch):
     device = torch.device("cuda")
-    true_step = loop_module.train_step
+    true_step = loop_module.start_step  # what a stage on one GPU calls
     calls = []
 
     def interrupted(*args, **kwargs):
@@ -84,7 +84,7 @@ def test_a_stage_on_cuda_resumes_from_its_checkpoint(wide, tmp_path, monkeypatch
     run_stage(STAGE, wide, tmp_path / "whole" / "one", seed=0, device=device)
     out = tmp_path / "killed" / "one"
     with monkeypatch.context() as patched:
-        patched.setattr(loop_module, "train_step", interrupted)
+        patched.setattr(loop_module, "start_step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run_stage(STAGE, wide, out, seed=0, device=device)
 
