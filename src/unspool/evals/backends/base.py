@@ -198,8 +198,10 @@ def check_options(options: BackendOptions) -> None:
             f"--processes works with --backend transformers only; the backend here is {options.kind}. For several "
             "requests to a server at a time, use --requests."
         )
-    if options.url is not None and options.kind != "openai":
-        raise ConfigError(f"--url works with --backend openai only; the backend here is {options.kind}.")
+    endpoint = options.endpoint if options.endpoint in ("text", "chat") else None
+    for name, value in (("--url", options.url), ("--model-name", options.model_name), ("--endpoint", endpoint)):
+        if value is not None and options.kind != "openai":
+            raise ConfigError(f"{name} works with --backend openai only; the backend here is {options.kind}.")
 
 
 def build_backend(options: BackendOptions) -> Backend:

@@ -1,0 +1,77 @@
+"""Ten mistakes at an evaluation, with the whole sentence that answers each; docs/results/messages.md lists them."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import unspool
+from unspool.cli.main import build_app
+
+TINY = str(Path(unspool.__file__).parent / "assets" / "tiny-base")
+MISTAKES = {
+    "misspelled suite": (
+        ["--suite", "rulr"],
+        "--suite 'rulr' is not known. Did you mean 'ruler'? Known: helmet, infbench, key_value, lveval, niah, nocha, "
+        "perplexity, ruler.",
+    ),
+    "misspelled task": (
+        ["--suite", "ruler", "--tasks", "niah_singel_1", "--lengths", "256"],
+        "evals: task of ruler 'niah_singel_1' is not known. Did you mean 'niah_single_1'? Known: cwe, fwe, "
+        "niah_multikey_1, niah_multikey_2, niah_multikey_3, niah_multiquery, niah_multivalue, niah_single_1, "
+        "niah_single_2, niah_single_3, qa_1, qa_2, vt.",
+    ),
+    "wrong unit of a length": (
+        ["--suite", "niah", "--lengths", "4Q"],
+        "--lengths '4Q': unit 'Q' is not known; units are K, M, B and T (powers of 1024).",
+    ),
+    "length of nothing": (
+        ["--suite", "niah", "--lengths", "0"],
+        "--lengths '0': a size must be between 1 and 8192T.",
+    ),
+    "misspelled backend": (
+        ["--backend", "opnai"],
+        "--backend 'opnai' is not known. Did you mean 'openai'? Known: adversarial, empty, openai, oracle, "
+        "transformers, vllm.",
+    ),
+    "missing extra": (
+        ["--backend", "vllm", "--suite", "niah", "--lengths", "128"],
+        "--backend vllm: vllm is not installed; pip install vllm, or start its server elsewhere and use --backend "
+        "openai --url.",
+    ),
+    "endpoint without a server": (
+        ["--suite", "niah", "--lengths", "128", "--endpoint", "chat"],
+        "--endpoint works with --backend openai only; the backend here is transformers.",
+    ),
+    "name on a server without a server": (
+        ["--suite", "niah", "--lengths", "128", "--model-name", "mine"],
+        "--model-name works with --backend openai only; the backend here is transformers.",
+    ),
+    "task that does not fit its length": (
+        ["--suite", "ruler", "--tasks", "vt", "--lengths", "256", "--samples", "1"],
+        "ruler vt: length 256 is too short: with this tokenizer the smallest prompt and its answer need about 674 "
+        "tokens. Use a greater length or leave this task out.",
+    ),
+    "file where the results should go": (
+        ["--suite", "niah", "--lengths", "64", "--out", "taken/results"],
+        "{cwd}/taken: file exists; it is in the way; move it away, or use another path.",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_by_one_sentence(mistake, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").touch()
+    options, sentence = MISTAKES[mistake]
+
+    result = CliRunner().invoke(build_app(), ["eval", TINY, *options])
+
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == "error: " + sentence.format(cwd=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_the_page_of_messages_has_each_of_them():
+    page = (Path(__file__).parents[2] / "docs" / "results" / "messages.md").read_text(encoding="utf-8")
+    assert [name for name, (_, sentence) in MISTAKES.items() if f"| {name} | {sentence} |" not in page] == []
