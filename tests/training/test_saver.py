@@ -134,7 +134,8 @@ def test_an_error_that_nobody_foresaw_is_not_swallowed(tmp_path, monkeypatch):
 
 
 FULL = """
-import sys, torch
+import logging, sys, torch
+logging.basicConfig()
 from pathlib import Path
 from unspool.training.checkpoint.save import checkpoints, newest_checkpoint
 from unspool.training.checkpoint.save import Saver
