@@ -185,7 +185,7 @@ def run_stage(
         dist_context.ranks.leave_step("exporting", stage.steps)
         with phases("export"):
             release_host_memory(model)
-            _publish(stage, model, tokenizer, updater, work, out_dir, identity, phases, dist_context=dist_context)
+            _publish(stage, model, tokenizer, updater, work, out_dir, identity, dist_context=dist_context)
             dist_context.barrier()
     if dist_context.is_leader:
         logger.info(f"stage {stage.name}: finished in {phases.text()}")
@@ -394,7 +394,6 @@ def _publish(
     work: Path,
     out_dir: Path,
     identity: dict[str, Any],
-    phases: Phases,
     *,
     dist_context: DistContext,
 ) -> None:
@@ -415,6 +414,6 @@ def _publish(
         shutil.copy(work / LEDGER, draft.folder / LEDGER)
         if (work / DISTILLATION).is_file():
             shutil.copy(work / DISTILLATION, draft.folder / DISTILLATION)
-        draft.counts |= {"steps": stage.steps, "tokens": stage.steps * stage.batch_tokens, "seconds": phases.rounded()}
+        draft.counts |= {"steps": stage.steps, "tokens": stage.steps * stage.batch_tokens}
     # Last, so that a kill before this line costs only the export.
     remove(work)
