@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from unspool.core.host_memory import measure_host_memory
-from unspool.core.library_defaults import set_library_defaults
+from unspool.core.process_environment import set_process_environment
 from unspool.core.sizes import parse_size
 
 RESULTS = Path(__file__).parent / "results" / "long_stage.json"
@@ -75,7 +75,7 @@ def main() -> None:
     if args.make:
         make_model(args.make, args.layers[0], small=args.small)
         return
-    set_library_defaults()
+    set_process_environment()
     if not args.small:
         from gpu import require_gpu
 

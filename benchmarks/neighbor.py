@@ -5,7 +5,7 @@
 
 On two cores, fair shares would give 1.5 times the idle time beside one busy process, and 2.0 beside two. Torch's
 threads wait for each other at every operator, so that a thread which spins while it waits takes the time of the one
-that has the work; `unspool` lets them sleep (`src/unspool/core/library_defaults.py`). Rounds alternate between the
+that has the work; `unspool` lets them sleep (`src/unspool/core/process_environment.py`). Rounds alternate between the
 numbers of busy processes. Each run has its own folder. `--stage NAME` trains only that stage, which is quicker, after
 tokenizing and packing once; a `--variant` is a run with environment variables of its own, such as
 `spin=GOMP_SPINCOUNT=300000`. Busy processes compute in Python, belong to the same session as the demo (Linux shares

@@ -35,7 +35,7 @@ from unspool.cli import (
 from unspool.core.console import escaped_streams
 from unspool.core.errors import explain
 from unspool.core.formatting import format_bytes, printable
-from unspool.core.library_defaults import set_library_defaults
+from unspool.core.process_environment import set_process_environment
 from unspool.core.logging import set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     _require_utf8()
-    set_library_defaults()
+    set_process_environment()
     build_app()(prog_name="unspool")  # also as `python -m`, for completion
 
 

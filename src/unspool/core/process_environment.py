@@ -14,7 +14,7 @@ _ALLOCATING = {"PYTORCH_CUDA_ALLOC_CONF": _ALLOCATOR}
 _ALLOCATING_TOO = ("PYTORCH_ALLOC_CONF",)
 
 
-def set_library_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
+def set_process_environment(environment: MutableMapping[str, str] = os.environ) -> None:
     """Call before torch is imported; processes that this one starts inherit the settings."""
     for defaults, others in ((_WAITING, ()), (_ALLOCATING, _ALLOCATING_TOO)):
         if not any(name in environment for name in (*defaults, *others)):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from unspool.core.library_defaults import set_library_defaults
+from unspool.core.process_environment import set_process_environment
 
 CHILD = """
 import sys
@@ -24,7 +24,7 @@ print(os.environ["OMP_WAIT_POLICY"])
 
 def test_threads_wait_without_spinning_and_memory_is_pinned_by_several_threads():
     environment: dict[str, str] = {}
-    set_library_defaults(environment)
+    set_process_environment(environment)
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
     assert int(environment["GOMP_SPINCOUNT"]) < 10_000, "the default is 300,000 and more"
     assert "pinned_num_register_threads:8" in environment["PYTORCH_CUDA_ALLOC_CONF"]
@@ -33,7 +33,7 @@ def test_threads_wait_without_spinning_and_memory_is_pinned_by_several_threads()
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
 def test_any_setting_of_the_user_about_waiting_wins(name):
     environment = {name: "1", "PYTORCH_ALLOC_CONF": "backend:native"}
-    set_library_defaults(environment)
+    set_process_environment(environment)
     assert environment == {name: "1", "PYTORCH_ALLOC_CONF": "backend:native"}
 
 
