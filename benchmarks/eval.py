@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cases import LLAMA_8B
 from gpu import machine, require_gpu, save
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -29,13 +30,7 @@ from unspool.models.attention.interface import NAME, register
 from unspool.models.fuse import fuse_for_reading, pays_to_fuse
 from unspool.models.generation.greedy import answer, prefill_chunk_len
 
-LLAMA_3_8B = {
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
+LLAMA_3_8B = LLAMA_8B | {
     "max_position_embeddings": 131_072,
     "rope_parameters": {"rope_type": "default", "rope_theta": 8e6},
 }

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cases import LLAMA_8B
 from processes import in_own_process
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -32,14 +33,6 @@ from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
 
 RESULTS = Path(__file__).parent / "results" / "long_sequence.json"
-LLAMA_8B = {
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
 TOY = {
     "vocab_size": 512,
     "hidden_size": 64,

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from unspool.cli.main import build_app
 from unspool.evals import suites
 
-from .toy import TOY, lines
+from .toy import TOY, JsonAnswers, lines
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '#' + message['role'] + '\\n' + message['content'] + '<end>' }}"
@@ -63,7 +63,7 @@ class Faithful(ThreadingHTTPServer):
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(JsonAnswers, BaseHTTPRequestHandler):
     server: Faithful
 
     def do_GET(self) -> None:
@@ -87,16 +87,6 @@ class Handler(BaseHTTPRequestHandler):
             return
         choice = {"message": {"content": text}} if kind == "chat" else {"text": text}
         self._send(200, {"choices": [choice], "usage": {"prompt_tokens": count}})
-
-    def _send(self, status: int, content: Any) -> None:
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: object) -> None:
-        pass
 
 
 def text_of(body: dict[str, Any]) -> str:

@@ -18,6 +18,8 @@ from unspool.core.http_client import RetryPolicy
 from unspool.evals.backends.openai import OpenAiBackend, Server, ServerAbilities
 from unspool.evals.backends.probe import probe
 
+from .toy import JsonAnswers
+
 QUICK = RetryPolicy(seconds=60, attempts=6, pause=0.001)
 # Which requests a server answers; what it says to others.
 STYLES = {
@@ -49,7 +51,7 @@ class Styled(ThreadingHTTPServer):
         return [body for body in self.bodies if body["max_tokens"] > 1 or len(body.get("prompt", "")) > 200]
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(JsonAnswers, BaseHTTPRequestHandler):
     server: Styled
 
     def do_GET(self) -> None:
@@ -78,16 +80,6 @@ class Handler(BaseHTTPRequestHandler):
             tops = [None, *({"a": 0.0 if at % 7 else -0.0} for at in range(1, len(prompt))), {"a": -1.0}]
             choice["logprobs"] = {"token_logprobs": numbers, "top_logprobs": tops}
         return 200, {"choices": [choice], "usage": {"prompt_tokens": count}}
-
-    def _send(self, status: int, content: Any) -> None:
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: object) -> None:
-        pass
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ of labelled items, one that needs a judge."""
 
 import json
 from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,17 @@ def cell_of(summary: dict, task: str | None, length: int, depth: float | None = 
     found = [c for c in summary["cells"] if (c["task"], c["length"], c["depth"]) == (task, length, depth)]
     assert len(found) == 1
     return found[0]
+
+
+class JsonAnswers(BaseHTTPRequestHandler):
+    """Answers of a server in JSON, without a log."""
+
+    def _send(self, status: int, content: Any) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        pass

@@ -35,8 +35,8 @@ from unspool.cli import (
 from unspool.core.console import escaped_streams
 from unspool.core.errors import explain
 from unspool.core.formatting import format_bytes, printable
-from unspool.core.process_environment import set_process_environment
 from unspool.core.logging import set_up_logging
+from unspool.core.process_environment import set_process_environment
 
 logger = logging.getLogger(__name__)
 
