@@ -9,7 +9,7 @@ from transformers import Trainer, TrainingArguments
 
 from factory import CPU, build_model, random_row
 from unspool.data.packing.row import IGNORE, Row, labels
-from unspool.data.strategies.pose import PoseConfig, skip_positions
+from unspool.data.strategies.pose import PoSE, skip_positions
 from unspool.models.attention.interface import NAME
 from unspool.training.batch import build_batch, row_sums
 from unspool.training.collator import Collator
@@ -63,7 +63,7 @@ def test_row_sums_keep_a_small_row_beside_a_huge_one():
 def test_positions_of_rows_arrive_in_the_batch():
     """Rows of 8 tokens with the positions of 64, eight of them to a context of 64."""
     rows = [random_row((5, 3), seed, attention="full") for seed in range(7)]
-    positions = skip_positions(np.full(7, 8), PoseConfig(target=64), np.random.default_rng(0)).reshape(7, 8)
+    positions = skip_positions(np.full(7, 8), PoSE(target=64), np.random.default_rng(0)).reshape(7, 8)
     skipped = [replace(row, positions=each) for row, each in zip(rows, positions, strict=True)]
     plain = random_row((5, 3), 7)
     batch = build_batch([*skipped, plain], attention="intra_document")
