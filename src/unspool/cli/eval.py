@@ -4,7 +4,7 @@ import json
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic import ValidationError
@@ -20,13 +20,8 @@ from unspool.evals.backends.base import BACKENDS, BackendOptions, RopeOverride, 
 from unspool.evals.beyond_context import DONE
 from unspool.evals.config import EvalConfig
 from unspool.evals.suites import SUITES
-from unspool.models.location import short_name
-from unspool.recipe.paths import model_path
+from unspool.models.location import model_path, short_name
 
-if TYPE_CHECKING:
-    import torch
-
-DEVICES = ("auto", "cpu", "cuda")
 TASK_SUITES = tuple(name for name, suite in SUITES.items() if suite.tasks)
 SHORT = "short"
 SHORT_BACKENDS = ("transformers", "openai")
@@ -252,7 +247,10 @@ def eval_(
             raise ConfigError("--html cannot be combined with --lm-eval, which only writes tasks.")
         _write_tasks(model, evals, seed, lm_eval)
         return
-    target, dtype = device_and_dtype(device)
+    from unspool.models.extend import pick_device, pick_dtype  # import late: it loads torch
+
+    target = pick_device(device)
+    dtype = pick_dtype(None, target)
     options = BackendOptions(
         kind=backend,
         model=model,
@@ -435,14 +433,3 @@ def _score_short(
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     return summary
-
-
-def device_and_dtype(name: str) -> "tuple[torch.device, torch.dtype]":
-    import torch
-
-    if name not in DEVICES:
-        raise ConfigError(f"--device {name!r} is not known; use {', '.join(DEVICES)}.")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu.")
-    cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
-    return (torch.device("cuda"), torch.bfloat16) if cuda else (torch.device("cpu"), torch.float32)

@@ -35,9 +35,9 @@ def export(
         unspool export runs/tiny exported/abf --stage abf --dtype bf16
     """
     # Import late, so that --help is fast: these load torch.
+    from unspool.models.extend import pick_device
     from unspool.recipe.export import check_out, find_checkpoint
     from unspool.recipe.export import export as write
-    from unspool.recipe.run import pick_device
 
     check_out(out)
     found = find_checkpoint(checkpoint, stage=stage, run_dir=run)

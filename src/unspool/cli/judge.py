@@ -101,11 +101,12 @@ def _judge(
             raise ConfigError("--url needs --model-name, the name of the judge on the server.")
         server = Server(url=url, model=model_name, retry=RetryPolicy(seconds=timeout), width=requests)
         return Judge(name=model_name, ask=lambda prompt: server.chat(prompt, tokens), width=requests)
-    from unspool.cli.eval import device_and_dtype
     from unspool.evals.backends.transformers import ModelBackend
+    from unspool.models.extend import pick_device, pick_dtype
 
     assert model is not None
-    target, dtype = device_and_dtype("auto")
+    target = pick_device("auto")
+    dtype = pick_dtype(None, target)
     return Judge(name=model, ask=local_judge(ModelBackend(model, device=target, dtype=dtype), tokens))
 
 

@@ -135,7 +135,8 @@ def _opened(recipe: str, overrides: list[str] | None) -> Iterator[Any]:
         hash_ahead(loaded.path(loaded.recipe.model))
     _keep_compiled(loaded.recipe.out)
     # Import late, so that recipe errors appear immediately: these load torch.
-    from unspool.recipe.run import open_run, pick_device
+    from unspool.models.extend import pick_device
+    from unspool.recipe.run import open_run
     from unspool.training.parallel.ranks import init_ranks
 
     with (

@@ -19,10 +19,9 @@ from unspool.core.errors import ConfigError
 from unspool.models.checks import check_finite
 from unspool.models.export import Compared, check_folder, our_passes, round_weights, save_model
 from unspool.models.load import load_model
-from unspool.models.location import final_model, suggestion
+from unspool.models.location import final_model, resolve_path, suggestion
 from unspool.models.tokenizer import load_tokenizer
 from unspool.models.weight_files import model_digest
-from unspool.recipe.paths import resolve_path
 from unspool.recipe.run import versions
 from unspool.reporting.gather import gather
 from unspool.reporting.model_card import CardFacts, Check, render_card

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from unspool.core.config import did_you_mean
 from unspool.core.errors import ConfigError
 from unspool.evals.config import EvalConfig
-from unspool.models.location import ASSET_PREFIX, HUB_ID, suggestion
+from unspool.models.location import ASSET_PREFIX, HUB_ID, expand_home, model_path, path_exists, resolve_path, suggestion
 from unspool.recipe.json_schema import (
     Shape,
     child,
@@ -30,15 +30,7 @@ from unspool.recipe.json_schema import (
     unknown_key,
     validation_problems,
 )
-from unspool.recipe.paths import (
-    SYNTH_PREFIX,
-    Bundled,
-    bundled_recipes,
-    expand_home,
-    model_path,
-    path_exists,
-    resolve_path,
-)
+from unspool.recipe.paths import SYNTH_PREFIX, Bundled, bundled_recipes
 from unspool.recipe.schema import Recipe, reference_problems
 from unspool.recipe.yaml_lines import Marks, Place, Problem, read_yaml
 

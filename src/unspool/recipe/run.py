@@ -21,6 +21,7 @@ from unspool.evals.config import EvalConfig
 from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.run import Scoring, score_model
 from unspool.models.config import NewModel, original_context
+from unspool.models.extend import pick_device
 from unspool.models.weight_files import model_digest
 from unspool.recipe.context import RunContext, Share, build_in_place
 from unspool.recipe.load import LoadedRecipe
@@ -222,14 +223,6 @@ def stage_dir(context: RunContext, name: str) -> Path:
 def device_of(context: RunContext) -> torch.device:
     assert context.ranks is not None, "opened by open_run"
     return context.ranks.device
-
-
-def pick_device(wanted: str) -> torch.device:
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda is not available here; use auto or cpu.")
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
 
 
 def versions() -> dict[str, str]:
