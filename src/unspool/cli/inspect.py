@@ -1,12 +1,11 @@
 """`unspool inspect`: look inside corpora, datasets and input files."""
 
-import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
+from unspool.cli.default_command import DEFAULT, DefaultGroup
 from unspool.cli.inspect_views import (
     Name,
     Paths,
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 # Defaults of --count: for one dataset in the terminal and on a page, and for each of several in the terminal.
 IN_TERMINAL, ON_PAGE = 3, 12
 OF_EACH = 1
-# The command that takes a path.
-DEFAULT = "at"
 
 Index = Annotated[list[int] | None, typer.Option(help="Index of a row or document to show, from 0. Repeatable.")]
 Count = Annotated[
@@ -42,23 +39,8 @@ Html = Annotated[Path | None, typer.Option(help="Write one self-contained page t
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON, with full texts.")]
 
 
-class InspectGroup(TyperGroup):
-    """Accept both `unspool inspect PATH` and `unspool inspect COMMAND …`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
-            args = [DEFAULT, *args]
-        return super().parse_args(ctx, args)
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        # `inspect --help` also lists the options that a path takes.
-        whole = copy.copy(self)
-        whole.help, whole.params = self.commands[DEFAULT].help, self.commands[DEFAULT].params
-        TyperGroup.format_help(whole, ctx, formatter)
-
-
 def build_group() -> typer.Typer:
-    group = typer.Typer(cls=InspectGroup, no_args_is_help=True, subcommand_metavar="")
+    group = typer.Typer(cls=DefaultGroup, no_args_is_help=True, subcommand_metavar="")
     group.callback()(inspect)
     group.command(DEFAULT, hidden=True)(inspect_path)
     group.command("rows")(inspect_rows)
