@@ -201,11 +201,11 @@ def test_the_list_shows_the_papers_numbers():
     listed = CliRunner().invoke(build_app(), ["study", "list"])
     assert listed.exit_code == 0
     _, _, table = listed.stdout.partition("ProLong, Table 20")
-    assert "the paper's numbers at the paper's scale (Llama-3-8B, 5B tokens" in table
+    assert "the paper's numbers in percent, at the paper's scale (Llama-3-8B, 5B tokens" in table
     rows = [line.split() for line in table.splitlines() if "masks" in line][:2]
     assert rows == [
         ["no-masks", "97.4", "53.6", "20.4", "76.6", "37.2", "36.3", "53.6", "64.9"],
-        ["masks", "96", "54.9", "29.4", "73.9", "35.7", "37.9", "54.6", "65.5"],
+        ["masks", "96.0", "54.9", "29.4", "73.9", "35.7", "37.9", "54.6", "65.5"],
     ]
     entries = json.loads(CliRunner().invoke(build_app(), ["study", "list", "--json"]).stdout)
     assert [entry["name"] for entry in entries] == list(bundled_studies())

@@ -19,6 +19,8 @@ from unspool.core.sizes import format_count
 SOME_FAILED = 1
 # Measures beside the ranking; more do not fit a terminal, and study.md has them all.
 MAX_COLUMNS = 6
+# Tables of numbers are rather wrapped by a narrow terminal than cut.
+MIN_WIDTH = 120
 
 
 def build_group() -> typer.Typer:
@@ -111,6 +113,7 @@ def list_studies(
         print_json(found)
         return
     console = PlainConsole()
+    console.width = max(console.width, MIN_WIDTH)
     for entry in found:
         arms = f"{len(entry['arms'])} arms of {entry['recipe']}"
         typer.echo(f"{entry['name']}: {entry['summary']} ({arms})")
@@ -118,7 +121,7 @@ def list_studies(
         if paper is not None:
             table = paper_numbers.paper_table(paper)
             typer.echo(f"  {table.caption}")
-            console.print(Padding(terminal_table(table), (0, 0, 0, 2)))
+            console.print(Padding(terminal_table(table), (0, 0, 0, 2), expand=False))
             if table.note:
                 typer.echo(f"  {table.note}")
         typer.echo("")

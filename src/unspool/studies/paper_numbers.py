@@ -30,7 +30,7 @@ class Paper:
 
     @property
     def caption(self) -> str:
-        return f"{self.source}: the paper's numbers at the paper's scale ({self.scale})"
+        return f"{self.source}: the paper's numbers in percent, at the paper's scale ({self.scale})"
 
 
 def read_paper(data: Mapping[str, Any]) -> Paper | None:
@@ -145,7 +145,8 @@ def beside_table(found: Mapping[str, Any]) -> Table:
 
 
 def _show(value: float | None) -> Entry:
-    return Entry(text=MISSING if value is None else f"{value:g}")
+    """As papers print it: one decimal, two where there are two."""
+    return Entry(text=MISSING if value is None else f"{value:.1f}" if round(value, 1) == value else f"{value:g}")
 
 
 def list_studies() -> list[dict[str, Any]]:
