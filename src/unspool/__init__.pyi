@@ -1,5 +1,5 @@
 # The public API: one line per name, with the module that defines it. `__init__.py` loads names by this list.
-# ruff: noqa: F401, I001
+# ruff: noqa: I001
 
 # Models
 from unspool.models.extend import load as load
