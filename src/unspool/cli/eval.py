@@ -1,6 +1,5 @@
 """`unspool eval`: score one model by context length."""
 
-import json
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,8 +9,16 @@ import typer
 from pydantic import ValidationError
 
 from unspool.cli.eval_look import BUDGET, LookOptions, look, refuse_options
-from unspool.cli.eval_options import check_folder, compare_answers, page_file, preset_lengths, read_rate, show_results
-from unspool.core.artifacts import write_atomic
+from unspool.cli.eval_options import (
+    check_folder,
+    compare_answers,
+    page_file,
+    preset_lengths,
+    read_paths,
+    read_rate,
+    score_short,
+    show_results,
+)
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
 from unspool.core.lock import lock_output
@@ -77,8 +84,12 @@ def eval_(
         typer.Option(help="Tasks of the suite, comma-separated [default: all]; of short also NAME:SHOTS."),
     ] = None,
     mode: Annotated[
-        str, typer.Option(help="fixed, or reference: follow the suite's own code, defects included.")
-    ] = "fixed",
+        str | None,
+        typer.Option(
+            help="fixed, or reference: follow the suite's own code, defects included [default: fixed; with --reference "
+            "reference]."
+        ),
+    ] = None,
     chat: Annotated[
         str | None, typer.Option(help="Use the chat template: auto, on or off [default: the preset's, or auto].")
     ] = None,
@@ -87,6 +98,13 @@ def eval_(
     ] = None,
     wording: Annotated[
         str | None, typer.Option(help="YAML or JSON file with other instructions for the suite's tasks.")
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="Your clone of the benchmark's public repository, or prompt files that its scripts wrote: scores "
+            "become comparable with published ones."
+        ),
     ] = None,
     answer_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens per answer, counted in the length [default: each task's own].")
@@ -200,13 +218,13 @@ def eval_(
     is_look = suite is None and lengths is None and not parity and lm_eval is None
     if is_look:
         taken = {"tasks": tasks, "path": path, "wording": wording, "answer-tokens": answer_tokens, "value": value}
-        taken |= {"preset": preset}
+        taken |= {"preset": preset, "reference": reference}
         refuse_options(taken | {"beyond-context": beyond_context})
     elif budget is not None:
         raise ConfigError("--budget is for eval without --suite and --lengths; set the work by --samples instead.")
     lengths = lengths or preset_lengths(suite or DEFAULT_SUITES, preset)
     override = rope_override(rope, context, None if is_short or is_look else lengths)
-    paths = _paths(path or [])
+    paths = read_paths(path or [])
     lookup(BACKENDS, backend, kind="--backend")
     lookup({name: name for name in ENDPOINTS}, endpoint, kind="--endpoint")
     if beyond_context is not None:
@@ -217,10 +235,9 @@ def eval_(
         raise ConfigError(
             f"--suite {SHORT} runs with --backend {' or '.join(SHORT_BACKENDS)} only; the backend here is {backend}."
         )
-    if is_short and beyond_context is not None:
-        raise ConfigError(
-            f"--beyond-context has no effect on --suite {SHORT}, whose questions are short; leave it out."
-        )
+    if is_short and (beyond_context or reference) is not None:
+        option = "beyond-context" if beyond_context is not None else "reference"
+        raise ConfigError(f"--{option} has no effect on --suite {SHORT}, which runs lm-eval's own tasks; leave it out.")
     evals = (
         []
         if is_short
@@ -236,6 +253,7 @@ def eval_(
             chat=chat,
             paths=paths,
             wording=wording,
+            reference=reference,
             answer_tokens=answer_tokens,
             **read_rate(rate),
             beyond_context=beyond_context,
@@ -272,7 +290,7 @@ def eval_(
     if is_short:
         with tempfile.TemporaryDirectory() as folder, nullcontext() if out is None else lock_output(out):
             scores = out or Path(folder) / "short"
-            summary = _score_short(
+            summary = score_short(
                 options,
                 _names(tasks),
                 preset,
@@ -322,9 +340,10 @@ def chosen_evals(suites: str, lengths: str, **options: Any) -> list[EvalConfig]:
     with_tasks = [name for name, suite in chosen.items() if suite.tasks]
     if options.get("tasks") and len(with_tasks) != 1:
         raise ConfigError(f"--tasks needs exactly one suite that has tasks: {', '.join(TASK_SUITES)} or {SHORT}.")
-    worded = [name for name, suite in SUITES.items() if "wording" in suite.config.model_fields]
-    if options.get("wording") and with_tasks not in [[name] for name in worded]:
-        raise ConfigError(f"--wording is for one suite at a time, of these: {', '.join(worded)}.")
+    for key in ("wording", "reference"):
+        known = [name for name, suite in SUITES.items() if key in suite.config.model_fields]
+        if options.get(key) and with_tasks not in [[name] for name in known]:
+            raise ConfigError(f"--{key} is for one suite at a time, of these: {', '.join(known)}.")
     value = options.pop("value", None)
     takers = lookup(_suites_by_value(), value, kind="--value") if value else []
     if value and not set(takers) & set(names):
@@ -397,16 +416,6 @@ def rope_override(rope: str | None, context: str | None, lengths: str | None) ->
     return RopeOverride(rope=read_rope(rope), context_length=reach)
 
 
-def _paths(given: list[str]) -> dict[str, str]:
-    found = {}
-    for text in given:
-        name, equals, path = text.partition("=")
-        if not equals or not name or not path:
-            raise ConfigError(f"--path {text!r}: write NAME=PATH, such as --path haystack=essays.txt.")
-        found[name] = path
-    return found
-
-
 def _write_tasks(model: str, evals: list[EvalConfig], seed: int, out_dir: Path) -> None:
     from unspool.evals.eval_plan import EvalPlan
     from unspool.evals.suites.short import write_tasks
@@ -416,25 +425,6 @@ def _write_tasks(model: str, evals: list[EvalConfig], seed: int, out_dir: Path) 
         raise ConfigError(f"--lm-eval is for suites that have tasks: {', '.join(TASK_SUITES)}.")
     names = write_tasks(EvalPlan(evals, load_tokenizer(model), seed=seed, root=Path.cwd()), out_dir)
     typer.echo(f"lm-eval run --include_path {out_dir} --tasks {','.join(names)}")
-
-
-def _score_short(
-    options: BackendOptions,
-    tasks: list[str],
-    preset: str | None,
-    *,
-    samples: int | None,
-    include: str | None,
-    sandboxed: bool,
-    out: Path,
-) -> dict[str, Any]:
-    from unspool.evals.suites.short import chosen_tasks, run_short
-
-    names = chosen_tasks(tasks, preset, sandboxed=sandboxed)
-    summary = run_short(options, names, samples=samples, include=include, sandboxed=sandboxed)
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomic(out / "summary.json", json.dumps(summary, indent=1) + "\n")
-    return summary
 
 
 def device_and_dtype(name: str) -> "tuple[torch.device, torch.dtype]":

@@ -1,5 +1,6 @@
 """Parsing of `unspool eval --rope` and `--html`, the check of `--out`, and how eval and judge show results."""
 
+import json
 import logging
 import shlex
 from dataclasses import replace
@@ -10,11 +11,11 @@ import typer
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from unspool.core.artifacts import read_manifest
+from unspool.core.artifacts import read_manifest, write_atomic
 from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size, parse_size
-from unspool.evals.backends.base import Backend
+from unspool.evals.backends.base import Backend, BackendOptions
 from unspool.evals.beyond_context import footnote
 from unspool.evals.config import EvalConfig
 from unspool.evals.suites import SUITES
@@ -105,6 +106,25 @@ def show_results(summary: dict[str, Any], folder: Path, *, as_json: bool, page: 
         logger.info("results were not kept; --out FOLDER keeps answers and scores, --html PAGE writes a page")
 
 
+def score_short(
+    options: BackendOptions,
+    tasks: list[str],
+    preset: str | None,
+    *,
+    samples: int | None,
+    include: str | None,
+    sandboxed: bool,
+    out: Path,
+) -> dict[str, Any]:
+    from unspool.evals.suites.short import chosen_tasks, run_short
+
+    names = chosen_tasks(tasks, preset, sandboxed=sandboxed)
+    summary = run_short(options, names, samples=samples, include=include, sandboxed=sandboxed)
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomic(out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    return summary
+
+
 def compare_answers(first: Backend, second: Backend, evals: list[EvalConfig], seed: int, as_json: bool) -> None:
     """Print how many answers of two backends are equal; exit code 1 if some differ."""
     from unspool.core.http_client import printable_line
@@ -161,6 +181,8 @@ def print_table(summary: dict[str, Any]) -> None:
             kept = f"; {average['of']} {100 * average['value']:.1f}, averaged over {over}{kept}"
         worded = f", wording {suite['wording']}" if suite.get("wording") else ""
         console.print(f"{suite['suite']} ({suite['mode']}{worded}): {holds}{kept}", highlight=False)
+        if "comparability" in suite:
+            console.print(f"{suite['suite']}: {suite['comparability']}", highlight=False)
 
 
 def _kept(rate: dict[str, Any]) -> str:
@@ -175,6 +197,16 @@ def preset_lengths(suites: str, preset: str | None) -> str:
         raise ConfigError("--preset is for one suite at a time; name it with --suite, such as --suite lveval.")
     known = SUITES[names[0]].config.presets if preset and names[0] in SUITES else {}
     return ",".join(map(str, known.get(preset or "", {}).get("lengths", []))) or DEFAULT_LENGTHS
+
+
+def read_paths(given: list[str]) -> dict[str, str]:
+    found = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not equals or not name or not path:
+            raise ConfigError(f"--path {text!r}: write NAME=PATH, such as --path haystack=essays.txt.")
+        found[name] = path
+    return found
 
 
 def read_rate(text: str | None) -> dict[str, int]:
