@@ -14,6 +14,7 @@ from unspool.core.config import lookup
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size
+from unspool.evals.benchmark_copy import Reader, Reference, comparability
 from unspool.evals.config import TaskEval
 from unspool.evals.heldout import PlanInputs
 from unspool.evals.prompt_encoder import PromptEncoder
@@ -27,7 +28,6 @@ from unspool.evals.prompts import (
     group_prompts,
     prompt_hash,
 )
-from unspool.evals.reference.base import Reader, Reference, comparability
 from unspool.evals.suite import Ask, Cell, PlannedEval, PromptLine, Question, QuestionId, Sample, Suite, Task, Unit
 from unspool.evals.summary import suite_summary, task_cells
 from unspool.evals.wording import Forms, Wording, read_wording
@@ -146,6 +146,8 @@ class PlannedTasks(PlannedEval):
             return self.reference.prompts[question.task, question.length][question.index]
         # A task leaves room for its own number of answer tokens; the difference is taken off the length.
         overhead = self.encoder.overhead(chat=self.chat[task.name]) + self.answer_tokens(task) - task.answer_tokens
+        if not self.chat[task.name] and self.reference is not None and not self.reference.counts_opening:
+            overhead -= len(self.encoder.opening)
         ask = Ask(
             length=question.length,
             seed=self.seed,
@@ -291,7 +293,9 @@ class PlannedTasks(PlannedEval):
         if self._cut_to is not None and len(ids) + answer > self._cut_to:
             asked, ids = self._cut(asked, ids, len(ids) + answer - self._cut_to, chat=self.chat[question.task])
         used = len(ids) + answer
-        if used > question.length:
+        # Finished prompts were written without regard to the model's template.
+        allowed = 0 if self.reference is None else self.encoder.overhead(chat=self.chat[question.task])
+        if used > question.length + allowed:
             raise DataError(
                 f"{self.suite.name} {question.task}: question {question.index} takes {used} tokens of "
                 f"{format_size(question.length)}, its answer included. Use a greater length or leave the task out."

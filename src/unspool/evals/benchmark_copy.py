@@ -36,6 +36,7 @@ class Reference:
     wording: Wording | None = None
     paths: Mapping[str, str] = field(default_factory=dict)  # data, by the names that the suite's `load` knows
     prompts: Mapping[tuple[str, int], Sequence[Question]] = field(default_factory=dict)  # by task and length
+    counts_opening: bool = True  # whether the benchmark counts a BOS token within the length
 
     @property
     def hash(self) -> str:
@@ -80,12 +81,15 @@ def hash_files(root: Path, names: Iterable[str]) -> dict[str, str]:
         path = root / name
         if not path.is_file():
             raise ConfigError(f"reference {root}: {name} is missing; give a complete clone of the public repository.")
-        if path.suffix in _TEXT_FILES:
-            content = hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
-        else:
-            content = digest_once(path)
-        found[name] = content[:_HASH_LENGTH]
+        is_text = path.suffix in _TEXT_FILES
+        found[name] = hash_text(path.read_bytes()) if is_text else digest_once(path)[:_HASH_LENGTH]
     return found
+
+
+def hash_text(text: str | bytes) -> str:
+    """Hash a text without regard to its line ends."""
+    plain = text.encode() if isinstance(text, str) else text
+    return hashlib.sha256(plain.replace(b"\r\n", b"\n")).hexdigest()[:_HASH_LENGTH]
 
 
 def differing(files: Mapping[str, str], known: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
