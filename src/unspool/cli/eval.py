@@ -56,8 +56,12 @@ def eval_(
         typer.Option(help="Tasks of the suite, comma-separated [default: all]; of short also NAME:SHOTS."),
     ] = None,
     mode: Annotated[
-        str, typer.Option(help="fixed, or reference: follow the suite's own code, defects included.")
-    ] = "fixed",
+        str | None,
+        typer.Option(
+            help="fixed, or reference: follow the suite's own code, defects included [default: fixed; with --reference "
+            "reference]."
+        ),
+    ] = None,
     chat: Annotated[
         str | None, typer.Option(help="Use the chat template: auto, on or off [default: the preset's, or auto].")
     ] = None,
@@ -66,6 +70,13 @@ def eval_(
     ] = None,
     wording: Annotated[
         str | None, typer.Option(help="YAML or JSON file with other instructions for the suite's tasks.")
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="Your clone of the benchmark's public repository, or prompt files that its scripts wrote: scores "
+            "become comparable with published ones."
+        ),
     ] = None,
     answer_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens per answer, counted in the length [default: each task's own].")
@@ -182,6 +193,7 @@ def eval_(
         "chat": chat,
         "paths": _paths(path or []),
         "wording": wording,
+        "reference": reference,
         "answer_tokens": answer_tokens,
         **read_rate(rate),
         "text": text,

@@ -27,7 +27,7 @@ SAMPLES = 20
 # Settings that suites take as they are.
 OF_SUITES = (
     *("preset", "text", "value", "mode", "chat", "paths", "wording", "answer_tokens", "beyond_context"),
-    *("target_length", "reference_length"),
+    *("reference", "target_length", "reference_length"),
 )
 
 Length = int | str
@@ -39,10 +39,11 @@ class EvalSettings(TypedDict, total=False):
     samples: int | None  # questions per suite (or task) and length, windows for perplexity; 20, short: all
     tasks: Sequence[str]  # of the suite; all by default
     preset: str | None  # a paper's settings for one suite: utk (lveval, short), prolong (helmet, short)
-    mode: str  # fixed, or reference: follow the suite's own code, defects included
+    mode: str | None  # fixed, or reference: follow the suite's own code, defects included
     chat: str | None  # use the chat template: auto, on or off
     paths: Mapping[str, str]  # data that a suite reads, by name
     wording: str | None  # YAML or JSON file with other instructions for the suite's tasks
+    reference: str | None  # a clone of the benchmark's public repository, or prompt files that its scripts wrote
     answer_tokens: int | None  # tokens per answer, counted in the length; each task's own by default
     target_length: int | None  # adaptation rate: the score at this length ÷ that at reference_length
     reference_length: int | None
@@ -119,7 +120,7 @@ def check_request(
     is_short = suites == [SHORT]
     is_look = may_look and suite is None and lengths is None
     if is_look:
-        of_suites = ("tasks", "paths", "wording", "answer_tokens", "value", "preset", "beyond_context")
+        of_suites = ("tasks", "paths", "wording", "answer_tokens", "value", "preset", "beyond_context", "reference")
         for name in of_suites:
             if given.get(name):
                 option = {"paths": "path"}.get(name, name).replace("_", "-")
@@ -145,10 +146,12 @@ def check_request(
         raise ConfigError(
             f"--suite {SHORT} runs with --backend {' or '.join(SHORT_BACKENDS)} only; the backend here is {backend}."
         )
-    if is_short and beyond is not None:
-        raise ConfigError(
-            f"--beyond-context has no effect on --suite {SHORT}, whose questions are short; leave it out."
-        )
+    for name in ("beyond_context", "reference"):
+        if is_short and given.get(name) is not None:
+            option = name.replace("_", "-")
+            raise ConfigError(
+                f"--{option} has no effect on --suite {SHORT}, which runs lm-eval's own tasks; leave it out."
+            )
     options = {key: given.get(key) for key in OF_SUITES}
     options |= {"samples": settings.get("samples") or SAMPLES, "tasks": list(settings.get("tasks") or [])}
     evals = [] if is_short else chosen_evals(chosen, wanted, **options)
@@ -172,9 +175,10 @@ def chosen_evals(suites: Sequence[str], lengths: Sequence[Length], **options: An
     with_tasks = [name for name, suite in chosen.items() if suite.tasks]
     if options.get("tasks") and len(with_tasks) != 1:
         raise ConfigError(f"--tasks needs exactly one suite that has tasks: {', '.join(TASK_SUITES)} or {SHORT}.")
-    worded = [name for name, suite in SUITES.items() if "wording" in suite.config.model_fields]
-    if options.get("wording") and with_tasks not in [[name] for name in worded]:
-        raise ConfigError(f"--wording is for one suite at a time, of these: {', '.join(worded)}.")
+    for key in ("wording", "reference"):
+        known = [name for name, suite in SUITES.items() if key in suite.config.model_fields]
+        if options.get(key) and with_tasks not in [[name] for name in known]:
+            raise ConfigError(f"--{key} is for one suite at a time, of these: {', '.join(known)}.")
     value = options.pop("value", None)
     takers = lookup(_suites_by_value(), value, kind="--value") if value else []
     if value and not set(takers) & set(names):

@@ -136,7 +136,7 @@ def _no_such_name(name: str, known: list[str], path: str) -> str:
 # A larger file is a model or data file that was passed by mistake.
 MAX_BYTES = 1 << 20
 # Keys of an evaluation that name a file.
-EVAL_PATHS = ("text", "wording")
+EVAL_PATHS = ("text", "wording", "reference")
 # A name that ends so is a file's, although it could be a Hub id's.
 DATA_SUFFIXES = {".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet", ".zst", ".gz"}
 

@@ -47,6 +47,8 @@ def print_scores(console: Console, summary: Mapping[str, Any]) -> None:
             kept = f"; {average['of']} {100 * average['value']:.1f}, averaged over {over}{kept}"
         worded = f", wording {suite['wording']}" if suite.get("wording") else ""
         console.print(f"{suite['suite']} ({suite['mode']}{worded}): {holds}{kept}", highlight=False)
+        if "comparability" in suite:
+            console.print(f"{suite['suite']}: {suite['comparability']}", highlight=False)
 
 
 def _kept(rate: dict[str, Any]) -> str:
