@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from unspool.recipe.packed_dataset import PackedDataset, pack
     from unspool.rope.harpe import HARPE
     from unspool.rope.methods import ABF, NTK, PI, Llama3, LongRoPE, YaRN
+    from unspool.training.collator import Collator
+    from unspool.verification.audits.run import AuditResult, audit
 
 # Where each public name is defined. The imports above are the same table for type checkers.
 _HOMES = {
@@ -32,6 +34,8 @@ _HOMES = {
     "NExtLong": "unspool.data.strategies.nextlong",
     "PoSE": "unspool.data.strategies.pose",
     "Upsample": "unspool.data.strategies.upsample",
+    "Collator": "unspool.training.collator",
+    **dict.fromkeys(("audit", "AuditResult"), "unspool.verification.audits.run"),
     "register": "unspool.models.attention.interface",
     **dict.fromkeys(("ConfigError", "DataError", "UnspoolError"), "unspool.core.errors"),
 }
@@ -42,6 +46,8 @@ __all__ = [
     "HARPE",
     "NTK",
     "PI",
+    "AuditResult",
+    "Collator",
     "ConfigError",
     "DataError",
     "Llama3",
@@ -53,6 +59,7 @@ __all__ = [
     "Upsample",
     "UtK",
     "YaRN",
+    "audit",
     "extend",
     "load",
     "pack",
