@@ -150,6 +150,26 @@ def right_full_attention() -> Any:
     return {"model": model, "data": loader, "step_fn": step, "attention": "full"}
 
 
+def right_with_checkpointing_autocast_and_dropout() -> Any:
+    model = small_model(attention_dropout=0.3)
+    settings = {"gradient_checkpointing": True, "bf16": True}
+    return hf_trainer(model, packed(), lambda items: tensors(items[0]), args=settings)
+
+
+def right_label_smoothing() -> Any:
+    return hf_trainer(small_model(), packed(), lambda items: tensors(items[0]), args={"label_smoothing_factor": 0.1})
+
+
+def right_conversations() -> Any:
+    """End-of-text tokens inside of a row end turns, and no document."""
+    data = []
+    for first, second in zip(*[iter([text for row in texts() for text in row])] * 2, strict=False):
+        data.append({"input_ids": first + second, "labels": [-100] * len(first) + second})
+    tokenizer = padded_tokenizer()
+    tokenizer.padding_side = "left"
+    return hf_trainer(small_model(), data, DataCollatorForSeq2Seq(tokenizer), args={"per_device_train_batch_size": 2})
+
+
 def right_trl_packing() -> Any:
     return sft_trainer(packing=True, packing_strategy="bfd", max_length=32)
 
@@ -216,6 +236,9 @@ RIGHT = {
         right_accelerate_loop,
         right_harpe,
         right_full_attention,
+        right_with_checkpointing_autocast_and_dropout,
+        right_label_smoothing,
+        right_conversations,
         right_trl_packing,
         right_trl_padding,
         right_lightning,

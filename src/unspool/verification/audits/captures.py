@@ -28,6 +28,7 @@ class Pass:
     positions: Tensor | None = None  # as the rotary module got them
     tables: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # cos and sin by layer type, "" if one
     hidden: Tensor  # of the last layer
+    is_coarse: bool = False  # computed in less than fp32
     hidden_grad: Tensor | None = None  # None: the loss does not depend on this pass
 
 
@@ -59,7 +60,7 @@ def run_step(model: Any, step_fn: StepFn, batches: Sequence[Batch]) -> StepRun:
     was_training = model.training
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(_without_dropout(model))
+        stack.enter_context(without_dropout(model))
         torch.manual_seed(0)
         model.zero_grad(set_to_none=True)
         passes = stack.enter_context(_record(model, [token_ids(batch) for batch in batches]))
@@ -120,7 +121,13 @@ def _record(model: Any, batch_tokens: Sequence[Tensor]) -> Iterator[list[Pass]]:
         tokens = kwargs.get("input_ids", args[0] if args else None)
         if tokens is None:
             tokens = batch_tokens[min(len(passes), len(batch_tokens) - 1)]
-        seen = Pass(tokens=tokens, positions=current["positions"], tables=current["tables"], hidden=hidden.detach())
+        seen = Pass(
+            tokens=tokens,
+            positions=current["positions"],
+            tables=current["tables"],
+            hidden=hidden.detach(),
+            is_coarse=hidden.dtype != torch.float32 or torch.is_autocast_enabled(hidden.device.type),
+        )
         current.update(tables={}, positions=None)
         if hidden.requires_grad:
             passes.append(seen)
@@ -142,7 +149,7 @@ def _record(model: Any, batch_tokens: Sequence[Tensor]) -> Iterator[list[Pass]]:
 
 
 @contextmanager
-def _without_dropout(model: Any) -> Iterator[None]:
+def without_dropout(model: Any) -> Iterator[None]:
     changed = []
     for module in model.modules():
         for name in ("p", "attention_dropout"):

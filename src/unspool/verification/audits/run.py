@@ -2,7 +2,7 @@
 
 import inspect
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -45,6 +45,7 @@ from unspool.verification.audits.spans import (
     Special,
     find_spans,
     labels_of,
+    look_packed,
     special_tokens,
     token_ids,
 )
@@ -151,19 +152,26 @@ def audit(
         step_fn = step_fn or trainer_step(trainer)
         save_fn = save_fn or trainer.save_model
         accumulation = max(2, trainer.args.gradient_accumulation_steps)
-    model = unwrap(model)
     if data is None or step_fn is None:
         raise ConfigError("audit: give a model, its data and a step_fn, or a transformers.Trainer.")
-    special, packed = special_tokens(model), attention == "intra_document"
-    batches = _choose(_read(data, examples), accumulation)
+    wrapped, model = model, unwrap(model)
+    if wrapped is not model:
+        step_fn, context_parallel = _with(wrapped, step_fn), context_parallel and _with(wrapped, context_parallel)
+    special, found = special_tokens(model), _read(data, examples)
+    packed = attention == "intra_document" and look_packed(found, special)
+    batches = _choose(found, accumulation)
     spans = [find_spans(batch, special, documents=documents, packed=packed) for batch in batches]
     verdicts = _probe_step(model, batches, spans, step_fn, claimed_positions=positions)
     verdicts += [
         check_sliding_window(model, step_fn, batches, spans),
-        check_checkpoint(model, batches, spans, save_fn or model.save_pretrained),
+        check_checkpoint(model, batches, spans, save_fn or wrapped.save_pretrained),
         check_context_parallel(model, batches, step_fn, context_parallel),
     ]
     return AuditResult(verdicts=tuple(verdicts))
+
+
+def _with(wrapped: Any, step_fn: StepFn) -> StepFn:
+    return lambda _, batches: step_fn(wrapped, batches)
 
 
 def audit_file(target: str | None, *, attention: str | None = None, positions: str | None = None) -> AuditResult:
@@ -200,7 +208,7 @@ def _read(data: Any, examples: Iterable[Any] | None) -> list[Any]:
         raise ConfigError("audit: a collator needs examples= to collate; or give a DataLoader.")
     found: list[Any] = []
     for item in islice(data, READ_BATCHES):
-        if isinstance(item, list | tuple) and item and isinstance(item[0], dict):
+        if isinstance(item, list | tuple) and item and isinstance(item[0], Mapping):
             return list(item)  # the micro-batches of one step
         found.append(item)
     return found
@@ -331,6 +339,8 @@ def check_checkpoint(
         for start, end in of_row
     ]
     ids = max(documents, key=lambda tokens: tokens.shape[1])[:, :CHECKPOINT_TOKENS]
+    if hasattr(model, "peft_config") and save_fn == model.save_pretrained:
+        return not_checked("checkpoint", "give save_fn=, which saves the model with its adapters merged")
     ids = ids.to(next(model.parameters()).device)
     with tempfile.TemporaryDirectory() as folder:
         try:

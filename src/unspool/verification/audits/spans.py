@@ -1,6 +1,7 @@
 """Where the documents of somebody else's batch are, and which of its labels carry loss."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -59,73 +60,94 @@ def token_ids(batch: Batch) -> Tensor:
 
 
 def find_spans(batch: Batch, special: Special, *, documents: Documents | None, packed: bool) -> Spans:
-    """The documents of a batch; if not `packed`, end-of-text tokens inside of a row end no document."""
-    ids = token_ids(batch)
-    ends = _real_lengths(batch, special)
+    """The documents of a batch; only if `packed`, end-of-text tokens inside of a row end a document."""
+    ids, ranges = token_ids(batch), real_ranges(batch, special)
     if documents is not None:
-        by_row = zip(documents(batch), ends, strict=True)
-        return Spans(rows=[_cut(_from_lens(of_row), end) for of_row, end in by_row], source="documents=")
+        by_row = zip(documents(batch), ranges, strict=True)
+        return Spans(rows=[_cut(_from_lens(lens), own) for lens, own in by_row], source="documents=")
     if len(ids) == 1:
         for name in _LENGTHS:
             if batch.get(name) is not None:
-                lens = [int(length) for length in torch.as_tensor(batch[name]).flatten()]
-                if sum(lens) == ids.shape[1]:
-                    return Spans(rows=[_cut(_from_lens(lens), ends[0])], source=name)
+                found = [int(length) for length in torch.as_tensor(batch[name]).flatten()]
+                if sum(found) == ids.shape[1]:
+                    return Spans(rows=[_cut(_from_lens(found), ranges[0])], source=name)
         for name in _ENDS:
             if isinstance(batch.get(name), Tensor):
-                bounds = batch[name].flatten().tolist()
-                return Spans(rows=[_cut(list(pairwise(bounds)), ends[0])], source=name)
+                return Spans(rows=[_cut(list(pairwise(batch[name].flatten().tolist())), ranges[0])], source=name)
+    for source, marks in _boundaries(batch, ids, special if packed else None):
+        rows = _where(marks, ranges)
+        if any(len(row) > 1 for row in rows):
+            return Spans(rows=rows, source=source)
+    return Spans(rows=[[own] if own[1] > own[0] else [] for own in ranges], source="rows")
+
+
+def _boundaries(batch: Batch, ids: Tensor, special: Special | None) -> Iterator[tuple[str, Tensor]]:
+    """What may tell where documents end, and bool[rows, tokens - 1]: where the next token starts another one."""
     for name in _IDS:
         if isinstance(batch.get(name), Tensor) and batch[name].shape == ids.shape:
-            return Spans(rows=_where(torch.diff(batch[name]) != 0, ends), source=name)
+            yield name, torch.diff(batch[name]) != 0
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.dtype != torch.bool and int(mask.max()) > 1:
-        return Spans(rows=_where(torch.diff(mask) != 0, ends), source="attention_mask")
+        yield "attention_mask", torch.diff(mask) != 0
+    if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] == mask.shape[-2] == ids.shape[1]:
+        before = mask[:, 0].diagonal(offset=-1, dim1=-2, dim2=-1)
+        # Added to the scores, 0 is what may be seen.
+        yield "attention_mask", (~before if mask.dtype == torch.bool else before < 0).expand(len(ids), -1)
     positions = batch.get("position_ids")
     if isinstance(positions, Tensor) and positions.shape == ids.shape:
-        rows = _where(torch.diff(positions) <= 0, ends)
-        if any(len(row) > 1 for row in rows):
-            return Spans(rows=rows, source="position_ids")
-    if packed and special.eos:
-        is_end = torch.isin(ids[:, :-1], torch.tensor(sorted(special.eos), device=ids.device))
-        rows = _where(is_end, ends)
-        if any(len(row) > 1 for row in rows):
-            return Spans(rows=rows, source="end-of-text tokens")
-    return Spans(rows=[[(0, end)] if end else [] for end in ends], source="rows")
+        yield "position_ids", torch.diff(positions) <= 0
+    if special is not None and special.eos:
+        ends = torch.tensor(sorted(special.eos), device=ids.device)
+        yield "end-of-text tokens", torch.isin(ids[:, :-1], ends)
+
+
+def look_packed(batches: Sequence[Batch], special: Special) -> bool:
+    """Whether most rows are full and equally long: then end-of-text tokens inside of them end documents.
+
+    In rows of one conversation each, which differ in length, they end its turns.
+    """
+    lengths = []
+    for batch in batches:
+        total = token_ids(batch).shape[1]
+        lengths += [total if own == (0, total) else -1 for own in real_ranges(batch, special)]
+    return len(lengths) > 1 and Counter(lengths).most_common(1)[0][1] > len(lengths) / 2 and -1 not in lengths
 
 
 def _from_lens(lens: Sequence[int]) -> list[Span]:
     return list(pairwise(accumulate(map(int, lens), initial=0)))
 
 
-def _where(starts: Tensor, ends: Sequence[int]) -> list[list[Span]]:
+def _where(starts: Tensor, ranges: Sequence[Span]) -> list[list[Span]]:
     """Spans of rows in which a document starts after each marked token."""
     rows = []
-    for marks, end in zip(starts, ends, strict=True):
-        bounds = [0, *(at for at in (marks.nonzero()[:, 0] + 1).tolist() if at < end), end]
+    for marks, (begin, end) in zip(starts, ranges, strict=True):
+        bounds = [begin, *(at for at in (marks.nonzero()[:, 0] + 1).tolist() if begin < at < end), end]
         rows.append([span for span in pairwise(bounds) if span[1] > span[0]])
     return rows
 
 
-def _cut(spans: Sequence[Span], end: int) -> list[Span]:
-    return [(start, min(stop, end)) for start, stop in spans if start < end and stop > start]
+def _cut(spans: Sequence[Span], own: Span) -> list[Span]:
+    cut = [(max(start, own[0]), min(stop, own[1])) for start, stop in spans]
+    return [span for span in cut if span[1] > span[0]]
 
 
-def _real_lengths(batch: Batch, special: Special) -> list[int]:
-    """Tokens of each row before its padding, which is at the end."""
+def real_ranges(batch: Batch, special: Special) -> list[Span]:
+    """Tokens of each row without its padding, at the end or at the start."""
     ids, mask = token_ids(batch), batch.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == ids.shape and not bool((mask != 0).all()):
-        is_real, fewest = mask != 0, 1
-    elif special.pad is not None:
-        # Without a mask, a single token at the end may be text, or the end-of-text token.
-        is_real, fewest = ids != special.pad, 2
-    else:
-        return [ids.shape[1]] * len(ids)
     length = ids.shape[1]
-    ends = (is_real * torch.arange(1, length + 1, device=ids.device)).amax(dim=1).tolist()
-    if special.pad in special.eos and fewest == 2:
+    numbers = torch.arange(length, device=ids.device)
+    if isinstance(mask, Tensor) and mask.shape == ids.shape and not bool((mask != 0).all()):
+        is_real = mask != 0
+        begins = numbers.where(is_real, length).amin(dim=1).tolist()
+        ends = (numbers + 1).where(is_real, 0).amax(dim=1).tolist()
+        return [(min(begin, end), end) for begin, end in zip(begins, ends, strict=True)]
+    if special.pad is None:
+        return [(0, length)] * len(ids)
+    ends = (numbers + 1).where(ids != special.pad, 0).amax(dim=1).tolist()
+    if special.pad in special.eos:
         ends = [end + 1 for end in ends]  # the first of them ends the last document
-    return [int(end) if length - end >= fewest else length for end in ends]
+    # Without a mask, a single token at the end may be text.
+    return [(0, end if length - end > 1 else length) for end in ends]
 
 
 def labels_of(batch: Batch) -> Tensor | None:
