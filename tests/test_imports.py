@@ -51,9 +51,7 @@ def violations(source: Path) -> list[str]:
         if mine is not None and mine not in PACKAGES:
             found.append(f"{path}: package {mine!r} has no place in ORDER")
             continue
-        if inside == ("__init__.py",):
-            continue  # the front door names every package, and loads none until a name is used (tests/test_api.py)
-        # What stands beside the packages is imported by all and imports none.
+        # What stands beside the packages, such as `__version__`, is imported by all and imports none.
         for line, name in imported_modules(ast.parse(path.read_text()), ["unspool", *inside[:-1]]):
             parts = name.split(".")
             if parts[0] == "unspool" and len(parts) > 1 and parts[1] in PACKAGES and lies_right(parts[1], mine):

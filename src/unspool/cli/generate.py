@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unspool.cli.eval import ENDPOINTS, rope_override
+from unspool.cli.eval_options import read_rope
 from unspool.core.config import lookup
 from unspool.core.console import print_json
 from unspool.core.errors import ConfigError, DataError
 from unspool.evals.backends.base import BackendOptions
+from unspool.evals.eval_request import ENDPOINTS, rope_override
 from unspool.models.location import expand_home, model_path
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def generate(
         raise ConfigError("the prompt is empty; give --prompt-file, --question or text on standard input.")
     if rope is not None and context is None:
         raise ConfigError("--rope needs the context length that it shall reach, such as --context 32K.")
-    override = rope_override(rope, context, None)
+    override = rope_override(None if rope is None else read_rope(rope), context, None)
 
     from unspool.evals.text_generator import GenerationOptions, TextGenerator
     from unspool.models.extend import pick_device, pick_dtype  # import late: it loads torch

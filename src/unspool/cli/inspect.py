@@ -1,20 +1,16 @@
 """`unspool inspect`: look inside corpora, datasets and input files."""
 
-import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperGroup
 
+from unspool.cli.default_command import DEFAULT, DefaultGroup
 from unspool.cli.inspect_views import Name, Paths, Tokenizer, attention, check_page, distances
 from unspool.core.console import PlainConsole, print_json
 
 if TYPE_CHECKING:
     from unspool.inspection.inspect_data import Inspection
-
-# The command that takes a path.
-DEFAULT = "at"
 
 Index = Annotated[list[int] | None, typer.Option(help="Index of a row or document to show, from 0. Repeatable.")]
 Count = Annotated[
@@ -28,23 +24,8 @@ Html = Annotated[Path | None, typer.Option(help="Write one self-contained page t
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON, with full texts.")]
 
 
-class InspectGroup(TyperGroup):
-    """Accept both `unspool inspect PATH` and `unspool inspect COMMAND …`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
-            args = [DEFAULT, *args]
-        return super().parse_args(ctx, args)
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        # `inspect --help` also lists the options that a path takes.
-        whole = copy.copy(self)
-        whole.help, whole.params = self.commands[DEFAULT].help, self.commands[DEFAULT].params
-        TyperGroup.format_help(whole, ctx, formatter)
-
-
 def build_group() -> typer.Typer:
-    group = typer.Typer(cls=InspectGroup, no_args_is_help=True, subcommand_metavar="")
+    group = typer.Typer(cls=DefaultGroup, no_args_is_help=True, subcommand_metavar="")
     group.callback()(inspect)
     group.command(DEFAULT, hidden=True)(inspect_path)
     group.command("rows")(inspect_rows)

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unspool.cli.eval_options import print_table
 from unspool.core.config import lookup
-from unspool.core.console import print_json
+from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
 from unspool.core.lock import lock_output
 
@@ -111,6 +110,8 @@ def _judge(
 
 
 def _print(summaries: list[dict[str, Any]]) -> None:
+    from unspool.reporting.score_tables import print_scores
+
     for summary in summaries:
         typer.echo(summary["model"])
-        print_table(summary)
+        print_scores(PlainConsole(highlight=True), summary)

@@ -132,7 +132,7 @@ def build_app() -> typer.Typer:
     app.command("judge")(judge.judge)
     app.command("synth")(synth.synth)
     app.command("report")(report.report)
-    app.command("study")(study.study)
+    app.add_typer(study.build_group(), name="study")
     app.command("verify")(verify.verify)
     app.command("audit")(audit.audit)
     app.command("export")(export.export)

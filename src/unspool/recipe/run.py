@@ -15,6 +15,7 @@ import transformers
 
 from unspool import __version__
 from unspool.core.artifacts import remove
+from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
 from unspool.core.logging import silence
 from unspool.evals.config import EvalConfig
@@ -86,6 +87,17 @@ def run(context: RunContext) -> Outcome:
         evaluate(context, stage.name)
         context.on_leader(partial(_evaluate_snapshots, context, stage))
     return report(context)
+
+
+def train_stages(context: RunContext, name: str | None = None) -> list[StageConfig]:
+    """Prepare the data and train the stage called `name`, or all stages in order; returns them."""
+    stages = {entry.name: entry for entry in context.recipe.stages}
+    chosen = [lookup(stages, name, kind="stage")] if name else list(stages.values())
+    tokenize(context)
+    pack(context)
+    for entry in chosen:
+        train(context, entry)
+    return chosen
 
 
 def train(context: RunContext, stage: StageConfig) -> None:
