@@ -50,7 +50,8 @@ class Reference:
 
 
 Reader = Callable[[Path, Any], Reference]
-"""From the path and the entry of `evals`; ConfigError if the path is no copy of the benchmark or lacks a file."""
+"""From the path and the entry of `evals`, whose tasks are all named and whose paths are resolved; ConfigError if the
+path is no copy of the benchmark or lacks a file."""
 
 
 def comparability(facts: Mapping[str, Any] | None, changes: Sequence[str] = ()) -> dict[str, Any]:

@@ -80,8 +80,11 @@ class TaskSuite(Suite):
                 f"reference {path}: no such file or folder; give your clone of the benchmark's public repository, or "
                 "the prompt files that its scripts wrote."
             )
-        paths = {name: _resolve(given, root) for name, given in config.paths.items()}
-        return self.reference(root / path, config.model_copy(update={"paths": paths}))
+        found = {
+            "paths": {name: _resolve(given, root) for name, given in config.paths.items()},
+            "tasks": [task.name for task in self.chosen_tasks(config)],
+        }
+        return self.reference(root / path, config.model_copy(update=found))
 
     def inputs(self, config: TaskEval, root: Path) -> dict[str, dict[str, Any]]:
         wording, reference = self.chosen_wording(config, root), self.chosen_reference(config, root)
