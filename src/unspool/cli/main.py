@@ -131,7 +131,7 @@ def build_app() -> typer.Typer:
     app.command("judge")(judge.judge)
     app.command("synth")(synth.synth)
     app.command("report")(report.report)
-    app.command("study")(study.study)
+    app.add_typer(study.build_group(), name="study")
     app.command("verify")(verify.verify)
     app.command("export")(export.export)
     app.command("doctor")(doctor.doctor)
