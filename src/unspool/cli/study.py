@@ -80,7 +80,7 @@ def study(
         _dry_run(loaded, chosen, as_json=as_json)
         return
     if not report_only:
-        from unspool.recipe.run import pick_device
+        from unspool.models.extend import pick_device
 
         waiting = [run for run in chosen if not is_done(loaded, run)]
         check_study_inputs(waiting)

@@ -43,6 +43,13 @@ def _escape(value: object) -> str:
     return escape(printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value)
 
 
+def embedded(page: str, height: int = 600) -> str:
+    """A whole page inside another one, such as a notebook, whose styles it leaves alone."""
+    return element(
+        "iframe", srcdoc=Markup(escape(page)), width="100%", height=height, style="border: 0; background: white"
+    )
+
+
 def svg(width: float, height: float, label: str, *children: Markup, **attributes: object) -> Markup:
     """A drawing that scales with its page; screen readers speak `label`."""
     shared = {"class_": "chart", "viewBox": f"0 0 {width:g} {height:g}", "role": "img", "aria_label": label}

@@ -94,6 +94,7 @@ class ModelScores:
     holds_until: dict[str, int | None] = field(default_factory=dict)  # suite: its effective length
     asked: dict[str, str] = field(default_factory=dict)  # how it was asked; backend, endpoint, …
     rates: dict[str, tuple[int, int]] = field(default_factory=dict)  # suite: target and reference of its rate
+    comparability: dict[str, str] = field(default_factory=dict)  # suite: whether published numbers compare, and why
 
     def recall(self, suite: str, length: int, depth: float | None = None) -> Cell | None:
         wanted = (suite, length, depth)

@@ -25,14 +25,14 @@ MAX_POINTS = 8192
 SUGGESTED_RATIO = 5.0
 
 
-class Harpe(RopeMethod):
+class HARPE(RopeMethod):
     """A base per KV head.
 
     By default bases are evenly spaced and descending: the paper's ablation has that ahead of ascending
     (85.3 against 84.3), and it needs no search.
     """
 
-    method: Literal["harpe"]
+    method: Literal["harpe"] = "harpe"
     needs_weights: ClassVar[bool] = True
 
     bases: Literal["uniform", "printed", "search"] = Field("uniform", description="how the set of bases is chosen")
@@ -46,7 +46,7 @@ class Harpe(RopeMethod):
     shared: bool = Field(False, description="control: one base for all heads, the mean of the set")
 
     @model_validator(mode="after")
-    def _range(self) -> "Harpe":
+    def _range(self) -> "HARPE":
         if self.bases == "printed":
             if self.low is not None or self.high is not None:
                 raise ValueError("bases printed is a fixed list; leave low and high out")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from unspool.data.packing.config import DatasetConfig
 
 
-class CipConfig(StrategyConfig):
+class CIP(StrategyConfig):
     """CIP: documents in chunks; all first chunks of a row, then all second ones, …"""
 
     name: ClassVar[str] = "cip"

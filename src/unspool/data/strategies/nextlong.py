@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class NextLongConfig(StrategyConfig):
+class NExtLong(StrategyConfig):
     """NExtLong: after each chunk of a document, chunks of others that look most like it."""
 
     name: ClassVar[str] = "nextlong"
@@ -123,7 +123,7 @@ class Chunks:
 
 
 def build_negatives(
-    config: NextLongConfig, readers: "Mapping[str, CorpusReader]", *, keep_rest: bool, embed: "Embed | None"
+    config: NExtLong, readers: "Mapping[str, CorpusReader]", *, keep_rest: bool, embed: "Embed | None"
 ) -> "Negatives":
     """Index the corpora. `keep_rest`: the rest of a document that is too long makes further rows."""
     longest = max((int(reader.lens.max(initial=0)) for reader in readers.values()), default=0)
@@ -177,7 +177,7 @@ def cut_corpora(readers: "Mapping[str, CorpusReader]", chunk: int) -> Chunks:
 class Negatives:
     """Packs documents with their negatives; `pack` is a `Packer` (pack.py)."""
 
-    def __init__(self, config: NextLongConfig, chunks: Chunks, retriever: "Retriever", keep_rest: bool) -> None:
+    def __init__(self, config: NExtLong, chunks: Chunks, retriever: "Retriever", keep_rest: bool) -> None:
         self._config = config
         self._chunks = chunks
         self._retriever = retriever

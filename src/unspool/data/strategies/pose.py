@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from unspool.data.packing.config import DatasetConfig
 
 
-class PoseConfig(StrategyConfig):
+class PoSE(StrategyConfig):
     """PoSE: jumps in the positions of short rows, so that they show distances of long ones."""
 
     name: ClassVar[str] = "pose"
@@ -52,7 +52,7 @@ class PoseConfig(StrategyConfig):
         return set_positions
 
 
-def skip_positions(lens: np.ndarray, config: PoseConfig, rng: np.random.Generator) -> np.ndarray:
+def skip_positions(lens: np.ndarray, config: PoSE, rng: np.random.Generator) -> np.ndarray:
     """int32[lens.sum()]; the lengths of several rows in one call give what they give one by one.
 
     Two cuts may fall together, which makes one jump of two.

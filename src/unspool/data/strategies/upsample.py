@@ -15,7 +15,7 @@ from unspool.core.sizes import Size, format_size
 from unspool.data.strategies.base import StrategyConfig
 
 
-class UpsampleConfig(StrategyConfig):
+class Upsample(StrategyConfig):
     """Long documents several times, or fewer of the short ones; each source keeps its share."""
 
     name: ClassVar[str] = "upsample"
@@ -29,7 +29,7 @@ class UpsampleConfig(StrategyConfig):
         return f"documents from {format_size(self.above)} upsampled"
 
 
-def draw_uses(lens: np.ndarray, config: UpsampleConfig, rng: np.random.Generator) -> np.ndarray:
+def draw_uses(lens: np.ndarray, config: Upsample, rng: np.random.Generator) -> np.ndarray:
     """int64: how often each document is used; `lens` are of whole documents."""
     chance = rng.random(len(lens))
     often = int(config.times)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
-from unspool.evals.config import TaskEval
+from unspool.evals.config import ReferenceEval
 from unspool.evals.fill import Meter, fill, room, spread
 from unspool.evals.suite import Ask, Question, Task
 from unspool.evals.suites.helmet.json_kv import entry, lengthen, uuid_pairs
@@ -128,7 +128,7 @@ TASKS = {
 }
 
 
-class InfbenchEval(TaskEval):
+class InfbenchEval(ReferenceEval):
     """∞Bench's key tasks: passkeys, numbers and values far into the context."""
 
     suite: Literal["infbench"]

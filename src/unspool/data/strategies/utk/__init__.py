@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MOST_HOPS = 8  # every cut has knots of its own
 
 
-class UtkConfig(StrategyConfig):
+class UtK(StrategyConfig):
     """Untie the Knots: split documents, scatter the chunks over the row, trace them back."""
 
     name: ClassVar[str] = "utk"
