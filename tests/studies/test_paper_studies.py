@@ -304,7 +304,7 @@ def test_two_arms_of_a_prolong_study_run_on_the_shipped_model_beside_the_papers_
     columns = [column["name"] for column in result["paper"]["columns"]]
     here = dict(zip(columns, rows["no-masks"]["here"], strict=True))
     scored = {table["measure"]: table["arms"]["no-masks"]["mean"] for table in result["measures"]}
-    assert here["Recall"] == scored["helmet/json_kv/2K"] and here["Avg."] == scored["helmet/2K"]
+    assert here["Recall"] == 100 * scored["helmet/json_kv/2K"] and here["Avg."] == 100 * scored["helmet/2K"]
     assert here["Short avg."] is None, "short tasks are not scored by the recipe"
     assert "Beside ProLong, Table 20" in (folder / "study.md").read_text()
     assert "Beside ProLong, Table 20" in (folder / "report.html").read_text()

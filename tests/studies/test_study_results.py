@@ -149,10 +149,10 @@ def test_our_means_stand_beside_the_papers_numbers():
     )
     found = beside_paper(paper, ["abf", "utk"], MEASURES, result["measures"])
 
-    assert [row["here"] for row in found["rows"]] == [[0.5, 0.75, None, None], [1.0, 0.75, None, None], [None] * 4]
+    assert [row["here"] for row in found["rows"]] == [[50, 75, None, None], [100, 75, None, None], [None] * 4]
     text = markdown({"name": "made-up", "runs": [], "paper": found, **result})
-    assert "| utk | 100.0 (paper 75.0) | 75.0 (paper 80.0) | – (paper 12.5) | – (paper –) |" in text
-    assert "| abf | 50.0 (paper –)" in text and "| untouched | – (paper 10.0)" in text
+    assert "| utk | 100.0 (paper 75.0) | 75.0 (paper 80.0) | – (paper 12.5) | – |" in text
+    assert "| abf | 50.0 | 75.0 | – | – |" in text and "| untouched | – (paper 10.0)" in text
     assert "at its own scale (7B)" in text
 
 

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from unspool.core.formatting import MISSING
-from unspool.core.table import Entry, Table
+from unspool.core.table import Entry, Table, entries
 from unspool.recipe.json_schema import unknown_key
 from unspool.recipe.paths import bundled_studies
 from unspool.recipe.yaml_lines import Problem, read_yaml
@@ -110,19 +110,19 @@ def beside_paper(
 
 
 def _value(arm: str, groups: Sequence[Sequence[Measure]], tables: Mapping[str, Any]) -> float | None:
-    """The mean over the groups of their measures' means; None if one of them was not measured."""
+    """The mean over the groups of their measures' means, scores in percent; None if one of them was not measured."""
     means = []
     for group in groups:
         values = [tables[measure.name]["arms"][arm]["mean"] for measure in group]
         if not values or None in values:
             return None
-        means.append(fmean(values))
+        means.append(fmean(values) * (1 if group[0].is_loss else 100))
     return fmean(means) if means else None
 
 
 def paper_table(paper: Paper) -> Table:
     """The paper's numbers alone, arms first."""
-    rows = [[Entry(text=name), *map(_show, row)] for name, row in (paper.numbers | paper.others).items()]
+    rows = [entries(name, *map(_show, row)) for name, row in (paper.numbers | paper.others).items()]
     return Table(caption=paper.caption, columns=["arm", *paper.columns], rows=rows, note=paper.note)
 
 
@@ -130,23 +130,26 @@ def beside_table(found: Mapping[str, Any]) -> Table:
     """`beside_paper` as a table: what was measured here, and the paper's number as its note."""
     rows = []
     for row in found["rows"]:
-        pairs = zip(row["here"], row["paper"], strict=True)
+        pairs = list(zip(row["here"], row["paper"], strict=True))
         cells = [
-            Entry(text=MISSING if here is None else f"{100 * here:.1f}", note=f"paper {_show(theirs).text}")
+            Entry(
+                text=MISSING if here is None else f"{here:.1f}", note="" if theirs is None else f"paper {_show(theirs)}"
+            )
             for here, theirs in pairs
         ]
-        rows.append([Entry(text=row["arm"] or row["name"]), *cells])
+        if any(value is not None for pair in pairs for value in pair):
+            rows.append([Entry(text=row["arm"] or row["name"]), *cells])
     note = (
-        f"Percent. Paper: its own numbers at its own scale ({found['scale']}), for the order of arms and the size of "
+        f"Percent. “paper”: the paper's own numbers at its own scale ({found['scale']}). They show the order of "
+        f"the arms and the size of differences; a run of another size cannot be compared with them. {found['note']}"
     )
-    note += "differences; not comparable with a run of another size. " + found["note"]
     columns = ["arm", *(column["name"] for column in found["columns"])]
     return Table(caption=f"Beside {found['source']}", columns=columns, rows=rows, note=note.strip())
 
 
-def _show(value: float | None) -> Entry:
+def _show(value: float | None) -> str:
     """As papers print it: one decimal, two where there are two."""
-    return Entry(text=MISSING if value is None else f"{value:.1f}" if round(value, 1) == value else f"{value:g}")
+    return MISSING if value is None else f"{value:.1f}" if round(value, 1) == value else f"{value:g}"
 
 
 def list_studies() -> list[dict[str, Any]]:
