@@ -7,7 +7,16 @@ from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_recipes, find_bundled
 from unspool.recipe.schema import Recipe, dump_recipe
 
-NAMES = ["harpe-128k", "prolong-512k", "prolong-64k", "prolong-sft", "smollm2-32k", "tiny", "utk-128k"]
+NAMES = [
+    "harpe-128k",
+    "prolong-512k",
+    "prolong-64k",
+    "prolong-ablation",
+    "prolong-sft",
+    "smollm2-32k",
+    "tiny",
+    "utk-128k",
+]
 K, M, B = 1 << 10, 1 << 20, 1 << 30
 
 

@@ -3,7 +3,8 @@
 All problems are reported together, one line each: where it is written, the key, the value, and what is allowed.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 from unspool.core.config import did_you_mean
 from unspool.core.errors import ConfigError
 from unspool.evals.config import EvalConfig
-from unspool.models.location import ASSET_PREFIX, HUB_ID, suggestion
+from unspool.models.location import ASSET_PREFIX, HUB_ID, expand_home, model_path, path_exists, resolve_path, suggestion
 from unspool.recipe.json_schema import (
     Shape,
     child,
@@ -30,17 +31,12 @@ from unspool.recipe.json_schema import (
     unknown_key,
     validation_problems,
 )
-from unspool.recipe.paths import (
-    SYNTH_PREFIX,
-    Bundled,
-    bundled_recipes,
-    expand_home,
-    model_path,
-    path_exists,
-    resolve_path,
-)
+from unspool.recipe.paths import SYNTH_PREFIX, Bundled, bundled_recipes
 from unspool.recipe.schema import Recipe, reference_problems
 from unspool.recipe.yaml_lines import Marks, Place, Problem, read_yaml
+
+# Changes to a recipe: `--set` texts such as `stages.0.lr=2e-5`, or values by their path.
+Overrides = Mapping[str, Any] | Sequence[str] | None
 
 
 def apply_overrides(data: dict[str, Any], marks: Marks, overrides: list[str]) -> list[Problem]:
@@ -183,7 +179,7 @@ class LoadedRecipe:
         return entry.model_copy(update=changed) if changed else entry
 
 
-def load_recipe(path_or_name: str | Path, overrides: list[str] | None = None) -> LoadedRecipe:
+def load_recipe(path_or_name: str | Path, overrides: Overrides = None) -> LoadedRecipe:
     """Load and check a recipe: a file or the name of a bundled one, changed by `--set` texts.
 
     Raises ConfigError with one line per problem.
@@ -196,7 +192,7 @@ def load_recipe(path_or_name: str | Path, overrides: list[str] | None = None) ->
     if not isinstance(data, dict):
         kind = "list" if isinstance(data, list) else "single value"
         raise ConfigError(f"{label}:1: a recipe is a mapping of keys such as name, model and stages, not a {kind}.")
-    problems += apply_overrides(data, marks, overrides or [])
+    problems += apply_overrides(data, marks, _override_texts(overrides))
     problems += misplaced_booleans(recipe_schema(), data)
     recipe = None
     try:
@@ -207,6 +203,13 @@ def load_recipe(path_or_name: str | Path, overrides: list[str] | None = None) ->
     refuse(problems, marks, data)
     assert recipe is not None, "a recipe was refused without a message"
     return LoadedRecipe(recipe=recipe, root=root, text=text, marks=marks)
+
+
+def _override_texts(overrides: Overrides) -> list[str]:
+    if isinstance(overrides, Mapping):
+        # JSON is YAML, in which the values of overrides are written.
+        return [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
+    return list(overrides or [])
 
 
 def find_file(given: str, bundled: Mapping[str, Bundled], *, kind: str) -> tuple[Path, Path, str]:

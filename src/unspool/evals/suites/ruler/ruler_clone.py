@@ -245,7 +245,13 @@ def _read_prompts(root: Path, tasks: Sequence[str], lengths: Sequence[int]) -> R
             if prompt_marks(task, prompts[task, length][0]) != KNOWN_PROMPTS[task][-1]:
                 differs.append(name)
     return Reference(
-        repo=REPO, version=VERSION, files=files, differs=tuple(differs), prompts=prompts, counts_opening=False
+        repo=REPO,
+        version=VERSION,
+        kind="prompts",
+        files=files,
+        differs=tuple(differs),
+        prompts=prompts,
+        counts_opening=False,
     )
 
 
