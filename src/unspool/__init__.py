@@ -11,7 +11,7 @@ from typing import Any as _Any
 
 __version__ = "0.1.0"
 
-_IMPORT = _re.compile(r"^from (\S+) import (\w+) as \2$", _re.MULTILINE)
+_IMPORT = _re.compile(r"^    from (\S+) import (\w+) as \2$", _re.MULTILINE)
 _HOMES = {name: home for home, name in _IMPORT.findall(_Path(__file__).with_suffix(".pyi").read_text())}
 __all__ = list(_HOMES)
 

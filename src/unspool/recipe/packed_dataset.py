@@ -4,6 +4,7 @@ import logging
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,19 @@ from pydantic import ValidationError
 
 from unspool.core.artifacts import read_manifest, remove
 from unspool.core.errors import ConfigError, DataError
+from unspool.core.formatting import one_line
 from unspool.core.lock import lock_output
 from unspool.data.corpus.in_memory import build_from_records
 from unspool.data.packing.build import KIND, build_rows
 from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.row import IGNORE, Row, attended_lens, labels, position_ids
 from unspool.data.packing.store import open_rows
+from unspool.data.sources.base import read_strictly
+from unspool.data.sources.files import matching_files
+from unspool.data.sources.registry import source_for_file
 from unspool.data.strategies.base import StrategyConfig
 from unspool.inspection.inspect_data import Inspection, inspect
+from unspool.models.location import resolve_path
 
 if TYPE_CHECKING:
     import datasets
@@ -47,8 +53,8 @@ class PackedDataset:
         >>> import unspool
         >>> model, tokenizer = unspool.load("asset:tiny-base")
         >>> dataset = unspool.pack(["A whale.", "A ship at sea."], tokenizer, seq_len=16, packing="best_fit")
-        >>> len(dataset), dataset.seq_len, dataset[0].doc_lens.sum()
-        (1, 16, np.int32(16))
+        >>> len(dataset), dataset.seq_len, int(dataset[0].doc_lens.sum())
+        (1, 16, 16)
     """
 
     def __init__(self, folder: str | Path, tokenizer: Any = None) -> None:
@@ -181,7 +187,8 @@ def pack(
 
     Args:
         data: Texts, lists of token ids, conversations (lists of `{"role": …, "content": …}`), or records with one of
-            these in a field, such as a Hugging Face dataset. A dict of several of these by name needs `shares`.
+            these in a field, such as a Hugging Face dataset; or files, such as `"books/*.jsonl.zst"`. A dict of several
+            of these by name needs `shares`.
         tokenizer: The model's fast tokenizer.
         seq_len: Tokens of a row, such as `"64K"`.
         packing: `concat` fills rows and continues documents in the next, `best_fit` keeps documents whole and pads,
@@ -211,7 +218,7 @@ def pack(
         ('full', 'utk')
     """
     strategies = [strategy] if isinstance(strategy, StrategyConfig) else list(strategy)
-    parts = _parts(data, shares)
+    parts = _parts(data, shares, text)
     settings = {
         "from": dict(shares) if shares else NAME,
         "seq_len": seq_len,
@@ -247,18 +254,25 @@ def pack(
     return dataset
 
 
-def _parts(data: Any, shares: Mapping[str, float] | None) -> dict[str, Iterable[Any]]:
-    if isinstance(data, str | bytes | Path):
-        raise ConfigError(
-            f"pack: {str(data)[:60]!r} is one text or path; give a list of texts, or name files in a recipe."
-        )
+def _parts(data: Any, shares: Mapping[str, float] | None, text: str) -> dict[str, Iterable[Any]]:
     if not isinstance(data, Mapping):
         if shares:
             raise ConfigError("pack: shares are for several parts; give data as a dict of them by name.")
-        return {NAME: data}
+        return {NAME: _records(data, text)}
     if set(data) != set(shares or {}):
         raise ConfigError(f"pack: data has the parts {', '.join(map(str, data))}; give shares={{…}} with one for each.")
-    return dict(data)
+    return {name: _records(part, text) for name, part in data.items()}
+
+
+def _records(data: Any, text: str) -> Iterable[Any]:
+    """The records of files, if `data` names some; other data is returned as it is."""
+    if not isinstance(data, str | Path):
+        return data  # type: ignore[no-any-return]
+    files = list(matching_files(resolve_path(str(data), Path())))
+    if not files:
+        raise ConfigError(f"pack: {one_line(str(data)[:80])!r} names no files; give files, or a list of texts.")
+    sources = [(source_for_file(file, None if text == "text" else text), file) for file in files]
+    return chain.from_iterable(read_strictly(source, [file]) for source, file in sources)
 
 
 def _check_out(folder: Path) -> None:

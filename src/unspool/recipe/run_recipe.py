@@ -71,9 +71,9 @@ def run(
     Example:
         >>> import tempfile, unspool
         >>> folder = tempfile.mkdtemp()
-        >>> result = unspool.run("tiny", {"out": folder, "sources.books.limit": "64K"}, until="pack")
-        >>> len(result.dataset("short-512")) > 0
-        True
+        >>> result = unspool.run("tiny", {"out": folder}, until="pack")
+        >>> result.dataset("utk-2k").seq_len
+        2048
     """
     lookup(dict.fromkeys(STEPS), until, kind="step")
     loaded = load_recipe(recipe, overrides)

@@ -42,7 +42,14 @@ UNITS = {"s": 1, "m": 60, "h": 3600}
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult:
-    """Scores with n and 95% intervals. Its `str` is the table, and notebooks show it too."""
+    """Scores with n and 95% intervals. Its `str` is the table, and notebooks show it too.
+
+    Example:
+        >>> import unspool
+        >>> result = unspool.evaluate("asset:tiny-base", "niah", [256], samples=1, backend="oracle")
+        >>> result.cells()[0]["value"]
+        1.0
+    """
 
     summary: Mapping[str, Any]  # as in summary.json
     folder: Path  # samples.jsonl, summary.json and prompts.jsonl

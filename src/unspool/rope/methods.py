@@ -25,7 +25,13 @@ class Unchanged(RopeMethod):
 
 
 class ABF(RopeMethod):
-    """Adjusted base frequency: one larger base for every head (Xiong et al.; ProLong)."""
+    """Adjusted base frequency: one larger base for every head (Xiong et al.; ProLong).
+
+    Example:
+        >>> import unspool
+        >>> unspool.ABF(base=8e6)
+        ABF(method='abf', base=8000000.0)
+    """
 
     method: Literal["abf"] = "abf"
     base: float = Field(gt=1)
@@ -44,8 +50,8 @@ class ABF(RopeMethod):
 class Factor(RopeMethod):
     """A method that stretches the original length by a factor."""
 
-    factor: float | None = Field(None, ge=1, description="context ÷ original when not given")
-    original: Size | None = Field(None, description="the length to count from; from the model when not given")
+    factor: float | None = Field(default=None, ge=1, description="context ÷ original when not given")
+    original: Size | None = Field(default=None, description="the length to count from; from the model when not given")
 
     def original_len(self, rope: RopeShape) -> int:
         return self.original or rope.original_len
@@ -86,7 +92,13 @@ def scaled(
 
 
 class NTK(Factor):
-    """NTK-aware: the base that slows the slowest dimension by the factor and leaves the fastest alone."""
+    """NTK-aware: the base that slows the slowest dimension by the factor and leaves the fastest alone.
+
+    Example:
+        >>> import unspool
+        >>> unspool.NTK(factor=4).factor
+        4.0
+    """
 
     method: Literal["ntk"] = "ntk"
 
@@ -99,7 +111,13 @@ class NTK(Factor):
 
 
 class PI(Factor):
-    """RopeMethod interpolation: all dimensions slowed by the factor (Chen et al.)."""
+    """RopeMethod interpolation: all dimensions slowed by the factor (Chen et al.).
+
+    Example:
+        >>> import unspool
+        >>> unspool.PI().factor is None  # the new context ÷ the original one
+        True
+    """
 
     method: Literal["pi"] = "pi"
     uses_max_positions: ClassVar[bool] = True
@@ -132,9 +150,11 @@ class NTKByParts(Factor):
 
     method: Literal["ntk-by-parts"] = "ntk-by-parts"
     uses_max_positions: ClassVar[bool] = True
-    beta_fast: float = Field(32, gt=0, description="dimensions that turn more often over the original length are kept")
-    beta_slow: float = Field(1, gt=0, description="dimensions that turn less often are fully interpolated")
-    truncate: bool = Field(True, description="widen the part between them to whole dimensions")
+    beta_fast: float = Field(
+        default=32, gt=0, description="dimensions that turn more often over the original length are kept"
+    )
+    beta_slow: float = Field(default=1, gt=0, description="dimensions that turn less often are fully interpolated")
+    truncate: bool = Field(default=True, description="widen the part between them to whole dimensions")
 
     @model_validator(mode="after")
     def _between(self) -> "NTKByParts":
@@ -156,25 +176,39 @@ class NTKByParts(Factor):
 
 
 class YaRN(NTKByParts):
-    """YaRN: NTK-by-parts, with cos and sin multiplied by 0.1·ln(factor) + 1 (Peng et al.)."""
+    """YaRN: NTK-by-parts, with cos and sin multiplied by 0.1·ln(factor) + 1 (Peng et al.).
+
+    Example:
+        >>> import unspool
+        >>> unspool.YaRN(factor=8).beta_fast
+        32
+    """
 
     method: Literal["yarn"] = "yarn"  # type: ignore[assignment]
-    attention_factor: float | None = Field(None, gt=0, description="multiplies cos and sin; 0.1·ln(factor) + 1 if none")
+    attention_factor: float | None = Field(
+        default=None, gt=0, description="multiplies cos and sin; 0.1·ln(factor) + 1 if none"
+    )
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         return self.by_parts(rope, context_len, attention_factor=self.attention_factor)
 
 
 class LongRoPE(Factor):
-    """LongRoPE: every dimension divided by a factor of its own, found by a search elsewhere."""
+    """LongRoPE: every dimension divided by a factor of its own, found by a search elsewhere.
+
+    Example:
+        >>> import unspool
+        >>> unspool.LongRoPE(short_factor=[1.0, 1.0], long_factor=[1.2, 8.0]).long_factor
+        (1.2, 8.0)
+    """
 
     method: Literal["longrope"] = "longrope"
     uses_max_positions: ClassVar[bool] = True
     requirement: ClassVar[str | None] = "factors from a search: short_factor and long_factor, or file"
-    short_factor: tuple[float, ...] | None = Field(None, description="for inputs up to the original length")
-    long_factor: tuple[float, ...] | None = Field(None, description="for longer inputs")
-    file: str | None = Field(None, description="JSON with short_factor and long_factor, such as a config.json")
-    attention_factor: float | None = Field(None, gt=0, description="√(1 + ln factor / ln original) if none")
+    short_factor: tuple[float, ...] | None = Field(default=None, description="for inputs up to the original length")
+    long_factor: tuple[float, ...] | None = Field(default=None, description="for longer inputs")
+    file: str | None = Field(default=None, description="JSON with short_factor and long_factor, such as a config.json")
+    attention_factor: float | None = Field(default=None, gt=0, description="√(1 + ln factor / ln original) if none")
 
     @classmethod
     def suggest(cls, rope: RopeShape, context_len: int, base: float) -> Self | None:
@@ -219,11 +253,19 @@ class LongRoPE(Factor):
 
 
 class Llama3(Factor):
-    """Llama 3.1's scaling: slow dimensions divided by the factor, fast ones kept, a blend between them."""
+    """Llama 3.1's scaling: slow dimensions divided by the factor, fast ones kept, a blend between them.
+
+    Example:
+        >>> import unspool
+        >>> unspool.Llama3(factor=8).high_freq_factor
+        4
+    """
 
     method: Literal["llama3"] = "llama3"
-    low_freq_factor: float = Field(1, gt=0, description="dimensions that turn less often are divided by the factor")
-    high_freq_factor: float = Field(4, gt=0, description="dimensions that turn more often are kept")
+    low_freq_factor: float = Field(
+        default=1, gt=0, description="dimensions that turn less often are divided by the factor"
+    )
+    high_freq_factor: float = Field(default=4, gt=0, description="dimensions that turn more often are kept")
 
     @model_validator(mode="after")
     def _between(self) -> "Llama3":
@@ -247,8 +289,8 @@ class SelfExtend(RopeMethod):
     method: Literal["self-extend"] = "self-extend"
     needs_weights: ClassVar[bool] = True
     trainable: ClassVar[bool] = False
-    window: Size = Field(1024, description="keys nearer than this have their own position")
-    group: int = Field(32, ge=2, description="farther keys share a position with so many neighbors")
+    window: Size = Field(default=1024, description="keys nearer than this have their own position")
+    group: int = Field(default=32, ge=2, description="farther keys share a position with so many neighbors")
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         reach = (rope.original_len - self.window) * self.group + self.window

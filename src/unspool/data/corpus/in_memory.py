@@ -83,6 +83,8 @@ def _documents(records: Iterable[Any], text: str, name: str) -> Iterator[Documen
 
 
 def _document(record: Any, text: str, place: str) -> Document:
+    if isinstance(record, Document):
+        return record
     value = record
     if isinstance(record, Mapping):
         found = next((key for key in (text, IDS, *FIELDS) if record.get(key) is not None), None)

@@ -39,18 +39,27 @@ logger = logging.getLogger(__name__)
 
 
 class NExtLong(StrategyConfig):
-    """NExtLong: after each chunk of a document, chunks of others that look most like it."""
+    """NExtLong: after each chunk of a document, chunks of others that look most like it.
+
+    Example:
+        >>> import unspool
+        >>> unspool.NExtLong(chunk="2K").chunk
+        2048
+    """
 
     name: ClassVar[str] = "nextlong"
     title: ClassVar[str] = "with hard negatives (NExtLong)"
     moves_chunks: ClassVar[bool] = True
     path_keys: ClassVar[tuple[str, ...]] = ("model",)
 
-    chunk: Size = Field(512, description="tokens of a chunk, at most")
+    chunk: Size = Field(default=512, description="tokens of a chunk, at most")
     retriever: Literal["bm25", "embeddings"] = "bm25"
-    model: str | None = Field(None, description="embeddings: folder or Hub id of the model whose states are compared")
+    model: str | None = Field(
+        default=None, description="embeddings: folder or Hub id of the model whose states are compared"
+    )
     longest: Size | None = Field(
-        None, description="longer documents are first cut into several of this length; by default a quarter of the row"
+        default=None,
+        description="longer documents are first cut into several of this length; by default a quarter of the row",
     )
 
     def check(self, dataset: "DatasetConfig") -> None:

@@ -29,7 +29,16 @@ _UNSUPPORTED = ("position_bias", "indices", "block_indices")
 
 
 def register() -> None:
-    """Register `attn_implementation="unspool"`. It has no mask function, so `transformers` builds no mask."""
+    """Register `attn_implementation="unspool"`: attention that keeps packed documents apart without an S×S mask.
+
+    Example:
+        >>> import unspool
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> unspool.register()
+        >>> config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="unspool")
+    """
+    # It has no mask function, so `transformers` builds no mask.
     cuda.initialize_kernel_order()
     AttentionInterface.register(NAME, attend)
 
