@@ -34,6 +34,10 @@ if TYPE_CHECKING:  # otherwise the modules, which import `__version__` from here
     from unspool.reporting.evaluate import evaluate as evaluate
     from unspool.reporting.evaluate import EvalResult as EvalResult
 
+    # Checks
+    from unspool.verification.audits.run import audit as audit
+    from unspool.verification.audits.run import AuditResult as AuditResult
+
     # Recipes
     from unspool.planning.make_plan import plan as plan
     from unspool.recipe.run_recipe import run as run

@@ -275,8 +275,9 @@ def distances(
 
     places = find_rows(paths or [Path()], name or ())
 
+    from unspool.data.distances import doublings
     from unspool.inspection.detokenize import FoundTokenizer
-    from unspool.inspection.distance_view import count_distances, distance_values, doublings, read_text, unique_names
+    from unspool.inspection.distance_view import count_distances, distance_values, read_text, unique_names
     from unspool.inspection.packed_rows import Rows, has_special_tokens
 
     names = unique_names([place.path for place in places])

@@ -1,5 +1,6 @@
 """Self-contained HTML pages: escaping templates, SVG elements, and atomic writing."""
 
+import base64
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -53,6 +54,12 @@ def svg(width: float, height: float, label: str, *children: Markup, **attributes
     """A drawing that scales with its page; screen readers speak `label`."""
     shared = {"class_": "chart", "viewBox": f"0 0 {width:g} {height:g}", "role": "img", "aria_label": label}
     return element("svg", *children, **(shared | attributes))
+
+
+def picture(drawing: str, label: str) -> Markup:
+    """An SVG file as a picture: whatever it holds, it cannot run or load anything."""
+    source = "data:image/svg+xml;base64," + base64.b64encode(drawing.encode()).decode()
+    return Markup('<img class="picture" alt="{}" src="{}">').format(printable(label), source)
 
 
 def svg_text(x: float, y: float, shown: object, anchor: str = "middle", class_: str | None = "tick") -> Markup:

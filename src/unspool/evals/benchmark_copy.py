@@ -8,13 +8,14 @@ import ast
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from unspool.core.artifacts import digest, digest_once
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.formatting import join_words
+from unspool.evals.prompt_encoder import PromptEncoder
 from unspool.evals.suite import Question
 from unspool.evals.wording import Wording
 
@@ -32,10 +33,13 @@ class Reference:
     repo: str  # such as NVIDIA/RULER
     version: str  # the known version that `files` were compared with
     files: Mapping[str, str]  # name: hash of the content, of every file that is used
+    kind: Literal["clone", "prompts"] = "clone"  # prompts: files that its scripts wrote
     differs: tuple[str, ...] = ()  # files that are not those of the version
+    unchecked: tuple[str, ...] = ()  # data files of which we know no hash
     wording: Wording | None = None
     paths: Mapping[str, str] = field(default_factory=dict)  # data, by the names that the suite's `load` knows
     prompts: Mapping[tuple[str, int], Sequence[Question]] = field(default_factory=dict)  # by task and length
+    fit: "Fit | None" = None  # cuts prompts that are too long as the benchmark does
     counts_opening: bool = True  # whether the benchmark counts a BOS token within the length
 
     @property
@@ -45,12 +49,17 @@ class Reference:
     @property
     def facts(self) -> dict[str, Any]:
         """What every sample and the summary record."""
-        kind = "prompts" if self.prompts else "clone"
-        return {"repo": self.repo, "version": self.version, "from": kind, "differs": list(self.differs)}
+        facts = {"repo": self.repo, "version": self.version, "from": self.kind, "differs": list(self.differs)}
+        return facts | ({"unchecked": list(self.unchecked)} if self.unchecked else {})
+
+
+class Fit(Protocol):
+    def __call__(self, asked: Question, encoder: PromptEncoder, *, chat: bool, limit: int) -> Question: ...
 
 
 Reader = Callable[[Path, Any], Reference]
-"""From the path and the entry of `evals`; ConfigError if the path is no copy of the benchmark or lacks a file."""
+"""From the path and the entry of `evals`, whose tasks are all named and whose paths are resolved; ConfigError if the
+path is no copy of the benchmark or lacks a file."""
 
 
 def comparability(facts: Mapping[str, Any] | None, changes: Sequence[str] = ()) -> dict[str, Any]:
@@ -61,7 +70,9 @@ def comparability(facts: Mapping[str, Any] | None, changes: Sequence[str] = ()) 
     said = {"clone": f"wording and data of {name}", "prompts": f"prompts that scripts of {name} wrote"}[facts["from"]]
     found = [f"{join_files(differs)} differ{'' if len(differs) > 1 else 's'} from {name}"] if differs else []
     why = [*found, *changes]
-    sentence = _no("; ".join(why)) if why else f"comparable with published numbers: {said}"
+    data = facts.get("unchecked", [])
+    taken = f"; taken as they are, since no hash of theirs is known: {join_files(data)}" if data else ""
+    sentence = _no("; ".join(why)) if why else f"comparable with published numbers: {said}{taken}"
     return {"comparable": not why, "comparability": sentence, "benchmark": dict(facts)}
 
 
@@ -139,3 +150,21 @@ class PromptFile(Sequence[Question]):
             raise DataError(
                 f"{self._path}, record {index + 1}: not a prompt of the benchmark ({type(error).__name__}: {error})."
             ) from error
+
+
+def cut_prompt(asked: Question, tokenizer: Any, most: int, *, apart: bool) -> Question:
+    """Cut the middle out of a whole prompt of more than `most` tokens, as LongBench, LV-Eval and ∞Bench do.
+
+    What is kept is decoded from its tokens, its two halves `apart` or together, so a character that is split between
+    two tokens may change.
+    """
+    ids = tokenizer(asked.context + asked.question + asked.prefix, verbose=False)["input_ids"]
+    if len(ids) <= most:
+        return asked
+    head, tail = ids[: most // 2], ids[-(most // 2) :]
+    parts = [head, tail] if apart else [head + tail]
+    text = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in parts)
+    end = asked.question + asked.prefix
+    if not text.endswith(end):
+        return replace(asked, context=text, question="", prefix="")
+    return replace(asked, context=text.removesuffix(end))

@@ -80,8 +80,11 @@ class TaskSuite(Suite):
                 f"reference {path}: no such file or folder; give your clone of the benchmark's public repository, or "
                 "the prompt files that its scripts wrote."
             )
-        paths = {name: _resolve(given, root) for name, given in config.paths.items()}
-        return self.reference(root / path, config.model_copy(update={"paths": paths}))
+        found = {
+            "paths": {name: _resolve(given, root) for name, given in config.paths.items()},
+            "tasks": [task.name for task in self.chosen_tasks(config)],
+        }
+        return self.reference(root / path, config.model_copy(update=found))
 
     def inputs(self, config: TaskEval, root: Path) -> dict[str, dict[str, Any]]:
         wording, reference = self.chosen_wording(config, root), self.chosen_reference(config, root)
@@ -142,7 +145,7 @@ class PlannedTasks(PlannedEval):
 
     def question(self, question: QuestionId) -> Question:
         task = self.tasks[question.task]
-        if self.reference is not None and self.reference.prompts:
+        if self.reference is not None and (question.task, question.length) in self.reference.prompts:
             return self.reference.prompts[question.task, question.length][question.index]
         # A task leaves room for its own number of answer tokens; the difference is taken off the length.
         overhead = self.encoder.overhead(chat=self.chat[task.name]) + self.answer_tokens(task) - task.answer_tokens
@@ -287,15 +290,18 @@ class PlannedTasks(PlannedEval):
         return None if self._cache is None else self._cache.take((id(self), question))
 
     def _encode(self, question: QuestionId) -> EncodedQuestion:
-        asked = self.question(question)
-        ids = self.encoder.ids(asked, chat=self.chat[question.task])
+        asked, chat = self.question(question), self.chat[question.task]
         answer = self.encoder.template_tokens + self.answer_tokens(self.tasks[question.task])
+        fit = None if self.reference is None else self.reference.fit
+        if fit is not None:
+            asked = fit(asked, self.encoder, chat=chat, limit=question.length - answer)
+        ids = self.encoder.ids(asked, chat=chat)
         if self._cut_to is not None and len(ids) + answer > self._cut_to:
-            asked, ids = self._cut(asked, ids, len(ids) + answer - self._cut_to, chat=self.chat[question.task])
+            asked, ids = self._cut(asked, ids, len(ids) + answer - self._cut_to, chat=chat)
         used = len(ids) + answer
-        # Finished prompts were written without regard to the model's template.
-        allowed = 0 if self.reference is None else self.encoder.overhead(chat=self.chat[question.task])
-        if used > question.length + allowed:
+        # Finished prompts were written without regard to the model's template, and benchmarks' cuts leave a token more.
+        allowed = 0 if self.reference is None else self.encoder.overhead(chat=chat)
+        if used > question.length + allowed and fit is None:
             raise DataError(
                 f"{self.suite.name} {question.task}: question {question.index} takes {used} tokens of "
                 f"{format_size(question.length)}, its answer included. Use a greater length or leave the task out."
@@ -317,9 +323,10 @@ class PlannedTasks(PlannedEval):
         return replace(shorter, meta={**asked.meta, CUT_TOKENS: len(ids) - len(found)}), found
 
     def _indices(self, task: Task) -> list[int]:
-        if self.reference is not None and self.reference.prompts:
+        prompts = {} if self.reference is None else self.reference.prompts
+        counts = [len(prompts[task.name, length]) for length in self.config.lengths if (task.name, length) in prompts]
+        if counts:
             # The files' own order, and as many as every length has.
-            counts = [len(self.reference.prompts[task.name, length]) for length in self.config.lengths]
             return list(range(min(self.config.samples, *counts)))
         size = None if task.size is None else task.size(self.sources)
         if size == 0:

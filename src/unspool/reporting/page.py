@@ -19,6 +19,7 @@ from unspool.reporting.gather import gather
 from unspool.reporting.measures import format_interval, format_n, format_value, key_measures, measures_for
 from unspool.reporting.overview import category_tables, length_table, trade_off
 from unspool.reporting.run_results import BASE, RunResults
+from unspool.reporting.score_curves import curves_together
 from unspool.reporting.sections import (
     Block,
     Group,
@@ -95,17 +96,17 @@ def shared_context(runs: Sequence[RunResults]) -> int | None:
     return olds.pop() if len(olds) == 1 else None
 
 
-def _side_by_side(runs: Sequence[RunResults], first: Sequence[Table]) -> Section:
+def _side_by_side(runs: Sequence[RunResults], more: Sequence[Table]) -> Section:
     lines, old = lines_together(runs), shared_context(runs)
     measures = measures_for({line.label: line.scores for line in lines}, old)
     suites = [measure.suite for measure in measures if measure.higher_is_better]
     with_loss = [line for line in lines if line.scores.losses()]
     figures = [recall_figure(lines, suite, old) for suite in suites]
-    tables = [length_table(lines, suite) for suite in suites] + category_tables(lines)
-    tables = [*first, *tables]
+    tables = [*(length_table(lines, suite) for suite in suites), *category_tables(lines), *more]
     blocks: list[Block] = [Group(tables=tables, wide=True)] if tables else []
     if with_loss:
         figures.append(loss_figure(with_loss, old))
+    figures += curves_together(runs, lines)
     if figures:
         blocks.append(Group(figures=figures, legend=legend_of(lines)))
     found = trade_off(lines, measures)
@@ -127,7 +128,7 @@ def _side_by_side(runs: Sequence[RunResults], first: Sequence[Table]) -> Section
 
 
 def write_report(run_dirs: list[Path], out_file: Path, *, tables: Sequence[Table] = ()) -> None:
-    """Write one page for one run, or for several with a comparison on top, which `tables` begin."""
+    """Write one page for one run, or for several with a comparison on top, to which `tables` are added."""
     if not run_dirs:
         raise ConfigError("A report needs at least one run folder, such as runs/tiny.")
     check_file(out_file, "report.html")

@@ -6,9 +6,11 @@ A category is the mean of its tasks, the overall score the mean of the seven cat
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from unspool.core.config import lookup
+from unspool.evals.benchmark_copy import Reference
 from unspool.evals.config import WordedEval
 from unspool.evals.suite import Ask, Question, Task
 from unspool.evals.suites import generated_world, ruler
@@ -160,6 +162,12 @@ class HelmetEval(WordedEval):
     suite: Literal["helmet"]
 
 
+def _read_reference(path: Path, config: WordedEval) -> Reference:
+    from unspool.evals.suites.helmet import helmet_clone  # late: it needs this suite
+
+    return helmet_clone.read(path, config)
+
+
 SUITE = TaskSuite(
     name="helmet",
     title="HELMET",
@@ -169,4 +177,5 @@ SUITE = TaskSuite(
     load=load,
     categories=CATEGORIES,
     wording=FORMS,
+    reference=_read_reference,
 )

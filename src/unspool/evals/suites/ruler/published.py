@@ -57,7 +57,7 @@ class Script:
     most: Callable[[float, float], int] = lambda limit, per_unit: int(limit / per_unit * 3)
     finish: Callable[[Draft], Draft] = lambda draft: draft  # of samples, not of prompts that the search makes
     example_tokens: int = 0  # of what `finish` adds
-    may_exceed: bool = False  # whether the smallest prompt is taken although it is too long
+    may_exceed: bool = False  # whether a prompt of fewer than two steps is taken although it is too long
 
 
 class Run:
@@ -132,7 +132,7 @@ def start_run(sources: Sources, ask: Ask, spec: TaskSpec, script: Script, draws:
             try:
                 draft = script.finish(script.generate(index, size))
                 used = count(draft)
-                if used <= budget.tokens or (script.may_exceed and size <= script.step):
+                if used <= budget.tokens or (script.may_exceed and size < 2 * script.step):
                     return draft, size
             except ValueError:
                 pass  # RULER treats it like a prompt that is too long

@@ -102,10 +102,9 @@ _SUBSETS = ("validation.jsonl", "test.jsonl")
 
 def read(path: Path, config: TaskEval) -> Reference:
     """Read a clone or prompt files, as far as the entry's tasks and lengths need them."""
-    tasks = list(dict.fromkeys(config.tasks)) or list(FORMS)
     if (path / CONSTANTS).is_file():
-        return _read_clone(path, tasks, config.paths)
-    return _read_prompts(path, tasks, config.lengths)
+        return _read_clone(path, config.tasks, config.paths)
+    return _read_prompts(path, config.tasks, config.lengths)
 
 
 def _read_clone(root: Path, tasks: Sequence[str], given: Mapping[str, str]) -> Reference:
@@ -236,8 +235,9 @@ def _read_prompts(root: Path, tasks: Sequence[str], lengths: Sequence[int]) -> R
     files, differs = {}, []
     for length in lengths:
         for task in tasks:
-            path = _prompt_file(root, task, length, alone=len(lengths) == 1)
-            name = str(path.relative_to(root))
+            is_one = root.is_file() and len(lengths) == len(tasks) == 1
+            path = root if is_one else _prompt_file(root, task, length, alone=len(lengths) == 1)
+            name = path.name if is_one else str(path.relative_to(root))
             prompts[task, length] = PromptFile(path, _question)
             files[name] = digest_once(path)[:16]
             if not len(prompts[task, length]):
@@ -245,7 +245,13 @@ def _read_prompts(root: Path, tasks: Sequence[str], lengths: Sequence[int]) -> R
             if prompt_marks(task, prompts[task, length][0]) != KNOWN_PROMPTS[task][-1]:
                 differs.append(name)
     return Reference(
-        repo=REPO, version=VERSION, files=files, differs=tuple(differs), prompts=prompts, counts_opening=False
+        repo=REPO,
+        version=VERSION,
+        kind="prompts",
+        files=files,
+        differs=tuple(differs),
+        prompts=prompts,
+        counts_opening=False,
     )
 
 
