@@ -11,7 +11,7 @@ import pytest
 import unspool
 
 ORDER = (
-    *("core", "data", "rope", "models", "training", "evals", "synthesis", "reporting"),
+    *("assets", "core", "data", "rope", "models", "training", "evals", "synthesis", "reporting"),
     *("recipe", "planning", "studies", "cli"),
 )
 # A package that shares another's place in the order; neither imports the other.

@@ -40,7 +40,7 @@ def eval_(
     suite: Annotated[
         str | None,
         typer.Option(
-            help=f"Suites to run, comma-separated: {', '.join(SUITES)}; or {SHORT} [default: find the effective "
+            help=f"Suites to run, comma-separated: {', '.join(SUITES)} [default: find the effective "
             "length; with --lengths niah, key_value and, where the backend computes losses, perplexity]."
         ),
     ] = None,
@@ -428,7 +428,8 @@ def _score_short(
     sandboxed: bool,
     out: Path,
 ) -> dict[str, Any]:
-    from unspool.evals.suites.short import chosen_tasks, run_short
+    from unspool.evals.suites.short import run_short
+    from unspool.evals.suites.short_suite import chosen_tasks
 
     names = chosen_tasks(tasks, preset, sandboxed=sandboxed)
     summary = run_short(options, names, samples=samples, include=include, sandboxed=sandboxed)
