@@ -1,16 +1,17 @@
 """How much longer the demo takes beside busy processes.
 
     python benchmarks/neighbor.py [--busy 0 1 2] [--times 3] [--recipe tiny] [--stage abf] [--variant NAME=VALUE ...]
-        [--save]
+        [--save | --out FILE]
+    python benchmarks/neighbor.py --add FILE ... --save   put runs of several processes together
 
-On two cores, fair shares would give 1.5 times the idle time beside one busy process, and 2.0 beside two. Torch's
-threads wait for each other at every operator, so that a thread which spins while it waits takes the time of the one
-that has the work; `unspool` lets them sleep (`src/unspool/core/process_environment.py`). Rounds alternate between the
-numbers of busy processes. Each run has its own folder. `--stage NAME` trains only that stage, which is quicker, after
-tokenizing and packing once; a `--variant` is a run with environment variables of its own, such as
-`spin=GOMP_SPINCOUNT=300000`. Busy processes compute in Python, belong to the same session as the demo (Linux shares
-cores between sessions first), and end with it. What others on the machine took meanwhile is printed: results count
-only if that is near 0.
+On two cores (`taskset -c 0,1` on a larger machine), fair shares would give 1.5 times the idle time beside one busy
+process, and 2.0 beside two. Torch's threads wait for each other at every operator, so that a thread which spins while
+it waits takes the time of the one that has the work; `unspool` lets them sleep
+(`src/unspool/core/process_environment.py`). Rounds alternate between the numbers of busy processes. Each run has its
+own folder. `--stage NAME` trains only that stage, which is quicker, after tokenizing and packing once; a `--variant` is
+a run with environment variables of its own, such as `spin=GOMP_SPINCOUNT=300000`. Busy processes compute in Python,
+belong to the same session as the demo (Linux shares cores between sessions first), and end with it. What others took of
+the same cores meanwhile is printed: results count only if that is near 0.
 """
 
 import argparse
@@ -43,9 +44,16 @@ def main() -> None:
     parser.add_argument("--variant", action="append", default=[], metavar="NAME=VARIABLE=VALUE", help="an environment")
     parser.add_argument("--folder", type=Path, help="where runs are written; default: a temporary one")
     parser.add_argument("--save", action="store_true", help=f"write results/{RESULTS.name}")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="another file to write")
+    parser.add_argument("--add", nargs="+", type=Path, metavar="FILE", help="what --out wrote; run nothing")
     args = parser.parse_args()
     variants = {"default": {}} | dict(map(parse_variant, args.variant))
+    if args.add:
+        found = [json.loads(path.read_text()) for path in args.add]
+        write(args.out, found[0], [run for one in found for run in one["runs"]])
+        return
     runs: list[dict[str, Any]] = []
+    about = {"cores": len(os.sched_getaffinity(0)), "recipe": args.recipe, "stage": args.stage}
     with tempfile.TemporaryDirectory(prefix="neighbor-", dir=args.folder) as folder:
         prepared = prepare(args, Path(folder)) if args.stage else None
         for number in range(args.times):
@@ -54,13 +62,14 @@ def main() -> None:
             for busy, name in cases if number % 2 == 0 else cases[::-1]:
                 runs.append(measure(args, Path(folder), prepared, busy, name, variants[name]))
                 print(describe(runs[-1]), flush=True)
-    table = summarize(runs)
-    for line in table:
+                if args.save or args.out != RESULTS:
+                    write(args.out, about, runs)
+    for line in summarize(runs):
         print(json.dumps(line))
-    if args.save:
-        RESULTS.parent.mkdir(exist_ok=True)
-        about = {"cores": len(os.sched_getaffinity(0)), "recipe": args.recipe, "stage": args.stage}
-        RESULTS.write_text(json.dumps(about | {"summary": table, "runs": runs}, indent=1) + "\n")
+
+
+def write(path: Path, about: dict[str, Any], runs: list[dict[str, Any]]) -> None:
+    path.write_text(json.dumps(about | {"summary": summarize(runs), "runs": runs}, indent=1) + "\n")
 
 
 def parse_variant(text: str) -> tuple[str, dict[str, str]]:
@@ -113,9 +122,14 @@ def measure(
 
 
 def machine_seconds() -> float:
-    """Seconds that all cores have computed so far."""
-    user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9])
-    return (user + nice + system + sum(rest[:2])) / TICKS
+    """Seconds that the cores of this process have computed so far."""
+    own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    total = 0
+    for name, *ticks in map(str.split, Path("/proc/stat").read_text().splitlines()):
+        if name in own:
+            user, nice, system, _, _, *rest = map(int, ticks[:8])
+            total += user + nice + system + sum(rest[:2])
+    return total / TICKS
 
 
 def process_seconds(pid: int) -> float:

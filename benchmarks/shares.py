@@ -23,8 +23,8 @@ from unspool.data.packing.build import build_rows
 from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.row import IGNORE, labels
 from unspool.data.packing.store import open_rows
+from unspool.models.location import resolve_path
 from unspool.models.tokenizer import load_tokenizer
-from unspool.recipe.paths import resolve_path
 
 RESULTS = Path(__file__).parent / "results" / "shares.json"
 SHARES = {"a": 0.5, "b": 0.3, "c": 0.2}

@@ -20,11 +20,11 @@ from unspool.core.config import Config
 from unspool.data.corpus.config import EngineConfig
 from unspool.data.packing.config import DatasetConfig, ReplaceConfig
 from unspool.data.sources.registry import SOURCES
-from unspool.data.strategies.cip import CipConfig
-from unspool.data.strategies.nextlong import NextLongConfig
-from unspool.data.strategies.pose import PoseConfig
-from unspool.data.strategies.upsample import UpsampleConfig
-from unspool.data.strategies.utk import UtkConfig
+from unspool.data.strategies.cip import CIP
+from unspool.data.strategies.nextlong import NExtLong
+from unspool.data.strategies.pose import PoSE
+from unspool.data.strategies.upsample import Upsample
+from unspool.data.strategies.utk import UtK
 from unspool.evals.suites.helmet import HelmetEval
 from unspool.evals.suites.infbench import InfbenchEval
 from unspool.evals.suites.key_value import KeyValueEval
@@ -38,8 +38,8 @@ from unspool.models.config import NewModel
 from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_recipes
 from unspool.recipe.schema import Recipe
-from unspool.rope.harpe import Harpe
-from unspool.rope.methods import Abf, Dynamic, Llama3, LongRope, Ntk, NtkByParts, Pi, SelfExtend, Unchanged, Yarn
+from unspool.rope.harpe import HARPE
+from unspool.rope.methods import ABF, NTK, PI, Dynamic, Llama3, LongRoPE, NTKByParts, SelfExtend, Unchanged, YaRN
 from unspool.synthesis.config import (
     ChecksConfig,
     DecontaminateConfig,
@@ -178,11 +178,11 @@ TABLES: dict[str, type[Config]] = {
     "engine": EngineConfig,
     **{f"kind: {kind}": source for kind, source in SOURCES.items()},
     "datasets": DatasetConfig,
-    "datasets: utk": UtkConfig,
-    "datasets: cip": CipConfig,
-    "datasets: nextlong": NextLongConfig,
-    "datasets: upsample": UpsampleConfig,
-    "datasets: pose": PoseConfig,
+    "datasets: utk": UtK,
+    "datasets: cip": CIP,
+    "datasets: nextlong": NExtLong,
+    "datasets: upsample": Upsample,
+    "datasets: pose": PoSE,
     "datasets: replace": ReplaceConfig,
     "stages": StageConfig,
     "stages: attention_distillation": AttentionDistillationConfig,
@@ -193,15 +193,15 @@ TABLES: dict[str, type[Config]] = {
     "stages: reported": ReportedHours,
     "stages: samples": SamplesConfig,
     "method: unchanged": Unchanged,
-    "method: abf": Abf,
-    "method: ntk": Ntk,
-    "method: pi": Pi,
+    "method: abf": ABF,
+    "method: ntk": NTK,
+    "method: pi": PI,
     "method: dynamic": Dynamic,
-    "method: ntk-by-parts": NtkByParts,
-    "method: yarn": Yarn,
-    "method: longrope": LongRope,
+    "method: ntk-by-parts": NTKByParts,
+    "method: yarn": YaRN,
+    "method: longrope": LongRoPE,
     "method: llama3": Llama3,
-    "method: harpe": Harpe,
+    "method: harpe": HARPE,
     "method: self-extend": SelfExtend,
     "suite: niah": NiahEval,
     "suite: key_value": KeyValueEval,

@@ -11,7 +11,7 @@ import pytest
 import unspool
 
 ORDER = (
-    *("assets", "core", "data", "rope", "models", "training", "evals", "synthesis", "reporting"),
+    *("core", "data", "rope", "models", "training", "evals", "synthesis", "reporting"),
     *("recipe", "planning", "studies", "cli"),
 )
 # A package that shares another's place in the order; neither imports the other.
@@ -48,6 +48,8 @@ def violations(source: Path) -> list[str]:
     for path in sorted(source.rglob("*.py")):
         inside = path.relative_to(source).parts
         mine = inside[0] if len(inside) > 1 else None
+        if mine == "assets":
+            continue  # data; lm-eval loads the Python file of a task by its path
         if mine is not None and mine not in PACKAGES:
             found.append(f"{path}: package {mine!r} has no place in ORDER")
             continue

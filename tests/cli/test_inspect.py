@@ -105,11 +105,11 @@ def test_an_input_file_is_shown_as_a_source_would_read_it(tmp_path):
         (["nowhere"], "nowhere: no such file or folder"),
         (["datasets/short", "--index", "99"], "--index 99: there are "),
         (["datasets/short", "--source", "bookz"], "did you mean 'books'?"),
-        (["datasets/short", "--text", "body"], "--text is for JSONL and Parquet files"),
+        (["datasets/short", "--text", "body"], "text is for JSONL and Parquet files"),
         (["datasets/short", "--tokenizer", "corpus"], "the folder holds no model (config.json)"),
         (["corpus/books", "--source", "books"], "--source is for datasets"),
         (["corpus/books", "--html", "."], "is a folder; name the file to write"),
-        ([".", "--html", "page.html"], "--html needs one folder"),
+        ([".", "--html", "page.html"], "a page needs one folder"),
         (["recipe.yaml", "--text", "body"], "is read as kind: text, which has no fields"),
     ],
 )

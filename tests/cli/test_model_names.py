@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from factory import save_folder
 from unspool.cli.main import build_app
 from unspool.core.artifacts import seal
-from unspool.recipe.paths import resolve_path
+from unspool.models.location import resolve_path
 
 PUBLIC, HANGS = "a-public/model", "hangs"
 # A name: status and headers of the answer, as the Hub sends them.

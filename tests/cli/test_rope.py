@@ -13,8 +13,8 @@ from unspool.cli.main import build_app
 from unspool.models.export import save_model
 from unspool.models.rotary import apply_rope
 from unspool.rope.bound import bound, first_negative
-from unspool.rope.harpe import Harpe
-from unspool.rope.methods import Abf, AnyRopeMethod, Yarn
+from unspool.rope.harpe import HARPE
+from unspool.rope.methods import ABF, AnyRopeMethod, YaRN
 from unspool.rope.tables import shape_of
 
 METHODS = ["unchanged", "abf", "ntk", "pi", "dynamic", "ntk-by-parts", "yarn", "llama3", "harpe"]
@@ -91,9 +91,9 @@ def test_a_page_is_written_whole(tmp_path):
 
 def test_models_that_have_been_extended_are_counted_from_their_original_length(tmp_path):
     for name, position in {
-        "yarn": Yarn(method="yarn", beta_fast=4),
-        "harpe": Harpe(method="harpe", low=1e4, high=1e5),
-        "abf": Abf(method="abf", base=1e5),
+        "yarn": YaRN(method="yarn", beta_fast=4),
+        "harpe": HARPE(method="harpe", low=1e4, high=1e5),
+        "abf": ABF(method="abf", base=1e5),
     }.items():
         model = build_model(head_dim=16)
         apply_rope(model, position, 128)

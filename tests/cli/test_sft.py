@@ -16,9 +16,9 @@ from unspool.data.facts import word_list
 from unspool.data.packing.store import open_rows
 from unspool.models.config import SIZES
 from unspool.models.load import build_new
+from unspool.models.location import resolve_path
 from unspool.models.tokenizer import load_tokenizer
 from unspool.recipe.load import load_recipe
-from unspool.recipe.paths import resolve_path
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token + '\\n' }}{% endfor %}"

@@ -12,8 +12,8 @@ from synthesis.toy import MOCK, read_conversations, write_documents, write_recip
 from unspool.cli.main import build_app
 from unspool.core.artifacts import read_manifest
 from unspool.data.corpus.store import open_corpus
+from unspool.models.location import resolve_path
 from unspool.models.tokenizer import load_tokenizer
-from unspool.recipe.paths import resolve_path
 
 FAULTS = {"garbage": 0.1, "empty": 0.05, "refers": 0.1, "unsupported": 0.1, "copy": 0.05, "error": 0.2}
 

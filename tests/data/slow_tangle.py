@@ -10,7 +10,7 @@ from itertools import count, pairwise
 
 import numpy as np
 
-from unspool.data.strategies.utk import UtkConfig
+from unspool.data.strategies.utk import UtK
 from unspool.data.strategies.utk.special_tokens import DrawLabels
 
 
@@ -42,7 +42,7 @@ class _Unit:
 def slow_rows(
     docs: Sequence[np.ndarray],
     row_len: int,
-    config: UtkConfig,
+    config: UtK,
     knots: Mapping[str, int],
     draw_labels: DrawLabels,
     rng: np.random.Generator,
@@ -86,7 +86,7 @@ def _labels(draw_labels: DrawLabels, rng: np.random.Generator) -> Iterator[list[
         yield from (label.tolist() for label in draw_labels(1024, rng))
 
 
-def _entry(config: UtkConfig, rng: np.random.Generator, labels: Iterator[list[int]], length: int | None) -> _Entry:
+def _entry(config: UtK, rng: np.random.Generator, labels: Iterator[list[int]], length: int | None) -> _Entry:
     draws, kind = rng.random(), rng.random()
     points = [rng.random() for _ in range(7 if config.chunk else max(config.hops) - 1)]
     total = 0.0
@@ -104,7 +104,7 @@ def _entry(config: UtkConfig, rng: np.random.Generator, labels: Iterator[list[in
     return _Entry(hops, points, drawn, draws)
 
 
-def _fit(text: list[int], entry: _Entry, room: int, config: UtkConfig, splits: bool) -> tuple[_Unit, int]:
+def _fit(text: list[int], entry: _Entry, room: int, config: UtK, splits: bool) -> tuple[_Unit, int]:
     """What of a document enters a row with this room, and what it costs."""
     hops = entry.hops if splits and len(text) >= max(config.min_split, entry.hops) else 1
     marks = 0
@@ -124,7 +124,7 @@ def _fit(text: list[int], entry: _Entry, room: int, config: UtkConfig, splits: b
     return _Unit(text[:size], _bounds(size, hops, entry.points, config), []), room
 
 
-def _bounds(length: int, hops: int, draws: list[float], config: UtkConfig) -> list[int]:
+def _bounds(length: int, hops: int, draws: list[float], config: UtK) -> list[int]:
     if config.split == "equal" or config.chunk:
         return [length * number // hops for number in range(hops + 1)]
     free = list(range(1, length))
@@ -132,7 +132,7 @@ def _bounds(length: int, hops: int, draws: list[float], config: UtkConfig) -> li
     return [0, *sorted(points), length]
 
 
-def _write(row: SlowRow, units: list[_Unit], config: UtkConfig, knots: list[int], rng: np.random.Generator) -> None:
+def _write(row: SlowRow, units: list[_Unit], config: UtK, knots: list[int], rng: np.random.Generator) -> None:
     opening, closing, solution, following, ending, *cuts = knots
     pieces = [(doc, part) for doc, unit in enumerate(units) for part in range(len(unit.bounds) - 1)]
     places = [rng.random() for _ in pieces]

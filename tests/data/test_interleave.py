@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from unspool.data.packing.pack import PACKERS, Doc, Tally
 from unspool.data.packing.row import Row
 from unspool.data.strategies.base import PackingInputs
-from unspool.data.strategies.cip import CipConfig
+from unspool.data.strategies.cip import CIP
 
 
 def plain_row(doc_lens: list[int]) -> Row:
@@ -20,7 +20,7 @@ def plain_row(doc_lens: list[int]) -> Row:
 def finisher(**settings):
     """What a dataset with `cip` does to its packed rows."""
     inputs = PackingInputs(readers={}, tokenizer=None, pad=0, seed=5, name="rows")
-    return CipConfig(**settings).finish(None, inputs)  # type: ignore[arg-type]
+    return CIP(**settings).finish(None, inputs)  # type: ignore[arg-type]
 
 
 def interleave_row(row: Row, pieces: int, split: str = "equal") -> Row:

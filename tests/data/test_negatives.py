@@ -9,7 +9,7 @@ from unspool.core.errors import DataError
 from unspool.data.corpus.store import CorpusReader, CorpusWriter
 from unspool.data.packing.pack import Doc, Tally
 from unspool.data.strategies import nextlong
-from unspool.data.strategies.nextlong import NextLongConfig, build_negatives, stretches
+from unspool.data.strategies.nextlong import NExtLong, build_negatives, stretches
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def inside(part, whole):
 
 
 def build(readers, chunk, *, keep_rest=True, longest=None):
-    return build_negatives(NextLongConfig(chunk=chunk, longest=longest), readers, keep_rest=keep_rest, embed=None)
+    return build_negatives(NExtLong(chunk=chunk, longest=longest), readers, keep_rest=keep_rest, embed=None)
 
 
 @settings(max_examples=60, deadline=None)

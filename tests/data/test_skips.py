@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unspool.data.strategies.pose import PoseConfig, skip_positions
+from unspool.data.strategies.pose import PoSE, skip_positions
 
 
 def stretches(positions: np.ndarray, lens: list[int]) -> list[np.ndarray]:
@@ -18,7 +18,7 @@ def stretches(positions: np.ndarray, lens: list[int]) -> list[np.ndarray]:
 )
 @settings(max_examples=300, deadline=None)
 def test_positions_begin_at_0_rise_and_stay_below_the_target(lens, chunks, more, seed):
-    config = PoseConfig(target=max(lens) + more, chunks=chunks)
+    config = PoSE(target=max(lens) + more, chunks=chunks)
     positions = skip_positions(np.array(lens, dtype=np.int32), config, np.random.default_rng(seed))
 
     assert positions.dtype == np.int32
@@ -34,7 +34,7 @@ def test_positions_begin_at_0_rise_and_stay_below_the_target(lens, chunks, more,
 
 
 def test_several_rows_at_once_give_what_they_give_one_by_one():
-    config = PoseConfig(target=500, chunks=3)
+    config = PoSE(target=500, chunks=3)
     rows = [np.array([5, 20]), np.array([25]), np.array([1, 1, 23])]
     rng = np.random.default_rng(3)
     single = np.concatenate([skip_positions(lens, config, rng) for lens in rows])
@@ -43,7 +43,7 @@ def test_several_rows_at_once_give_what_they_give_one_by_one():
 
 def test_two_chunks_jump_once_anywhere_by_any_skip_up_to_target_minus_length():
     rng = np.random.default_rng(0)
-    positions = skip_positions(np.full(4000, 8), PoseConfig(target=28), rng).reshape(4000, 8)
+    positions = skip_positions(np.full(4000, 8), PoSE(target=28), rng).reshape(4000, 8)
     skips = positions[:, -1] - 7
     cuts = (np.diff(positions, axis=1) > 1).argmax(axis=1)[skips > 0]
 
@@ -55,7 +55,7 @@ def test_two_chunks_jump_once_anywhere_by_any_skip_up_to_target_minus_length():
 
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_all_distances_below_the_target_occur(chunks):
-    positions = skip_positions(np.full(3000, 16), PoseConfig(target=64, chunks=chunks), np.random.default_rng(0))
+    positions = skip_positions(np.full(3000, 16), PoSE(target=64, chunks=chunks), np.random.default_rng(0))
     rows = positions.reshape(3000, 16)
     distances = (rows[:, :, None] - rows[:, None, :]).ravel()
     assert set(range(64)) <= set(distances.tolist())

@@ -13,7 +13,7 @@ from unspool.data.packing import pack
 from unspool.data.packing.config import DatasetConfig
 from unspool.data.packing.pack import Doc, Tally
 from unspool.data.packing.row import IGNORE, Row, labels
-from unspool.data.strategies.utk import UtkConfig, tangle
+from unspool.data.strategies.utk import UtK, tangle
 from unspool.data.strategies.utk.special_tokens import ALL_KNOTS, LABEL_CHARS, LabelPool, label_drawer
 from unspool.data.strategies.utk.tangle import Tangler, build_tangler, untangle
 from unspool.data.tokenize.encoder import build_encoder
@@ -48,7 +48,7 @@ def fake_labels():
 
 
 def tangler(seed: int = 0, keep_rest: bool = True, **settings) -> Tangler:
-    config = UtkConfig(**{"min_split": 8, **settings})
+    config = UtK(**{"min_split": 8, **settings})
     return Tangler(config, IDS, fake_labels(), np.random.default_rng(seed), keep_rest)
 
 
@@ -345,7 +345,7 @@ def test_no_two_pieces_of_a_row_share_a_label(min_split):
     def draw(wanted: int, rng: np.random.Generator) -> list[np.ndarray]:
         return [np.array([500 + number % 400, 1000 + number // 400]) for number in islice(numbers, wanted)]
 
-    config = UtkConfig(probability=1.0, hops={8: 1.0}, min_split=min_split)
+    config = UtK(probability=1.0, hops={8: 1.0}, min_split=min_split)
     docs = [Doc(np.arange(2000, 2016, dtype=np.uint32), "s")] * 12_000
     rows = list(Tangler(config, IDS, draw, np.random.default_rng(0), True).pack(docs, 1 << 18, Tally()))
     assert len(rows) == 3
@@ -367,4 +367,4 @@ def test_tangling_whole_rows_is_refused():
 @pytest.mark.parametrize("hops", [{}, {1: 1.0}, {9: 1.0}, {2: -1.0}, {2: 0.0}])
 def test_hops_are_two_to_eight_pieces_with_shares(hops):
     with pytest.raises(ValueError, match="hops needs counts of 2 to 8 with positive shares"):
-        UtkConfig(hops=hops)
+        UtK(hops=hops)

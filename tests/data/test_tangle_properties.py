@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerFast
 
 from unspool.data.packing.pack import Doc, Tally
 from unspool.data.packing.row import IGNORE, Row, labels
-from unspool.data.strategies.utk import UtkConfig
+from unspool.data.strategies.utk import UtK
 from unspool.data.strategies.utk.special_tokens import knot_ids, label_drawer
 from unspool.data.strategies.utk.tangle import Tangler, untangle
 from unspool.data.tokenize.encoder import build_encoder
+from unspool.models.location import resolve_path
 from unspool.models.tokenizer import load_tokenizer
-from unspool.recipe.paths import resolve_path
 
 from .conftest import build_tokenizer, prose
 from .slow_tangle import slow_mask, slow_pieces, slow_released_mask, slow_rows, slow_solutions
@@ -95,7 +95,7 @@ def cases(draw) -> SimpleNamespace:
         body = text[: -1 if len(text) <= length else length - 1]
         docs.append(body.copy() if name == CUT and len(body) else np.append(body, np.uint32(made.eos)))
     hops = draw(st.sampled_from([{2: 1.0}, {3: 1.0}, {2: 0.5, 3: 0.5}, {8: 1.0}, {2: 1.0, 5: 2.0, 8: 1.0}]))
-    config = UtkConfig(
+    config = UtK(
         probability=draw(st.sampled_from([0.0, 0.5, 1.0])),
         per=draw(st.sampled_from(["document", "row"])),
         hops=hops,

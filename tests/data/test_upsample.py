@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unspool.data.strategies.upsample import UpsampleConfig, draw_uses, is_again, spread
+from unspool.data.strategies.upsample import Upsample, draw_uses, is_again, spread
 
 LENS = np.random.default_rng(1).integers(1, 8000, size=20_000)
 
 
 def test_long_documents_are_used_so_many_times_and_short_ones_kept_so_often():
-    config = UpsampleConfig(above=4096, times=2.25, keep=0.1)
+    config = Upsample(above=4096, times=2.25, keep=0.1)
     uses = draw_uses(LENS, config, np.random.default_rng(0))
 
     is_long = LENS >= 4096
@@ -22,7 +22,7 @@ def test_long_documents_are_used_so_many_times_and_short_ones_kept_so_often():
 
 
 def test_a_document_of_exactly_the_threshold_is_long():
-    uses = draw_uses(np.array([9, 10, 11]), UpsampleConfig(above=10, times=3), np.random.default_rng(0))
+    uses = draw_uses(np.array([9, 10, 11]), Upsample(above=10, times=3), np.random.default_rng(0))
     assert uses.tolist() == [1, 3, 3]
 
 

@@ -7,16 +7,17 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from unspool.cli.eval import chosen_evals, eval_
-from unspool.cli.eval_options import table_row
+from unspool.cli.eval import _names, eval_
 from unspool.core.errors import ConfigError
 from unspool.evals import suites
 from unspool.evals.backends import mock, transformers
+from unspool.evals.eval_request import chosen_evals
 from unspool.evals.suites.key_value import KeyValueEval
 from unspool.evals.suites.niah import NiahEval
 from unspool.evals.suites.perplexity import PerplexityEval
 from unspool.evals.suites.ruler import RulerEval
 from unspool.models import tokenizer as model_tokenizer
+from unspool.reporting.score_tables import table_row
 
 from .oracles import Oracle
 from .toy import TOY
@@ -41,7 +42,9 @@ def held_out(tmp_path: Path, documents: list[str]) -> str:
 
 
 def test_options_become_the_evals_of_a_recipe():
-    niah, kv, loss = chosen_evals("niah,key_value,perplexity", "8K, 2K", samples=5, text="held.txt", value="words")
+    niah, kv, loss = chosen_evals(
+        ["niah", "key_value", "perplexity"], ["8K", "2K"], samples=5, text="held.txt", value="words"
+    )
 
     assert isinstance(niah, NiahEval) and niah.lengths == [2048, 8192] and niah.text == "held.txt"
     assert isinstance(kv, KeyValueEval) and kv.lengths == [2048, 8192]
@@ -51,7 +54,7 @@ def test_options_become_the_evals_of_a_recipe():
 
 
 def test_a_value_only_one_suite_knows_leaves_the_others_alone():
-    niah, kv = chosen_evals("niah,key_value", "2K", **{**OPTIONS, "value": "uuid"})
+    niah, kv = chosen_evals(["niah", "key_value"], ["2K"], **{**OPTIONS, "value": "uuid"})
 
     assert (niah.value, kv.value) == ("numbers", "uuid")
 
@@ -70,7 +73,7 @@ def test_a_value_only_one_suite_knows_leaves_the_others_alone():
 )
 def test_wrong_options_are_explained(suites, lengths, value, message):
     with pytest.raises(ConfigError, match=message):
-        chosen_evals(suites, lengths, **{**OPTIONS, "value": value})
+        chosen_evals(_names(suites), _names(lengths), **{**OPTIONS, "value": value})
 
 
 def test_the_table_shows_every_cell_with_n_and_interval(command, held_out):
@@ -126,7 +129,7 @@ def test_what_was_not_scored_shows_as_a_dash():
 
 def test_options_of_suites_with_tasks_reach_them():
     options = {"tasks": ["lone"], "mode": "reference", "chat": "off", "paths": {"haystack": "x.txt"}}
-    [niah, ruler] = chosen_evals("niah,ruler", "2K", **OPTIONS, **options)
+    [niah, ruler] = chosen_evals(["niah", "ruler"], ["2K"], **OPTIONS, **options)
 
     assert isinstance(ruler, RulerEval) and isinstance(niah, NiahEval)
     assert (ruler.tasks, ruler.mode, ruler.chat, ruler.paths) == (["lone"], "reference", "off", {"haystack": "x.txt"})
@@ -199,7 +202,7 @@ def test_a_shipped_model_is_named_as_in_a_recipe(monkeypatch):
         asked.append(options)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr("unspool.cli.eval.build_backend", no_model)
+    monkeypatch.setattr("unspool.reporting.evaluate.build_backend", no_model)
     app = typer.Typer()
     app.command("eval")(eval_)
     run = CliRunner().invoke

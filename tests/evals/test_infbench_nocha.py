@@ -55,7 +55,9 @@ def test_numbers_and_values_count_whole():
     assert score_number(" 123456", asked(" 12345")) == score_number("no", asked(" 12345")) == 0
     assert score_kv("it is ab-12!", asked(" ab-12")) == 1
     assert score_kv("ab-123", asked(" ab-12")) == 0
-    assert score_kv("ab-123", asked(" ab-12", "reference")) == 1
+    assert score_kv("(ab-12)", asked(" ab-12")) == 1
+    assert score_kv("(ab-12)", asked(" ab-12", "reference")) == 0
+    assert score_kv("{ab-12}", asked(" ab-12", "reference")) == 1
 
 
 def test_each_pair_is_asked_in_both_forms(english: PreTrainedTokenizerFast):

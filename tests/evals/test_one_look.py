@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from unspool.cli.eval_look import parse_duration
 from unspool.cli.main import build_app
 from unspool.core.errors import ConfigError
 from unspool.core.http_client import RefusedError
@@ -16,6 +15,7 @@ from unspool.evals.backends.base import ContextLimit
 from unspool.evals.backends.mock import Oracle
 from unspool.evals.one_look import OneLook, default_folder, look_evals, look_lengths
 from unspool.evals.scoring.effective_length import relative_effective_length
+from unspool.reporting.evaluate import parse_duration
 from unspool.reporting.look_page import write_look
 
 from .toy import lines

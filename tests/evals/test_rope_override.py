@@ -11,10 +11,10 @@ from unspool.cli.eval_options import read_rope
 from unspool.cli.main import build_app
 from unspool.evals.backends.base import BackendOptions, RopeOverride
 from unspool.models.load import load_model
+from unspool.models.location import resolve_path
 from unspool.models.rotary import apply_rope
 from unspool.models.tokenizer import load_tokenizer
-from unspool.recipe.paths import resolve_path
-from unspool.rope.methods import Abf, Yarn
+from unspool.rope.methods import ABF, YaRN
 
 SHIPPED = "asset:tiny-base"
 LOSS = ["--suite", "perplexity", "--lengths", "1K", "--samples", "2", "--device", "cpu", "--json"]
@@ -35,7 +35,7 @@ def refused(*args: str) -> str:
 def test_scores_are_those_of_a_folder_that_has_the_positions_in_its_config(tmp_path):
     ref = resolve_path(SHIPPED, tmp_path)
     model = load_model(ref, device=torch.device("cpu"), dtype=torch.float32)
-    apply_rope(model, Yarn(method="yarn"), 1024)
+    apply_rope(model, YaRN(method="yarn"), 1024)
     model.save_pretrained(tmp_path / "yarn")
     load_tokenizer(ref).save_pretrained(tmp_path / "yarn")
 
@@ -53,7 +53,7 @@ def test_scores_of_one_method_and_context_are_not_taken_for_those_of_another():
         {},
         *(
             {"rope": RopeOverride(rope=position, context_length=context)}
-            for position in (Yarn(method="yarn"), Abf(method="abf", base=2e4), Abf(method="abf", base=3e4))
+            for position in (YaRN(method="yarn"), ABF(method="abf", base=2e4), ABF(method="abf", base=3e4))
             for context in (1024, 2048)
         ),
     ]
@@ -61,8 +61,8 @@ def test_scores_of_one_method_and_context_are_not_taken_for_those_of_another():
 
 
 def test_a_method_alone_or_with_settings():
-    assert read_rope("yarn") == Yarn(method="yarn")
-    assert read_rope("{method: abf, base: 8e6}") == Abf(method="abf", base=8e6)
+    assert read_rope("yarn") == YaRN(method="yarn")
+    assert read_rope("{method: abf, base: 8e6}") == ABF(method="abf", base=8e6)
 
 
 @pytest.mark.parametrize(

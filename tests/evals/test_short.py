@@ -25,7 +25,7 @@ from unspool.evals.suites.ruler import RulerEval
 from unspool.evals.suites.short import cells, process_results, run_short, write_tasks
 from unspool.evals.suites.short_suite import chosen_tasks
 from unspool.reporting.gather_scores import gather_model
-from unspool.rope.methods import Abf
+from unspool.rope.methods import ABF
 
 from .test_backend import model_dir  # noqa: F401
 from .test_probe import styled  # noqa: F401
@@ -149,7 +149,7 @@ def test_shots_are_set_for_each_task(lm_eval, model_dir, monkeypatch):  # noqa: 
 
 
 def test_tasks_run_with_positions_that_are_tried_without_training(lm_eval, model_dir):  # noqa: F811
-    rope = RopeOverride(rope=Abf(method="abf", base=5e5), context_length=2048)
+    rope = RopeOverride(rope=ABF(method="abf", base=5e5), context_length=2048)
     summary = run_short(on_cpu(model_dir, rope=rope), ["hellaswag"], samples=1, include=None)
 
     assert lm_eval["lm"]["pretrained"].config.rope_parameters["rope_theta"] == 5e5

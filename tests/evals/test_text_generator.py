@@ -11,7 +11,7 @@ from unspool.core.errors import ConfigError
 from unspool.evals.backends.base import BackendOptions
 from unspool.evals.text_generator import GenerationOptions, TextGenerator, _text_pieces
 from unspool.models.generation.cached import Sampling
-from unspool.recipe.paths import resolve_path
+from unspool.models.location import resolve_path
 
 from .test_server import Talk, talk, url  # noqa: F401 (fixtures)
 

@@ -31,8 +31,8 @@ from unspool.evals.config import eval_adapter
 from unspool.evals.judge.protocols import Call
 from unspool.evals.judge.run import Judge, JudgeReplies, ask_all
 from unspool.evals.run import Scoring, score
+from unspool.models.location import resolve_path
 from unspool.models.tokenizer import load_tokenizer
-from unspool.recipe.paths import resolve_path
 from unspool.synthesis.config import ServerGenerator
 from unspool.synthesis.generators import ServerBackend
 from unspool.synthesis.requests import GeneratorClient, GeneratorReplies, Request, RequestFailedError

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from inspection_factory import pieced_row, save_rows, save_run
+from unspool.data.distances import doublings
 from unspool.inspection.detokenize import FoundTokenizer, find_tokenizer
-from unspool.inspection.distance_view import count_distances, doublings, read_text, write_distances
+from unspool.inspection.distance_view import count_distances, read_text, write_distances
 from unspool.inspection.items import Item, Part, Show, Span
 from unspool.inspection.packed_rows import Rows
 from unspool.inspection.run_paths import find_data

@@ -10,7 +10,7 @@ from factory import CPU, build_model, save_folder
 from unspool.core.errors import ConfigError
 from unspool.data.corpus.store import CorpusReader, CorpusWriter
 from unspool.data.packing.pack import Doc, Tally
-from unspool.data.strategies.nextlong import NextLongConfig, build_negatives
+from unspool.data.strategies.nextlong import NExtLong, build_negatives
 from unspool.models.load import Embedder
 from unspool.models.tokenizer import load_tokenizer
 
@@ -69,7 +69,7 @@ def test_negatives_by_embeddings_of_the_bundled_model(tmp_path):
         for number, doc in enumerate(docs):
             writer.append(str(number), doc)
     readers = {"a": CorpusReader([tmp_path / "docs.arrow"])}
-    config = NextLongConfig(chunk=64, longest=128, retriever="embeddings", model=TINY)
+    config = NExtLong(chunk=64, longest=128, retriever="embeddings", model=TINY)
     built = build_negatives(
         config, readers, keep_rest=True, embed=Embedder(TINY, tokenizer=tokenizer, device=torch.device("cpu"))
     )

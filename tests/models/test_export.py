@@ -19,7 +19,7 @@ from unspool.models import export as export_module
 from unspool.models.export import SCRIPT, build_request, save_model
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_parameters, apply_rope
-from unspool.rope.methods import LongRope
+from unspool.rope.methods import LongRoPE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -167,7 +167,7 @@ def save_longrope(folder: Path, family: str, changes: dict[str, Any]) -> Any:
     """A model of 64 positions extended to 256; Phi-3 knows no other scaling than this."""
     own = {"pad_token_id": 0, "original_max_position_embeddings": 64} if family == "Phi3" else {}
     model = build_model(family, **own)
-    apply_rope(model, LongRope.model_validate({"method": "longrope"} | FACTORS | changes), 256)
+    apply_rope(model, LongRoPE.model_validate({"method": "longrope"} | FACTORS | changes), 256)
     save_model(model, build_tokenizer(), folder, dtype=torch.float32)
     return model
 

@@ -15,7 +15,7 @@ from unspool.models.memory import kept as keep
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.rotary import apply_rope
-from unspool.rope.harpe import Harpe
+from unspool.rope.harpe import HARPE
 
 # The same kernels on the same numbers: the same bits.
 EXACT = {
@@ -93,7 +93,7 @@ def test_all_settings_together_give_the_same_in_every_family(family):
 def test_heads_with_bases_of_their_own_keep_them_when_computed_in_turn(policy):
     wanted, found = build(), build()
     for model in (wanted, found):
-        apply_rope(model, Harpe(method="harpe", low=1e3, high=1e6), 64)
+        apply_rope(model, HARPE(method="harpe", low=1e3, high=1e6), 64)
     apply_memory(found, policy)
 
     assert apart(trained(found), trained(wanted)) < ROUNDING

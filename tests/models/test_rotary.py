@@ -17,8 +17,8 @@ from unspool.core.errors import ConfigError
 from unspool.models.export import save_model
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_base, apply_head_bases, apply_rope, rope_shape
-from unspool.rope.harpe import Harpe
-from unspool.rope.methods import Abf, AnyRopeMethod, Unchanged
+from unspool.rope.harpe import HARPE
+from unspool.rope.methods import ABF, AnyRopeMethod, Unchanged
 
 from .rotary_cases import CLOSE, FAMILIES, logits, plain_rope
 
@@ -61,7 +61,7 @@ def test_a_raised_base_keeps_the_part_of_each_head_that_is_rotated():
 def test_a_raised_base_replaces_an_older_scaling():
     model = build_model(rope_parameters=LLAMA3)
 
-    apply_rope(model, Abf(method="abf", base=8e6), 256)
+    apply_rope(model, ABF(method="abf", base=8e6), 256)
 
     assert model.config.rope_parameters == plain_rope(8e6)
     torch.testing.assert_close(logits(model), logits(build_model(rope_parameters=plain_rope(8e6))), **CLOSE)
@@ -79,7 +79,7 @@ def test_unchanged_changes_nothing_but_the_context(rope):
 
 
 @pytest.mark.parametrize(
-    "position", [Unchanged(), Abf(method="abf", base=8e6), Harpe(method="harpe", low=1e4, high=1e5)]
+    "position", [Unchanged(), ABF(method="abf", base=8e6), HARPE(method="harpe", low=1e4, high=1e5)]
 )
 def test_the_longest_context_never_shrinks(position):
     model = build_model()
@@ -259,7 +259,7 @@ def test_a_model_without_rotary_positions_is_refused(tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_raised_base_gives_the_same_logits_in_plain_transformers(family, tmp_path):
     model = build_model(family)
-    apply_rope(model, Abf(method="abf", base=8e6), 256)
+    apply_rope(model, ABF(method="abf", base=8e6), 256)
 
     save_model(model, build_tokenizer(), tmp_path, dtype=torch.float32)
 

@@ -14,8 +14,8 @@ from unspool.models.attention.interface import NAME
 from unspool.models.export import save_model
 from unspool.models.load import load_model
 from unspool.models.rotary import apply_base, apply_head_bases, apply_rope, head_bases, rope_shape, rotate_heads
-from unspool.rope.harpe import Harpe
-from unspool.rope.methods import Abf
+from unspool.rope.harpe import HARPE
+from unspool.rope.methods import ABF
 
 from .rotary_cases import CLOSE, FAMILIES, decoded, logits, plain_rope
 
@@ -74,7 +74,7 @@ def test_each_head_turns_by_its_own_base_and_query_heads_by_that_of_their_kv_hea
 def test_a_stage_gives_heads_the_bases_in_the_order_asked_for(order, wanted):
     model, reference = build_model(), build_model()
 
-    apply_rope(model, Harpe(method="harpe", low=1e4, high=1e6, order=order), 256)
+    apply_rope(model, HARPE(method="harpe", low=1e4, high=1e6, order=order), 256)
 
     assert head_bases(model) == wanted
     apply_head_bases(reference, np.array(wanted))
@@ -83,9 +83,9 @@ def test_a_stage_gives_heads_the_bases_in_the_order_asked_for(order, wanted):
 
 def test_a_second_stage_may_give_heads_new_bases():
     model, reference = build_model(), build_model()
-    apply_rope(model, Harpe(method="harpe", low=1e4, high=1e5), 128)
+    apply_rope(model, HARPE(method="harpe", low=1e4, high=1e5), 128)
 
-    apply_rope(model, Harpe(method="harpe", low=1e5, high=1e6), 256)
+    apply_rope(model, HARPE(method="harpe", low=1e5, high=1e6), 256)
 
     apply_head_bases(reference, np.array([1e6, 1e5]))
     assert torch.equal(logits(model), logits(reference))
@@ -93,10 +93,10 @@ def test_a_second_stage_may_give_heads_new_bases():
 
 def test_one_base_after_a_base_per_head_is_refused():
     model = build_model()
-    apply_rope(model, Harpe(method="harpe", low=1e4, high=1e5), 128)
+    apply_rope(model, HARPE(method="harpe", low=1e4, high=1e5), 128)
 
     with pytest.raises(ConfigError, match="already has a base per head"):
-        apply_rope(model, Abf(method="abf", base=8e6), 256)
+        apply_rope(model, ABF(method="abf", base=8e6), 256)
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,13 @@ def test_one_base_after_a_base_per_head_is_refused():
 )
 def test_a_base_per_head_is_refused_where_heads_are_turned_otherwise(family, changes):
     with pytest.raises(ConfigError, match="rotates its heads in another way"):
-        apply_rope(build_model(family, **changes), Harpe(method="harpe", low=1e4, high=1e5), 128)
+        apply_rope(build_model(family, **changes), HARPE(method="harpe", low=1e4, high=1e5), 128)
 
 
 def test_a_base_per_head_is_refused_where_our_attention_is_not_used():
     """Any other attention would leave the heads unturned."""
     with pytest.raises(ConfigError, match='needs attn_implementation="unspool"'):
-        apply_rope(build_model(attention="sdpa"), Harpe(method="harpe", low=1e4, high=1e5), 128)
+        apply_rope(build_model(attention="sdpa"), HARPE(method="harpe", low=1e4, high=1e5), 128)
 
 
 def test_a_base_per_head_is_refused_for_a_wrong_count():
@@ -142,8 +142,8 @@ def test_heads_of_which_only_a_part_turns_keep_the_rest_under_a_base_per_head():
 def test_bases_can_move_on_by_one_head_in_each_layer(tmp_path):
     model, reference, still = build_model(), build_model(), build_model()
     options = {"method": "harpe", "low": 50.0, "high": 1e6}
-    apply_rope(model, Harpe(**options, rotate_by_layer=True), 256)
-    apply_rope(still, Harpe(**options), 256)
+    apply_rope(model, HARPE(**options, rotate_by_layer=True), 256)
+    apply_rope(still, HARPE(**options), 256)
 
     assert head_bases(model) == [[1e6, 50.0], [50.0, 1e6]]
     assert head_bases(still) == [1e6, 50.0], "equal layers are said once"
@@ -157,7 +157,7 @@ def test_bases_can_move_on_by_one_head_in_each_layer(tmp_path):
 def test_the_control_with_one_shared_base_is_plain_rope():
     model = build_model()
 
-    apply_rope(model, Harpe(method="harpe", low=1e4, high=3e4, shared=True), 256)
+    apply_rope(model, HARPE(method="harpe", low=1e4, high=3e4, shared=True), 256)
 
     assert head_bases(model) is None
     assert model.config.rope_parameters == plain_rope(2e4)
@@ -165,7 +165,7 @@ def test_the_control_with_one_shared_base_is_plain_rope():
 
 def test_a_base_per_head_reloads_to_the_same_logits_and_only_with_us(tmp_path):
     model = build_model()
-    apply_rope(model, Harpe(method="harpe", low=1e4, high=1e6), 256)
+    apply_rope(model, HARPE(method="harpe", low=1e4, high=1e6), 256)
 
     save_model(model, build_tokenizer(), tmp_path, dtype=torch.float32)
 
@@ -202,7 +202,7 @@ def test_heads_with_their_own_base_are_turned_in_fp32():
 def harpe(tmp_path):
     """A model with a base per head, loaded by us, and its folder."""
     model = build_model()
-    apply_rope(model, Harpe(method="harpe", low=1e4, high=1e6), 256)
+    apply_rope(model, HARPE(method="harpe", low=1e4, high=1e6), 256)
     save_model(model, build_tokenizer(), tmp_path / "exported", dtype=torch.float32)
     return load_model(str(tmp_path / "exported"), device=CPU, dtype=torch.float32), tmp_path / "exported"
 

@@ -227,7 +227,7 @@ def test_settings_are_format_value_as_a_recipe_reads_them():
 
 def test_plans_sum_up():
     found = planned("smollm2-32k", "h200")
-    plain = as_plain(found, 2.0)
+    plain = as_plain(replace(found, price=2.0))
     assert plain["hours"] == pytest.approx(sum(stage["chosen"]["hours"] for stage in plain["stages"]))
     assert plain["cost"] == pytest.approx(2 * plain["gpu_hours"])
     for stage in plain["stages"]:

@@ -12,6 +12,7 @@ NAMES = [
     "prolong",
     "prolong-512k",
     "prolong-64k",
+    "prolong-ablation",
     "prolong-released",
     "prolong-sft",
     "prolong-tiny",

@@ -3,8 +3,8 @@
 import pytest
 
 from unspool.core.errors import ConfigError
-from unspool.recipe import paths
-from unspool.recipe.paths import resolve_path
+from unspool.models import location
+from unspool.models.location import resolve_path
 
 
 @pytest.fixture
@@ -13,7 +13,7 @@ def assets(tmp_path, monkeypatch):
     (folder / "demo").mkdir(parents=True)
     (folder / "demo" / "train.jsonl.zst").write_bytes(b"")
     (tmp_path / "secret").write_text("")
-    monkeypatch.setattr(paths, "ASSETS", folder)
+    monkeypatch.setattr(location, "ASSETS", folder)
     return folder
 
 

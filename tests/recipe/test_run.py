@@ -18,9 +18,10 @@ import torch
 from factory import SMALL_SIZE, count_file_events, in_child_dying_at_file_event, save_folder, save_mini
 from unspool.core.errors import ConfigError
 from unspool.models.config import SIZES
+from unspool.models.extend import pick_device
 from unspool.recipe import prepare
 from unspool.recipe.load import load_recipe
-from unspool.recipe.run import open_run, pick_device, stage_inputs, train
+from unspool.recipe.run import open_run, stage_inputs, train
 from unspool.recipe.run import run as run_recipe
 from unspool.training.checkpoint.snapshot import find_snapshots
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from unspool.core.errors import ConfigError
-from unspool.rope.harpe import Harpe, search_bases
+from unspool.rope.harpe import HARPE, search_bases
 from unspool.rope.tables import RopeShape, frequencies
 
 
@@ -13,7 +13,7 @@ def shape(num_kv_heads: int) -> RopeShape:
 
 
 def bases(num_kv_heads: int = 4, context_len: int = 16_384, **options) -> list[float]:
-    return Harpe(method="harpe", **options).head_bases(shape(num_kv_heads), context_len).tolist()
+    return HARPE(method="harpe", **options).head_bases(shape(num_kv_heads), context_len).tolist()
 
 
 def test_bases_are_spread_evenly_over_kv_heads_descending_unless_told():
@@ -24,7 +24,7 @@ def test_bases_are_spread_evenly_over_kv_heads_descending_unless_told():
 
 
 def test_each_line_of_frequencies_is_that_of_its_base():
-    found = Harpe(method="harpe", low=1e4, high=1e6).resolve(shape(4), 16_384)
+    found = HARPE(method="harpe", low=1e4, high=1e6).resolve(shape(4), 16_384)
 
     assert found.parameters is None, "no config of transformers can say this"
     table = found.tables(shape(4)).inv_freq
@@ -50,7 +50,7 @@ def test_the_printed_list_is_refused_for_another_number_of_heads():
 
 def test_one_shared_base_at_the_mean_is_plain_rope():
     for options in ({"low": 1e6, "high": 5e6}, {"low": 1e6, "high": 5e6, "bases": "search", "step": "1e5"}):
-        found = Harpe(method="harpe", shared=True, **options).resolve(shape(4), 16_384)
+        found = HARPE(method="harpe", shared=True, **options).resolve(shape(4), 16_384)
 
         assert found.head_bases is None
         assert found.parameters == {"rope_type": "default", "rope_theta": pytest.approx(np.mean(bases(**options)))}

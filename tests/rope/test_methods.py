@@ -217,8 +217,8 @@ def test_a_method_that_is_not_registered_is_refused():
 
 
 def test_two_methods_cannot_have_one_name():
-    class Yarn(RopeMethod):
+    class YaRN(RopeMethod):
         method: Literal["yarn"]
 
     with pytest.raises(ConfigError, match="'yarn' is already registered"):
-        register_rope_method(Yarn)
+        register_rope_method(YaRN)

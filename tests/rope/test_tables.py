@@ -7,7 +7,7 @@ from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, Phi3Config, 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from unspool.core.errors import ConfigError
-from unspool.rope.methods import Dynamic, Llama3, LongRope, NtkByParts, Pi, Yarn
+from unspool.rope.methods import PI, Dynamic, Llama3, LongRoPE, NTKByParts, YaRN
 from unspool.rope.tables import frequencies, global_parameters, old_fields, shape_of, tables
 
 K = 1024
@@ -34,13 +34,13 @@ def methods(dim: int):
     rng = np.random.default_rng(0)
     short, long = (tuple(rng.uniform(1, high, dim // 2).tolist()) for high in (1.2, 40))
     return [
-        Pi(method="pi"),
+        PI(method="pi"),
         Dynamic(method="dynamic"),
         Dynamic(method="dynamic", factor=2.5),
-        NtkByParts(method="ntk-by-parts"),
-        Yarn(method="yarn"),
-        Yarn(method="yarn", beta_fast=16, beta_slow=2, truncate=False, attention_factor=1.1),
-        LongRope(method="longrope", short_factor=short, long_factor=long),
+        NTKByParts(method="ntk-by-parts"),
+        YaRN(method="yarn"),
+        YaRN(method="yarn", beta_fast=16, beta_slow=2, truncate=False, attention_factor=1.1),
+        LongRoPE(method="longrope", short_factor=short, long_factor=long),
         Llama3(method="llama3"),
         Llama3(method="llama3", factor=3, low_freq_factor=2, high_freq_factor=9),
     ]

@@ -7,11 +7,15 @@ import pytest
 from typer.testing import CliRunner
 
 from unspool.cli.main import build_app
+from unspool.recipe.paths import bundled_studies
 from unspool.recipe.schema import Recipe
 from unspool.rope.tables import RopeShape
+from unspool.studies.arm_scores import find_measures
 from unspool.studies.load import load_study
+from unspool.studies.paper_numbers import list_studies, read_paper
+from unspool.studies.run import study_plan
 
-K, B = 1 << 10, 1 << 30
+K, M, B = 1 << 10, 1 << 20, 1 << 30
 
 
 def recipes_of(name: str) -> dict[str, Recipe]:
@@ -89,6 +93,126 @@ def test_the_harpe_study_has_the_base_sets_baselines_and_the_missing_control():
     assert "shared" in study.against["printed"], "without it a gain of HARPE means nothing"
 
 
+@pytest.mark.parametrize("name", list(bundled_studies()))
+def test_a_bundled_study_loads_and_plans_and_measures_what_its_paper_prints(name):
+    study = load_study(name)
+    plan = study_plan(study, study.runs)
+
+    assert plan["to_run"]["runs"] == len(study.runs) > 1
+    assert all(entry["tokens"] > 0 for entry in plan["runs"])
+    if study.paper:
+        assert study.paper.numbers and study.paper.source and study.paper.scale
+        missing = [
+            one for wanted in study.paper.columns.values() for one in wanted if not find_measures(one, study.measures)
+        ]
+        assert missing == []
+
+
+def test_the_papers_averages_are_those_of_the_numbers_written_down():
+    """A second check of every typed number: rows of a table add up to the average that the paper prints."""
+    checked = 0
+    for name, paper in ((study["name"], read_paper(study)) for study in list_studies()):
+        for arm, row in (paper.numbers | paper.others).items() if paper else ():
+            cells = dict(zip(paper.columns, row, strict=True))
+            if name == "utk-128k":  # of 13 tasks 8 are needles
+                groups = [cells[f"{group} 128K"] for group in ("NIAH", "VT", "CWE+FWE", "QA")]
+                average, parts = cells["128K"], [8 * [groups[0]], [groups[1]], 2 * [groups[2]], 2 * [groups[3]]]
+                values = [value for part in parts for value in part]
+            else:
+                short = ("HellaSwag", "MMLU", "ARC-c", "WinoGrande", "GSM8K")
+                is_short = "MMLU" in cells
+                average = cells.get("Short avg." if is_short else "Avg.")
+                values = [
+                    value
+                    for key, value in cells.items()
+                    if (key in short if is_short else key not in ("Avg.", "Short avg."))
+                ]
+            if average is not None and None not in values:
+                assert average == pytest.approx(sum(values) / len(values), abs=0.1), (name, arm)
+                checked += 1
+    assert checked == 51
+
+
+def test_the_prolong_ablations_have_the_papers_setting():
+    base = recipes_of("prolong-doc-masks")["masks"]
+    long, sft = base.stages
+    assert (base.model, long.tokens, long.context_length, long.batch_tokens) == (
+        "meta-llama/Meta-Llama-3-8B",
+        5 * B,
+        64 * K,
+        4 * M,
+    )
+    assert (sft.tokens, sft.lr, sft.min_lr_ratio, sft.warmup_ratio) == (B, 2e-5, 0.1, 0.05)
+    assert base.datasets["short"].shares == {
+        "fineweb-edu": 25, "fineweb": 25, "tulu": 10, "stackexchange": 10, "wiki": 10, "openwebmath": 10, "arxiv": 10
+    }  # fmt: skip
+    assert "textbooks" not in base.sources
+    (helmet,) = base.evals
+    assert (helmet.preset, helmet.lengths, helmet.after) == ("prolong", [32 * K, 64 * K], ["sft"])
+
+
+def test_each_prolong_study_changes_what_its_table_changes():
+    shares = {arm: recipe.stages[0].mix for arm, recipe in recipes_of("prolong-long-share").items()}
+    for arm, mix in shares.items():
+        assert 100 * (1 - mix.get("short", 0)) == pytest.approx(int(arm.removeprefix("long-")))
+        assert mix.get("repos-64k") == mix.get("books-64k")
+    sources = {arm: recipe.stages[0].mix for arm, recipe in recipes_of("prolong-long-sources").items()}
+    assert {arm: set(mix) - {"short"} for arm, mix in sources.items()} == {
+        "common-crawl": {"common-crawl-64k"},
+        "books": {"books-64k"},
+        "repos": {"repos-64k"},
+        "books-repos": {"books-64k", "repos-64k"},
+    }
+    assert {mix["short"] for mix in sources.values()} == {0.4}
+    short = {arm: list(recipe.datasets["short"].shares) for arm, recipe in recipes_of("prolong-short-sources").items()}
+    assert {arm: names for arm, names in short.items() if arm != "shortmix"} == {
+        name: [name] for name in ("slimpajama", "fineweb-edu", "dclm")
+    }
+    length = recipes_of("prolong-train-length")
+    assert [stage.name for stage in length["none"].stages] == ["sft"]
+    first = {arm: recipe.stages[0] for arm, recipe in length.items() if arm != "none"}
+    assert {arm: (stage.context_length, stage.tokens) for arm, stage in first.items()} == {
+        "more-64k": (64 * K, 4 * B),
+        "more-512k": (512 * K, 4 * B),
+    }
+    bases = {
+        name: [recipe.stages[0].rope.base for recipe in recipes_of(name).values()]
+        for name in ("prolong-rope-64k", "prolong-rope-512k")
+    }
+    assert bases == {"prolong-rope-64k": [5e5, 4e6, 8e6], "prolong-rope-512k": [6.4e7, 1.28e8, 2.56e8]}
+    masks = {
+        arm: [stage.attention for stage in recipe.stages] for arm, recipe in recipes_of("prolong-doc-masks").items()
+    }
+    assert masks == {"no-masks": ["full", "intra_document"], "masks": ["intra_document"] * 2}
+    starts = {arm: recipe.model for arm, recipe in recipes_of("prolong-init").items()}
+    assert starts["instruct"] == f"{starts['base']}-Instruct"
+    sets = {arm: list(recipe.datasets["chat"].shares) for arm, recipe in recipes_of("prolong-sft-sets").items()}
+    assert sets == {name: [name] for name in ("ultrachat", "tulu", "sharegpt")}
+    mixes = {
+        arm: (recipe.stages[0].mix.get("long", 0), list(recipe.datasets["long"].shares))
+        for arm, recipe in recipes_of("prolong-sft-mix").items()
+    }
+    by_8b = {f"synth-{percent}": (percent / 100, ["long"]) for percent in (0, 1, 3, 10, 50)}
+    by_70b = {f"synth-{percent}-70b": (percent / 100, ["long-70b"]) for percent in (1, 3, 10, 50)}
+    assert mixes == by_8b | by_70b
+
+
+def test_the_list_shows_the_papers_numbers():
+    listed = CliRunner().invoke(build_app(), ["study", "list"])
+    assert listed.exit_code == 0
+    _, _, table = listed.stdout.partition("ProLong, Table 20")
+    assert "the paper's numbers in percent, at the paper's scale (Llama-3-8B, 5B tokens" in table
+    rows = [line.split() for line in table.splitlines() if "masks" in line][:2]
+    assert rows == [
+        ["no-masks", "97.4", "53.6", "20.4", "76.6", "37.2", "36.3", "53.6", "64.9"],
+        ["masks", "96.0", "54.9", "29.4", "73.9", "35.7", "37.9", "54.6", "65.5"],
+    ]
+    entries = json.loads(CliRunner().invoke(build_app(), ["study", "list", "--json"]).stdout)
+    assert [entry["name"] for entry in entries] == list(bundled_studies())
+    shown = CliRunner().invoke(build_app(), ["study", "show", "prolong-init"])
+    assert shown.stdout == bundled_studies()["prolong-init"].path.read_text()
+
+
 # From paper scale to the shipped model: lengths, batch, tokens and data; each arm keeps what makes it an arm.
 TINY = [
     "model=asset:tiny-base",
@@ -142,3 +266,45 @@ def test_two_arms_of_the_harpe_study_run_on_the_shipped_model(tmp_path: Path):
         "long-64k: {from: slimpajama, seq_len: 2K}}",
     )
     assert {entry["arm"] for entry in result["ranking"][:2]} == {"abf-1", "uniform-descending"}
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else ' ' }}{% endfor %}"
+)
+
+
+@pytest.mark.slow
+def test_two_arms_of_a_prolong_study_run_on_the_shipped_model_beside_the_papers_numbers(tmp_path: Path):
+    talks = [
+        {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n} " * 20}]}
+        for n in range(400)
+    ]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    text = "{kind: jsonl, path: 'asset:demo/train.jsonl.zst', limit: 300K}"
+    chat = f"{{kind: chat, path: {tmp_path / 'talks.jsonl'}, template: {tmp_path / 'chat.jinja'}}}"
+    folder = tmp_path / "study"
+    result = run_arms(
+        folder,
+        "prolong-doc-masks",
+        ["masks", "no-masks"],
+        f"sources={{books: {text}, ultrachat: {chat}}}",
+        "datasets={books-64k: {from: books, seq_len: 2K, packing: single_doc}, "
+        "short: {from: books, seq_len: 2K}, chat: {from: ultrachat, seq_len: 2K, packing: truncate}}",
+        "stages.0.mix={books-64k: 0.6, short: 0.4}",
+        "stages.0.rope={method: abf, base: 5e5}",
+        "stages.1.context_length=2K",
+        "stages.1.tokens=40K",
+        "stages.1.batch_tokens=2K",
+        "stages.1.activation_checkpointing=none",
+        "evals=[{suite: helmet, preset: prolong, lengths: [2K], tasks: [json_kv, trec_coarse], samples: 2}]",
+    )
+    rows = {row["arm"]: row for row in result["paper"]["rows"]}
+    assert rows["no-masks"]["paper"] == [97.4, 53.6, 20.4, 76.6, 37.2, 36.3, 53.6, 64.9]
+    columns = [column["name"] for column in result["paper"]["columns"]]
+    here = dict(zip(columns, rows["no-masks"]["here"], strict=True))
+    scored = {table["measure"]: table["arms"]["no-masks"]["mean"] for table in result["measures"]}
+    assert here["Recall"] == 100 * scored["helmet/json_kv/2K"] and here["Avg."] == 100 * scored["helmet/2K"]
+    assert here["Short avg."] is None, "short tasks are not scored by the recipe"
+    assert "Beside ProLong, Table 20" in (folder / "study.md").read_text()
+    assert "Beside ProLong, Table 20" in (folder / "report.html").read_text()

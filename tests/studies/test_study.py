@@ -274,6 +274,55 @@ def test_the_smollm2_study_has_the_arms_and_controls_of_the_papers():
     assert "harpe-shared" in found.against["harpe"]
 
 
+# A paper's numbers
+
+PAPER = """\
+paper:
+  source: A paper, Table 1
+  scale: 8B
+  columns: {needle: niah/4K, both: [niah/4K, niah], other: null}
+  numbers: {plain: [90.1, 80, null]}
+  others: {untouched: [1, 2, 3]}
+"""
+
+
+def test_a_study_can_hold_a_papers_numbers(study):
+    study.write_text(STUDY + PAPER)
+    paper = load_study(study).paper
+    assert paper is not None
+    assert paper.columns == {"needle": ["niah/4K"], "both": ["niah/4K", "niah"], "other": []}
+    assert paper.numbers == {"plain": [90.1, 80, None]} and paper.others == {"untouched": [1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "numbers: {plain",
+            "numbers: {plan",
+            "paper.numbers.plan: no arm is called 'plan'; write rows that",
+        ),
+        ("[90.1, 80, null]", "[90.1, 80]", "paper.numbers.plain: must be a list of 3 numbers, one for each column"),
+        ("[90.1, 80, null]", "[90.1, 80, a]", "paper.numbers.plain: must be a list of 3 numbers, one for each column"),
+        ("[1, 2, 3]", "3", "paper.others.untouched: must be a list of 3 numbers"),
+        ("scale: 8B", "size: 8B", "paper.size: unknown key"),
+        ("scale: 8B", "note: 8B", "paper.scale: missing; write which table"),
+        ("other: null", "other: 3", "paper.columns: must be a mapping from the paper's columns to measures"),
+    ],
+)
+def test_a_mistake_in_a_papers_numbers_is_told_with_its_place(study, old, new, said):
+    assert old in PAPER
+    study.write_text(STUDY + PAPER.replace(old, new, 1))
+    with pytest.raises(ConfigError) as error:
+        load_study(study)
+    assert said in str(error.value)
+
+
+def test_measures_that_other_evals_do_not_have_are_no_longer_compared(study):
+    found = load_study(study, overrides=["evals=[{suite: niah, lengths: [1K], samples: 2}]"])
+    assert found.compare is None
+
+
 # The page about studies
 
 PAGE = Path(__file__).parents[2] / "docs" / "studies.md"

@@ -2,16 +2,19 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from unspool.core.artifacts import publish
+from unspool.evals.suites.helmet.suite import HelmetEval
 from unspool.studies.arm_comparison import compare_arms, difference, over_prompts
 from unspool.studies.arm_scores import (
     Answer,
     Measure,
     Part,
     contributions_of,
+    find_measures,
     mean_of,
     measures_of,
     ranking,
@@ -19,6 +22,7 @@ from unspool.studies.arm_scores import (
     value_of,
 )
 from unspool.studies.load import Study
+from unspool.studies.paper_numbers import Paper, beside_paper
 from unspool.studies.schema import Margin
 from unspool.studies.study_report import markdown
 
@@ -114,6 +118,42 @@ def test_losses_are_read_by_range_of_positions(tmp_path):
     losses = [{"from": 0, "to": 256, "value": 2.0, "n": 255}, {"from": 256, "to": 512, "value": 4.0, "n": 256}]
     folder = save_scores(tmp_path / "scores", [sample("perplexity", 0, 3.0, length=512, losses=losses)], [])
     assert value_of(read_answers(folder), MEASURES[2]) == 4.0
+
+
+# Categories, and a paper's numbers
+
+
+def test_a_suite_with_categories_is_the_mean_of_its_categories():
+    recipe = SimpleNamespace(
+        evals=[HelmetEval(suite="helmet", lengths=["32K"], tasks=["json_kv", "nq", "popqa", "msmarco"])]
+    )
+    found = {measure.name: measure for measure in measures_of([recipe])}
+    scores = {"json_kv": 1.0, "nq": 0.4, "popqa": 0.2, "msmarco": 0.0}
+    given = {Part("helmet", task, 32768): {task: Answer(task, score)} for task, score in scores.items()}
+
+    assert value_of(given, found["helmet/rag/32K"]) == pytest.approx(0.3)
+    assert value_of(given, found["helmet/32K"]) == pytest.approx((1.0 + 0.3 + 0.0) / 3), "not the mean of four tasks"
+    assert [measure.name for measure in find_measures("helmet/rag", list(found.values()))] == ["helmet/rag/32K"]
+
+
+def test_our_means_stand_beside_the_papers_numbers():
+    arms = Arms(["abf", "utk"])
+    result = arms.compare({"abf": {0: answers(0, [1, 1], [1, 0])}, "utk": {0: answers(0, [1, 0], [1, 1])}})
+    paper = Paper(
+        source="A paper, Table 1",
+        scale="7B",
+        note="",
+        columns={"far": ["niah/512"], "both": ["niah"], "other": [], "unknown": ["ruler/4K"]},
+        numbers={"utk": [75.0, 80.0, 12.5, None]},
+        others={"untouched": [10, 20, 30, 40]},
+    )
+    found = beside_paper(paper, ["abf", "utk"], MEASURES, result["measures"])
+
+    assert [row["here"] for row in found["rows"]] == [[50, 75, None, None], [100, 75, None, None], [None] * 4]
+    text = markdown({"name": "made-up", "runs": [], "paper": found, **result})
+    assert "| utk | 100.0 (paper 75.0) | 75.0 (paper 80.0) | – (paper 12.5) | – |" in text
+    assert "| abf | 50.0 | 75.0 | – | – |" in text and "| untouched | – (paper 10.0)" in text
+    assert "at its own scale (7B)" in text
 
 
 # Pairing

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from unspool.evals.backends.transformers import ModelBackend
-from unspool.recipe.paths import resolve_path
+from unspool.models.location import resolve_path
 from unspool.synthesis.generators import LocalBackend
 from unspool.synthesis.requests import Reply, Request
 

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from unspool.cli.main import build_app
 from unspool.data.facts import word_list
+from unspool.models.location import resolve_path
 from unspool.models.tokenizer import load_tokenizer
-from unspool.recipe.paths import resolve_path
 from unspool.synthesis.config import REJECT_REASONS, ChecksConfig
 from unspool.synthesis.decontamination import NgramIndex, eval_texts
 from unspool.synthesis.quality import NearDuplicates, pair_reason, refers, support, supports

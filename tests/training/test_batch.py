@@ -9,9 +9,10 @@ from transformers import Trainer, TrainingArguments
 
 from factory import CPU, build_model, random_row
 from unspool.data.packing.row import IGNORE, Row, labels
-from unspool.data.strategies.pose import PoseConfig, skip_positions
+from unspool.data.strategies.pose import PoSE, skip_positions
 from unspool.models.attention.interface import NAME
 from unspool.training.batch import build_batch, row_sums
+from unspool.training.collator import Collator
 from unspool.training.step import loss_pass
 
 ROWS = [random_row((5, 3), 1, mask=0.3), random_row((8,), 2), random_row((4, 4), 3, attention="full", mask=0.5)]
@@ -62,7 +63,7 @@ def test_row_sums_keep_a_small_row_beside_a_huge_one():
 def test_positions_of_rows_arrive_in_the_batch():
     """Rows of 8 tokens with the positions of 64, eight of them to a context of 64."""
     rows = [random_row((5, 3), seed, attention="full") for seed in range(7)]
-    positions = skip_positions(np.full(7, 8), PoseConfig(target=64), np.random.default_rng(0)).reshape(7, 8)
+    positions = skip_positions(np.full(7, 8), PoSE(target=64), np.random.default_rng(0)).reshape(7, 8)
     skipped = [replace(row, positions=each) for row, each in zip(rows, positions, strict=True)]
     plain = random_row((5, 3), 7)
     batch = build_batch([*skipped, plain], attention="intra_document")
@@ -89,9 +90,9 @@ def test_the_trainer_of_transformers_computes_our_loss_of_packed_and_sft_rows(at
     trainer = Trainer(
         model=model,
         args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], remove_unused_columns=False),
-        data_collator=lambda batches: batches[0].trainer_inputs,
+        data_collator=Collator(model),
     )
-    inputs = trainer.data_collator([batch])
+    inputs = trainer.data_collator(rows)
 
     _, num_items = trainer.get_batch_samples(iter([inputs]), 1, CPU)
     with torch.no_grad():
@@ -135,7 +136,7 @@ def test_fields_of_a_batch_given_to_a_stock_model_are_not_shifted_twice():
 
 def test_labels_for_stock_code_are_not_shifted_and_shift_labels_are():
     batch = build_batch(ROWS, attention="intra_document")
-    inputs = batch.trainer_inputs
+    inputs = Collator()(ROWS)
 
     assert not hasattr(batch, "labels")
     assert "labels" not in batch.model_inputs

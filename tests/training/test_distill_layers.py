@@ -14,8 +14,8 @@ from unspool.models.attention.interface import NAME, register
 from unspool.models.memory.checkpointing import apply_memory
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.rotary import apply_rope
-from unspool.rope.harpe import Harpe
-from unspool.rope.methods import Abf, Yarn
+from unspool.rope.harpe import HARPE
+from unspool.rope.methods import ABF, YaRN
 from unspool.training.distill import layers as distillation_attention
 from unspool.training.distill.layers import QueryKey, compare_layers, divergence, fitted_parameters
 
@@ -105,7 +105,7 @@ def test_divergence_and_gradients_are_those_of_stock_attention_query_by_query(ca
     teacher, student = build(case), build(case)
     stock = [build(case, attention="eager") for _ in range(2)]
     for model in (student, stock[1]):
-        apply_rope(model, Abf(method="abf", base=50.0), 64)
+        apply_rope(model, ABF(method="abf", base=50.0), 64)
 
     total, grads = fitted(teacher, student, tokens)
     wanted, wanted_grads = by_the_book(*stock, tokens, has_sink=case == "sinks")
@@ -130,7 +130,7 @@ def test_a_base_per_head_is_rotated_as_written_out():
     """No stock model has such positions, so Llama's attention is written out."""
     tokens = random_tokens(sum(DOC_LENS))
     teacher, student, plain = build(), build(), build(attention="eager")
-    apply_rope(student, Harpe(method="harpe", low=10.0, high=200.0), 64)
+    apply_rope(student, HARPE(method="harpe", low=10.0, high=200.0), 64)
     bases = torch.tensor(student.base_model.head_bases, dtype=torch.float64)
     assert bases.shape == (2,) and bases[0] != bases[1]
 
@@ -178,7 +178,7 @@ def test_values_and_norms_of_layers_are_no_part_of_it_and_rows_of_values_get_no_
         "self_attn.k_norm.weight",
     ]
     phi = [build("one matrix for all") for _ in range(2)]
-    apply_rope(phi[1], Abf(method="abf", base=50.0), 64)
+    apply_rope(phi[1], ABF(method="abf", base=50.0), 64)
     _, grads = fitted(*phi, random_tokens(sum(DOC_LENS)))
     grad = grads["model.layers.0.self_attn.qkv_proj.weight"]
     assert bool((grad[:48] != 0).any()) and bool((grad[48:] == 0).all())
@@ -196,7 +196,7 @@ def test_what_values_are_made_of_too_is_left_alone():
 
 def test_documents_do_not_see_each_other():
     teacher, student = build(), build()
-    apply_rope(student, Yarn(method="yarn", factor=4.0), 256)
+    apply_rope(student, YaRN(method="yarn", factor=4.0), 256)
     tokens = random_tokens(sum(DOC_LENS))
     parts = torch.split(tokens, list(DOC_LENS), dim=1)
 
@@ -248,7 +248,7 @@ def test_memory_settings_of_the_student_change_nothing_and_stay_as_they_were(pol
     tokens = random_tokens(sum(DOC_LENS))
     teacher, plain, wrapped = build(), build(), build()
     for model in (plain, wrapped):
-        apply_rope(model, Abf(method="abf", base=50.0), 64)
+        apply_rope(model, ABF(method="abf", base=50.0), 64)
     apply_memory(wrapped, policy)
     before = [(vars(layer).get("forward"), dict(vars(layer.self_attn))) for layer in wrapped.base_model.layers]
 

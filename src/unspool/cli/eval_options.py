@@ -1,37 +1,35 @@
-"""Parsing of `unspool eval --rope` and `--html`, the check of `--out`, and how eval and judge show results."""
+"""Parsing of `unspool eval --rope`, `--html` and `--rate`, and how it shows results."""
 
 import logging
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from unspool.core.artifacts import read_manifest
 from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
-from unspool.core.sizes import format_size, parse_size
-from unspool.evals.backends.base import Backend
-from unspool.evals.beyond_context import footnote
-from unspool.evals.config import EvalConfig
-from unspool.evals.suites import SUITES
+from unspool.core.sizes import parse_size
+from unspool.evals.eval_request import EvalSettings
 from unspool.recipe.json_schema import message, validation_problems
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import Marks
 from unspool.rope.methods import AnyRopeMethod
 from unspool.rope.tables import RopeMethod
 
+if TYPE_CHECKING:
+    from unspool.reporting.evaluate import EvalResult
+
 logger = logging.getLogger(__name__)
 
 OPTION = "--rope"
-DEFAULT_LENGTHS = "2K,8K"
+LOOK_PAGE = "look.html"
 # The same key of a recipe, whose error messages are used.
 PLACE = ("stages", 0, "rope")
 FAILED = 1
-BEYOND = " †"  # after a length beyond the model's context
 
 
 def read_rope(text: str) -> RopeMethod:
@@ -65,17 +63,6 @@ def _explain(value: dict[str, Any]) -> str:
     raise AssertionError("a RoPE method was refused without a message")
 
 
-def check_folder(out_dir: Path) -> None:
-    """Refuse a folder with other files, because scores replace the whole folder."""
-    if not out_dir.exists():
-        return
-    holds_scores = (read_manifest(out_dir) or {}).get("kind") == "scores"
-    if not out_dir.is_dir() or (any(out_dir.iterdir()) and not holds_scores):
-        raise ConfigError(
-            f"--out {out_dir} exists and holds no scores; give a new folder, since this one would be replaced."
-        )
-
-
 def page_file(given: Path) -> Path:
     """The page that `--html` names: a file, or `report.html` in a folder; ConfigError before any question is asked."""
     page = given / "report.html" if given.is_dir() or not given.suffix else given
@@ -86,33 +73,29 @@ def page_file(given: Path) -> Path:
     return page
 
 
-def show_results(summary: dict[str, Any], folder: Path, *, as_json: bool, page: Path | None, kept: bool) -> None:
-    """Print a summary, write its page, and say where the results are and how to see them."""
+def show_results(result: "EvalResult", *, as_json: bool, page: Path | None, kept: bool) -> None:
+    """Print scores, write their page, and say where the results are and how to see them."""
     if as_json:
-        print_json(summary)
+        print_json(result.summary)
     else:
-        print_table(summary)
+        result.print(PlainConsole(highlight="look" not in result.summary))
+    report = f"unspool report {shlex.quote(str(result.folder))}"
+    see = "" if page is not None else f"; see them with: {report}"
+    if "look" in result.summary:  # these are always kept, and have a page
+        page, kept, see = page or result.folder / LOOK_PAGE, True, f"; see all numbers with: {report}"
     if page is not None:
-        from unspool.reporting.page import write_report
-
-        page.parent.mkdir(parents=True, exist_ok=True)
-        write_report([folder], page)
+        result.save(page)
         logger.info(f"page: {page}")
     if kept:
-        see = "" if page is not None else f"; see them with: unspool report {shlex.quote(str(folder))}"
-        logger.info(f"results: {folder}{see}")
+        logger.info(f"results: {result.folder}{see}")
     elif page is None:
         logger.info("results were not kept; --out FOLDER keeps answers and scores, --html PAGE writes a page")
 
 
-def compare_answers(first: Backend, second: Backend, evals: list[EvalConfig], seed: int, as_json: bool) -> None:
+def print_parity(found: dict[str, Any], as_json: bool) -> None:
     """Print how many answers of two backends are equal; exit code 1 if some differ."""
     from unspool.core.http_client import printable_line
-    from unspool.evals.eval_plan import EvalPlan
-    from unspool.evals.run import compare_backends
 
-    plan = EvalPlan(evals, first.tokenizer, seed=seed, root=Path.cwd(), form=first.form)
-    found = compare_backends(plan, first, second)
     if as_json:
         print_json(found)
     else:
@@ -124,60 +107,7 @@ def compare_answers(first: Backend, second: Backend, evals: list[EvalConfig], se
         raise typer.Exit(FAILED)
 
 
-def print_table(summary: dict[str, Any]) -> None:
-    """Print the cells of a summary, and below them the means of its suites."""
-    from rich.table import Table
-
-    table = Table("suite", "length", "positions or depth")
-    for column in ("value", "95% interval", "n"):
-        table.add_column(column, justify="right")
-    for cell in summary["cells"]:
-        # Depths of tasks are only in summary.json and in the report, since they would bury the tasks.
-        is_depth_of_nothing = cell.get("depth") is not None and not cell["n"]
-        if (not cell.get("task") or cell["depth"] is None) and not is_depth_of_nothing:
-            table.add_row(*table_row(cell))
-    console = PlainConsole(highlight=True)
-    console.print(table)
-    asked = summary.get("backend", {})
-    if "endpoint" in asked:
-        context = f"context {asked['context']}" if asked["context"] else "context not listed"
-        console.print(
-            f"asked of {asked['model']} at {asked['url']}, endpoint {asked['endpoint']}, {context}, chat template "
-            f"{asked['template']}",
-            highlight=False,
-        )
-    beyond = summary.get("beyond_context")
-    if beyond:
-        policies = dict.fromkeys(beyond["policies"].values())
-        console.print(f"{BEYOND.strip()} {'; '.join(footnote(beyond, policy) for policy in policies)}", highlight=False)
-    for suite in summary.get("suites", []):
-        _print_means(console, suite, beyond and beyond["context"])
-        length, rate = suite["effective_length"], suite["adaptation_rate"]
-        holds = f"holds up to {format_size(length)}" if length else "does not hold at any length"
-        kept = f"; {_kept(rate)}" if rate and rate["value"] is not None else ""
-        average = suite.get("average")
-        if average:
-            over = ", ".join(map(format_size, average["lengths"]))
-            kept = f"; {average['of']} {100 * average['value']:.1f}, averaged over {over}{kept}"
-        worded = f", wording {suite['wording']}" if suite.get("wording") else ""
-        console.print(f"{suite['suite']} ({suite['mode']}{worded}): {holds}{kept}", highlight=False)
-
-
-def _kept(rate: dict[str, Any]) -> str:
-    kept = f"adaptation rate {100 * rate['value']:.0f}%"
-    return f"{kept} ({format_size(rate['to'])} ÷ {format_size(rate['from'])})"
-
-
-def preset_lengths(suites: str, preset: str | None) -> str:
-    """The lengths of a preset, of which one suite at a time can have one; else the default."""
-    names = [name.strip() for name in suites.split(",")]
-    if preset is not None and len(names) != 1:
-        raise ConfigError("--preset is for one suite at a time; name it with --suite, such as --suite lveval.")
-    known = SUITES[names[0]].config.presets if preset and names[0] in SUITES else {}
-    return ",".join(map(str, known.get(preset or "", {}).get("lengths", []))) or DEFAULT_LENGTHS
-
-
-def read_rate(text: str | None) -> dict[str, int]:
+def read_rate(text: str | None) -> EvalSettings:
     """Parse `128K/32K`: the target and the reference length of the adaptation rate."""
     if text is None:
         return {}
@@ -186,55 +116,3 @@ def read_rate(text: str | None) -> dict[str, int]:
     except ValueError as error:
         raise ConfigError(f"--rate {text!r}: write TARGET/REFERENCE, two of --lengths, such as 128K/32K.") from error
     return {"target_length": target, "reference_length": reference}
-
-
-def _print_means(console: Any, suite: dict[str, Any], context: int | None) -> None:
-    """Print a suite's means and categories by length."""
-    from rich.table import Table
-
-    lengths = list(dict.fromkeys(mean["length"] for mean in suite.get("means", [])))
-    names = [format_size(length) + BEYOND * (context is not None and length > context) for length in lengths]
-    table = Table(suite["suite"], *names)
-    for name in dict.fromkeys(mean["name"] for mean in suite.get("means", [])):
-        row = [mean for mean in suite["means"] if mean["name"] == name]
-        known = [mean for mean in row if mean["n"]] or row
-        table.add_row(_mean_name(min(known, key=lambda mean: mean["tasks"])), *(_mean_text(mean) for mean in row))
-    if lengths:
-        console.print(table, highlight=False)
-
-
-def _mean_name(mean: dict[str, Any]) -> str:
-    if mean["name"] == "overall":
-        return f"overall, mean of {mean['of_categories']} categories"
-    counted = f"{mean['tasks']} task{'s' if mean['tasks'] != 1 else ''}"
-    counted += f" of {mean['of_tasks']}" if mean["tasks"] < mean["of_tasks"] else ""
-    return f"mean of {counted}" if mean["name"] == "mean" else f"{mean['name']}, {counted}"
-
-
-def _mean_text(mean: dict[str, Any]) -> str:
-    if mean["value"] is None:
-        return f"– ({mean['categories']} of {mean['of_categories']} known)" if "categories" in mean else "–"
-    return f"{100 * mean['value']:.1f}% ({100 * mean['low']:.0f}–{100 * mean['high']:.0f}, n {mean['n']})"
-
-
-def table_row(cell: dict[str, Any]) -> tuple[str, ...]:
-    """Format one cell of a summary: shares in percent, losses in nats."""
-
-    def shown(number: float | None) -> str:
-        if number is None:
-            return "not judged" if cell.get("not_judged") else "–"
-        return f"{number:.3f}" if cell["metric"] == "loss" else f"{100 * number:.0f}%"
-
-    if cell["metric"] == "loss":
-        part = f"{format_size(cell['from'])}–{format_size(cell['to'])}"
-    elif cell["metric"] == "mean":
-        part = f"mean of {cell['tasks']} task{'s' if cell['tasks'] != 1 else ''}" + (
-            f" of {cell['of_tasks']}" if cell["tasks"] < cell["of_tasks"] else ""
-        )
-    else:
-        part = "all" if cell["depth"] is None else f"depth {cell['depth']:g}"
-    if cell.get("task"):
-        part = f"{cell['task']} ({cell['metric']})" + ("" if part == "all" else f", {part}")
-    interval = "–" if cell["low"] is None else f"{shown(cell['low'])} to {shown(cell['high'])}"
-    length = (format_size(cell["length"]) if cell["length"] else "short") + BEYOND * ("beyond_context" in cell)
-    return cell["suite"], length, part, shown(cell["value"]), interval, str(cell["n"])

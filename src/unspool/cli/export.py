@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unspool.core.console import PlainConsole, print_json
-from unspool.core.lock import lock_output
 
 if TYPE_CHECKING:
     from unspool.recipe.export import Exported
@@ -22,6 +21,10 @@ def export(
         Path | None, typer.Option(metavar="RUN", help="Run whose recipe and scores the model card shows.")
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the check: auto, cpu or cuda.")] = "auto",
+    push: Annotated[
+        str | None, typer.Option(metavar="USER/NAME", help="Also upload the folder to this repository on the Hub.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository of --push private.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Write a model folder that plain transformers loads: weights, config, tokenizer and model card.
@@ -33,16 +36,12 @@ def export(
         unspool export runs/my-64k exported/my-64k
 
         unspool export runs/tiny exported/abf --stage abf --dtype bf16
-    """
-    # Import late, so that --help is fast: these load torch.
-    from unspool.recipe.export import check_out, find_checkpoint
-    from unspool.recipe.export import export as write
-    from unspool.recipe.run import pick_device
 
-    check_out(out)
-    found = find_checkpoint(checkpoint, stage=stage, run_dir=run)
-    with lock_output(out):
-        exported = write(found, out, dtype=dtype, device=pick_device(device))
+        unspool export runs/my-64k exported/my-64k --push me/my-model-64k
+    """
+    from unspool.recipe.export import export as write  # import late, so that --help is fast: it loads torch
+
+    exported = write(checkpoint, out, stage=stage, dtype=dtype, run=run, device=device, push=push, private=private)
     if as_json:
         print_json(as_plain(exported))
         return
@@ -60,6 +59,7 @@ def as_plain(exported: "Exported") -> dict[str, Any]:
         "bytes": exported.num_bytes,
         "remote_code": exported.own_code,
         "checks": [asdict(check) for check in exported.checks],
+        **({} if exported.url is None else {"url": exported.url}),
     }
 
 
@@ -79,3 +79,5 @@ def _print(exported: "Exported") -> None:
     if exported.own_code:
         typer.echo("HARPE needs the code beside the weights: load the model with trust_remote_code=True.")
     typer.echo(f"Exported: {exported.folder} ({exported.dtype}, {format_bytes(exported.num_bytes)})")
+    if exported.url is not None:
+        typer.echo(f"Uploaded: {exported.url}")

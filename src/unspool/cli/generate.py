@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unspool.cli.eval import ENDPOINTS, device_and_dtype, rope_override
+from unspool.cli.eval_options import read_rope
 from unspool.core.config import lookup
 from unspool.core.console import print_json
 from unspool.core.errors import ConfigError, DataError
 from unspool.evals.backends.base import BackendOptions
-from unspool.recipe.paths import expand_home, model_path
+from unspool.evals.eval_request import ENDPOINTS, rope_override
+from unspool.models.location import expand_home, model_path
 
 if TYPE_CHECKING:
     from unspool.evals.text_generator import TextAnswer, TextGenerator
@@ -94,12 +95,14 @@ def generate(
         raise ConfigError("the prompt is empty; give --prompt-file, --question or text on standard input.")
     if rope is not None and context is None:
         raise ConfigError("--rope needs the context length that it shall reach, such as --context 32K.")
-    override = rope_override(rope, context, None)
+    override = rope_override(None if rope is None else read_rope(rope), context, None)
 
     from unspool.evals.text_generator import GenerationOptions, TextGenerator
+    from unspool.models.extend import pick_device, pick_dtype  # import late: it loads torch
     from unspool.models.generation.cached import Sampling
 
-    target, dtype = device_and_dtype(device)
+    target = pick_device(device)
+    dtype = pick_dtype(None, target)
     generator = TextGenerator(
         BackendOptions(
             kind=backend,

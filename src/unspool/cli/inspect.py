@@ -1,34 +1,16 @@
 """`unspool inspect`: look inside corpora, datasets and input files."""
 
-import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperGroup
 
-from unspool.cli.inspect_views import (
-    Name,
-    Paths,
-    Tokenizer,
-    attention,
-    check_page,
-    distances,
-    find_rows,
-    load_tokenizer_of,
-)
+from unspool.cli.default_command import DEFAULT, DefaultGroup
+from unspool.cli.inspect_views import Name, Paths, Tokenizer, attention, check_page, distances
 from unspool.core.console import PlainConsole, print_json
-from unspool.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from unspool.inspection.input_documents import Collection
-    from unspool.inspection.run_paths import DataPath
-
-# Defaults of --count: for one dataset in the terminal and on a page, and for each of several in the terminal.
-IN_TERMINAL, ON_PAGE = 3, 12
-OF_EACH = 1
-# The command that takes a path.
-DEFAULT = "at"
+    from unspool.inspection.inspect_data import Inspection
 
 Index = Annotated[list[int] | None, typer.Option(help="Index of a row or document to show, from 0. Repeatable.")]
 Count = Annotated[
@@ -42,23 +24,8 @@ Html = Annotated[Path | None, typer.Option(help="Write one self-contained page t
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON, with full texts.")]
 
 
-class InspectGroup(TyperGroup):
-    """Accept both `unspool inspect PATH` and `unspool inspect COMMAND …`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
-            args = [DEFAULT, *args]
-        return super().parse_args(ctx, args)
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        # `inspect --help` also lists the options that a path takes.
-        whole = copy.copy(self)
-        whole.help, whole.params = self.commands[DEFAULT].help, self.commands[DEFAULT].params
-        TyperGroup.format_help(whole, ctx, formatter)
-
-
 def build_group() -> typer.Typer:
-    group = typer.Typer(cls=InspectGroup, no_args_is_help=True, subcommand_metavar="")
+    group = typer.Typer(cls=DefaultGroup, no_args_is_help=True, subcommand_metavar="")
     group.callback()(inspect)
     group.command(DEFAULT, hidden=True)(inspect_path)
     group.command("rows")(inspect_rows)
@@ -109,22 +76,22 @@ def inspect_path(
 
     Write ./rows for a folder that has the name of a command.
     """
-    from unspool.inspection.run_paths import find_data
-
-    place = find_data(path)
-    if place.kind == "run":
-        _list(place, source, html=html, as_json=as_json)
-        return
     check_page(html)
-    collection = _opened(place, tokenizer=tokenizer, field=text, seed=seed)
-    wanted = count or (IN_TERMINAL if html is None else ON_PAGE)
-    chosen = [(collection, collection.pick(indices=index or [], count=wanted, seed=seed, source=source))]
-    _write(chosen, html, tokens=tokens, full=full, quiet=as_json)
-    if as_json:
-        (values,) = _values(chosen, tokens=tokens)
-        print_json(values)
-    elif html is None:
-        _print(chosen, tokens=tokens, full=full)
+    from unspool.inspection.inspect_data import ON_PAGE
+    from unspool.inspection.inspect_data import inspect as find
+
+    found = find(
+        path,
+        index=index or (),
+        count=count or (None if html is None else ON_PAGE),
+        seed=seed,
+        source=source,
+        tokens=tokens,
+        full=full,
+        tokenizer=tokenizer,
+        text=text,
+    )
+    _show(found, html, as_json=as_json, only_one=True)
 
 
 def inspect_rows(
@@ -152,92 +119,31 @@ def inspect_rows(
 
         unspool inspect rows runs/tiny/datasets/utk-2k runs/other/datasets/cip --html rows.html
     """
-    from unspool.inspection.packed_rows import Rows
-
     check_page(html)
-    places = find_rows(paths, name)
-    few = OF_EACH if html is None else max(2, ON_PAGE // len(places))
-    wanted = count or ((IN_TERMINAL if html is None else ON_PAGE) if len(places) == 1 else few)
-    chosen: list[tuple[Collection, list[int]]] = []
-    for place in places:
-        rows = Rows(place, load_tokenizer_of(place, tokenizer))
-        chosen.append((rows, rows.pick(indices=index or [], count=wanted, seed=seed, source=source)))
-    _write(chosen, html, tokens=tokens, full=full, quiet=as_json)
-    if as_json:
-        print_json(_values(chosen, tokens=tokens))
-    elif html is None:
-        _print(chosen, tokens=tokens, full=full)
+    from unspool.inspection import inspect_data
+
+    found = inspect_data.inspect_rows(
+        paths or [Path()],
+        name or (),
+        index=index or (),
+        count=count,
+        on_page=html is not None,
+        seed=seed,
+        source=source,
+        tokens=tokens,
+        full=full,
+        tokenizer=tokenizer,
+    )
+    _show(found, html, as_json=as_json)
 
 
-def _write(
-    chosen: "list[tuple[Collection, list[int]]]", html: Path | None, *, tokens: bool, full: bool, quiet: bool
-) -> None:
-    if html is None:
-        return
-    from unspool.inspection.viewer_page import write_page
-
-    write_page(chosen, html, tokens=tokens, full=full)
-    if not quiet:
-        typer.echo(f"page: {html.absolute()}")
-
-
-def _opened(place: "DataPath", *, tokenizer: str | None, field: str | None, seed: int) -> "Collection":
-    if place.kind == "records":
-        from unspool.inspection.detokenize import FoundTokenizer
-        from unspool.inspection.input_documents import Records
-
-        found_tokenizer = load_tokenizer_of(place, tokenizer) if tokenizer else FoundTokenizer()
-        return Records(place, found_tokenizer, field=field, seed=seed)
-    if field is not None:
-        raise ConfigError("--text is for JSONL and Parquet files; data in a run's folder is already tokenized.")
-    found_tokenizer = load_tokenizer_of(place, tokenizer)
-    if place.kind == "dataset":
-        from unspool.inspection.packed_rows import Rows
-
-        return Rows(place, found_tokenizer)
-    from unspool.inspection.input_documents import Corpus
-
-    return Corpus(place, found_tokenizer)
-
-
-def _print(chosen: "list[tuple[Collection, list[int]]]", *, tokens: bool, full: bool) -> None:
-    from dataclasses import replace
-
-    from unspool.inspection.items import Show
-    from unspool.inspection.terminal import SHORT, print_item, print_summary
-
-    console = PlainConsole()
-    show = Show(tokens=tokens) if full else replace(SHORT, tokens=tokens)
-    for number, (collection, indices) in enumerate(chosen):
-        if number:
-            console.print("\n")
-        print_summary(console, collection.summary())
-        for index in indices:
-            print_item(console, collection.item(index, show), full=full)
-
-
-def _values(chosen: "list[tuple[Collection, list[int]]]", *, tokens: bool) -> list[dict[str, Any]]:
-    from unspool.inspection.items import Show, item_values, summary_values
-
-    return [
-        summary_values(collection.summary())
-        | {"items": [item_values(collection.item(index, Show(tokens=tokens))) for index in indices]}
-        for collection, indices in chosen
-    ]
-
-
-def _list(place: "DataPath", source: str | None, *, html: Path | None, as_json: bool) -> None:
-    from unspool.inspection.items import listing_values
-    from unspool.inspection.run_paths import list_run, sources_of
-    from unspool.inspection.terminal import print_listing
-
-    entries = list_run(place.path, source)
-    if not entries:
-        there = ", ".join(sources_of(place.path))
-        raise ConfigError(f"--source {source!r}: nothing in {place.path} contains it; sources are {there}.")
+def _show(found: "Inspection", html: Path | None, *, as_json: bool, only_one: bool = False) -> None:
     if html is not None:
-        raise ConfigError(f"--html needs one folder; give one of those in {place.path}, such as {entries[-1].name}.")
+        found.save(html)
+        if not as_json:
+            typer.echo(f"page: {html.absolute()}")
     if as_json:
-        print_json(listing_values(entries))
-    else:
-        print_listing(PlainConsole(), str(place.path), entries)
+        values = found.values()
+        print_json(values[0] if only_one and found.path is None else values)
+    elif html is None:
+        found.print(PlainConsole())

@@ -5,14 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unspool.core.config import nearest
 from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import parse_size
-
-if TYPE_CHECKING:
-    from unspool.inspection.detokenize import FoundTokenizer
-    from unspool.inspection.run_paths import DataPath
 
 Paths = Annotated[
     list[Path] | None,
@@ -24,44 +19,6 @@ Paths = Annotated[
 ]
 Name = Annotated[list[str] | None, typer.Option(help="Name of a dataset to show. Repeatable.")]
 Tokenizer = Annotated[str | None, typer.Option(help="Folder or Hub id. Default: the run's tokenizer.")]
-
-
-def find_rows(paths: list[Path] | None, names: list[str] | None) -> "list[DataPath]":
-    """The datasets in these paths, in order or in that of `names`; ConfigError if there are none."""
-    from unspool.inspection.run_paths import find_data, published_folders
-
-    found = []
-    for path in paths or [Path()]:
-        place = find_data(path)
-        if place.kind == "run":
-            found += [
-                find_data(published.folder) for published in published_folders(path) if published.kind == "dataset"
-            ]
-        elif place.kind == "dataset":
-            found.append(place)
-        else:
-            raise ConfigError(f"{path} contains no dataset; give a run or a folder of its datasets/.")
-    there = [place.path.name for place in found]
-    for name in names or []:
-        if name not in there:
-            guess = nearest(name, there)
-            hint = f"did you mean {guess!r}?" if guess else f"there are {', '.join(there) or 'none'}."
-            raise ConfigError(f"--name {name!r}: no such dataset; {hint}")
-    if names:
-        found = [place for name in names for place in found if place.path.name == name]
-    if not found:
-        raise ConfigError(f"{', '.join(map(str, paths or [Path()]))}: no datasets have been built here yet.")
-    return found
-
-
-def load_tokenizer_of(place: "DataPath", tokenizer: str | None) -> "FoundTokenizer":
-    # Import late: tokenizers need torch and transformers, which take seconds to import.
-    from unspool.inspection.detokenize import find_tokenizer
-    from unspool.recipe.paths import model_path
-
-    # Paths on the command line are relative to the current folder, those in a recipe also to the run's.
-    root = Path() if tokenizer or place.run_dir is None else place.run_dir
-    return find_tokenizer(place, tokenizer, lambda name: model_path(name, root))
 
 
 def check_page(html: Path | None) -> None:
@@ -157,11 +114,12 @@ def attention(
     far = _size("--beyond", beyond)
     most = None if length is None else _size("--length", length)
 
-    from unspool.cli.eval import device_and_dtype
     from unspool.inspection.attention.input_text import TextSettings
     from unspool.inspection.attention.measure import cell_of, measure_attention
+    from unspool.models.extend import pick_device, pick_dtype
 
-    target, dtype = device_and_dtype(device)
+    target = pick_device(device)
+    dtype = pick_dtype(None, target)
     found = _models(models, name)
     cut = TextSettings(num_docs=docs, length=most, pieces=pieces, seed=seed)
     read = _files(text, found, cut) if text else _row(str(row), found[0], cut)
@@ -204,7 +162,7 @@ def _models(refs: list[str], names: list[str] | None) -> "list[ModelRef]":
     from unspool.inspection.attention.measure import ModelRef
     from unspool.inspection.distance_view import unique_names
     from unspool.models.config import config_values
-    from unspool.recipe.paths import model_path
+    from unspool.models.location import model_path
 
     if names and len(names) != len(refs):
         raise ConfigError(f"--name was given {len(names)} times for {len(refs)} models; name each or none.")
@@ -239,7 +197,9 @@ def _row(given: str, model: "ModelRef", cut: "TextSettings") -> "Text":
     if not colon or not index.isdigit():
         raise ConfigError(f"--row {given}: write the folder of a dataset and a row index, such as datasets/utk:0.")
 
-    places = find_rows([Path(folder)], None)
+    from unspool.inspection.inspect_data import find_rows, load_tokenizer_of
+
+    places = find_rows([Path(folder)], ())
     if len(places) > 1:
         there = ", ".join(str(place.path) for place in places)
         raise ConfigError(f"--row {given}: several datasets found ({there}); name one of them.")
@@ -311,10 +271,13 @@ def distances(
     if edges and edges != sorted(set(edges)):
         raise ConfigError(f"--bins {bins}: edges must increase, such as 1,1K,4K,16K.")
     check_page(html)
-    places = find_rows(paths, name)
+    from unspool.inspection.inspect_data import find_rows, load_tokenizer_of
 
+    places = find_rows(paths or [Path()], name or ())
+
+    from unspool.data.distances import doublings
     from unspool.inspection.detokenize import FoundTokenizer
-    from unspool.inspection.distance_view import count_distances, distance_values, doublings, read_text, unique_names
+    from unspool.inspection.distance_view import count_distances, distance_values, read_text, unique_names
     from unspool.inspection.packed_rows import Rows, has_special_tokens
 
     names = unique_names([place.path for place in places])

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unspool.cli.eval_options import print_table
 from unspool.core.config import lookup
-from unspool.core.console import print_json
+from unspool.core.console import PlainConsole, print_json
 from unspool.core.errors import ConfigError
 from unspool.core.lock import lock_output
 
@@ -101,15 +100,18 @@ def _judge(
             raise ConfigError("--url needs --model-name, the name of the judge on the server.")
         server = Server(url=url, model=model_name, retry=RetryPolicy(seconds=timeout), width=requests)
         return Judge(name=model_name, ask=lambda prompt: server.chat(prompt, tokens), width=requests)
-    from unspool.cli.eval import device_and_dtype
     from unspool.evals.backends.transformers import ModelBackend
+    from unspool.models.extend import pick_device, pick_dtype
 
     assert model is not None
-    target, dtype = device_and_dtype("auto")
+    target = pick_device("auto")
+    dtype = pick_dtype(None, target)
     return Judge(name=model, ask=local_judge(ModelBackend(model, device=target, dtype=dtype), tokens))
 
 
 def _print(summaries: list[dict[str, Any]]) -> None:
+    from unspool.reporting.score_tables import print_scores
+
     for summary in summaries:
         typer.echo(summary["model"])
-        print_table(summary)
+        print_scores(PlainConsole(highlight=True), summary)

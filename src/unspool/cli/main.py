@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from unspool.cli import (
+    audit,
     doctor,
     eval,
     export,
@@ -131,8 +132,9 @@ def build_app() -> typer.Typer:
     app.command("judge")(judge.judge)
     app.command("synth")(synth.synth)
     app.command("report")(report.report)
-    app.command("study")(study.study)
+    app.add_typer(study.build_group(), name="study")
     app.command("verify")(verify.verify)
+    app.command("audit")(audit.audit)
     app.command("export")(export.export)
     app.command("doctor")(doctor.doctor)
     app.add_typer(inspect.build_group(), name="inspect")

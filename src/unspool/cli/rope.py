@@ -41,7 +41,7 @@ def rope(
     check_page(html)
 
     from unspool.models.config import config_values
-    from unspool.recipe.paths import model_path
+    from unspool.models.location import model_path
     from unspool.rope.advice import advise, write_advice
 
     values = config_values(model_path(model, Path()))

@@ -1,22 +1,16 @@
 """`unspool run`, and its steps one by one: `tokenize`, `pack`, `train`."""
 
 import logging
-import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from unspool.cli.recipes import Override
-from unspool.core.config import lookup
 from unspool.core.console import PlainConsole, print_json
-from unspool.core.lock import lock_run
-from unspool.core.phases import process_seconds
 from unspool.core.sizes import format_count, format_size
 from unspool.data.lengths import LONG, TABLE_EDGES, by_edges, from_length
 
@@ -39,19 +33,18 @@ def run(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = Fa
 
         unspool run my.yaml --set stages.0.lr=2e-5 --set out=runs/other-lr
     """
-    with _opened(recipe, overrides) as context:
-        from unspool.recipe.run import run as run_recipe
+    from unspool.recipe import run_recipe
 
-        outcome = run_recipe(context)
-    if not context.is_leader:
+    result = run_recipe.run(recipe, overrides, from_process_start=True)
+    if not result.is_leader:
         return
     if as_json:
-        print_json({"headline": outcome.headline, "report": str(outcome.report)})
+        print_json({"headline": list(result.headline), "report": str(result.report)})
         return
     typer.echo("")
-    for line in outcome.headline:
+    for line in result.headline:
         typer.echo(line)
-    typer.echo(f"\nreport: {outcome.report.absolute()}")
+    typer.echo(f"\nreport: {result.report.absolute() if result.report else ''}")
 
 
 def tokenize(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = False) -> None:
@@ -64,11 +57,9 @@ def tokenize(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson
 
         unspool tokenize my.yaml --set sources.web.max_bad=0.01 --json
     """
-    loaded = _loaded(recipe, overrides)
-    from unspool.recipe import prepare
+    from unspool.recipe import run_recipe
 
-    with lock_run(loaded.recipe.out):
-        counts = prepare.tokenize(prepare.open_data_run(loaded))
+    counts = run_recipe.run(recipe, overrides, until="tokenize").corpora
     if as_json:
         print_json(counts)
         return
@@ -83,13 +74,9 @@ def pack(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = F
 
         unspool pack my.yaml
     """
-    loaded = _loaded(recipe, overrides)
-    from unspool.recipe import prepare
+    from unspool.recipe import run_recipe
 
-    with lock_run(loaded.recipe.out):
-        context = prepare.open_data_run(loaded)
-        prepare.tokenize(context)
-        counts = prepare.pack(context)
+    counts = run_recipe.run(recipe, overrides, until="pack").datasets
     if as_json:
         print_json(counts)
         return
@@ -110,62 +97,12 @@ def train(
 
         unspool train my.yaml --stage 64k
     """
-    with _opened(recipe, overrides) as context:
-        from unspool.recipe import prepare
-        from unspool.recipe.run import stage_dir
-        from unspool.recipe.run import train as train_stage
+    from unspool.recipe import run_recipe
 
-        stages = {entry.name: entry for entry in context.recipe.stages}
-        chosen = [lookup(stages, stage, kind="stage")] if stage else list(stages.values())
-        prepare.tokenize(context)
-        prepare.pack(context)
-        for entry in chosen:
-            train_stage(context, entry)
-            if context.is_leader:
-                typer.echo(str((stage_dir(context, entry.name) / "model").absolute()))
-
-
-@contextmanager
-def _opened(recipe: str, overrides: list[str] | None) -> Iterator[Any]:
-    """Open the run of a recipe in this process, or on all ranks of the job that it is part of."""
-    loaded = _loaded(recipe, overrides)
-    if isinstance(loaded.recipe.model, str) and os.environ.get("RANK", "0") == "0":
-        from unspool.models.weight_files import hash_ahead
-
-        hash_ahead(loaded.path(loaded.recipe.model))
-    _keep_compiled(loaded.recipe.out)
-    # Import late, so that recipe errors appear immediately: these load torch.
-    from unspool.recipe.run import open_run, pick_device
-    from unspool.training.parallel.ranks import init_ranks
-
-    with (
-        init_ranks(pick_device(loaded.recipe.device).type) as these,
-        lock_run(loaded.recipe.out) if these.is_leader else nullcontext(),  # rank 0 locks for all
-    ):
-        started = process_seconds()
-        context = open_run(loaded, these)
-        if started is not None:
-            context.phases.add_before("start-up", started)
-        yield context
-        logger.info(f"{loaded.recipe.name}: finished in {context.phases.text()}")
-
-
-def _keep_compiled(out: Path) -> None:
-    """Keep compiled kernels beside the run, for the next start and the next run, unless the user has set a place.
-
-    Not inside of it: these files are code, and a run's folder is passed on to others.
-    """
-    folder = out.absolute().parent / ".compile-cache"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
-    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
-
-
-def _loaded(recipe: str, overrides: list[str] | None) -> Any:
-    from unspool.recipe.load import check_inputs, load_recipe
-
-    loaded = load_recipe(recipe, overrides)
-    check_inputs(loaded)
-    return loaded
+    result = run_recipe.run(recipe, overrides, until="train", stage=stage, from_process_start=True)
+    if result.is_leader:
+        for model in result.models.values():
+            typer.echo(str(model.absolute()))
 
 
 def print_tables(*tables: Table, highlight: bool = True) -> None:

@@ -6,17 +6,34 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.padding import Padding
 from rich.table import Table
 
+from unspool.cli.default_command import DEFAULT, DefaultGroup
 from unspool.cli.recipes import Override
 from unspool.cli.run import print_tables
-from unspool.core.console import print_json
+from unspool.core.console import PlainConsole, print_json
 from unspool.core.lock import lock_run, wait_for_lock
 from unspool.core.sizes import format_count
 
 SOME_FAILED = 1
 # Measures beside the ranking; more do not fit a terminal, and study.md has them all.
 MAX_COLUMNS = 6
+# Tables of numbers are rather wrapped by a narrow terminal than cut.
+MIN_WIDTH = 120
+
+
+def build_group() -> typer.Typer:
+    group = typer.Typer(cls=DefaultGroup, no_args_is_help=True, subcommand_metavar="")
+    group.callback()(studies)
+    group.command(DEFAULT, hidden=True)(study)
+    group.command("list")(list_studies)
+    group.command("show")(show)
+    return group
+
+
+def studies() -> None:
+    """Run the arms of a study under every seed, and rank them; list the bundled studies."""
 
 
 def study(
@@ -41,6 +58,8 @@ def study(
     scores of the base model where their settings are equal. You can kill it
     at any time and run it again; an arm that fails does not stop the others.
 
+        unspool study list
+
         unspool study tiny --dry-run
 
         unspool study my-study.yaml --set engine.workers=8
@@ -61,7 +80,7 @@ def study(
         _dry_run(loaded, chosen, as_json=as_json)
         return
     if not report_only:
-        from unspool.recipe.run import pick_device
+        from unspool.models.extend import pick_device
 
         waiting = [run for run in chosen if not is_done(loaded, run)]
         check_study_inputs(waiting)
@@ -80,6 +99,41 @@ def study(
         _show(loaded, result)
     if any(one.state == "failed" for one in found if one.run in chosen):
         raise typer.Exit(SOME_FAILED)
+
+
+def list_studies(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
+) -> None:
+    """List the bundled studies, those of papers with the paper's own numbers."""
+    from unspool.core.table import terminal_table
+    from unspool.studies import paper_numbers
+
+    found = paper_numbers.list_studies()
+    if as_json:
+        print_json(found)
+        return
+    console = PlainConsole()
+    console.width = max(console.width, MIN_WIDTH)
+    for entry in found:
+        arms = f"{len(entry['arms'])} arms of {entry['recipe']}"
+        typer.echo(f"{entry['name']}: {entry['summary']} ({arms})")
+        paper = paper_numbers.read_paper(entry)
+        if paper is not None:
+            table = paper_numbers.paper_table(paper)
+            typer.echo(f"  {table.caption}")
+            console.print(Padding(terminal_table(table), (0, 0, 0, 2), expand=False))
+            if table.note:
+                typer.echo(f"  {table.note}")
+        typer.echo("")
+    typer.echo("unspool study show NAME > my-study.yaml   copies one to edit.")
+
+
+def show(name: Annotated[str, typer.Argument(help="A bundled study.")]) -> None:
+    """Print a bundled study."""
+    from unspool.core.config import lookup
+    from unspool.recipe.paths import bundled_studies
+
+    typer.echo(lookup(bundled_studies(), name, kind="study").path.read_text(encoding="utf-8"), nl=False)
 
 
 def _dry_run(loaded: Any, chosen: list[Any], *, as_json: bool) -> None:
@@ -103,6 +157,8 @@ def _show(loaded: Any, result: dict[str, Any]) -> None:
         if names:
             typer.echo(f"{kind}: the mean of {', '.join(names)}")
     typer.echo(seeds_sentence(result))
+    if "paper" in result:
+        typer.echo(f"beside {result['paper']['source']}: study.md and the report")
     for entry in result["runs"]:
         if entry["state"] != "finished" and not entry["compared"]:
             error = f": {entry['error'].splitlines()[0]}" if entry["error"] else ""

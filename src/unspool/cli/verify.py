@@ -90,7 +90,7 @@ def _run(
     models: Sequence[str], checks: "Sequence[Check]", devices: "Sequence[torch.device]", *, seed: int
 ) -> "list[Result]":
     from unspool.core.progress import progress_bar
-    from unspool.recipe.paths import model_path
+    from unspool.models.location import model_path
     from unspool.verification.fixtures import FAMILIES, build_small_models, user_model
     from unspool.verification.run import run_checks
 

@@ -25,8 +25,20 @@ from pydantic_core import CoreSchema, core_schema
 from unspool.core.errors import ConfigError
 
 
+def _without_example(schema: dict[str, Any]) -> None:
+    """Examples in Python are for `help`, not for editors of recipes."""
+    if "description" in schema:
+        schema["description"] = schema["description"].partition("\n\nExample:")[0]
+
+
 class Config(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        populate_by_name=True,
+        allow_inf_nan=False,
+        json_schema_extra=_without_example,
+    )
 
 
 Entry = TypeVar("Entry")

@@ -15,15 +15,40 @@ from unspool.core.formatting import one_line
 
 
 class UnspoolError(Exception):
-    """The CLI prints the message without a traceback and exits with code 2."""
+    """An error that the user can fix, in one sentence; the command line prints it and exits with code 2.
+
+    Example:
+        >>> import unspool
+        >>> try:
+        ...     unspool.load("no/such/folder/model.gguf")
+        ... except unspool.UnspoolError as error:
+        ...     print(type(error).__name__)
+        ConfigError
+    """
 
 
 class ConfigError(UnspoolError):
-    """A mistake in the recipe or on the command line."""
+    """A mistake in the recipe, on the command line or in an argument.
+
+    Example:
+        >>> import unspool
+        >>> issubclass(unspool.ConfigError, unspool.UnspoolError)
+        True
+    """
 
 
 class DataError(UnspoolError):
-    """An input file that cannot be used; the message names file and record."""
+    """Input that cannot be used; the message names file and record.
+
+    Example:
+        >>> import unspool
+        >>> model, tokenizer = unspool.load("asset:tiny-base")
+        >>> try:
+        ...     unspool.pack(["a text", 3], tokenizer, seq_len=16)
+        ... except unspool.DataError as error:
+        ...     print(str(error).split(":")[0])
+        data, record 1
+    """
 
 
 class BusyError(UnspoolError):

@@ -1,5 +1,6 @@
 """Self-contained HTML pages: escaping templates, SVG elements, and atomic writing."""
 
+import base64
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -42,10 +43,23 @@ def _escape(value: object) -> str:
     return escape(printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value)
 
 
+def embedded(page: str, height: int = 600) -> str:
+    """A whole page inside another one, such as a notebook, whose styles it leaves alone."""
+    return element(
+        "iframe", srcdoc=Markup(escape(page)), width="100%", height=height, style="border: 0; background: white"
+    )
+
+
 def svg(width: float, height: float, label: str, *children: Markup, **attributes: object) -> Markup:
     """A drawing that scales with its page; screen readers speak `label`."""
     shared = {"class_": "chart", "viewBox": f"0 0 {width:g} {height:g}", "role": "img", "aria_label": label}
     return element("svg", *children, **(shared | attributes))
+
+
+def picture(drawing: str, label: str) -> Markup:
+    """An SVG file as a picture: whatever it holds, it cannot run or load anything."""
+    source = "data:image/svg+xml;base64," + base64.b64encode(drawing.encode()).decode()
+    return Markup('<img class="picture" alt="{}" src="{}">').format(printable(label), source)
 
 
 def svg_text(x: float, y: float, shown: object, anchor: str = "middle", class_: str | None = "tick") -> Markup:

@@ -48,6 +48,18 @@ def stretches_of(row: Row, is_text: np.ndarray | None = None) -> Stretches:
     return Stretches(positions[firsts][kept], np.diff(firsts, append=len(row.tokens))[kept], docs[pieces][kept])
 
 
+def stretches_of_documents(row: Row) -> Stretches:
+    """The text of one row as it was before chunks were moved: the chunks of each document put together."""
+    assert row.chunk_ids is not None
+    lens = np.bincount(row.chunk_ids, weights=row.doc_lens).astype(np.int64)
+    return Stretches(np.cumsum(lens) - lens, lens, np.arange(len(lens)))
+
+
+def doublings(reach: int) -> list[int]:
+    """1, 2, 4 … below `reach`."""
+    return [1 << power for power in range(max(1, (reach - 1).bit_length()))]
+
+
 def join_rows(rows: Sequence[Stretches]) -> Stretches:
     """The stretches of several rows, documents of different rows kept apart."""
     ends = np.cumsum([0, *(int(one.docs.max(initial=-1)) + 1 for one in rows)]).tolist()

@@ -86,7 +86,28 @@ class TaskEval(EvalConfig):
         return self
 
 
-class WordedEval(TaskEval):
+class ReferenceEval(TaskEval):
+    """Settings of suites that can read a user's own copy of the public benchmark."""
+
+    reference: str | None = Field(
+        None,
+        description="your clone of the benchmark's public repository, or prompt files that its scripts wrote: makes "
+        "scores comparable with published ones; our own words and data if none",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reference_decides(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("reference") is None:
+            return data
+        if data.get("mode", "reference") != "reference":
+            raise ValueError("reference asks as the benchmark's own code does; leave mode out, or set mode: reference")
+        if data.get("wording") is not None:
+            raise ValueError("reference and wording both give the words of tasks; keep one of them")
+        return {**data, "mode": "reference"}
+
+
+class WordedEval(ReferenceEval):
     """Settings of suites whose instructions a user may replace."""
 
     wording: str | None = Field(

@@ -195,7 +195,7 @@ def scoring_identity(scoring: Scoring, backend: Backend, beyond: dict[str, Any] 
 def _settings(config: EvalConfig) -> dict[str, Any]:
     """Settings of an entry, without defaults of younger keys, so that scores older than these stay up to date."""
     settings = config.model_dump(mode="json", exclude={"after"})  # when it is scored changes no score
-    defaults: dict[str, tuple[Any, ...]] = {"wording": (None,), "beyond_context": (None, "ask")}
+    defaults: dict[str, tuple[Any, ...]] = {"wording": (None,), "reference": (None,), "beyond_context": (None, "ask")}
     defaults |= dict.fromkeys(("preset", "target_length", "reference_length"), (None,)) | {"shots": (0,)}
     defaults["average_of"] = ({},)
     return {name: value for name, value in settings.items() if value not in defaults.get(name, ())}

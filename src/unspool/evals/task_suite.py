@@ -14,6 +14,7 @@ from unspool.core.config import lookup
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size
+from unspool.evals.benchmark_copy import Reader, Reference, comparability
 from unspool.evals.config import TaskEval
 from unspool.evals.heldout import PlanInputs
 from unspool.evals.prompt_encoder import PromptEncoder
@@ -48,6 +49,7 @@ class TaskSuite(Suite):
     categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # names of tasks
     has_overall: bool = True  # whether the mean over categories is a number of the suite
     wording: Forms = field(default_factory=dict)  # texts that a user may replace
+    reference: Reader | None = None  # reads a user's own copy of the benchmark
 
     def chosen_tasks(self, config: TaskEval) -> list[Task]:
         names = list(dict.fromkeys(config.tasks)) or list(self.tasks)
@@ -66,11 +68,30 @@ class TaskSuite(Suite):
         path: str | None = getattr(config, "wording", None)
         return None if path is None else read_wording(_resolve(path, root), self.name, self.wording)
 
+    def chosen_reference(self, config: TaskEval, root: Path) -> Reference | None:
+        """Read and check the user's copy of the benchmark; None if the entry has none."""
+        path: str | None = getattr(config, "reference", None)
+        if path is None:
+            return None
+        if self.reference is None:
+            raise ConfigError(f"reference: suite {self.name} cannot read a copy of its benchmark; leave it out.")
+        if not (root / path).exists():
+            raise ConfigError(
+                f"reference {path}: no such file or folder; give your clone of the benchmark's public repository, or "
+                "the prompt files that its scripts wrote."
+            )
+        found = {
+            "paths": {name: _resolve(given, root) for name, given in config.paths.items()},
+            "tasks": [task.name for task in self.chosen_tasks(config)],
+        }
+        return self.reference(root / path, config.model_copy(update=found))
+
     def inputs(self, config: TaskEval, root: Path) -> dict[str, dict[str, Any]]:
-        wording = self.chosen_wording(config, root)
+        wording, reference = self.chosen_wording(config, root), self.chosen_reference(config, root)
         return {
             "paths": {name: _path_digest(root / path) for name, path in config.paths.items()},
             "wording": {} if wording is None else {self.name: wording.hash},
+            "reference": {} if reference is None else {self.name: reference.hash},
         }
 
     def plan(self, config: TaskEval, inputs: PlanInputs) -> "PlannedTasks":
@@ -83,7 +104,8 @@ class TaskSuite(Suite):
         tasks = self.protocol(config)
         within = {name: tuple(task for task in each if task in tasks) for name, each in self.categories.items()}
         categories = {name: each for name, each in within.items() if each}
-        return suite_summary(config, categories, cells, samples, has_overall=self.has_overall)
+        found = suite_summary(config, categories, cells, samples, has_overall=self.has_overall)
+        return found if self.reference is None else {**found, **_comparability(config, samples)}
 
 
 class PlannedTasks(PlannedEval):
@@ -93,8 +115,11 @@ class PlannedTasks(PlannedEval):
         self.tasks = {task.name: task for task in suite.chosen_tasks(config)}
         self.encoder = PromptEncoder(inputs.tokenizer, inputs.form)
         self.chat = {name: self.encoder.uses_chat(task, config.chat) for name, task in self.tasks.items()}
-        self.wording = suite.chosen_wording(config, inputs.root)
-        paths = {name: _resolve(path, inputs.root) for name, path in config.paths.items()}
+        self.reference = suite.chosen_reference(config, inputs.root)
+        own = suite.chosen_wording(config, inputs.root)
+        self.wording = own if self.reference is None else self.reference.wording
+        paths = dict(self.reference.paths) if self.reference is not None else {}
+        paths |= {name: _resolve(path, inputs.root) for name, path in config.paths.items()}
         self.sources = suite.load(inputs.tokenizer, paths, *([] if self.wording is None else [self.wording]))
         indices = {name: self._indices(task) for name, task in self.tasks.items()}
         limit, num_questions = inputs.context, sum(map(len, indices.values()))
@@ -120,8 +145,12 @@ class PlannedTasks(PlannedEval):
 
     def question(self, question: QuestionId) -> Question:
         task = self.tasks[question.task]
+        if self.reference is not None and (question.task, question.length) in self.reference.prompts:
+            return self.reference.prompts[question.task, question.length][question.index]
         # A task leaves room for its own number of answer tokens; the difference is taken off the length.
         overhead = self.encoder.overhead(chat=self.chat[task.name]) + self.answer_tokens(task) - task.answer_tokens
+        if not self.chat[task.name] and self.reference is not None and not self.reference.counts_opening:
+            overhead -= len(self.encoder.opening)
         ask = Ask(
             length=question.length,
             seed=self.seed,
@@ -239,6 +268,7 @@ class PlannedTasks(PlannedEval):
             **({"cut_tokens": question.cut_tokens} if question.cut_tokens else {}),
             **prompt.excerpt(self.encoder.tokenizer, question, self.config.lengths),
             **self._wording_hash,
+            **({} if self.reference is None else {"benchmark": self.reference.facts}),
         }
         if "pair" in asked.meta:
             sample["pair"] = asked.meta["pair"]
@@ -260,13 +290,18 @@ class PlannedTasks(PlannedEval):
         return None if self._cache is None else self._cache.take((id(self), question))
 
     def _encode(self, question: QuestionId) -> EncodedQuestion:
-        asked = self.question(question)
-        ids = self.encoder.ids(asked, chat=self.chat[question.task])
+        asked, chat = self.question(question), self.chat[question.task]
         answer = self.encoder.template_tokens + self.answer_tokens(self.tasks[question.task])
+        fit = None if self.reference is None else self.reference.fit
+        if fit is not None:
+            asked = fit(asked, self.encoder, chat=chat, limit=question.length - answer)
+        ids = self.encoder.ids(asked, chat=chat)
         if self._cut_to is not None and len(ids) + answer > self._cut_to:
-            asked, ids = self._cut(asked, ids, len(ids) + answer - self._cut_to, chat=self.chat[question.task])
+            asked, ids = self._cut(asked, ids, len(ids) + answer - self._cut_to, chat=chat)
         used = len(ids) + answer
-        if used > question.length:
+        # Finished prompts were written without regard to the model's template, and benchmarks' cuts leave a token more.
+        allowed = 0 if self.reference is None else self.encoder.overhead(chat=chat)
+        if used > question.length + allowed and fit is None:
             raise DataError(
                 f"{self.suite.name} {question.task}: question {question.index} takes {used} tokens of "
                 f"{format_size(question.length)}, its answer included. Use a greater length or leave the task out."
@@ -288,6 +323,11 @@ class PlannedTasks(PlannedEval):
         return replace(shorter, meta={**asked.meta, CUT_TOKENS: len(ids) - len(found)}), found
 
     def _indices(self, task: Task) -> list[int]:
+        prompts = {} if self.reference is None else self.reference.prompts
+        counts = [len(prompts[task.name, length]) for length in self.config.lengths if (task.name, length) in prompts]
+        if counts:
+            # The files' own order, and as many as every length has.
+            return list(range(min(self.config.samples, *counts)))
         size = None if task.size is None else task.size(self.sources)
         if size == 0:
             raise ConfigError(f"{self.suite.name}: task {task.name} has no questions in the data given; leave it out.")
@@ -295,6 +335,14 @@ class PlannedTasks(PlannedEval):
             return list(range(max(1, self.config.samples // task.together) * task.together))
         strata = [None if task.stratum is None else task.stratum(self.sources, at) for at in range(size)]
         return stratified_subset(strata, self.config.samples, self.seed, together=task.together)
+
+
+def _comparability(config: TaskEval, samples: Sequence[Sample]) -> dict[str, Any]:
+    of_suite = [sample for sample in samples if sample["suite"] == config.suite]
+    changes = ["answer_tokens is set"] if config.answer_tokens else []
+    if any("cut_tokens" in sample for sample in of_suite):
+        changes.append("prompts were cut to the model's context")
+    return comparability(next((sample["benchmark"] for sample in of_suite if "benchmark" in sample), None), changes)
 
 
 def _block(question: QuestionId) -> tuple[int, str]:

@@ -99,16 +99,21 @@ def read_wording(path: str, suite: str, forms: Forms) -> Wording:
     if not forms:
         raise ConfigError(f"wording: suite {suite} has no replaceable texts; leave `wording` out.")
     loaded = _loaded(Path(path))
+    return checked_wording(loaded, suite, forms, label=f"wording {path}", source=Path(path).name)
+
+
+def checked_wording(loaded: Any, suite: str, forms: Forms, *, label: str, source: str) -> Wording:
+    """Check the content of a wording file, or of what was read from elsewhere; ConfigError lists all mistakes."""
     problems = [*_problems(loaded, suite, forms)]
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
-        raise ConfigError(f"wording {path}: {len(problems)} mistake{'s' if len(problems) > 1 else ''}:{listed}")
+        raise ConfigError(f"{label}: {len(problems)} mistake{'s' if len(problems) > 1 else ''}:{listed}")
     tasks: dict[str, dict[str, Any]] = loaded["tasks"]
     return Wording(
         forms=forms,
         given={task: {name: text for name, text in texts.items() if name != TOKENS} for task, texts in tasks.items()},
         answer_tokens={task: texts[TOKENS] for task, texts in tasks.items() if TOKENS in texts},
-        source=Path(path).name,
+        source=source,
     )
 
 

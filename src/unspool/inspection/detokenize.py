@@ -139,13 +139,14 @@ class FoundTokenizer:
 Resolve = Callable[[str], str]
 
 
-def find_tokenizer(place: DataPath, given: str | None, resolve: Resolve) -> FoundTokenizer:
-    """Load `given` (ConfigError if that fails), or else find the tokenizer through the run's folder."""
+def find_tokenizer(place: DataPath, given: Any, resolve: Resolve) -> FoundTokenizer:
+    """Take `given`, a tokenizer or its name (ConfigError if that fails), or else find it through the run's folder."""
     wanted = _recorded_hash(place)
     if given is not None:
-        tokenizer = load_tokenizer(resolve(given))
+        name = given if isinstance(given, str) else given.name_or_path
+        tokenizer = load_tokenizer(resolve(given)) if isinstance(given, str) else given
         encoder = _encoder(tokenizer)
-        return _found(tokenizer, encoder, given, place, matches=_matches(encoder, wanted))
+        return _found(tokenizer, encoder, name, place, matches=_matches(encoder, wanted))
     fallback: tuple[Any, Encoder | None, str] | None = None
     for name, ref in _candidates(place, resolve):
         try:

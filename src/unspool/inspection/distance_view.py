@@ -103,11 +103,6 @@ def read_text(rows: Rows, name: str, *, most_rows: int | None = None) -> Dataset
     )
 
 
-def doublings(reach: int) -> list[int]:
-    """1, 2, 4 … below `reach`."""
-    return [1 << power for power in range(max(1, (reach - 1).bit_length()))]
-
-
 def count_distances(text: DatasetText, edges: Sequence[int], beyond: Sequence[int]) -> Distances:
     """Count pairs by distance; `edges` start at 1 and rise, `beyond` are further thresholds."""
     thresholds = sorted({1, max(1, text.row_len // 2), *edges, *beyond})

@@ -75,9 +75,12 @@ def write_page(
     collections: Sequence[tuple[Collection, list[int]]], out_file: Path, *, tokens: bool, full: bool
 ) -> None:
     """Write collections, each with the indices of the items to show."""
+    write_text(out_file, render_page(collections, tokens=tokens, full=full))
+
+
+def render_page(collections: Sequence[tuple[Collection, list[int]]], *, tokens: bool, full: bool) -> str:
     show = Show(tokens=tokens) if full else replace(LONG, tokens=tokens)
-    shown = [(each.summary(), [each.item(index, show) for index in chosen]) for each, chosen in collections]
-    write_text(out_file, render(shown))
+    return render([(each.summary(), [each.item(index, show) for index in chosen]) for each, chosen in collections])
 
 
 def render(sections: Sequence[tuple[Summary, list[Item]]]) -> str:

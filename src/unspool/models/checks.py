@@ -67,7 +67,7 @@ def no_embedding(size: int) -> str:
 
 def check_attention(model: Any, own: str) -> None:
     """Refuse a model that computes something else with our attention `own` than with that of `transformers`."""
-    with _short_windows(model):
+    with short_windows(model):
         ours = last_states(model, (DOC_LEN,))
         model.set_attn_implementation("eager")
         try:
@@ -122,7 +122,7 @@ def is_close(left: Tensor, right: Tensor) -> bool:
 
 
 @contextmanager
-def _short_windows(model: Any) -> Iterator[None]:
+def short_windows(model: Any) -> Iterator[None]:
     """Set windows and chunks of attention to a few tokens, wherever the model stores their size."""
     holders = {id(holder): holder for holder in (model.config, model.config.get_text_config(), *model.modules())}
     changed = []

@@ -12,9 +12,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +264,18 @@ def our_passes(model: Any, dtype: torch.dtype) -> list[Pass]:
         name, tolerance = str(dtype).removeprefix("torch."), ROUNDING[dtype]
         passes.append(Pass(**vars(short) | {"name": f"in {name}", "dtype": name, "tolerance": tolerance}))
     return passes
+
+
+@torch.inference_mode()
+def live_pass(model: Any) -> Callable[[torch.dtype], Pass]:
+    """Compute the logits of a model as the caller holds it; returns the comparison with a file of some dtype."""
+    computed = _computed(model, "in memory", list(range(min(SHORT, int(model.config.max_position_embeddings)))))
+
+    def compare(dtype: torch.dtype) -> Pass:
+        rounding = max(ROUNDING.get(each, TOLERANCE) for each in (dtype, model.dtype))
+        return replace(computed, tolerance=rounding)
+
+    return compare
 
 
 def _computed(model: Any, name: str, positions: list[int]) -> Pass:

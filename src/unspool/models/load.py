@@ -21,7 +21,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError, UnspoolError
+from unspool.data.strategies.utk.special_tokens import ALL_KNOTS, add_knots, trained_ids
 from unspool.models.attention.interface import NAME, register
 from unspool.models.checks import check_attention, check_finite
 from unspool.models.config import SIZES, NewModel, build_plain_config, check_values, read_config_file
@@ -187,6 +189,22 @@ def build_new(new: NewModel, tokenizer: Any, *, seed: int) -> Any:
     model = LlamaForCausalLM(config)
     decide_by_document(model)
     return model
+
+
+def add_special_tokens(model: Any, tokenizer: Any, rows: dict[str, Path]) -> None:
+    """Give model and tokenizer the special tokens (UTK) of `rows`; existing ones stay as they are."""
+    counts = {name: (read_manifest(folder) or {}).get("counts", {}) for name, folder in rows.items()}
+    recorded = {name: count["added_tokens"] for name, count in counts.items() if count.get("added_tokens")}
+    trained = trained_ids(tokenizer) if recorded else np.zeros(0, dtype=np.int64)
+    knots = add_knots(tokenizer, [knot for knot in ALL_KNOTS if any(knot in ids for ids in recorded.values())])
+    for name, ids in recorded.items():
+        for knot, number in knots.items():
+            if ids.get(knot, number) != number:
+                raise ConfigError(
+                    f"dataset {name}: {knot} is token {ids[knot]} there, but token {number} of this stage's model; "
+                    "pack the dataset with this model's tokenizer."
+                )
+    fit_vocabulary(model, set(knots.values()) - set(trained.tolist()), trained)
 
 
 def fit_vocabulary(model: Any, new: Collection[int], trained: np.ndarray) -> None:

@@ -293,7 +293,7 @@ def _check_rotation(model: Any) -> None:
         raise refusal
     if model.config._attn_implementation != OWN_ATTENTION:
         raise ConfigError(
-            'rope harpe: a base per head needs attn_implementation="unspool"; load the model with load_model.'
+            'rope harpe: a base per head needs attn_implementation="unspool"; load the model with unspool.load.'
         )
     apply_base(model, shape.base)
     own = last_states(model, (DOC_LEN,))

@@ -3,12 +3,15 @@
 Nothing is written and no weight is read. A stage that does not fit as written comes with alternatives that do.
 """
 
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
+from unspool.core.console import PlainConsole
 from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size
@@ -29,6 +32,7 @@ from unspool.planning.fit import (
     set_arguments,
 )
 from unspool.planning.footprint import PARTS
+from unspool.planning.plan_text import print_plan
 from unspool.planning.recipe_inputs import DataPlan, DatasetUse, PlannedModel, plan_data, planned_model
 from unspool.planning.step_time import Documents, device_speed, documents, flops_per_token
 from unspool.recipe.load import LoadedRecipe
@@ -81,12 +85,15 @@ class ReportedSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
+    """What a recipe needs, and settings of its stages that fit."""
+
     loaded: LoadedRecipe
     model: PlannedModel
     machine: Machine
     rates: str  # origin of the rates
     data: DataPlan
     stages: tuple[StagePlan, ...]
+    price: float | None = None  # of a GPU hour
 
     @property
     def fits(self) -> bool:
@@ -97,6 +104,28 @@ class Plan:
         """None if no settings fit some stage."""
         found = [stage.chosen.hours for stage in self.stages if stage.chosen is not None]
         return sum(found) if len(found) == len(self.stages) else None
+
+    def refusals(self) -> list[str]:
+        """What does not fit as written, and what would; empty if all stages fit."""
+        lines = []
+        for planned in self.stages:
+            if planned.problem is None:
+                continue
+            lines.append(f"stage {planned.stage.name} does not fit as written: {planned.problem.rstrip('.')}.")
+            lines += [f"stage {planned.stage.name} fits with {one.text}" for one in planned.alternatives]
+            if not planned.alternatives:
+                lines.append(f"stage {planned.stage.name}: no settings fit; use a smaller model.")
+        return lines
+
+    def print(self, console: Console) -> None:
+        print_plan(console, self)
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        self.print(PlainConsole(file=out, width=120))
+        return out.getvalue()
+
+    __repr__ = __str__
 
 
 def plan_recipe(
@@ -259,7 +288,8 @@ def _smallest(rope: RopeShape, context: int) -> str:
 # Plain data for --json
 
 
-def as_plain(plan: Plan, price: float | None) -> dict[str, Any]:
+def as_plain(plan: Plan) -> dict[str, Any]:
+    price = plan.price
     machine, hours = plan.machine, plan.hours
     gpu_hours = None if hours is None else hours * machine.count
     return {

@@ -3,11 +3,15 @@
 The folder appears only after a fresh process has loaded it and computed the same logits.
 """
 
+import copy
 import gc
 import json
-from dataclasses import asdict, dataclass
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -16,20 +20,24 @@ from huggingface_hub import hf_hub_download
 from unspool.core.artifacts import publish, read_manifest, remove
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
+from unspool.core.lock import lock_output
 from unspool.models.checks import check_finite
-from unspool.models.export import Compared, check_folder, our_passes, round_weights, save_model
+from unspool.models.export import Compared, Pass, check_folder, live_pass, our_passes, round_weights, save_model
+from unspool.models.extend import DTYPES, pick_device
 from unspool.models.load import load_model
-from unspool.models.location import final_model, suggestion
+from unspool.models.location import final_model, resolve_path, suggestion
 from unspool.models.tokenizer import load_tokenizer
 from unspool.models.weight_files import model_digest
-from unspool.recipe.paths import resolve_path
+from unspool.recipe.hub_upload import HubUpload
 from unspool.recipe.run import versions
 from unspool.reporting.gather import gather
 from unspool.reporting.model_card import CardFacts, Check, render_card
 from unspool.reporting.run_results import RunResults
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 KIND = "export"
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 CARD = "README.md"
 
 
@@ -40,16 +48,21 @@ class Checkpoint:
     model: Path
     run_dir: Path | None = None
     stage: str | None = None
+    source: str | None = None  # of a model that was saved from memory: where it was loaded from
+    live: Callable[[torch.dtype], Pass] | None = None  # and the logits that it computed there
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
+    """An exported folder, and how its logits in plain `transformers` compare with ours."""
+
     folder: Path
     checkpoint: Checkpoint
     dtype: str
     own_code: bool
     num_bytes: int
     checks: list[Compared]
+    url: str | None = None  # of the repository on the Hub that it was uploaded to
 
 
 def find_checkpoint(path: Path, *, stage: str | None = None, run_dir: Path | None = None) -> Checkpoint:
@@ -99,9 +112,85 @@ def check_out(out_dir: Path) -> None:
         )
 
 
-def export(checkpoint: Checkpoint, out_dir: Path, *, dtype: str | None, device: torch.device) -> Exported:
-    """Write `checkpoint` to `out_dir` in `dtype` (default: its own), checked before the folder appears."""
+def export(
+    model: "str | Path | PreTrainedModel",
+    path: str | Path,
+    *,
+    tokenizer: Any = None,
+    stage: str | None = None,
+    dtype: str | None = None,
+    run: str | Path | None = None,
+    device: str | torch.device = "auto",
+    push: str | None = None,
+    private: bool = False,
+) -> Exported:
+    """Write a model folder that plain `transformers` loads: weights, config, tokenizer and model card.
+
+    Before the folder appears, a fresh process loads it with plain `transformers` and computes logits, also at positions
+    beyond the old context. They must equal ours.
+
+    Args:
+        model: A model in memory, a run, one of its `stages/`, or a model folder.
+        path: The folder to write; an earlier export there is replaced, anything else is refused.
+        tokenizer: Of a model in memory; by default that of the model it was loaded from.
+        stage: Stage of the run; by default the one it ends in.
+        dtype: `bf16`, `fp32` or `fp16`; by default that of the model.
+        run: Run whose recipe and scores the model card shows.
+        device: Device of the check: `auto`, `cpu` or `cuda`.
+        push: Hub id, such as `me/my-model-64k`, to upload the folder to.
+        private: Whether a new repository on the Hub is private.
+
+    Returns:
+        The folder, its size and the comparisons.
+
+    Raises:
+        UnspoolError: Plain `transformers` computes something else, and nothing was written.
+        ConfigError: There is no such model, or the folder is in use.
+
+    Example:
+        >>> import tempfile, unspool
+        >>> model, tokenizer = unspool.load("asset:tiny-base")
+        >>> exported = unspool.export(model, tempfile.mkdtemp() + "/longer", dtype="fp32", device="cpu")
+        >>> all(check.passed for check in exported.checks)
+        True
+    """
+    out_dir, target = Path(path), pick_device(device)
     check_out(out_dir)
+    upload = None if push is None else HubUpload(push, private=private)
+    with ExitStack() as stack:
+        if isinstance(model, str | Path):
+            checkpoint = find_checkpoint(Path(model), stage=stage, run_dir=None if run is None else Path(run))
+        else:
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="unspool-"))
+            checkpoint = _save_live(model, tokenizer, Path(scratch), run=run, stage=stage)
+        stack.enter_context(lock_output(out_dir))
+        exported = _write(checkpoint, out_dir, dtype=dtype, device=target)
+    return exported if upload is None else replace(exported, url=upload(out_dir))
+
+
+def _save_live(
+    model: "PreTrainedModel", tokenizer: Any, folder: Path, *, run: str | Path | None, stage: str | None
+) -> Checkpoint:
+    """Save a model in memory as it is, and its logits, with which the export is compared."""
+    source = str(getattr(model, "name_or_path", "") or "")
+    if tokenizer is None:
+        if not source:
+            raise ConfigError("export: this model was not loaded from anywhere; give its tokenizer: tokenizer=….")
+        tokenizer = load_tokenizer(source)
+    run_dir = None if run is None else Path(run)
+    was_training = model.training
+    model.eval()
+    try:
+        live = live_pass(model)
+    finally:
+        model.train(was_training)
+    save_model(model, copy.deepcopy(tokenizer), folder, dtype=model.dtype)
+    found = _finished_stage(run_dir, stage) if run_dir else None
+    return Checkpoint(model=folder, run_dir=run_dir, stage=found, source=source or None, live=live)
+
+
+def _write(checkpoint: Checkpoint, out_dir: Path, *, dtype: str | None, device: torch.device) -> Exported:
+    """Write `checkpoint` to `out_dir` in `dtype` (default: its own), checked before the folder appears."""
     results = gather(checkpoint.run_dir) if checkpoint.run_dir else None
     target = lookup(DTYPES, dtype, kind="--dtype") if dtype else _own_dtype(checkpoint.model)
     tokenizer = load_tokenizer(str(checkpoint.model))
@@ -109,7 +198,7 @@ def export(checkpoint: Checkpoint, out_dir: Path, *, dtype: str | None, device: 
     round_weights(model, target)
     name = str(target).removeprefix("torch.")
     check_finite(model, f"model {checkpoint.model} in {name}")
-    passes = our_passes(model, target)
+    passes = [*our_passes(model, target), *([] if checkpoint.live is None else [checkpoint.live(target)])]
     inputs = {"model": model_digest(str(checkpoint.model))}
     with publish(out_dir, kind=KIND, inputs=inputs, settings={"dtype": name, "stage": checkpoint.stage}) as draft:
         try:
@@ -170,7 +259,7 @@ def _card_facts(
 def _base_model(checkpoint: Checkpoint, results: RunResults | None) -> str | None:
     """Folder or Hub id of the base model; the checkpoint itself if the run is not known."""
     if results is None:
-        return str(checkpoint.model)
+        return checkpoint.source or str(checkpoint.model)
     named = yaml.safe_load(results.recipe_text or "model:").get("model") or results.base_model
     return resolve_path(named, results.run_dir) if isinstance(named, str) else None
 

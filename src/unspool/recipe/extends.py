@@ -9,9 +9,10 @@ from typing import Any
 from unspool.core.config import did_you_mean
 from unspool.core.errors import ConfigError
 from unspool.data.packing.known_mixes import expand_mix
+from unspool.models.location import expand_home, path_exists, resolve_path
 from unspool.recipe.json_schema import refuse
 from unspool.recipe.overrides import set_value
-from unspool.recipe.paths import Bundled, bundled_recipes, expand_home, path_exists, resolve_path
+from unspool.recipe.paths import Bundled, bundled_recipes
 from unspool.recipe.yaml_lines import Marks, Problem, read_yaml
 
 EXTENDS, SET = "extends", "set"
@@ -92,7 +93,8 @@ def _extend(own: RecipeFile, base: RecipeFile) -> RecipeFile:
     data, marks, problems = dict(base.data), base.marks, list(base.problems)
     keys = {key: value for key, value in own.data.items() if key not in (EXTENDS, SET)}
     wanted = keys.get("stages")
-    if isinstance(wanted, list) and wanted and all(isinstance(name, str) for name in wanted):
+    keeps_some = isinstance(wanted, list) and bool(wanted) and all(isinstance(name, str) for name in wanted)
+    if keeps_some and wanted:
         problems += _keep_stages(data, marks, wanted, own.marks.where(("stages",)))
         del keys["stages"]
     for key in keys:
@@ -105,11 +107,13 @@ def _extend(own: RecipeFile, base: RecipeFile) -> RecipeFile:
             set_value(data, marks, path, value, where)
         except ConfigError as error:
             problems.append(Problem(place=(), where=where, text=f"{SET}: {error}"))
+    if keeps_some:
+        _drop_unused(data)
     return replace(own, data=data, marks=marks, problems=problems)
 
 
 def _keep_stages(data: dict[str, Any], marks: Marks, wanted: list[str], where: str) -> list[Problem]:
-    """Keep some stages, the datasets and sources that they name, and evaluations of their models."""
+    """Keep some stages, and evaluations of their models."""
     known = {stage.get("name"): stage for stage in data.get("stages") or [] if isinstance(stage, dict)}
     missing = [name for name in wanted if name not in known]
     if missing:
@@ -117,10 +121,6 @@ def _keep_stages(data: dict[str, Any], marks: Marks, wanted: list[str], where: s
         return [Problem(place=(), where=where, text=text)]
     kept = {"base", *wanted}
     data["stages"] = [known[name] for name in wanted]
-    for key, users in (("datasets", ["stages"]), ("sources", ["datasets", "synth"])):
-        names = {text for user in users for text in _texts(data.get(user))}
-        if isinstance(data.get(key), dict):
-            data[key] = {name: entry for name, entry in data[key].items() if name in names}
     evals = [(entry, _after(entry)) for entry in data.get("evals") or []]
     data["evals"] = [
         entry if after is None else entry | {"after": [name for name in after if name in kept]}
@@ -131,6 +131,14 @@ def _keep_stages(data: dict[str, Any], marks: Marks, wanted: list[str], where: s
     for key in ("stages", "evals"):
         marks.override((key,), marks.where((key,)))
     return []
+
+
+def _drop_unused(data: dict[str, Any]) -> None:
+    """Drop datasets that no stage names, and sources that no dataset names."""
+    for key, users in (("datasets", ["stages"]), ("sources", ["datasets", "synth"])):
+        names = {text for user in users for text in _texts(data.get(user))}
+        if isinstance(data.get(key), dict):
+            data[key] = {name: entry for name, entry in data[key].items() if name in names}
 
 
 def _after(entry: Any) -> list[Any] | None:

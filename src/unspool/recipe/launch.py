@@ -15,9 +15,8 @@ from huggingface_hub import try_to_load_from_cache
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import format_size
 from unspool.models.config import SIZES, config_values
-from unspool.models.location import HUB_ID
+from unspool.models.location import HUB_ID, path_exists
 from unspool.recipe.load import LoadedRecipe
-from unspool.recipe.paths import path_exists
 from unspool.training.config import StageConfig
 from unspool.training.parallel.config import REFUSAL, Layout, Work, check_layout, not_on_ring, settle_layout
 

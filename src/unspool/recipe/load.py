@@ -3,7 +3,8 @@
 All problems are reported together, one line each: where it is written, the key, the value, and what is allowed.
 """
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,16 +15,18 @@ from pydantic import ValidationError
 from unspool.core.config import did_you_mean
 from unspool.core.errors import ConfigError
 from unspool.evals.config import EvalConfig
-from unspool.models.location import ASSET_PREFIX, HUB_ID, suggestion
+from unspool.models.location import ASSET_PREFIX, HUB_ID, model_path, path_exists, resolve_path, suggestion
 from unspool.recipe.extends import read_recipe
 from unspool.recipe.json_schema import dotted, misplaced_booleans, recipe_schema, refuse, validation_problems
 from unspool.recipe.overrides import apply_overrides
-from unspool.recipe.paths import SYNTH_PREFIX, model_path, path_exists, resolve_path
+from unspool.recipe.paths import SYNTH_PREFIX
 from unspool.recipe.schema import Recipe, reference_problems
 from unspool.recipe.yaml_lines import Marks, Place, Problem
 
+# Changes to a recipe: `--set` texts such as `stages.0.lr=2e-5`, or values by their path.
+Overrides = Mapping[str, Any] | Sequence[str] | None
 # Keys of an evaluation that name a file.
-EVAL_PATHS = ("text", "wording")
+EVAL_PATHS = ("text", "wording", "reference")
 # A name that ends so is a file's, although it could be a Hub id's.
 DATA_SUFFIXES = {".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet", ".zst", ".gz"}
 
@@ -66,14 +69,14 @@ class LoadedRecipe:
         return entry.model_copy(update=changed) if changed else entry
 
 
-def load_recipe(path_or_name: str | Path, overrides: list[str] | None = None) -> LoadedRecipe:
+def load_recipe(path_or_name: str | Path, overrides: Overrides = None) -> LoadedRecipe:
     """Load and check a recipe: a file or the name of a bundled one, changed by `--set` texts.
 
     Raises ConfigError with one line per problem.
     """
     found = read_recipe(str(path_or_name))
     data, marks = found.data, found.marks
-    problems = [*found.problems, *apply_overrides(data, marks, overrides or [])]
+    problems = [*found.problems, *apply_overrides(data, marks, _override_texts(overrides))]
     problems += misplaced_booleans(recipe_schema(), data)
     recipe = None
     try:
@@ -84,6 +87,13 @@ def load_recipe(path_or_name: str | Path, overrides: list[str] | None = None) ->
     refuse(problems, marks, data)
     assert recipe is not None, "a recipe was refused without a message"
     return LoadedRecipe(recipe=recipe, root=found.root, text=found.text, marks=marks)
+
+
+def _override_texts(overrides: Overrides) -> list[str]:
+    if isinstance(overrides, Mapping):
+        # JSON is YAML, in which the values of overrides are written.
+        return [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
+    return list(overrides or [])
 
 
 def check_inputs(loaded: LoadedRecipe) -> None:

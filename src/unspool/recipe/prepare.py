@@ -6,10 +6,10 @@ from typing import Any
 from unspool.data.corpus.build import build_corpus
 from unspool.data.corpus.executors import check_engine
 from unspool.data.packing.build import build_rows
-from unspool.data.packing.config import DatasetConfig
 from unspool.recipe.context import RunContext
 from unspool.recipe.load import LoadedRecipe, check_inputs
 from unspool.recipe.needs import tokens_needed
+from unspool.recipe.packed_dataset import embedder
 
 Counts = dict[str, dict[str, Any]]
 
@@ -74,7 +74,7 @@ def _pack_dataset(context: RunContext, name: str) -> dict[str, Any]:
             folder,
             tokenizer=context.tokenizer,
             seed=context.recipe.seed,
-            embed=_embedder(context, config),
+            embed=embedder(config, context.tokenizer, context.loaded.model_path),
         ),
     )
 
@@ -88,16 +88,3 @@ def _synthesize(context: RunContext, sets: list[str]) -> None:
     synthesis = Synthesis(context.loaded, sets)
     synthesis.corpora()
     synthesis.make()
-
-
-def _embedder(context: RunContext, config: DatasetConfig) -> Any:
-    """The model that embeds texts, for strategies that need one."""
-    model = next((strategy.embedder for strategy in config.strategies if strategy.embedder), None)
-    if model is None:
-        return None
-    import torch  # import late: every other dataset is packed without torch
-
-    from unspool.models.load import Embedder
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Embedder(context.loaded.model_path(model), tokenizer=context.tokenizer, device=device)

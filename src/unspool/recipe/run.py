@@ -15,12 +15,14 @@ import transformers
 
 from unspool import __version__
 from unspool.core.artifacts import remove
+from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
 from unspool.core.logging import silence
 from unspool.evals.config import EvalConfig
 from unspool.evals.eval_plan import EvalPlan
 from unspool.evals.run import Scoring, score_model
 from unspool.models.config import NewModel, original_context
+from unspool.models.extend import pick_device
 from unspool.models.weight_files import model_digest
 from unspool.recipe.context import RunContext, Share, build_in_place
 from unspool.recipe.load import LoadedRecipe
@@ -85,6 +87,17 @@ def run(context: RunContext) -> Outcome:
         evaluate(context, stage.name)
         context.on_leader(partial(_evaluate_snapshots, context, stage))
     return report(context)
+
+
+def train_stages(context: RunContext, name: str | None = None) -> list[StageConfig]:
+    """Prepare the data and train the stage called `name`, or all stages in order; returns them."""
+    stages = {entry.name: entry for entry in context.recipe.stages}
+    chosen = [lookup(stages, name, kind="stage")] if name else list(stages.values())
+    tokenize(context)
+    pack(context)
+    for entry in chosen:
+        train(context, entry)
+    return chosen
 
 
 def train(context: RunContext, stage: StageConfig) -> None:
@@ -222,14 +235,6 @@ def stage_dir(context: RunContext, name: str) -> Path:
 def device_of(context: RunContext) -> torch.device:
     assert context.ranks is not None, "opened by open_run"
     return context.ranks.device
-
-
-def pick_device(wanted: str) -> torch.device:
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda is not available here; use auto or cpu.")
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
 
 
 def versions() -> dict[str, str]:

@@ -26,7 +26,7 @@ _TITLES = {
     "tokens_added": "+ added",
     "dropped": "− dropped",
 }
-MAX_PANELS = 12
+MAX_PANELS = 24
 Gap = Callable[[Mapping[str, Any]], int | None]
 
 
@@ -124,6 +124,9 @@ def _shares_table(group: dict[str, Artifact]) -> Table | None:
 
 def _length_figures(groups: dict[str, dict[str, Artifact]]) -> list[Figure]:
     figures = []
+    corpora = [length_bins(one.counts.get("lengths")) for one in groups["corpus"].values()]
+    if len(corpora) > 1 and all(corpora):
+        figures.append(_length_figure("all sources", "documents", _sum_bins(corpora)))
     for group, found in groups.items():
         for name, one in found.items():
             bins = length_bins(one.counts.get("lengths"))
@@ -141,6 +144,15 @@ def length_bins(lengths: Any) -> list[tuple[int, int, int]]:
     if not all(isinstance(part, list) and all(isinstance(value, int) for value in part) for part in parts):
         return []
     return list(zip(*parts, strict=False))
+
+
+def _sum_bins(histograms: Sequence[list[tuple[int, int, int]]]) -> list[tuple[int, int, int]]:
+    """Several histograms as one; empty bins between the first and the last stay."""
+    found: dict[int, tuple[int, int]] = {}
+    for edge, documents, tokens in (each for bins in histograms for each in bins):
+        so_far = found.get(edge, (0, 0))
+        found[edge] = so_far[0] + documents, so_far[1] + tokens
+    return [(edge, *found[edge]) for edge in sorted(found)]
 
 
 def _length_figure(title: str, kind: str, bins: list[tuple[int, int, int]]) -> Figure:

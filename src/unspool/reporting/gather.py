@@ -15,6 +15,7 @@ import yaml
 from unspool.core.artifacts import MANIFEST, digest, read_manifest
 from unspool.core.errors import ConfigError, DataError
 from unspool.models.location import ASSET_PREFIX, ASSETS
+from unspool.reporting.distance_figures import gather_distances
 from unspool.reporting.gather_scores import SUMMARY, gather_model, gather_models
 from unspool.reporting.result_files import (
     json_lines,
@@ -138,6 +139,7 @@ def _drawn(path: Path, *, finished: bool) -> dict[str, int]:
 
 
 PROBLEMS_PER_CORPUS = 3
+ATTENTION = "attention"  # folder of a run: figures that `unspool inspect attention --svg` wrote
 _MARKS = ("recipe.yaml", "run.json", "scores", "stages")
 
 
@@ -156,6 +158,7 @@ def gather(run_dir: Path) -> RunResults:
     facts = _facts(run_dir / "run.json")
     stages = gather_stages(run_dir / "stages", recipe)
     base_model = facts.base_model or optional_text(recipe.get("model"))
+    artifacts = tuple(_artifacts(run_dir))
     return RunResults(
         run_dir=run_dir,
         name=str(recipe.get("name") or run_dir.resolve().name),
@@ -166,10 +169,12 @@ def gather(run_dir: Path) -> RunResults:
         seconds=facts.seconds,
         models=gather_models(run_dir, [stage.name for stage in stages]),
         stages=stages,
-        artifacts=tuple(_artifacts(run_dir)),
+        artifacts=artifacts,
         problems=tuple(_problems(run_dir / "corpus")),
         base_config=_base_config(base_model),
         curves=gather_curves(run_dir, stages),
+        distances=gather_distances(run_dir, artifacts),
+        attention_maps={path.stem: read_text(path) for path in sorted((run_dir / ATTENTION).glob("*.svg"))},
     )
 
 

@@ -67,6 +67,11 @@ def _model(name: str, folder: Path | None, short_file: Path | None) -> ModelScor
         short=tuple(cell for cell in [*cells, *short] if task_of(cell.suite)[0] == SHORT),
         holds_until={suite: whole(entry.get("effective_length")) for suite, entry in _suites(summary).items()},
         rates=_rates(summary),
+        comparability={
+            suite: said
+            for suite, entry in _suites(summary).items()
+            if (said := _optional_text(entry.get("comparability")))
+        },
         asked=_asked(summary) if folder else {},
     )
 

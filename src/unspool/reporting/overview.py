@@ -48,8 +48,16 @@ def length_table(lines: Sequence[Line], suite: str) -> Table:
         caption=f"{suite_title(suite)} by length",
         columns=["model", *map(format_size, lengths), *ends, *(["holds until"] if reaches else [])],
         rows=marked,
-        note=_length_note(rate if len(lengths) > 1 else None, reaches=reaches),
+        note=_length_note(rate if len(lengths) > 1 else None, reaches=reaches) + _comparability(scored, suite),
     )
+
+
+def _comparability(lines: Sequence[Line], suite: str) -> str:
+    """Whether published numbers compare with the scores: one sentence, or one for each model."""
+    said = {line.label: found for line in lines if (found := line.scores.comparability.get(suite))}
+    if len(set(said.values())) > 1:
+        return "".join(f" {label}: {found}." for label, found in said.items())
+    return "".join(f" {found[0].upper()}{found[1:]}." for found in dict.fromkeys(said.values()))
 
 
 def _length_note(rate: tuple[int, int] | None, *, reaches: bool) -> str:

@@ -12,12 +12,14 @@ from unspool.core.errors import ConfigError
 from unspool.core.formatting import printable
 from unspool.core.html import load_templates, write_text
 from unspool.core.sizes import format_size
+from unspool.core.table import Table
 from unspool.reporting.comparisons import compare, comparison_table, headline, missing_parts, not_paired
 from unspool.reporting.figures import Line, loss_figure, loss_table, recall_figure
 from unspool.reporting.gather import gather
 from unspool.reporting.measures import format_interval, format_n, format_value, key_measures, measures_for
 from unspool.reporting.overview import category_tables, length_table, trade_off
 from unspool.reporting.run_results import BASE, RunResults
+from unspool.reporting.score_curves import curves_together
 from unspool.reporting.sections import (
     Block,
     Group,
@@ -35,11 +37,11 @@ from unspool.reporting.sections import (
 MAX_TILES = 4
 
 
-def page_view(runs: Sequence[RunResults]) -> PageView:
+def page_view(runs: Sequence[RunResults], tables: Sequence[Table] = ()) -> PageView:
     return PageView(
         title=printable(" · ".join(run.name for run in runs)),
         runs=[_run_view(run, f"run{position}") for position, run in enumerate(runs, start=1)],
-        together=_side_by_side(runs) if len(runs) > 1 else None,
+        together=_side_by_side(runs, tables) if len(runs) > 1 or tables else None,
         version=__version__,
     )
 
@@ -94,16 +96,17 @@ def shared_context(runs: Sequence[RunResults]) -> int | None:
     return olds.pop() if len(olds) == 1 else None
 
 
-def _side_by_side(runs: Sequence[RunResults]) -> Section:
+def _side_by_side(runs: Sequence[RunResults], more: Sequence[Table]) -> Section:
     lines, old = lines_together(runs), shared_context(runs)
     measures = measures_for({line.label: line.scores for line in lines}, old)
     suites = [measure.suite for measure in measures if measure.higher_is_better]
     with_loss = [line for line in lines if line.scores.losses()]
     figures = [recall_figure(lines, suite, old) for suite in suites]
-    tables = [length_table(lines, suite) for suite in suites] + category_tables(lines)
+    tables = [*(length_table(lines, suite) for suite in suites), *category_tables(lines), *more]
     blocks: list[Block] = [Group(tables=tables, wide=True)] if tables else []
     if with_loss:
         figures.append(loss_figure(with_loss, old))
+    figures += curves_together(runs, lines)
     if figures:
         blocks.append(Group(figures=figures, legend=legend_of(lines)))
     found = trade_off(lines, measures)
@@ -119,17 +122,17 @@ def _side_by_side(runs: Sequence[RunResults]) -> Section:
         blocks.append(Group(tables=[losses], wide=True, folded=losses.caption))
     return Section(
         anchor="together",
-        title=f"{len(runs)} runs side by side",
+        title=f"{len(runs)} runs side by side" if len(runs) > 1 else "Beside the paper",
         blocks=blocks or [missing("No run has scores yet.")],
     )
 
 
-def write_report(run_dirs: list[Path], out_file: Path) -> None:
-    """Write one page for one run, or for several with a comparison on top."""
+def write_report(run_dirs: list[Path], out_file: Path, *, tables: Sequence[Table] = ()) -> None:
+    """Write one page for one run, or for several with a comparison on top, to which `tables` are added."""
     if not run_dirs:
         raise ConfigError("A report needs at least one run folder, such as runs/tiny.")
     check_file(out_file, "report.html")
-    write_text(out_file, render([gather(run_dir) for run_dir in run_dirs]))
+    write_text(out_file, render([gather(run_dir) for run_dir in run_dirs], tables))
 
 
 def check_file(out_file: Path, name: str) -> None:
@@ -137,7 +140,7 @@ def check_file(out_file: Path, name: str) -> None:
         raise ConfigError(f"{out_file} is a folder. Name the file to write, such as {out_file / name}.")
 
 
-def render(runs: Sequence[RunResults]) -> str:
+def render(runs: Sequence[RunResults], tables: Sequence[Table] = ()) -> str:
     environment = load_templates(Path(__file__).parent)
     # Besides escaping: no text may hide or reorder its neighbors.
     environment.finalize = lambda value: (
@@ -145,7 +148,7 @@ def render(runs: Sequence[RunResults]) -> str:
     )
     environment.filters["keep_together"] = keep_together
     environment.globals.update(swatch=swatch, bar_key=bar_key, heat_scale=heat_scale, styles=MODEL_STYLES)
-    return environment.get_template("page.html.j2").render(page=page_view(runs))
+    return environment.get_template("page.html.j2").render(page=page_view(runs, tables))
 
 
 def keep_together(line: str) -> Markup:

@@ -94,6 +94,7 @@ class ModelScores:
     holds_until: dict[str, int | None] = field(default_factory=dict)  # suite: its effective length
     asked: dict[str, str] = field(default_factory=dict)  # how it was asked; backend, endpoint, …
     rates: dict[str, tuple[int, int]] = field(default_factory=dict)  # suite: target and reference of its rate
+    comparability: dict[str, str] = field(default_factory=dict)  # suite: whether published numbers compare, and why
 
     def recall(self, suite: str, length: int, depth: float | None = None) -> Cell | None:
         wanted = (suite, length, depth)
@@ -182,6 +183,18 @@ class Artifact:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Distances:
+    """Pairs of tokens of one document in one row by distance, before and after a strategy moved its chunks."""
+
+    edges: list[int]  # a bin starts at its edge and ends before the next
+    before: list[int]
+    after: list[int]
+    rows: int
+    counted: int  # rows that were counted
+    row_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """A record that could not be read, or a part of a document that was left out."""
 
@@ -207,6 +220,8 @@ class RunResults:
     problems: tuple[Problem, ...] = ()  # the first few of each corpus
     base_config: dict[str, Any] | None = None  # config.json of the model before training
     curves: dict[str, dict[int, ModelScores]] = field(default_factory=dict)  # stage: scores by tokens trained in it
+    distances: dict[str, Distances] = field(default_factory=dict)  # by dataset
+    attention_maps: dict[str, str] = field(default_factory=dict)  # name: SVG
     is_run: bool = True  # False: the scores of one model, without a run
 
     @property

@@ -9,10 +9,12 @@ from typing import ClassVar
 
 from unspool.core.charts import Figure
 from unspool.core.formatting import excerpt, format_percent, printable
+from unspool.core.html import picture
 from unspool.core.sizes import format_size
 from unspool.core.table import Table
 from unspool.reporting.comparisons import compare, comparison_table, not_paired
 from unspool.reporting.data_section import audit
+from unspool.reporting.distance_figures import distance_figures
 from unspool.reporting.figures import (
     Line,
     artifact_table,
@@ -223,6 +225,7 @@ def sections(results: RunResults, styles: dict[str, int], anchor: str) -> list[S
         ("tradeoff", "Long against short", _trade_off(results, lines)),
         ("training", "Training", _training(results, styles)),
         ("positions", "RoPE", _positions(results, styles)),
+        ("attention", "Attention", _attention(results)),
         ("data", "Data", _data(results)),
         ("samples", "Samples", _samples(results, styles)),
         ("numbers", "All numbers", _numbers(results, lines)),
@@ -347,6 +350,14 @@ def _positions(results: RunResults, styles: dict[str, int]) -> list[Block]:
     ]
 
 
+def _attention(results: RunResults) -> list[Block]:
+    figures = [
+        Figure(title=printable(name), note="", drawing=picture(drawing, f"Attention maps: {name}"))
+        for name, drawing in results.attention_maps.items()
+    ]
+    return [Group(figures=figures, wide=True)] if figures else []
+
+
 def _data(results: RunResults) -> list[Block]:
     found = audit(results)
     if not found.tables:
@@ -356,6 +367,10 @@ def _data(results: RunResults) -> list[Block]:
         blocks.append(
             Group(title="Lengths", figures=found.lengths, keys=("share of documents", "share of tokens"), small=True)
         )
+    distances = distance_figures(results.distances)
+    if distances:
+        title, keys = "Distances between tokens of one document", ("before its chunks were moved", "after")
+        blocks.append(Group(title=title, figures=distances, keys=keys, small=True))
     if found.mixes:
         blocks.append(Group(title="Mix", figures=found.mixes, keys=("requested", "realized"), small=True))
     blocks.append(Group(tables=found.tables, wide=True))

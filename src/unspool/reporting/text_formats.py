@@ -169,6 +169,7 @@ def _model(line: Line) -> dict[str, Any]:
         "cells": [cell_values(cell) for cell in line.scores.cells],
         "short": [cell_values(cell) for cell in line.scores.short],
         "holds_until": line.scores.holds_until,
+        "comparability": line.scores.comparability,
         "samples": [asdict(sample) for sample in line.scores.samples],
     }
 

@@ -67,13 +67,7 @@ def advise(
 ) -> Advice:
     """Compute the advice for a model's config as a plain dict; `advance` is called as bases are tried."""
     rope, parameters = shape_of(config), global_parameters(config)
-    if context_len <= rope.original_len:
-        raise ConfigError(
-            f"--context {format_size(context_len)}: the model was trained for {format_size(rope.original_len)} "
-            "already; give a longer context."
-        )
-    smallest = bound(context_len, rope.rotary_dim, advance=advance)
-    ntk = ntk_base(rope.base, context_len / rope.original_len, rope.rotary_dim)
+    smallest, ntk = _bases(rope, context_len, advance)
     looked_until = SEARCH_FACTOR * context_len
     edges = np.unique(np.geomspace(1, context_len, NUM_BINS + 1).round().astype(np.int64))
     own_frequencies, own_summary = config_frequencies(config, context_len)
@@ -116,6 +110,25 @@ def advise(
         edges=tuple(int(edge) for edge in edges),
         methods=tuple(methods),
     )
+
+
+def advised_base(config: Mapping[str, Any], context_len: int) -> float:
+    """The base that the advice has for `ABF`: the bound of Men et al., or else that of the NTK rule."""
+    smallest, ntk = _bases(shape_of(config), context_len)
+    return smallest or float(format_base(ntk))
+
+
+def _bases(
+    rope: RopeShape, context_len: int, advance: Callable[[int], None] = lambda done: None
+) -> tuple[float | None, float]:
+    """The smallest base that passes the bound of Men et al., if there is one, and that of the NTK rule."""
+    if context_len <= rope.original_len:
+        raise ConfigError(
+            f"--context {format_size(context_len)}: the model was trained for {format_size(rope.original_len)} "
+            "already; give a longer context."
+        )
+    smallest = bound(context_len, rope.rotary_dim, advance=advance)
+    return smallest, ntk_base(rope.base, context_len / rope.original_len, rope.rotary_dim)
 
 
 def _recipe_line(position: RopeMethod) -> str:

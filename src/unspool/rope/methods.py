@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from unspool.core.config import FromRegistry, register, tag_value
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import Size, format_size
-from unspool.rope.harpe import Harpe
+from unspool.rope.harpe import HARPE
 from unspool.rope.tables import RopeMethod, RopeSettings, RopeShape, format_base, ntk_base, one_base
 
 
@@ -24,10 +24,16 @@ class Unchanged(RopeMethod):
         return f"the model's own base {format_base(rope.base)}"
 
 
-class Abf(RopeMethod):
-    """Adjusted base frequency: one larger base for every head (Xiong et al.; ProLong)."""
+class ABF(RopeMethod):
+    """Adjusted base frequency: one larger base for every head (Xiong et al.; ProLong).
 
-    method: Literal["abf"]
+    Example:
+        >>> import unspool
+        >>> unspool.ABF(base=8e6)
+        ABF(method='abf', base=8000000.0)
+    """
+
+    method: Literal["abf"] = "abf"
     base: float = Field(gt=1)
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
@@ -44,8 +50,8 @@ class Abf(RopeMethod):
 class Factor(RopeMethod):
     """A method that stretches the original length by a factor."""
 
-    factor: float | None = Field(None, ge=1, description="context ÷ original when not given")
-    original: Size | None = Field(None, description="the length to count from; from the model when not given")
+    factor: float | None = Field(default=None, ge=1, description="context ÷ original when not given")
+    original: Size | None = Field(default=None, description="the length to count from; from the model when not given")
 
     def original_len(self, rope: RopeShape) -> int:
         return self.original or rope.original_len
@@ -85,10 +91,16 @@ def scaled(
     return {name: value for name, value in parameters.items() if value is not None}
 
 
-class Ntk(Factor):
-    """NTK-aware: the base that slows the slowest dimension by the factor and leaves the fastest alone."""
+class NTK(Factor):
+    """NTK-aware: the base that slows the slowest dimension by the factor and leaves the fastest alone.
 
-    method: Literal["ntk"]
+    Example:
+        >>> import unspool
+        >>> unspool.NTK(factor=4).factor
+        4.0
+    """
+
+    method: Literal["ntk"] = "ntk"
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         factor = self.reaching(rope, context_len)
@@ -98,10 +110,16 @@ class Ntk(Factor):
         )
 
 
-class Pi(Factor):
-    """RopeMethod interpolation: all dimensions slowed by the factor (Chen et al.)."""
+class PI(Factor):
+    """RopeMethod interpolation: all dimensions slowed by the factor (Chen et al.).
 
-    method: Literal["pi"]
+    Example:
+        >>> import unspool
+        >>> unspool.PI().factor is None  # the new context ÷ the original one
+        True
+    """
+
+    method: Literal["pi"] = "pi"
     uses_max_positions: ClassVar[bool] = True
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
@@ -116,7 +134,7 @@ class Pi(Factor):
 class Dynamic(Factor):
     """Dynamic NTK: a base that grows with the length of the input, beyond the original length only."""
 
-    method: Literal["dynamic"]
+    method: Literal["dynamic"] = "dynamic"
     uses_max_positions: ClassVar[bool] = True
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
@@ -127,17 +145,19 @@ class Dynamic(Factor):
         )
 
 
-class NtkByParts(Factor):
+class NTKByParts(Factor):
     """Fast dimensions keep their frequency, slow ones are interpolated, those between partly; no temperature."""
 
-    method: Literal["ntk-by-parts"]
+    method: Literal["ntk-by-parts"] = "ntk-by-parts"
     uses_max_positions: ClassVar[bool] = True
-    beta_fast: float = Field(32, gt=0, description="dimensions that turn more often over the original length are kept")
-    beta_slow: float = Field(1, gt=0, description="dimensions that turn less often are fully interpolated")
-    truncate: bool = Field(True, description="widen the part between them to whole dimensions")
+    beta_fast: float = Field(
+        default=32, gt=0, description="dimensions that turn more often over the original length are kept"
+    )
+    beta_slow: float = Field(default=1, gt=0, description="dimensions that turn less often are fully interpolated")
+    truncate: bool = Field(default=True, description="widen the part between them to whole dimensions")
 
     @model_validator(mode="after")
-    def _between(self) -> "NtkByParts":
+    def _between(self) -> "NTKByParts":
         if self.beta_slow >= self.beta_fast:
             raise ValueError(f"beta_slow must be below beta_fast, here {self.beta_slow:g} and {self.beta_fast:g}")
         return self
@@ -155,26 +175,40 @@ class NtkByParts(Factor):
         return RopeSettings(parameters=parameters, max_positions=round(factor * original))
 
 
-class Yarn(NtkByParts):
-    """YaRN: NTK-by-parts, with cos and sin multiplied by 0.1·ln(factor) + 1 (Peng et al.)."""
+class YaRN(NTKByParts):
+    """YaRN: NTK-by-parts, with cos and sin multiplied by 0.1·ln(factor) + 1 (Peng et al.).
 
-    method: Literal["yarn"]  # type: ignore[assignment]
-    attention_factor: float | None = Field(None, gt=0, description="multiplies cos and sin; 0.1·ln(factor) + 1 if none")
+    Example:
+        >>> import unspool
+        >>> unspool.YaRN(factor=8).beta_fast
+        32
+    """
+
+    method: Literal["yarn"] = "yarn"  # type: ignore[assignment]
+    attention_factor: float | None = Field(
+        default=None, gt=0, description="multiplies cos and sin; 0.1·ln(factor) + 1 if none"
+    )
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         return self.by_parts(rope, context_len, attention_factor=self.attention_factor)
 
 
-class LongRope(Factor):
-    """LongRoPE: every dimension divided by a factor of its own, found by a search elsewhere."""
+class LongRoPE(Factor):
+    """LongRoPE: every dimension divided by a factor of its own, found by a search elsewhere.
 
-    method: Literal["longrope"]
+    Example:
+        >>> import unspool
+        >>> unspool.LongRoPE(short_factor=[1.0, 1.0], long_factor=[1.2, 8.0]).long_factor
+        (1.2, 8.0)
+    """
+
+    method: Literal["longrope"] = "longrope"
     uses_max_positions: ClassVar[bool] = True
     requirement: ClassVar[str | None] = "factors from a search: short_factor and long_factor, or file"
-    short_factor: tuple[float, ...] | None = Field(None, description="for inputs up to the original length")
-    long_factor: tuple[float, ...] | None = Field(None, description="for longer inputs")
-    file: str | None = Field(None, description="JSON with short_factor and long_factor, such as a config.json")
-    attention_factor: float | None = Field(None, gt=0, description="√(1 + ln factor / ln original) if none")
+    short_factor: tuple[float, ...] | None = Field(default=None, description="for inputs up to the original length")
+    long_factor: tuple[float, ...] | None = Field(default=None, description="for longer inputs")
+    file: str | None = Field(default=None, description="JSON with short_factor and long_factor, such as a config.json")
+    attention_factor: float | None = Field(default=None, gt=0, description="√(1 + ln factor / ln original) if none")
 
     @classmethod
     def suggest(cls, rope: RopeShape, context_len: int, base: float) -> Self | None:
@@ -199,7 +233,7 @@ class LongRope(Factor):
         return {**plain, "short_factor": found.get("short_factor"), "long_factor": found.get("long_factor")}
 
     @model_validator(mode="after")
-    def _has_factors(self) -> "LongRope":
+    def _has_factors(self) -> "LongRoPE":
         if not self.short_factor or not self.long_factor or min(self.short_factor + self.long_factor) <= 0:
             raise ValueError("longrope needs short_factor and long_factor, numbers above 0, or a file that holds both")
         return self
@@ -219,11 +253,19 @@ class LongRope(Factor):
 
 
 class Llama3(Factor):
-    """Llama 3.1's scaling: slow dimensions divided by the factor, fast ones kept, a blend between them."""
+    """Llama 3.1's scaling: slow dimensions divided by the factor, fast ones kept, a blend between them.
 
-    method: Literal["llama3"]
-    low_freq_factor: float = Field(1, gt=0, description="dimensions that turn less often are divided by the factor")
-    high_freq_factor: float = Field(4, gt=0, description="dimensions that turn more often are kept")
+    Example:
+        >>> import unspool
+        >>> unspool.Llama3(factor=8).high_freq_factor
+        4
+    """
+
+    method: Literal["llama3"] = "llama3"
+    low_freq_factor: float = Field(
+        default=1, gt=0, description="dimensions that turn less often are divided by the factor"
+    )
+    high_freq_factor: float = Field(default=4, gt=0, description="dimensions that turn more often are kept")
 
     @model_validator(mode="after")
     def _between(self) -> "Llama3":
@@ -244,11 +286,11 @@ class Llama3(Factor):
 class SelfExtend(RopeMethod):
     """Self-Extend: far keys share a position in groups, near ones keep theirs; without training (Jin et al.)."""
 
-    method: Literal["self-extend"]
+    method: Literal["self-extend"] = "self-extend"
     needs_weights: ClassVar[bool] = True
     trainable: ClassVar[bool] = False
-    window: Size = Field(1024, description="keys nearer than this have their own position")
-    group: int = Field(32, ge=2, description="farther keys share a position with so many neighbors")
+    window: Size = Field(default=1024, description="keys nearer than this have their own position")
+    group: int = Field(default=32, ge=2, description="farther keys share a position with so many neighbors")
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         reach = (rope.original_len - self.window) * self.group + self.window
@@ -267,15 +309,15 @@ class SelfExtend(RopeMethod):
 
 ROPE_METHODS: dict[str, type[RopeMethod]] = {
     "unchanged": Unchanged,
-    "abf": Abf,
-    "ntk": Ntk,
-    "pi": Pi,
+    "abf": ABF,
+    "ntk": NTK,
+    "pi": PI,
     "dynamic": Dynamic,
-    "ntk-by-parts": NtkByParts,
-    "yarn": Yarn,
-    "longrope": LongRope,
+    "ntk-by-parts": NTKByParts,
+    "yarn": YaRN,
+    "longrope": LongRoPE,
     "llama3": Llama3,
-    "harpe": Harpe,
+    "harpe": HARPE,
     "self-extend": SelfExtend,
 }
 

@@ -1,12 +1,13 @@
 """The measures of a study and the answers of its runs.
 
 Measures are named before anything is run: `niah/32K`, `ruler/32K` (the mean of its tasks), `ruler/vt/32K`,
-`perplexity/16K-32K`. Each is a weighted mean of `Part`s.
+`perplexity/16K-32K`; in suites with categories also `helmet/rag/32K`. Each is a weighted mean of `Part`s.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,7 +18,9 @@ from unspool.core.errors import DataError
 from unspool.core.sizes import format_size
 from unspool.evals.config import EvalConfig
 from unspool.evals.run import PROMPTS, SAMPLES
+from unspool.evals.suite import Suite
 from unspool.evals.suites import SUITES, suite_of
+from unspool.evals.task_suite import TaskSuite
 from unspool.models.loss import bucket_edges
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import Problem
@@ -89,10 +92,25 @@ def _of_eval(entry: EvalConfig) -> Iterator[Measure]:
                 part = Part(suite.name, None, length, start, stop)
                 yield _measure(f"{suite.name}/{format_size(start)}-{format_size(stop)}", part)
         elif tasks:
-            yield mean_of(name, tasks)
-            yield from tasks
+            groups = _categories(suite, tasks, length)
+            yield mean_of(name, groups if isinstance(suite, TaskSuite) and suite.has_overall else tasks)
+            yield from dict.fromkeys([*groups, *tasks])
         else:
             yield _measure(name, Part(suite.name, None, length))
+
+
+def _categories(suite: Suite, tasks: Sequence[Measure], length: int) -> list[Measure]:
+    """Means of the suite's categories over the tasks that are asked; a task that is alone or in none stays itself."""
+    categories = suite.categories if isinstance(suite, TaskSuite) else {}
+    owner = {task: name for name, names in categories.items() for task in names}
+    groups: dict[str, list[Measure]] = {}
+    for measure in tasks:
+        assert measure.task is not None
+        groups.setdefault(owner.get(measure.task, measure.task), []).append(measure)
+    return [
+        replace(mean_of(f"{suite.name}/{name}/{format_size(length)}", group), task=name) if len(group) > 1 else group[0]
+        for name, group in groups.items()
+    ]
 
 
 def _measure(name: str, part: Part) -> Measure:
@@ -106,12 +124,19 @@ def mean_of(name: str, measures: Sequence[Measure]) -> Measure:
     return Measure(name=name, suite=measures[0].suite, task=None, parts=parts)
 
 
+def find_measures(pattern: str, measures: Sequence[Measure]) -> list[Measure]:
+    """The measures that a name stands for, as in `compare`; `*` in a name stands for anything."""
+    if "*" in pattern:
+        return [measure for measure in measures if fnmatchcase(measure.name, pattern)]
+    return [measure for measure in measures if pattern in measure.lookups]
+
+
 def compare_problems(data: Mapping[str, Any], measures: Sequence[Measure]) -> Iterator[Problem]:
     if not measures:
         yield Problem(place=("recipe",), text="has no evals, so its arms cannot be compared; add some.")
     known = sorted(set().union(*(measure.lookups for measure in measures)))
     for at, name in enumerate(data.get("compare") or []):
-        if name not in known:
+        if not find_measures(name, measures):
             text = f"{name!r} is not measured by the recipe's evals{did_you_mean(name, known)} Measured: "
             text += f"{', '.join(known)}."
             yield Problem(place=("compare", at), text=text)
@@ -121,7 +146,8 @@ def chosen_names(data: Mapping[str, Any], measures: Sequence[Measure]) -> list[s
     wanted = data.get("compare")
     if not wanted:
         return None
-    return [measure.name for measure in measures if measure.lookups & set(wanted)]
+    found = {measure.name for name in wanted for measure in find_measures(name, measures)}
+    return [measure.name for measure in measures if measure.name in found] or None
 
 
 def ranking(measures: Sequence[Measure], names: Sequence[str] | None, context: int | None) -> list[Measure]:

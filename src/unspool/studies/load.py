@@ -13,13 +13,15 @@ from typing import Any
 
 from unspool.core.config import did_you_mean
 from unspool.core.errors import ConfigError
+from unspool.models.location import expand_home, path_exists
 from unspool.recipe.extends import find_file, read_text
 from unspool.recipe.json_schema import refuse
 from unspool.recipe.load import LoadedRecipe, check_inputs, load_recipe
-from unspool.recipe.paths import bundled_recipes, bundled_studies, expand_home, path_exists
+from unspool.recipe.paths import bundled_recipes, bundled_studies
 from unspool.recipe.schema import FOLDER_NAME
 from unspool.recipe.yaml_lines import Marks, Place, Problem, read_yaml
-from unspool.studies.arm_scores import Measure, chosen_names, compare_problems, measures_of
+from unspool.studies.arm_scores import Measure, chosen_names, compare_problems, find_measures, measures_of
+from unspool.studies.paper_numbers import Paper, paper_problems, read_paper
 from unspool.studies.schema import DEFAULT_SEEDS, MAX_RUNS, Margin, study_problems, unknown_arm
 
 
@@ -52,7 +54,7 @@ def expand(data: Mapping[str, Any]) -> tuple[list[ArmSpec], list[Problem]]:
     if num_runs > MAX_RUNS:
         text = f"makes {num_runs:,} runs; the limit is {MAX_RUNS:,}."
         problems.append(Problem(place=("grid",), text=text))
-    return specs, [*problems, *_name_problems(data, specs)]
+    return specs, [*problems, *_name_problems(data, specs), *paper_problems(data, [spec.name for spec in specs])]
 
 
 def _values(key: str, values: Any) -> list[tuple[str, tuple[str, Any, Place]]]:
@@ -125,6 +127,7 @@ class Study:
     measures: list[Measure]
     compare: list[str] | None  # measures that rank the arms; None: those beyond the model's context
     margin: Margin
+    paper: Paper | None = None
 
     @property
     def arms(self) -> list[str]:
@@ -160,6 +163,9 @@ def load_study(path_or_name: str | Path, *, overrides: list[str] | None = None, 
     if errors:
         raise ConfigError("\n".join(errors))
     measures = measures_of([run.loaded.recipe for run in runs])
+    if any(text.startswith("evals") for text in overrides or []):
+        # Other evals than those that the study was written for: what they do not measure cannot rank the arms.
+        data |= {"compare": [name for name in data.get("compare") or [] if find_measures(name, measures)]}
     refuse(list(compare_problems(data, measures)), marks, data)
     baseline = str(data.get("baseline") or specs[0].name)
     return Study(
@@ -172,6 +178,7 @@ def load_study(path_or_name: str | Path, *, overrides: list[str] | None = None, 
         measures=measures,
         compare=chosen_names(data, measures),
         margin=Margin.model_validate(data.get("margin") or {}),
+        paper=read_paper(data),
     )
 
 

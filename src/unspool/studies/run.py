@@ -22,7 +22,7 @@ from unspool.core.artifacts import MANIFEST, digest, read_manifest, write_atomic
 from unspool.core.errors import BusyError, explain
 from unspool.core.lock import LOCK, lock_run, wait_for_lock
 from unspool.data.corpus.build import files_digest
-from unspool.recipe.paths import path_exists
+from unspool.models.location import path_exists
 from unspool.recipe.run import REPORT, open_run
 from unspool.recipe.run import run as run_recipe
 from unspool.studies.load import Study, StudyRun

@@ -11,7 +11,7 @@ from unspool.recipe.schema import folder_problems
 from unspool.recipe.yaml_lines import Place, Problem
 
 DEFAULT_SEEDS = [0, 1]
-KEYS = ("name", "recipe", "out", "set", "arms", "grid", "seeds", "baseline", "compare", "margin")
+KEYS = ("name", "recipe", "out", "set", "arms", "grid", "seeds", "baseline", "compare", "margin", "paper")
 ARM_KEYS = ("set", "seeds", "stage", "against")
 # Keys of a recipe that the study sets for each run.
 OWN = {"name": "the study names each run", "seed": "use seeds", "out": "use the study's out"}

@@ -16,11 +16,10 @@ import yaml
 from unspool.core.artifacts import MANIFEST, digest, find_damage, read_manifest, remove, write_atomic
 from unspool.core.lock import LOCK, wait_for_lock
 from unspool.models.config import NewModel
-from unspool.models.location import ASSET_PREFIX
+from unspool.models.location import ASSET_PREFIX, expand_home, path_exists
 from unspool.recipe.context import RunContext, Share
 from unspool.recipe.json_schema import value_at
 from unspool.recipe.load import EVAL_PATHS, LoadedRecipe, load_recipe
-from unspool.recipe.paths import expand_home, path_exists
 from unspool.recipe.run import BASE
 from unspool.recipe.schema import Recipe
 from unspool.recipe.yaml_lines import CoreDumper, Place

@@ -10,13 +10,14 @@ from unspool import __version__
 from unspool.core.artifacts import write_atomic
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.core.stats import ALPHA
-from unspool.core.table import markdown_lines
+from unspool.core.table import markdown_lines, markdown_table
 from unspool.recipe.load import load_recipe
 from unspool.recipe.run import REPORT
 from unspool.reporting.page import write_report
 from unspool.studies.arm_comparison import compare_arms
 from unspool.studies.arm_scores import Answers, read_answers
 from unspool.studies.load import Study, StudyRun
+from unspool.studies.paper_numbers import beside_paper, beside_table
 from unspool.studies.run import RunState
 from unspool.studies.shared_work import recipe_digest
 
@@ -53,6 +54,8 @@ def publish_study(study: Study, found: Sequence[RunState], *, checked: bool) -> 
         "runs": entries,
         **compare_arms(study, answers, context=context),
     }
+    if study.paper is not None:
+        result["paper"] = beside_paper(study.paper, study.arms, study.measures, result["measures"])
     study.out.mkdir(parents=True, exist_ok=True)
     result["report"] = _page(study, result, used)
     write_atomic(study.out / RESULT, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
@@ -67,7 +70,8 @@ def _page(study: Study, result: dict[str, Any], used: Sequence[StudyRun]) -> str
     if not folders:
         return None
     try:
-        write_report(folders, study.out / REPORT)
+        beside = [beside_table(result["paper"])] if "paper" in result else []
+        write_report(folders, study.out / REPORT, tables=beside)
     except UnspoolError as error:  # the numbers are complete without the page
         logger.warning(f"{study.name}: the report page could not be written: {error}")
         return None
@@ -142,6 +146,8 @@ def kind_of(result: dict[str, Any], name: str) -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     lines = [f"# {result['name']}", "", *_intro(result), "", "## Ranking", "", *_ranking(result), ""]
+    if "paper" in result:
+        lines += ["## Beside the paper", "", markdown_table(beside_table(result["paper"])), ""]
     for table in result["measures"]:
         if table["measure"] not in ("score", "loss"):
             lines += [f"## {table['measure']}", "", *_measure(table), ""]

@@ -45,16 +45,6 @@ class Batch:
             "rope_spans": self.rope_spans,
         }
 
-    @property
-    def trainer_inputs(self) -> dict[str, Any]:
-        """Inputs of a whole batch for stock code such as `transformers.Trainer`, whose models then return the loss.
-
-        `shift_labels` are already shifted, and `transformers` uses them as they are. Code that only knows `labels`
-        shifts those itself, so they are not shifted here.
-        """
-        labels = F.pad(self.shift_labels[:-1], (1, 0), value=IGNORE)
-        return self.model_inputs | {"labels": labels[None], "shift_labels": self.shift_labels[None]}
-
 
 def build_batch(rows: Sequence[Row], *, attention: str) -> Batch:
     """`attention: full` makes every row one document; `documents` leaves rows marked full as they are."""

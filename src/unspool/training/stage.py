@@ -17,24 +17,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from unspool.core.artifacts import KEY, digest, open_work, publish, read_manifest, remove, stale_reason
-from unspool.core.errors import ConfigError, UnspoolError
+from unspool.core.errors import UnspoolError
 from unspool.core.phases import Phases
 from unspool.core.sizes import format_count, format_size
 from unspool.data.mixture import Mix, epoch_warnings
 from unspool.data.packing.store import RowSet, open_rows
-from unspool.data.strategies.utk.special_tokens import ALL_KNOTS, add_knots, trained_ids
 from unspool.data.tokenize.chat_template import common_template
 from unspool.models.checks import check_trainable
 from unspool.models.config import NewModel
 from unspool.models.export import save_model
 from unspool.models.fuse import fuse_parts
-from unspool.models.load import build_new, fit_vocabulary, load_model
+from unspool.models.load import add_special_tokens, build_new, load_model
 from unspool.models.memory.checkpointing import apply_memory, release_host_memory
 from unspool.models.memory.policy import MemoryPolicy
 from unspool.models.rotary import apply_rope
@@ -330,7 +328,7 @@ def _build(
     if isinstance(inputs.model, NewModel):
         tokenizer = load_tokenizer(inputs.model.tokenizer)
         model = build_new(inputs.model, tokenizer, seed=seed).to(load_device)
-        _add_special_tokens(model, tokenizer, inputs.datasets)
+        add_special_tokens(model, tokenizer, inputs.datasets)
     else:
         model, tokenizer = _load_start(inputs, inputs.model, load_device)
     _take_template(tokenizer, stage, inputs)
@@ -349,7 +347,7 @@ def _load_start(inputs: StageInputs, ref: str, device: torch.device) -> tuple[An
     tokenizer = load_tokenizer(ref)
     model = load_model(ref, device=device, dtype=torch.float32)
     check_trainable(model)
-    _add_special_tokens(model, tokenizer, inputs.datasets | inputs.attention_distillation)
+    add_special_tokens(model, tokenizer, inputs.datasets | inputs.attention_distillation)
     return model, tokenizer
 
 
@@ -369,22 +367,6 @@ def _take_template(tokenizer: Any, stage: StageConfig, inputs: StageInputs) -> N
 def _needs_device(stage: StageConfig) -> bool:
     """Whether settings are tested, or allocate memory, on the device of the weights."""
     return bool(stage.compile or stage.offload or stage.keep_on_host)
-
-
-def _add_special_tokens(model: Any, tokenizer: Any, rows: dict[str, Path]) -> None:
-    """Give model and tokenizer the special tokens (UTK) of `rows`; existing ones stay as they are."""
-    counts = {name: (read_manifest(folder) or {}).get("counts", {}) for name, folder in rows.items()}
-    recorded = {name: count["added_tokens"] for name, count in counts.items() if count.get("added_tokens")}
-    trained = trained_ids(tokenizer) if recorded else np.zeros(0, dtype=np.int64)
-    knots = add_knots(tokenizer, [knot for knot in ALL_KNOTS if any(knot in ids for ids in recorded.values())])
-    for name, ids in recorded.items():
-        for knot, number in knots.items():
-            if ids.get(knot, number) != number:
-                raise ConfigError(
-                    f"dataset {name}: {knot} is token {ids[knot]} there, but token {number} of this stage's model; "
-                    "pack the dataset with this model's tokenizer."
-                )
-    fit_vocabulary(model, set(knots.values()) - set(trained.tolist()), trained)
 
 
 def _publish(

@@ -21,8 +21,7 @@ from unspool.models.load import load_model
 from unspool.models.location import first_line, location, short_name
 from unspool.models.rotary import USES_INPUT_LENGTH, apply_rope
 from unspool.models.tokenizer import silence_transformers
-from unspool.rope.harpe import Harpe
-from unspool.rope.methods import Abf, Dynamic, Yarn
+from unspool.rope import harpe, methods
 from unspool.rope.tables import GLOBAL_LAYERS, RopeMethod, global_parameters, is_nested
 
 CONTEXT = 512
@@ -82,11 +81,11 @@ class Family:
     rope: RopeCase | None = None
 
 
-ABF = RopeCase(method=Abf(method="abf", base=5e5), parameters={"rope_type": "default", "rope_theta": 5e5})
+ABF = RopeCase(method=methods.ABF(base=5e5), parameters={"rope_type": "default", "rope_theta": 5e5})
 # For the longest context of these models, which is the one on a GPU.
 YARN_FACTOR = 32.0
 YARN = RopeCase(
-    method=Yarn(method="yarn", factor=YARN_FACTOR, original=CONTEXT),
+    method=methods.YaRN(factor=YARN_FACTOR, original=CONTEXT),
     parameters={
         "rope_type": "yarn",
         "rope_theta": 1e4,
@@ -98,12 +97,12 @@ YARN = RopeCase(
     },
 )
 DYNAMIC = RopeCase(
-    method=Dynamic(method="dynamic", factor=4.0),
+    method=methods.Dynamic(method="dynamic", factor=4.0),
     parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
 )
-HARPE = RopeCase(method=Harpe(method="harpe", low=1e3, high=1e6), bases=((1e6, 1e3), (1e6, 1e3)))
+HARPE = RopeCase(method=harpe.HARPE(low=1e3, high=1e6), bases=((1e6, 1e3), (1e6, 1e3)))
 HARPE_BY_LAYER = RopeCase(
-    method=Harpe(method="harpe", low=1e3, high=1e6, rotate_by_layer=True),
+    method=harpe.HARPE(low=1e3, high=1e6, rotate_by_layer=True),
     bases=((1e6, 667e3, 334e3, 1e3), (1e3, 1e6, 667e3, 334e3)),
 )
 FAMILIES: dict[str, Family] = {

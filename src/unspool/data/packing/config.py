@@ -9,11 +9,11 @@ from unspool.core.config import Config, Current, register
 from unspool.core.sizes import Size
 from unspool.data.packing.known_mixes import expand_mix
 from unspool.data.strategies.base import StrategyConfig
-from unspool.data.strategies.cip import CipConfig
-from unspool.data.strategies.nextlong import NextLongConfig
-from unspool.data.strategies.pose import PoseConfig
-from unspool.data.strategies.upsample import UpsampleConfig
-from unspool.data.strategies.utk import UtkConfig
+from unspool.data.strategies.cip import CIP
+from unspool.data.strategies.nextlong import NExtLong
+from unspool.data.strategies.pose import PoSE
+from unspool.data.strategies.upsample import Upsample
+from unspool.data.strategies.utk import UtK
 
 
 class ReplaceConfig(Config):
@@ -31,11 +31,11 @@ class DatasetConfig(Config):
     )
     seq_len: Size
     packing: Literal["concat", "single_doc", "truncate", "best_fit"] = "concat"
-    utk: UtkConfig | None = None
-    cip: CipConfig | None = None
-    nextlong: NextLongConfig | None = None
-    upsample: UpsampleConfig | None = None
-    pose: PoseConfig | None = None
+    utk: UtK | None = None
+    cip: CIP | None = None
+    nextlong: NExtLong | None = None
+    upsample: Upsample | None = None
+    pose: PoSE | None = None
     replace: ReplaceConfig | None = None
     attention: Literal["intra_document", "full"] | None = Field(
         None,

@@ -22,16 +22,25 @@ if TYPE_CHECKING:
     from unspool.data.packing.config import DatasetConfig
 
 
-class CipConfig(StrategyConfig):
-    """CIP: documents in chunks; all first chunks of a row, then all second ones, …"""
+class CIP(StrategyConfig):
+    """CIP: documents in chunks; all first chunks of a row, then all second ones, …
+
+    Example:
+        >>> import unspool
+        >>> model, tokenizer = unspool.load("asset:tiny-base")
+        >>> texts = ["The sea was calm and the ship went on. " * 40] * 8
+        >>> dataset = unspool.pack(texts, tokenizer, seq_len=512, strategy=unspool.CIP(pieces=2))
+        >>> dataset[0].attention
+        'full'
+    """
 
     name: ClassVar[str] = "cip"
     title: ClassVar[str] = "interleaved (CIP)"
     moves_chunks: ClassVar[bool] = True
 
-    pieces: int = Field(2, ge=2, le=64, description="chunks per document")
-    split: Split = Field("random", description="where documents are split; equal: chunks of one length")
-    longest: Size | None = Field(None, description="longer documents are first cut into several of this length")
+    pieces: int = Field(default=2, ge=2, le=64, description="chunks per document")
+    split: Split = Field(default="random", description="where documents are split; equal: chunks of one length")
+    longest: Size | None = Field(default=None, description="longer documents are first cut into several of this length")
 
     def summary(self) -> str:
         return f"interleaved in {self.pieces} chunks"

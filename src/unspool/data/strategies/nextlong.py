@@ -38,19 +38,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class NextLongConfig(StrategyConfig):
-    """NExtLong: after each chunk of a document, chunks of others that look most like it."""
+class NExtLong(StrategyConfig):
+    """NExtLong: after each chunk of a document, chunks of others that look most like it.
+
+    Example:
+        >>> import unspool
+        >>> unspool.NExtLong(chunk="2K").chunk
+        2048
+    """
 
     name: ClassVar[str] = "nextlong"
     title: ClassVar[str] = "with hard negatives (NExtLong)"
     moves_chunks: ClassVar[bool] = True
     path_keys: ClassVar[tuple[str, ...]] = ("model",)
 
-    chunk: Size = Field(512, description="tokens of a chunk, at most")
+    chunk: Size = Field(default=512, description="tokens of a chunk, at most")
     retriever: Literal["bm25", "embeddings"] = "bm25"
-    model: str | None = Field(None, description="embeddings: folder or Hub id of the model whose states are compared")
+    model: str | None = Field(
+        default=None, description="embeddings: folder or Hub id of the model whose states are compared"
+    )
     longest: Size | None = Field(
-        None, description="longer documents are first cut into several of this length; by default a quarter of the row"
+        default=None,
+        description="longer documents are first cut into several of this length; by default a quarter of the row",
     )
 
     def check(self, dataset: "DatasetConfig") -> None:
@@ -123,7 +132,7 @@ class Chunks:
 
 
 def build_negatives(
-    config: NextLongConfig, readers: "Mapping[str, CorpusReader]", *, keep_rest: bool, embed: "Embed | None"
+    config: NExtLong, readers: "Mapping[str, CorpusReader]", *, keep_rest: bool, embed: "Embed | None"
 ) -> "Negatives":
     """Index the corpora. `keep_rest`: the rest of a document that is too long makes further rows."""
     longest = max((int(reader.lens.max(initial=0)) for reader in readers.values()), default=0)
@@ -177,7 +186,7 @@ def cut_corpora(readers: "Mapping[str, CorpusReader]", chunk: int) -> Chunks:
 class Negatives:
     """Packs documents with their negatives; `pack` is a `Packer` (pack.py)."""
 
-    def __init__(self, config: NextLongConfig, chunks: Chunks, retriever: "Retriever", keep_rest: bool) -> None:
+    def __init__(self, config: NExtLong, chunks: Chunks, retriever: "Retriever", keep_rest: bool) -> None:
         self._config = config
         self._chunks = chunks
         self._retriever = retriever

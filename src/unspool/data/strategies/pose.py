@@ -22,15 +22,24 @@ if TYPE_CHECKING:
     from unspool.data.packing.config import DatasetConfig
 
 
-class PoseConfig(StrategyConfig):
-    """PoSE: jumps in the positions of short rows, so that they show distances of long ones."""
+class PoSE(StrategyConfig):
+    """PoSE: jumps in the positions of short rows, so that they show distances of long ones.
+
+    Example:
+        >>> import unspool
+        >>> model, tokenizer = unspool.load("asset:tiny-base")
+        >>> texts = ["The sea was calm and the ship went on. " * 40] * 8
+        >>> dataset = unspool.pack(texts, tokenizer, seq_len=256, strategy=unspool.PoSE(target="2K"))
+        >>> bool(dataset[0].positions.max() > 256)
+        True
+    """
 
     name: ClassVar[str] = "pose"
     title: ClassVar[str] = "with position skips (PoSE)"
     sets_positions: ClassVar[bool] = True
 
     target: Size = Field(description="the context length whose positions are shown")
-    chunks: int = Field(2, ge=2, le=64, description="stretches without a jump")
+    chunks: int = Field(default=2, ge=2, le=64, description="stretches without a jump")
 
     def check(self, dataset: "DatasetConfig") -> None:
         if self.target <= dataset.seq_len:
@@ -52,7 +61,7 @@ class PoseConfig(StrategyConfig):
         return set_positions
 
 
-def skip_positions(lens: np.ndarray, config: PoseConfig, rng: np.random.Generator) -> np.ndarray:
+def skip_positions(lens: np.ndarray, config: PoSE, rng: np.random.Generator) -> np.ndarray:
     """int32[lens.sum()]; the lengths of several rows in one call give what they give one by one.
 
     Two cuts may fall together, which makes one jump of two.

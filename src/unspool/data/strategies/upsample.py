@@ -15,21 +15,27 @@ from unspool.core.sizes import Size, format_size
 from unspool.data.strategies.base import StrategyConfig
 
 
-class UpsampleConfig(StrategyConfig):
-    """Long documents several times, or fewer of the short ones; each source keeps its share."""
+class Upsample(StrategyConfig):
+    """Long documents several times, or fewer of the short ones; each source keeps its share.
+
+    Example:
+        >>> import unspool
+        >>> unspool.Upsample(above="4K", times=5).above
+        4096
+    """
 
     name: ClassVar[str] = "upsample"
     title: ClassVar[str] = "long documents upsampled"
 
     above: Size = Field(description="documents of at least this many tokens are long")
-    times: float = Field(5.0, ge=1, description="how often a long document is used")
-    keep: float = Field(1.0, ge=0, le=1, description="share of the other documents that is used")
+    times: float = Field(default=5.0, ge=1, description="how often a long document is used")
+    keep: float = Field(default=1.0, ge=0, le=1, description="share of the other documents that is used")
 
     def summary(self) -> str:
         return f"documents from {format_size(self.above)} upsampled"
 
 
-def draw_uses(lens: np.ndarray, config: UpsampleConfig, rng: np.random.Generator) -> np.ndarray:
+def draw_uses(lens: np.ndarray, config: Upsample, rng: np.random.Generator) -> np.ndarray:
     """int64: how often each document is used; `lens` are of whole documents."""
     chance = rng.random(len(lens))
     often = int(config.times)

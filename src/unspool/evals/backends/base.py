@@ -140,13 +140,15 @@ class BackendOptions:
     processes: int = 1
     device: "torch.device | None" = None
     dtype: "torch.dtype | None" = None
+    weights: str | None = None
+    """Digest of the weights of a model in memory; None: they are read from the model's files."""
 
     @cached_property
     def identity(self) -> str:
         """What scores depend on besides prompts; for transformers only weights and RoPE."""
         from unspool.models.weight_files import model_digest
 
-        weights = model_digest(self.model)
+        weights = self.weights or model_digest(self.model)
         weights = weights if self.rope is None else self.rope.digest(weights)
         if self.kind == "transformers":
             return weights

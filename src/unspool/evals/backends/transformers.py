@@ -1,13 +1,15 @@
 """A model in this process, or in several processes with one GPU each where there are enough."""
 
+import hashlib
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -23,6 +25,7 @@ from unspool.models.fuse import fuse_for_reading, pays_to_fuse
 from unspool.models.generation.greedy import answer
 from unspool.models.load import load_model
 from unspool.models.loss import read_head, token_losses
+from unspool.models.rotary import OWN_ATTENTION
 from unspool.models.tokenizer import load_tokenizer
 
 Result = TypeVar("Result")
@@ -91,6 +94,40 @@ class ModelBackend(Backend):
 
     def window_losses(self, ids: np.ndarray) -> np.ndarray:
         return window_losses(self.model, ids)
+
+
+class LiveBackend(ModelBackend):
+    """A model that the calling program holds, such as one in training; it stays as it is."""
+
+    def __init__(self, model: Any, tokenizer: Any = None) -> None:
+        if model.config._attn_implementation != OWN_ATTENTION:
+            raise ConfigError(
+                f"evaluate: this model's attention is {model.config._attn_implementation!r}; load it with "
+                f"unspool.load, or with attn_implementation={OWN_ATTENTION!r} after unspool.register()."
+            )
+        super().__init__(str(model.name_or_path), device=model.device, dtype=model.dtype)
+        self.model = model
+        self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(self.ref)
+        self.context_limit = ContextLimit(model.config.max_position_embeddings, "max_position_embeddings of its config")
+
+    @cached_property
+    def weights(self) -> str:
+        """Digest of the weights and of the config."""
+        found = hashlib.sha256(self.model.config.to_json_string().encode())
+        for name, tensor in sorted(self.model.state_dict().items()):
+            found.update(name.encode())
+            found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+        return found.hexdigest()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Answer in evaluation mode, and train afterwards if the model was in training."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(was_training)
 
 
 @torch.inference_mode()

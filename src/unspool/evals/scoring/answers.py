@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from unspool.core.config import lookup
 from unspool.evals.prompts import Match
-from unspool.evals.suite import Mode
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _ASCII = str.maketrans("", "", string.punctuation)
@@ -78,13 +77,8 @@ def parse_answer(output: str, cue: str = "Answer:") -> str:
     return re.sub(rf"^{re.escape(cue)}", "", line.strip(), flags=re.IGNORECASE).strip()
 
 
-def raw_or_parsed(metric: Metric, output: str, references: Sequence[str], cue: str, mode: Mode) -> float:
-    """Score the whole output and its parsed line, and return the better score, as HELMET does.
-
-    `output` is what the model wrote after the cue. `reference` mode scores it together with the cue.
-    """
-    if mode == "reference":
-        output = cue + output
+def raw_or_parsed(metric: Metric, output: str, references: Sequence[str], cue: str) -> float:
+    """Score the whole output and its parsed line, and return the better score, as HELMET does."""
     return max(best(metric, output, references), best(metric, parse_answer(output, cue), references))
 
 

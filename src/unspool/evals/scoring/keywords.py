@@ -62,11 +62,19 @@ def plain_f1(output: str, answer: str, words: Words) -> float:
 def filtered_rouge_l(output: str, answer: str, words: Words, mode: Mode = "fixed") -> float:
     """Score DuReader: ROUGE-L without blacklisted words."""
     if mode == "reference":
-        # LV-Eval segments already segmented text, which sometimes splits a word again.
-        given, wanted = (words.of(" ".join(words.cut(text))) for text in (output, answer))
-        return _set_rouge_l(words.without_blacklisted(given), words.without_blacklisted(wanted))
+        return _set_rouge_l(_spelled(output, words), _spelled(answer, words))
     given, wanted = words.of(output), words.of(answer)
     return words_rouge_l(*_filtered(given, wanted, words))
+
+
+def _spelled(text: str, words: Words) -> list[str]:
+    """LV-Eval segments already segmented text, which sometimes splits a word again.
+
+    The package `rouge` takes spaces for one empty word, so two texts of which nothing is left may be equal.
+    """
+    found = [normalize_zh(word) for word in words.cut(" ".join(words.cut(text)))]
+    left = " ".join(words.without_blacklisted(found))
+    return left.split() or [""] * bool(left)
 
 
 def _filtered(given: Sequence[str], wanted: Sequence[str], words: Words) -> tuple[Sequence[str], Sequence[str]]:

@@ -17,6 +17,7 @@ from pydantic import Field
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError, DataError
 from unspool.core.rng import rng_for
+from unspool.evals.benchmark_copy import Reference
 from unspool.evals.config import WordedEval
 from unspool.evals.fill import Meter, Remembered, fill, room, spread
 from unspool.evals.scoring.keywords import Language, Words, filtered_rouge_l, gated_f1, plain_f1
@@ -146,8 +147,8 @@ def words_for(language: Language, blacklist: frozenset[str], segmenter: Segmente
     return Words(language=language, blacklist=blacklist, cut=build_segmenter(segmenter) if language == "zh" else list)
 
 
-# LV-Eval's levels count words; the number of tokens depends on the tokenizer and is at least a third greater.
-LEVELS = {"16k": 16_000, "32k": 32_000, "64k": 64_000, "128k": 128_000, "256k": 256_000}
+# LV-Eval's levels count words, which are at least a third more tokens, so that a level fills the length of its name.
+LEVELS = {f"{size}k": size * 1024 for size in (16, 32, 64, 128, 256)}
 PATHS = {"data", "blacklist", "blacklist_en", "blacklist_zh", "segmenter", *PROMPTS}
 GENERATED_QUESTIONS = 60
 
@@ -399,14 +400,21 @@ class LvEval(WordedEval):
     )
 
 
+def _read_reference(path: Path, config: LvEval) -> Reference:
+    from unspool.evals.suites import lveval_clone  # late: it needs this suite
+
+    return lveval_clone.read(path, config)
+
+
 SUITE = TaskSuite(
     name="lveval",
     title="LV-Eval",
     config=LvEval,
-    version=1,
+    version=2,
     tasks={name: _task(name) for name in PROMPTS},
     load=load,
     categories=CATEGORIES,
     has_overall=False,  # its papers average over sets
     wording=FORMS,
+    reference=_read_reference,
 )

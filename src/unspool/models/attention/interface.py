@@ -5,6 +5,7 @@ computes on any device and in any dtype; cuda.py calls the fast kernels.
 """
 
 import copy
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,15 +19,26 @@ from unspool.models.attention.reference import AttentionInputs, reference_attent
 from unspool.models.attention.self_extend import self_extend_attention
 from unspool.models.checks import attention_of
 from unspool.models.memory import kept
-from unspool.models.rotary import OWN_ATTENTION, rotate_heads
+from unspool.models.rotary import OWN_ATTENTION, depends_on_length, rotate_heads
 
 NAME = OWN_ATTENTION
+# Attribute of `position_ids` that holds the documents found in them.
+_PACKED = "unspool_doc_lens"
 # Arguments of attention functions that change the scores in ways we do not compute.
 _UNSUPPORTED = ("position_bias", "indices", "block_indices")
 
 
 def register() -> None:
-    """Register `attn_implementation="unspool"`. It has no mask function, so `transformers` builds no mask."""
+    """Register `attn_implementation="unspool"`: attention that keeps packed documents apart without an S×S mask.
+
+    Example:
+        >>> import unspool
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> unspool.register()
+        >>> config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="unspool")
+    """
+    # It has no mask function, so `transformers` builds no mask.
     cuda.initialize_kernel_order()
     AttentionInterface.register(NAME, attend)
 
@@ -42,6 +54,11 @@ def attend(
 ) -> tuple[Tensor, None]:
     """The attention function that `transformers` calls in every layer: returns [B, Q, H, D]."""
     _check_supported(module, attention_mask, kwargs)
+    if kwargs.get("rope_spans") is not None and depends_on_length(module):
+        raise ConfigError(
+            "This model's RoPE frequencies depend on the length of the input, which must be each document's own; load "
+            "the model with unspool.load."
+        )
     inv_freq = getattr(module, "head_inv_freq", None)
     if getattr(module, "self_extend", None) is not None:
         return self_extend_attention(module, query, key, value, scaling, kwargs), None
@@ -49,7 +66,7 @@ def attend(
         query, key = rotate_heads(query, key, inv_freq, kwargs.get("position_ids"))
     # Per-head rotation and mixed precision leave queries and keys in fp32; the kernels need one dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    doc_lens = kwargs.get("doc_lens")
+    doc_lens = kwargs.get("doc_lens") or _packed_lens(query, key, kwargs.get("position_ids"))
     inputs = AttentionInputs(
         query=query,
         key=key,
@@ -83,6 +100,27 @@ def _check_supported(module: nn.Module, mask: Tensor | None, kwargs: dict[str, A
     found = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if found:
         raise ConfigError(f"This model's attention uses {found[0]}, which is not supported yet; use another model.")
+
+
+def _packed_lens(query: Tensor, key: Tensor, position_ids: Tensor | None) -> tuple[int, ...] | None:
+    """Lengths of documents that other collators pack with nothing but positions that restart; None if there is one."""
+    if position_ids is None or query.shape[2] != key.shape[2] or query.shape[2] < 2 or torch.compiler.is_compiling():
+        return None
+    version = None if position_ids.is_inference() else position_ids._version
+    known, found = getattr(position_ids, _PACKED, (-1, None))
+    if known != version:  # once, in the first layer, because it waits for the device
+        starts = torch.diff(position_ids) <= 0
+        is_packed = bool(starts.any())
+        if is_packed and len(position_ids) > 1:
+            raise ConfigError(
+                f"attn_implementation={NAME!r} needs packed rows as one sequence, and this batch has "
+                f"{len(position_ids)} rows with positions that restart; use unspool.Collator."
+            )
+        ends = [0, *(starts[0].nonzero()[:, 0] + 1).tolist(), position_ids.shape[1]] if is_packed else []
+        found = tuple(end - start for start, end in pairwise(ends)) or None
+        setattr(position_ids, _PACKED, (version, found))
+    lens: tuple[int, ...] | None = found
+    return lens
 
 
 def _window(longest: int, sliding_window: int | None) -> int | None:

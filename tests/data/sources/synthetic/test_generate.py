@@ -17,7 +17,7 @@ from unspool.data.sources.synthetic.fit_documents import (
     split_plan,
 )
 from unspool.data.tokenize.encoder import build_encoder
-from unspool.recipe.paths import resolve_path
+from unspool.models.location import resolve_path
 
 from ...conftest import build_tokenizer
 from .factory import SENTENCES, characters, document

@@ -17,27 +17,36 @@ if TYPE_CHECKING:
 MOST_HOPS = 8  # every cut has knots of its own
 
 
-class UtkConfig(StrategyConfig):
-    """Untie the Knots: split documents, scatter the chunks over the row, trace them back."""
+class UtK(StrategyConfig):
+    """Untie the Knots: split documents, scatter the chunks over the row, trace them back.
+
+    Example:
+        >>> import unspool
+        >>> unspool.UtK(probability=0.8, hops={2: 0.5, 3: 0.5}).most_hops
+        3
+    """
 
     name: ClassVar[str] = "utk"
     title: ClassVar[str] = "tangled (Untie the Knots)"
     moves_chunks: ClassVar[bool] = True
     uses_tokenizer: ClassVar[bool] = True
 
-    probability: float = Field(0.8, ge=0, le=1, description="share of documents, or of rows, that are split")
-    per: Literal["document", "row"] = Field("document", description="unit that probability applies to")
-    hops: dict[int, float] = Field({2: 0.5, 3: 0.5}, description="chunks per split document: share of those documents")
-    chunk: Size | None = Field(
-        None, description="chunks of one length, at most this, instead of hops; at most 8 per document"
+    probability: float = Field(default=0.8, ge=0, le=1, description="share of documents, or of rows, that are split")
+    per: Literal["document", "row"] = Field(default="document", description="unit that probability applies to")
+    hops: dict[int, float] = Field(
+        default={2: 0.5, 3: 0.5}, description="chunks per split document: share of those documents"
     )
-    split: Split = Field("random", description="where documents are split")
-    min_split: Size = Field(512, description="shorter documents stay whole (tokens)")
-    longest: Size | None = Field(None, description="longer documents are first cut into several of this length")
-    preserve_order: bool = Field(True, description="chunks of one document keep their order")
-    backtrace: bool = Field(True, description="after the last chunk, list the labels of all chunks")
+    chunk: Size | None = Field(
+        default=None, description="chunks of one length, at most this, instead of hops; at most 8 per document"
+    )
+    split: Split = Field(default="random", description="where documents are split")
+    min_split: Size = Field(default=512, description="shorter documents stay whole (tokens)")
+    longest: Size | None = Field(default=None, description="longer documents are first cut into several of this length")
+    preserve_order: bool = Field(default=True, description="chunks of one document keep their order")
+    backtrace: bool = Field(default=True, description="after the last chunk, list the labels of all chunks")
     mask: Literal["paper", "released"] = Field(
-        "paper", description="tokens without loss; released: also the first token of text after a head knot or label"
+        default="paper",
+        description="tokens without loss; released: also the first token of text after a head knot or label",
     )
 
     @field_validator("hops")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from unspool.data.strategies.split_points import SPLIT_POINTS
-from unspool.data.strategies.utk import UtkConfig
+from unspool.data.strategies.utk import UtK
 from unspool.data.strategies.utk.special_tokens import LabelPool
 
 
@@ -39,7 +39,7 @@ class Choices:
 class Chooser:
     """Draws `Choices`, always as many numbers for an entry, so that entries do not depend on those before."""
 
-    def __init__(self, config: UtkConfig, pool: LabelPool, rng: np.random.Generator) -> None:
+    def __init__(self, config: UtK, pool: LabelPool, rng: np.random.Generator) -> None:
         self._config, self._pool, self._rng = config, pool, rng
         self._most = config.most_hops
         self._counts = np.array(list(config.hops))
@@ -91,7 +91,7 @@ class Units:
 
 
 def fill_rows(
-    config: UtkConfig, row_len: int, lens: np.ndarray, docs: Choices, rows: Choices, *, begin: int, keep_rest: bool
+    config: UtK, row_len: int, lens: np.ndarray, docs: Choices, rows: Choices, *, begin: int, keep_rest: bool
 ) -> Units:
     """All rows that documents of these lengths fill; of the first one, `begin` tokens are in earlier rows.
 
@@ -117,7 +117,7 @@ def fill_rows(
 class _Filling:
     """Rows that are being filled: their documents, and what becomes of those at rows' beginnings and ends."""
 
-    def __init__(self, config: UtkConfig, row_len: int, lens: np.ndarray, docs: Choices, rows: Choices) -> None:
+    def __init__(self, config: UtK, row_len: int, lens: np.ndarray, docs: Choices, rows: Choices) -> None:
         self._row_len, self._min_split = row_len, config.min_split
         self._docs, self._doc_lens = docs, lens
         # As lists: they are looked at one by one.
@@ -201,7 +201,7 @@ class Pieces:
         return len(self.units)
 
 
-def scatter(units: Units, points: np.ndarray, config: UtkConfig, rng: np.random.Generator) -> Pieces:
+def scatter(units: Units, points: np.ndarray, config: UtK, rng: np.random.Generator) -> Pieces:
     """Split the units at `points` (float64[units, most hops - 1]) and shuffle the pieces over their rows."""
     owner = np.repeat(np.arange(len(units.hops)), units.hops)
     firsts = np.cumsum(units.hops) - units.hops

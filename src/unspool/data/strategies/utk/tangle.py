@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerFast
 
 from unspool.data.packing.pack import WINDOW_DOCS, Doc, RowStream, Tally
 from unspool.data.packing.row import Row
-from unspool.data.strategies.utk import UtkConfig
+from unspool.data.strategies.utk import UtK
 from unspool.data.strategies.utk.layout import Choices, Chooser, Pieces, Units, fill_rows, scatter
 from unspool.data.strategies.utk.special_tokens import DrawLabels, LabelPool, knot_ids, label_drawer
 from unspool.data.strategies.utk.write import Written, gather_labels, write
@@ -69,7 +69,7 @@ def untangle(
 class Tangler:
     """Packs a stream of documents into tangled rows; `pack` is a `Packer` (pack.py)."""
 
-    config: UtkConfig
+    config: UtK
     knots: dict[str, int]  # in the order of their names in knots.py
     draw_labels: DrawLabels
     rng: np.random.Generator
@@ -138,7 +138,7 @@ class Tangler:
 
 
 def build_tangler(
-    config: UtkConfig, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator, *, keep_rest: bool
+    config: UtK, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator, *, keep_rest: bool
 ) -> Tangler:
     """Build the packer; `tokenizer` gets the special tokens that it lacks."""
     knots = knot_ids(tokenizer, config.most_hops)

@@ -129,8 +129,13 @@ def _write_demo(task: str, sources: Sources, demo: Item) -> str:
 
 
 def score_asqa(output: str, question: Question) -> float:
-    return str_em(output, question.meta["answers"], question.meta["mode"])
+    return str_em(_spoken(output, question), question.meta["answers"], question.meta["mode"])
 
 
 def score_qampari(output: str, question: Question) -> float:
-    return qampari(output, question.meta["answers"])["recall_top5"]
+    return qampari(_spoken(output, question), question.meta["answers"])["recall_top5"]
+
+
+def _spoken(output: str, question: Question) -> str:
+    """Put the cue back with HELMET's own prompts: a model without a chat template loses QAMPARI's first item to it."""
+    return question.prefix + output if "cue" in question.meta else output

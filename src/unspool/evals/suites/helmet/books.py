@@ -20,7 +20,7 @@ from unspool.evals.scoring.rouge import rouge_l
 from unspool.evals.suite import Ask, Question
 from unspool.evals.suites import generated_world
 from unspool.evals.suites.helmet.data import DEMO, Sources, choose, demo_form, template_form
-from unspool.evals.suites.helmet.rag import demo_order
+from unspool.evals.suites.helmet.rag import cue_of, demo_order
 from unspool.evals.suites.records import Item, Record, first_field, flatten
 from unspool.evals.wording import PREFIX, Form, Text, Wording, literal
 
@@ -232,12 +232,17 @@ def _key_points(book: Book) -> list[str]:
 
 
 def score_qa(output: str, question: Question) -> float:
-    return raw_or_parsed(rouge_l, output, question.references, question.prefix, question.meta["mode"])
+    said = question.prefix + output if question.meta["mode"] == "reference" else output
+    return raw_or_parsed(rouge_l, said, question.references, cue_of(question))
 
 
 def score_choice(output: str, question: Question) -> float:
-    """Accept the letter alone, or "B. its text" anywhere; no prefix is put back, as HELMET uses a chat template."""
+    """Accept the letter alone, or "B. its text" anywhere.
+
+    HELMET uses a chat template, so no prefix is put back, except with its own prompts for a model that has none.
+    """
     metric = exact_match_reference if question.meta["mode"] == "reference" else exact_match
+    output = question.prefix + output if "cue" in question.meta else output
     letter, spelled = question.references
     exact = max(best(metric, text, (letter, spelled)) for text in (output, parse_answer(output)))
     return float(spelled.lower() in output.lower() or bool(exact) or _first_letter(output, question) == letter)

@@ -33,7 +33,7 @@ WITH_PASSAGES = (*RAG, "msmarco", *CITE)
 TASKS = (*WITH_PASSAGES, *BOOKS, *LABELS)
 # Files that users may give: a task's questions, with _passages its pool of distractors, with _demos its examples
 # (for ICL the labeled training set); `passages` is the pool of every task that has none of its own.
-PATHS = {"passages", "haystack", *TASKS, *(f"{task}_demos" for task in TASKS)}
+PATHS = {"passages", "haystack", "llama2_tokenizer", *TASKS, *(f"{task}_demos" for task in TASKS)}
 PATHS |= {f"{task}_passages" for task in WITH_PASSAGES}
 POPULAR = 3  # log10 of page views from which HELMET drops PopQA's questions
 AMONG = 100  # best-ranked passages among which a gold one is looked for

@@ -19,7 +19,7 @@ from unspool.evals.scoring.answers import best, exact_match, exact_match_referen
 from unspool.evals.suite import Ask, Question
 from unspool.evals.suites import generated_world
 from unspool.evals.suites.helmet.data import DEMO, LABELS, Sources, demo_form, template_form
-from unspool.evals.suites.helmet.rag import first_line, table_count
+from unspool.evals.suites.helmet.rag import cue_of, first_line, table_count
 from unspool.evals.suites.records import first_field
 from unspool.evals.wording import PREFIX, Form, literal
 
@@ -172,5 +172,5 @@ def _sort_labels(labels: tuple[str, ...]) -> list[str]:
 def score(output: str, question: Question) -> float:
     """Score the first line alone; the prefix is put back, and parsing removes it again."""
     metric = exact_match_reference if question.meta["mode"] == "reference" else exact_match
-    answer = parse_answer(question.prefix + first_line(output, question), question.prefix)
+    answer = parse_answer(question.prefix + first_line(output, question), cue_of(question))
     return best(metric, answer, question.references)

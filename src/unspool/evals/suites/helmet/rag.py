@@ -184,7 +184,17 @@ def first_line(output: str, question: Question) -> str:
     return output if question.meta["mode"] == "reference" else output.lstrip().split("\n", 1)[0]
 
 
+def spoken(output: str, question: Question) -> str:
+    """Return what is scored: in `reference` mode the whole output after its cue, else its first line."""
+    return question.prefix + output if question.meta["mode"] == "reference" else first_line(output, question)
+
+
+def cue_of(question: Question) -> str:
+    """Return the words before an answer, which HELMET leaves to a chat model and looks for in what it writes."""
+    cue: str = question.meta.get("cue", question.prefix)
+    return cue
+
+
 def score(output: str, question: Question) -> float:
-    mode = question.meta["mode"]
-    metric = sub_em_reference if mode == "reference" else sub_em
-    return raw_or_parsed(metric, first_line(output, question), question.references, question.prefix, mode)
+    metric = sub_em_reference if question.meta["mode"] == "reference" else sub_em
+    return raw_or_parsed(metric, spoken(output, question), question.references, cue_of(question))

@@ -6,12 +6,14 @@ A category is the mean of its tasks, the overall score the mean of the seven cat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
+from unspool.evals.benchmark_copy import Reference
 from unspool.evals.config import Lengths, TaskEval, WordedEval
 from unspool.evals.suite import Ask, Cell, Question, Sample, Task
 from unspool.evals.suites import generated_world, ruler
@@ -183,6 +185,12 @@ class HelmetEval(WordedEval):
         return average_of
 
 
+def _read_reference(path: Path, config: WordedEval) -> Reference:
+    from unspool.evals.suites.helmet import helmet_clone  # late: it needs this suite
+
+    return helmet_clone.read(path, config)
+
+
 class HelmetSuite(TaskSuite):
     def summary(self, config: TaskEval, cells: Sequence[Cell], samples: Sequence[Sample]) -> dict[str, Any]:
         found = super().summary(config, cells, samples)
@@ -200,4 +208,5 @@ SUITE = HelmetSuite(
     load=load,
     categories=CATEGORIES,
     wording=FORMS,
+    reference=_read_reference,
 )

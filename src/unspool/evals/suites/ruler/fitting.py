@@ -1,8 +1,8 @@
-"""Fit RULER's haystacks to a length, in both modes, and place what the answer needs.
+"""Fit RULER's haystacks to a length in `fixed` mode, and place what the answer needs.
 
 A task gives a builder from a size (words, lines, characters) to a `Draft`. `build_fixed` finds the size that comes
-within 1% of the length; `build_reference` repeats RULER's own search. Neither exceeds the length, and both raise
-ConfigError if the smallest prompt is too long. All random draws depend on seed, task, mode, length and index only.
+within 1% of the length and does not exceed it; ConfigError if the smallest prompt is too long. All random draws depend
+on seed, task, length and index only. `reference` mode is in published.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -86,7 +86,6 @@ class Draft:
 
 
 Builder = Callable[[int], Draft]  # from a size
-RandomBuilder = Callable[[int, np.random.Generator], Draft]
 
 
 def fill_prompt(
@@ -118,51 +117,6 @@ def build_fixed(
     key = (spec.task, ask.length, ask.seed, ask.overhead)
     start = sources.cached(key, lambda: fitted(replace(ask, index=CALIBRATION), guess)[1])
     return to_question(ask, *fitted(ask, start))
-
-
-def _three_times(units: float) -> int:
-    return int(units * 3)
-
-
-def build_reference(
-    sources: Sources,
-    ask: Ask,
-    spec: TaskSpec,
-    builder: Callable[[Sources, Ask], RandomBuilder],
-    *,
-    step: int,
-    trial: int | None = None,
-    most: Callable[[float], int] = _three_times,
-    example_tokens: int = 0,
-) -> Question:
-    """Build a question as RULER does.
-
-    RULER estimates tokens per unit from a prompt of size `trial`, and so how many units fill the length; the size is
-    searched up to `most` of them. `example_tokens` are those of the prompts' `example`.
-    """
-    budget = spec.budget(ask)
-
-    def tokens(size: int, attempt: int) -> int:
-        searching = replace(ask, index=CALIBRATION)
-        prompt = builder(sources, searching)(size, spec.rng(searching, attempt)).prompt
-        return sources.count(prompt.text.removeprefix(prompt.example))
-
-    def search() -> int:
-        without_example = replace(budget, tokens=budget.tokens - example_tokens)
-        return reference_size(tokens, without_example, step=step, trial=trial or step, most=most)
-
-    size = sources.cached((spec.task, "reference", ask.length, ask.seed, ask.overhead), search)
-    build = builder(sources, ask)
-    attempt = 0
-    # RULER shrinks a sample step by step until it fits. At the smallest size it retries forever; this gives up.
-    while True:
-        draft = build(size, spec.rng(ask, attempt))
-        used = sources.count(draft.prompt.text)
-        if used <= budget.tokens:
-            return to_question(ask, draft, size)
-        if size <= step:
-            raise budget.too_short(used)
-        size, attempt = size - step, attempt + 1
 
 
 def to_question(ask: Ask, draft: Draft, size: int) -> Question:
@@ -202,28 +156,6 @@ def fit(
         if high and size >= high:
             break
     assert best is not None, "the smallest size was tried or is known to fit"
-    return best
-
-
-def reference_size(
-    tokens: Callable[[int, int], int],
-    budget: TokenBudget,
-    *,
-    step: int,
-    trial: int,
-    most: Callable[[float], int] = _three_times,
-) -> int:
-    """RULER's binary search for the haystack size of a length; `tokens(size, attempt)` counts a new random prompt."""
-    per_unit = tokens(trial, 0) / trial
-    low, high = step, max(most(budget.length / per_unit), 2 * step)
-    best, attempt = step, 1
-    while low <= high:
-        middle = (low + high) // 2
-        if tokens(middle, attempt) <= budget.tokens:
-            best, low = middle, middle + 1
-        else:
-            high = middle - 1
-        attempt += 1
     return best
 
 

@@ -1,12 +1,16 @@
 """What RULER's prompts are made of: noise, essays, words, questions with documents, and a token counter."""
 
+import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from importlib import import_module
 from importlib.resources import files
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -34,14 +38,21 @@ PATHS = {
     "squad": "SQuAD: JSON as released, JSONL, or hub:ORG/NAME",
     "hotpotqa": "HotpotQA: JSON as released, JSONL, or hub:ORG/NAME",
     "hotpotqa_pool": "more documents for HotpotQA: JSONL with title and text",
+    "essays": "RULER's PaulGrahamEssays.json, split into sentences by NLTK",
+    "wonderwords": "folder with the word lists of the Python package wonderwords",
+    "english_words": "RULER's english_words.json",
 }
+WORD_LISTS = ("nounlist.txt", "adjectivelist.txt", "verblist.txt")
 _BUNDLED_WORDS = "assets/ruler_words.txt"
 # Essays repeat after this many tokens, which is longer than any sensible prompt.
 _ESSAY_TOKENS = 2_000_000
 _SAMPLE_WORDS = 20_000
+_CACHED_SIZES = 8
 _SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]_]*$")
 _SENTENCE_START = re.compile(r"[\"'“‘(\[_—-]*[A-Z0-9]")
 _ABBREVIATIONS = re.compile(r"(mr|mrs|ms|dr|st|prof|sr|jr|vs|etc|e\.g|i\.e|no|vol|col|capt|gen|rev)\.", re.IGNORECASE)
+
+Made = TypeVar("Made")
 
 
 def noise_lines(noise: str, size: int) -> list[str]:
@@ -100,6 +111,69 @@ def _is_sentence_end(word: str, after: str) -> bool:
     return bool(_SENTENCE_START.match(after))
 
 
+def split_sentences(text: str) -> list[str]:
+    essay = Essay.of([text])
+    return [" ".join(essay.words[start:end]) for start, end in pairwise([0, *essay.ends.tolist()])]
+
+
+def nltk_sentences(text: str) -> list[str]:
+    """Split a text as RULER does; ConfigError where NLTK or its model is missing."""
+    try:
+        found: list[str] = import_module("nltk.tokenize").sent_tokenize(text)
+    except ImportError as error:
+        raise ConfigError("RULER splits its essays by NLTK, which is not installed; `pip install nltk`.") from error
+    except LookupError as error:
+        raise ConfigError(
+            "RULER splits its essays by NLTK, whose model is missing; `python -m nltk.downloader punkt_tab`."
+        ) from error
+    return found
+
+
+class WordPairs(Sequence[str]):
+    """All different "first-second" in sorted order, without holding all of them: there are millions."""
+
+    def __init__(self, firsts: Sequence[str], seconds: Sequence[str]) -> None:
+        self._seconds = sorted(set(seconds))
+        alike: list[list[str]] = []
+        for head in sorted({f"{first}-" for first in firsts}):
+            # Pairs of heads that begin alike, such as "far-" and "far-off-", are mixed in the sorted order.
+            if alike and head.startswith(alike[-1][0]):
+                alike[-1].append(head)
+            else:
+                alike.append([head])
+        # One head, which stands for its pairs, or the pairs of several.
+        self._groups = [
+            heads[0] if len(heads) == 1 else sorted({head + second for head in heads for second in self._seconds})
+            for heads in alike
+        ]
+        sizes = (len(self._seconds) if isinstance(group, str) else len(group) for group in self._groups)
+        self._starts = [0, *accumulate(sizes)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        at = bisect_right(self._starts, index) - 1
+        group, place = self._groups[at], index - self._starts[at]
+        return group + self._seconds[place] if isinstance(group, str) else group[place]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"ruler: cannot read {path} ({error}); give a UTF-8 text file.") from error
+
+
+def _read_json(path: str) -> Any:
+    try:
+        return json.loads(_read_text(Path(path)))
+    except ValueError as error:
+        raise DataError(f"ruler: {path} is not JSON ({error}).") from error
+
+
 class Sources:
     """A tokenizer and the data of all tasks; each is loaded at first use, from the user's files or bundled ones."""
 
@@ -111,16 +185,19 @@ class Sources:
         self._tokenizer = tokenizer
         self._paths = paths
         self.wording = wording
-        self._cache: dict[Hashable, int] = {}
+        self._cache: dict[Hashable, Any] = {}
+        # Samples of a run have few sizes, and splitting a long text takes seconds.
+        self.sentences = lru_cache(_CACHED_SIZES)(self._sentences)
 
     def count(self, text: str) -> int:
         return self._meter.count(text)
 
-    def cached(self, key: Hashable, make: Callable[[], int]) -> int:
-        """Compute a number once per key; it must depend on the key alone."""
+    def cached(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """Compute a value once per key; it must depend on the key alone."""
         if key not in self._cache:
             self._cache[key] = make()
-        return self._cache[key]
+        found: Made = self._cache[key]
+        return found
 
     @cached_property
     def _meter(self) -> Meter:
@@ -130,16 +207,55 @@ class Sources:
 
     @cached_property
     def essay(self) -> Essay:
+        if "essays" in self._paths:
+            return Essay.of([" ".join(self._essay_words)])
         return Essay.of(heldout_documents(self._paths.get("haystack"), Path(), tokens=_ESSAY_TOKENS))
+
+    @cached_property
+    def _essay_words(self) -> list[str]:
+        if "essays" not in self._paths:
+            return self.essay.words
+        text = _read_json(self._paths["essays"])
+        if not isinstance(text, dict) or not isinstance(text.get("text"), str) or not text["text"].strip():
+            raise DataError(f"ruler: {self._paths['essays']} is not RULER's file of essays: it has no text.")
+        return re.sub(r"\s+", " ", text["text"]).split(" ")
+
+    def _sentences(self, size: int) -> list[str]:
+        """The sentences of the essay's first `size` words; the essay starts again at its end."""
+        words = self._essay_words
+        text = " ".join((words * -(-size // len(words)))[:size]).strip()
+        return nltk_sentences(text) if "essays" in self._paths else split_sentences(text)
+
+    @cached_property
+    def _word_lists(self) -> list[list[str]] | None:
+        """Nouns, adjectives and verbs of wonderwords."""
+        folder = self._paths.get("wonderwords")
+        if folder is None:
+            return None
+        texts = [_read_text(Path(folder) / name).removesuffix("\n") for name in WORD_LISTS]
+        return [[line.rstrip() for line in text.split("\n")] for text in texts]
+
+    @cached_property
+    def word_pairs(self) -> "WordPairs":
+        """What RULER draws keys from: an adjective and a noun, or two of our own words."""
+        nouns, adjectives = self._word_lists[:2] if self._word_lists else (self.words, self.words)
+        return WordPairs(adjectives, nouns)
+
+    @cached_property
+    def listed_words(self) -> list[str]:
+        """What RULER draws a list of `cwe` from, as long as it has enough words."""
+        return sorted({word for each in self._word_lists for word in each}) if self._word_lists else self.words
+
+    @cached_property
+    def more_words(self) -> Sequence[str]:
+        """What RULER draws longer lists from."""
+        path = self._paths.get("english_words")
+        return self.word_pairs if path is None else [str(word) for word in _read_json(path).values()]
 
     @cached_property
     def words(self) -> list[str]:
         path = self._paths.get("words", str(files("unspool") / _BUNDLED_WORDS))
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"ruler: cannot read the word list {path} ({error}); give a UTF-8 text file.") from error
-        words = sorted(set(text.split()))
+        words = sorted(set(_read_text(Path(path)).split()))
         if len(words) < FEWEST_WORDS:
             raise DataError(
                 f"ruler: the word list {path} has {len(words)} different words; give {FEWEST_WORDS} or more."

@@ -3,23 +3,24 @@
 `fixed`: keys and values are all different, including those of the haystack. A single gold fact takes every depth of the
 grid by index; several gold facts take one depth in each equal part. Essays begin at a random sentence. The last line of
 a haystack may be cut to meet the length.
-`reference` follows RULER: keys and values are drawn with repetition, depths are drawn for every sample, essays start at
-their beginning, and needles are shuffled with a constant seed.
+`reference` follows RULER draw for draw: keys and values are drawn with repetition, depths are drawn for every sample,
+essays start at their beginning, and needles are shuffled with a constant seed.
 """
 
-import random
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
 from unspool.evals.suite import Ask, Question
-from unspool.evals.suites.ruler import fitting
-from unspool.evals.suites.ruler.fitting import Builder, Draft, RandomBuilder, TaskSpec, fill_prompt
-from unspool.evals.suites.ruler.haystacks import NOISE, PER_LINE, Essay, Sources, insert, noise_lines
+from unspool.evals.suites.ruler import fitting, published
+from unspool.evals.suites.ruler.fitting import Builder, Draft, TaskSpec, fill_prompt
+from unspool.evals.suites.ruler.haystacks import NOISE, PER_LINE, Sources, insert, noise_lines
+from unspool.evals.suites.ruler.published import Draws, Script
 from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text, Wording
 
 _NEEDLE = "One special magic {type} for {key} is {value}."
@@ -77,8 +78,7 @@ class NeedleTask:
 
     def build(self, sources: Sources, ask: Ask) -> Question:
         if ask.mode == "reference":
-            step = _ESSAY_STEP if self.haystack == "essay" else 5 if ask.length < fitting.SHORT else 25
-            return fitting.build_reference(sources, ask, self.spec, partial(_reference, self), step=step)
+            return published.build(sources, ask, self.spec, partial(_reference, self))
         builder, fewest, guess = _lines, PER_LINE, ask.length * PER_LINE // 32
         if self.haystack == "essay":
             builder, fewest, guess = _essay, 40, ask.length // 2
@@ -215,64 +215,66 @@ def _target_depths(hidden: Hidden, index: int, rng: np.random.Generator) -> list
     return [*low, gold, *sorted(float(gold + depth * (1 - gold)) for depth in after)]
 
 
-def _reference(task: NeedleTask, sources: Sources, ask: Ask) -> RandomBuilder:
-    fact = task.needle_writer(sources.wording)
+def _reference(task: NeedleTask, sources: Sources, ask: Ask, draws: Draws) -> Script:
+    write, num_keys = task.needle_writer(sources.wording), max(task.num_keys, task.num_queries)
+    owners = [key for key in range(num_keys) for _ in range(task.num_values)]
+    order = draws.shuffled(range(len(owners)))
 
-    def build(size: int, rng: np.random.Generator) -> Draft:
-        num_keys = max(task.num_keys, task.num_queries)
-        keys = [_draw_one(task.key, sources.words, rng) for _ in range(num_keys)]
-        values = [[_draw_one(task.value, sources.words, rng) for _ in range(task.num_values)] for _ in keys]
-        owners = [at for at in range(num_keys) for _ in range(task.num_values)]
-        facts = [fact(key, value) for key, own in zip(keys, values, strict=True) for value in own]
-        order = list(range(len(facts)))
-        # The same permutation for every sample, as in RULER.
-        random.Random(ask.seed).shuffle(order)
-        asked = rng.permutation(num_keys)[: task.num_queries].tolist()
+    def generate(index: int, size: int) -> Draft:
+        keys, values = [], []
+        for _ in range(num_keys):
+            keys.append(_draw_one(task.key, sources, draws))
+            values.append([_draw_one(task.value, sources, draws) for _ in range(task.num_values)])
+        facts = [write(key, value) for key, own in zip(keys, values, strict=True) for value in own]
+        facts = [facts[at] for at in order]
+        place = _place_in_essay if task.haystack == "essay" else _place_in_lines
+        text, depths = place(task, facts, sources, size, draws)
+        asked = draws.random.sample(range(num_keys), task.num_queries)
         hidden = Hidden(
-            facts=[facts[at] for at in order],
+            facts=facts,
             gold=[at for at, fact in enumerate(order) if owners[fact] in asked],
             queries=[keys[at] for at in asked],
             answers=tuple(value for at in asked for value in values[at]),
         )
-        if task.haystack == "essay":
-            text, depths = _reference_essay(hidden.facts, sources.essay, size, rng)
-        else:
-            text, depths = _reference_lines(task, hidden.facts, sources, size, rng)
         return hidden.draft(task, sources.wording, text, depths)
 
-    return build
+    line_step = 5 if ask.length < fitting.SHORT else 25
+    return Script(generate=generate, step=_ESSAY_STEP if task.haystack == "essay" else line_step)
 
 
-def _draw_one(kind: Values, words: list[str], rng: np.random.Generator) -> str:
+def _draw_one(kind: Values, sources: Sources, draws: Draws) -> str:
     if kind == "uuids":
-        return str(uuid.UUID(bytes=rng.bytes(16), version=4))
+        return str(uuid.UUID(int=draws.random.getrandbits(128), version=4))
     if kind == "numbers":
-        return str(rng.integers(1_000_000, 10_000_000))
-    first, second = rng.integers(len(words), size=2)
-    return f"{words[first]}-{words[second]}"
+        return str(draws.random.randint(10**6, 10**7 - 1))
+    pair: str = draws.random.choice(sources.word_pairs)
+    return pair
 
 
-def _reference_essay(facts: list[str], essay: Essay, size: int, rng: np.random.Generator) -> tuple[str, list[float]]:
-    ends = essay.sentence_ends(0, size)
-    percents = np.round(np.linspace(0, 100, fitting.GRID))
-    drawn = np.sort(rng.choice(percents, size=len(facts), replace=False))
-    num_sentences = len(ends) - 1
-    at = [int(num_sentences * percent / 100) for percent in drawn]
-    text = insert(essay.excerpt(0, size), [int(ends[sentence]) for sentence in at], facts, " ")
-    return text, [sentence / num_sentences for sentence in at]
+def _place_in_essay(
+    task: NeedleTask, facts: list[str], sources: Sources, size: int, draws: Draws
+) -> tuple[str, list[float]]:
+    sentences = sources.sentences(size)
+    percents = np.round(np.linspace(0, 100, fitting.GRID)).astype(int).tolist()
+    drawn = sorted(int(len(sentences) * (percent / 100)) for percent in draws.random.sample(percents, len(facts)))
+    # Two needles at one place have an empty part between them, which leaves two spaces.
+    parts = [" ".join(sentences[start:end]) for start, end in pairwise([0, *drawn, len(sentences)])]
+    pieces = [piece for pair in zip(parts, facts, strict=False) for piece in pair]
+    return " ".join([*pieces, parts[-1]]), [at / len(sentences) for at in drawn]
 
 
-def _reference_lines(
-    task: NeedleTask, facts: list[str], sources: Sources, size: int, rng: np.random.Generator
+def _place_in_lines(
+    task: NeedleTask, facts: list[str], sources: Sources, size: int, draws: Draws
 ) -> tuple[str, list[float]]:
     if task.haystack == "noise":
         lines = [task.noise(sources)] * size
     else:
-        fact, words = task.needle_writer(sources.wording), sources.words
-        lines = [fact(_draw_one(task.key, words, rng), _draw_one(task.value, words, rng)) for _ in range(size)]
-    # RULER puts the first fact at the last position; with one fact, as in its tasks, there is no difference.
-    positions = sorted(rng.choice(size, size=len(facts), replace=False).tolist())
-    return insert(lines, positions, facts, "\n"), [position / size for position in positions]
+        write = task.needle_writer(sources.wording)
+        lines = [write(*(_draw_one(kind, sources, draws) for kind in (task.key, task.value))) for _ in range(size)]
+    places = sorted(draws.random.sample(range(size), len(facts)), reverse=True)
+    for place, fact in zip(places, facts, strict=True):
+        lines.insert(place, fact)
+    return "\n".join(lines), [place / size for place in places]
 
 
 TASKS = (

@@ -3,11 +3,10 @@
 Any one of the references is an answer. `fixed`: questions come from the whole set in random order. Each gold document
 occurs once, at a depth that depends on the index. Documents of the same article or context come before others, and the
 last one is cut between words to meet the length.
-`reference` follows RULER: questions in file order; documents shuffled with a constant seed, so that a gold paragraph
-has one depth for every number of documents; when documents run out, all are repeated, gold included.
+`reference` follows RULER draw for draw: questions in file order; documents shuffled with a constant seed, so that a
+gold paragraph has one depth for every number of documents; when documents run out, all are repeated, gold included.
 """
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +17,10 @@ import numpy as np
 from unspool.core.errors import ConfigError
 from unspool.core.rng import rng_for
 from unspool.evals.suite import Ask, Question
-from unspool.evals.suites.ruler import fitting
-from unspool.evals.suites.ruler.fitting import Builder, Draft, RandomBuilder, TaskSpec, fill_prompt
+from unspool.evals.suites.ruler import fitting, published
+from unspool.evals.suites.ruler.fitting import Builder, Draft, TaskSpec, fill_prompt
 from unspool.evals.suites.ruler.haystacks import Sources
+from unspool.evals.suites.ruler.published import Draws, Script
 from unspool.evals.suites.ruler.qa_data import Query, QuestionSet
 from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text
 
@@ -51,7 +51,13 @@ class QaTask:
 
     def build(self, sources: Sources, ask: Ask) -> Question:
         if ask.mode == "reference":
-            return fitting.build_reference(sources, ask, self.spec, partial(_reference, self), step=_STEP)
+            known = len(self.questions(sources).queries)
+            if ask.index >= known:
+                raise ConfigError(
+                    f"ruler {self.name}: mode: reference asks each of the file's {known} questions once; use fewer "
+                    "samples, or mode: fixed."
+                )
+            return published.build(sources, ask, self.spec, partial(_reference, self))
         # Sizes are characters of other documents; the smallest prompt has the gold documents alone.
         return fitting.build_fixed(sources, ask, self.spec, partial(_fixed, self), fewest=1, guess=4 * ask.length)
 
@@ -108,35 +114,27 @@ def _rank_others(questions: QuestionSet, query: Query, rng: np.random.Generator)
     return [near[at] for at in rng.permutation(len(near))] + far
 
 
-def _reference(task: QaTask, sources: Sources, ask: Ask) -> RandomBuilder:
+def _reference(task: QaTask, sources: Sources, ask: Ask, draws: Draws) -> Script:
     questions = task.questions(sources)
-    if ask.index >= len(questions.queries):
-        raise ConfigError(
-            f"ruler {task.name}: mode: reference asks each of the file's {len(questions.queries)} questions once; "
-            "use fewer samples, or mode: fixed."
-        )
-    query = questions.queries[max(0, ask.index)]
+    total = len(questions.documents)
 
-    def build(size: int, rng: np.random.Generator) -> Draft:
-        context, more, total = list(query.context), list(query.more), len(questions.documents)
-        if size < total:
-            spare = max(0, size - len(context))
-            if spare > len(more):
-                known = {*context, *more}
-                foreign = np.array([at for at in range(total) if at not in known])
-                more += rng.choice(foreign, size=min(spare - len(more), len(foreign)), replace=False).tolist()
-            else:
-                more = [more[at] for at in rng.permutation(len(more))[:spare]]
-            taken = context + more
-        else:
+    def generate(index: int, size: int) -> Draft:
+        query = questions.queries[index]
+        context, more = list(query.context), list(query.more)
+        spare = size - len(context)
+        if size >= total:
             taken = (list(range(total)) * (size // total + 1))[:size]
-        # The same permutation for every sample of so many documents, as in RULER.
-        random.Random(ask.seed).shuffle(taken)
-        golds = set(query.golds)
+        elif spare > len(more):
+            known = {*context, *more}
+            foreign = [at for at in range(total) if at not in known]
+            taken = [*context, *more, *draws.random.sample(foreign, spare - len(more))]
+        else:
+            taken = context + draws.random.sample(more, spare)
+        taken, golds = draws.shuffled(taken), set(query.golds)
         depths = [at / max(1, len(taken) - 1) for at, number in enumerate(taken) if number in golds]
         return _draft(task, sources, query, [questions.documents[at] for at in taken], depths)
 
-    return build
+    return Script(generate=generate, step=_STEP)
 
 
 def _draft(task: QaTask, sources: Sources, query: Query, documents: list[str], depths: list[float]) -> Draft:

@@ -44,6 +44,7 @@ class RawQuestion:
     golds: Sequence[str]
     context: Sequence[str]
     article: str = ""
+    siblings: Sequence[str] = ()  # all documents of the article, where the file lists them
 
 
 def read_squad(path: str) -> QuestionSet:
@@ -87,7 +88,8 @@ def index_documents(raw: Sequence[RawQuestion], origin: str, extra: Iterable[str
     queries = []
     for row in answerable:
         context = tuple(number[text] for text in row.context)
-        more = tuple(at for at in articles[row.article] if at not in context) if row.article else ()
+        siblings = [number[text] for text in row.siblings] if row.siblings else list(articles[row.article])
+        more = tuple(at for at in siblings if at not in context) if row.article else ()
         golds = tuple(number[text] for text in row.golds)
         answers = tuple(answer for answer in row.answers if answer)
         queries.append(Query(question=row.question, answers=answers, golds=golds, context=context, more=more))
@@ -109,13 +111,15 @@ def _squad_rows(record: Record) -> list[RawQuestion]:
 
 def _released_squad(article: Record) -> list[RawQuestion]:
     found = []
+    every = [paragraph["context"] for paragraph in article["paragraphs"]]
     for at, paragraph in enumerate(article["paragraphs"]):
         text = paragraph["context"]
         # A paragraph without questions is still a document.
         found += [RawQuestion("", (), (), (text,), article["title"])] if not paragraph["qas"] else []
         for qa in paragraph["qas"]:
             answers = [] if qa.get("is_impossible") else [answer["text"] for answer in qa["answers"]]
-            found.append(RawQuestion(qa["question"], answers, (text,), (text,), article["title"] or f"article {at}"))
+            title = article["title"] or f"article {at}"
+            found.append(RawQuestion(qa["question"], answers, (text,), (text,), title, every))
     return found
 
 
@@ -131,7 +135,7 @@ def _hotpotqa_row(record: Record) -> RawQuestion:
     facts = record.get("supporting_facts") or []
     names = facts["title"] if isinstance(facts, Mapping) else [fact[0] for fact in facts]
     golds = [texts[name] for name in dict.fromkeys(names) if name in texts]
-    shown = list(texts.values())
+    shown = [_with_title(title, "".join(sentences)) for title, sentences in pairs]
     return RawQuestion(record["question"], [record["answer"]], golds or shown, shown)
 
 

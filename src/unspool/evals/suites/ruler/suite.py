@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from unspool.evals.config import WordedEval
 from unspool.evals.suite import Ask, Question, Task
-from unspool.evals.suites.ruler import needles, qa, tracing, word_counts
+from unspool.evals.suites.ruler import needles, qa, ruler_clone, tracing, word_counts
 from unspool.evals.suites.ruler.fitting import TaskSpec
 from unspool.evals.suites.ruler.haystacks import Sources
 from unspool.evals.task_suite import TaskSuite
-from unspool.evals.wording import Form, Wording
+from unspool.evals.wording import Wording
 
-FORMS: dict[str, Form] = {**needles.FORMS, **tracing.FORMS, **word_counts.FORMS, **qa.FORMS}
+FORMS = ruler_clone.FORMS
 OWN = Wording(forms=FORMS)
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
@@ -91,4 +91,5 @@ SUITE = TaskSuite(
     tasks={task.name: task for task in TASKS},
     load=load,
     wording=FORMS,
+    reference=ruler_clone.read,
 )

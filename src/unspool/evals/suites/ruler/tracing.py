@@ -2,22 +2,22 @@
 
 The references are all names that hold the value. `fixed`: names are all different, in the example too; one assignment
 in each fifth of the noise; every question has its own example.
-`reference` follows RULER: one example per run, in which only names and value change, so that its assignments stand at
-the same lines in every sample; every prompt ends in a space.
+`reference` follows RULER draw for draw: one example per run, in which only names and value change, so that its
+assignments stand at the same lines in every sample; every prompt ends in a space.
 """
 
 import string
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
 from unspool.evals.suite import Ask, Question
-from unspool.evals.suites.ruler import fitting
-from unspool.evals.suites.ruler.fitting import Builder, Draft, PromptText, RandomBuilder, TaskSpec, fill_prompt
+from unspool.evals.suites.ruler import fitting, published
+from unspool.evals.suites.ruler.fitting import Builder, Draft, PromptText, TaskSpec, fill_prompt
 from unspool.evals.suites.ruler.haystacks import NOISE, PER_LINE, Sources, insert, noise_lines
+from unspool.evals.suites.ruler.published import Draws, Script
 from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text
 
 VT = TaskSpec(task="vt", answer_tokens=30)
@@ -52,15 +52,7 @@ _LETTERS = list(string.ascii_uppercase)
 
 def build(sources: Sources, ask: Ask) -> Question:
     if ask.mode == "reference":
-        example = _reference_example(sources, ask)
-        return fitting.build_reference(
-            sources,
-            ask,
-            VT,
-            partial(_reference, example),
-            step=5 if ask.length < fitting.SHORT else 10,
-            example_tokens=sources.count(example),
-        )
+        return published.build(sources, ask, VT, _reference)
     fewest, guess = NUM_NAMES * PER_LINE, ask.length * PER_LINE // 32
     return fitting.build_fixed(sources, ask, VT, _fixed, fewest=fewest, guess=guess)
 
@@ -101,51 +93,45 @@ def _example(sources: Sources, ask: Ask, names: list[str], rng: np.random.Genera
     return text(lines, sorted(rng.choice(lines, size=NUM_NAMES, replace=False).tolist()), names, _draw_value(rng))
 
 
-def _reference_example(sources: Sources, ask: Ask) -> str:
-    """Write the example of a run, in which later only names and value change."""
+def _reference(sources: Sources, ask: Ask, draws: Draws) -> Script:
     line = sources.wording.fill("vt", "noise")
 
-    def example(lines: int) -> tuple[str, list[str]]:
-        rng = VT.rng(Ask(length=_EXAMPLE_TOKENS, seed=ask.seed, index=0, mode="reference"), "example")
-        names = _draw_names(NUM_NAMES, _EXAMPLE_NAME_LEN, rng)
-        positions = sorted(rng.choice(lines, size=NUM_NAMES, replace=False).tolist())
-        noise = insert([line] * lines, positions, _chain(names, _EXAMPLE_VALUE, end=" "), "\n")
-        return _prompt(sources, noise, _EXAMPLE_VALUE, trailing_space=True).text, names
-
-    budget = fitting.TokenBudget(task="vt", length=_EXAMPLE_TOKENS, tokens=_EXAMPLE_TOKENS)
-    lines = sources.cached(
-        ("vt reference example", ask.seed),
-        lambda: fitting.reference_size(
-            lambda size, _: sources.count(example(size)[0]), budget, step=_EXAMPLE_STEP, trial=_EXAMPLE_STEP
-        ),
-    )
-    text, names = example(lines)
-    return f"{text} {' '.join(names)}\n"
-
-
-def _reference(example: str, sources: Sources, ask: Ask) -> RandomBuilder:
-    line = sources.wording.fill("vt", "noise")
-
-    def build(size: int, rng: np.random.Generator) -> Draft:
-        names = _draw_names(NUM_NAMES, _NAME_LEN, rng)
-        value = str(rng.integers(10_000, 99_999))
-        positions = sorted(rng.choice(size, size=NUM_NAMES, replace=False).tolist())
-        text = insert([line] * size, positions, _chain(names, value, end=" "), "\n")
+    def write(size: int, name_len: int, value: str | None = None) -> Draft:
+        names = [draws.letters(string.ascii_uppercase, name_len) for _ in range(NUM_NAMES)]
+        if len(set(names)) < NUM_NAMES:
+            raise ValueError("two names are equal")
+        value = value or str(draws.numpy.randint(10_000, 99_999))
+        positions = sorted(draws.random.sample(range(size), NUM_NAMES))
+        text = insert([line] * size, positions, _chain(names, value, end=" "), "\n").replace(". \n", ".\n")
         prompt = _prompt(sources, text, value, trailing_space=True)
-        return _draft(_rename(example, rng) + "\n", prompt, names, [position / size for position in positions])
+        return Draft(prompt=prompt, references=tuple(names), depths=tuple(position / size for position in positions))
 
-    return build
+    # The example is a run of its own with one sample; with RULER's words it always fits.
+    own = Script(
+        generate=lambda index, size: write(size, _EXAMPLE_NAME_LEN, _EXAMPLE_VALUE), step=_EXAMPLE_STEP, may_exceed=True
+    )
+    spec, short = replace(VT, answer_tokens=0), replace(ask, length=_EXAMPLE_TOKENS)
+    shown, _ = published.start_run(sources, short, spec, own, draws).sample(0)
+    example = f"{shown.prompt.text} {' '.join(shown.references)}\n"
+
+    def finish(draft: Draft) -> Draft:
+        renamed = example
+        for name in shown.references:
+            # RULER does not check that the new name is free.
+            renamed = renamed.replace(name, draws.letters(string.ascii_uppercase, len(name)))
+        renamed = renamed.replace(_EXAMPLE_VALUE, str(draws.numpy.randint(10_000, 99_999))) + "\n"
+        return replace(draft, prompt=replace(draft.prompt, example=renamed), meta={"example": renamed})
+
+    return Script(
+        generate=lambda index, size: write(size, _NAME_LEN),
+        step=5 if ask.length < fitting.SHORT else 10,
+        finish=finish,
+        example_tokens=sources.count(example),
+    )
 
 
 def _prompt(sources: Sources, text: str, value: str, *, trailing_space: bool = False) -> PromptText:
     return fill_prompt(sources.wording, "vt", text, query=value, num_v=str(NUM_NAMES), trailing_space=trailing_space)
-
-
-def _rename(example: str, rng: np.random.Generator) -> str:
-    """Replace names one by one as RULER does, without checking that a new name is free."""
-    for name in example.split()[-NUM_NAMES:]:
-        example = example.replace(name, "".join(rng.choice(_LETTERS, size=len(name))))
-    return example.replace(_EXAMPLE_VALUE, str(rng.integers(10_000, 99_999)))
 
 
 def _draft(example: str, prompt: PromptText, names: list[str], depths: list[float]) -> Draft:

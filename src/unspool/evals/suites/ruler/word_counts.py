@@ -1,20 +1,20 @@
 """RULER's word counting: the most common words of a numbered list (cwe), and of a text in code words (fwe).
 
 `fixed`: every question has its own word order, and the example shares no word with the list.
-`reference` follows RULER: lists are shuffled with a constant seed, so that common words stand at the same positions in
-every sample of a size; sizes change by ten words (cwe) or by 1/32 of the length (fwe).
+`reference` follows RULER draw for draw: lists are shuffled with a constant seed, so that common words stand at the same
+positions in every sample of a size; sizes change by ten words (cwe) or by 1/32 of the length (fwe).
 """
 
-import random
+import string
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from unspool.evals.suite import Ask, Question
-from unspool.evals.suites.ruler import fitting
-from unspool.evals.suites.ruler.fitting import Builder, Draft, PromptText, RandomBuilder, TaskSpec, fill_prompt
+from unspool.evals.suites.ruler import fitting, published
+from unspool.evals.suites.ruler.fitting import Builder, Draft, PromptText, TaskSpec, fill_prompt
 from unspool.evals.suites.ruler.haystacks import Sources
+from unspool.evals.suites.ruler.published import Draws, Run, Script
 from unspool.evals.wording import PREFIX, TEMPLATE, Form, Text
 
 CWE = TaskSpec(task="cwe", answer_tokens=120)
@@ -46,6 +46,7 @@ _CODED_LEN = 6
 # With fewer words, the third and fourth most frequent would occur equally often.
 _FEWEST_CODED = 120
 _NOISE_WORD = "..."
+_FEWEST_VOCABULARY = 5  # dots, three answers and one other word
 _TOKENS_PER_CODED_WORD = 50  # tokens of the length per word of the vocabulary
 # zeta(2): the sum that normalizes Zipf's law with exponent 2.
 _ZETA = np.pi**2 / 6
@@ -53,10 +54,7 @@ _ZETA = np.pi**2 / 6
 
 def build_cwe(sources: Sources, ask: Ask) -> Question:
     if ask.mode == "reference":
-        trial = min(_CWE_TRIAL, len(sources.words))
-        return fitting.build_reference(
-            sources, ask, CWE, _cwe_reference, step=_CWE_STEP, trial=trial, most=lambda units: 2 * int(units)
-        )
+        return published.build(sources, ask, CWE, _cwe_reference)
     return fitting.build_fixed(sources, ask, CWE, _cwe_fixed, fewest=NUM_COMMON + 1, guess=ask.length // 20)
 
 
@@ -95,21 +93,19 @@ def _words_per_entry(sources: Sources, ask: Ask) -> int:
     return sources.cached(("cwe joined", ask.length, ask.overhead), needed)
 
 
-def _cwe_reference(sources: Sources, ask: Ask) -> RandomBuilder:
+def _cwe_reference(sources: Sources, ask: Ask, draws: Draws) -> Script:
     (num_shown, *shown_repeats), (often, seldom) = repeats(ask.length)
+    words = draws.shuffled(sources.listed_words)
 
-    def listed(count: int, often: int, seldom: int, rng: np.random.Generator) -> tuple[list[str], list[str]]:
-        words = _draw_entries(sources.words, count, 1 if count <= len(sources.words) else 2, rng)
-        entries = words[:NUM_COMMON] * often + words[NUM_COMMON:] * seldom
-        # The same permutation for every list of a length, as in RULER.
-        random.Random(ask.seed).shuffle(entries)
-        return entries, words[:NUM_COMMON]
+    def listed(count: int, often: int, seldom: int) -> tuple[list[str], list[str]]:
+        drawn = draws.random.sample(words if count <= len(words) else sources.more_words, count)
+        return draws.shuffled(drawn[:NUM_COMMON] * often + drawn[NUM_COMMON:] * seldom), drawn[:NUM_COMMON]
 
-    def build(size: int, rng: np.random.Generator) -> Draft:
-        example, shown = listed(num_shown, shown_repeats[0], shown_repeats[1], rng)
-        return _cwe_draft(sources, example, shown, *listed(size, often, seldom, rng))
+    def generate(index: int, size: int) -> Draft:
+        example, shown = listed(num_shown, shown_repeats[0], shown_repeats[1])
+        return _cwe_draft(sources, example, shown, *listed(size, often, seldom))
 
-    return build
+    return Script(generate=generate, step=_CWE_STEP, trial=_CWE_TRIAL, most=lambda limit, unit: int(limit // unit) * 2)
 
 
 def _cwe_draft(
@@ -159,40 +155,47 @@ def _fwe_fixed(sources: Sources, ask: Ask) -> Builder:
 
 
 def _fwe_reference(sources: Sources, ask: Ask) -> Question:
+    """RULER searches the size of `fwe` in its own way: one text grows step by step until it is too long."""
     budget = FWE.budget(ask)
-    step = budget.tokens // 32
+    step, num_words = budget.tokens // 32, budget.tokens // _TOKENS_PER_CODED_WORD
+    if num_words < _FEWEST_VOCABULARY:
+        raise budget.too_short(_FEWEST_VOCABULARY * _TOKENS_PER_CODED_WORD)
 
-    def draft(size: int, rng: np.random.Generator) -> Draft:
-        vocabulary = _draw_vocabulary(budget.tokens, rng)
-        entries = np.repeat(np.array(vocabulary), zipf_counts(size, len(vocabulary))).tolist()
-        # The same permutation for every text of a length, as in RULER.
-        random.Random(ask.seed).shuffle(entries)
-        prompt = fill_prompt(sources.wording, "fwe", " ".join(entries))
-        return Draft(prompt=prompt, references=tuple(vocabulary[1:4]))
+    def draw_vocabulary(draws: Draws) -> list[str]:
+        words: set[str] = set()
+        while len(words) < num_words:
+            words.add(draws.letters(string.ascii_lowercase, _CODED_LEN))
+        return [_NOISE_WORD, *draws.shuffled(sorted(words))[1:]]
 
-    least = sources.count(draft(_FEWEST_CODED, FWE.rng(ask, "least")).prompt.text)
-    if least > budget.tokens:
-        raise budget.too_short(least)
+    def write(draws: Draws, words: list[str], size: int) -> tuple[Draft, int]:
+        entries = np.repeat(np.array(words), zipf_counts(size, len(words))).tolist()
+        prompt = fill_prompt(sources.wording, "fwe", " ".join(draws.shuffled(entries)))
+        return Draft(prompt=prompt, references=tuple(words[1:4])), sources.count(prompt.text)
 
-    def first_size() -> int:
-        """Grow one random text step by step until it is too long, and take the last step back, as RULER does."""
-        size, searching = budget.tokens // _CODED_LEN, replace(ask, index=fitting.CALIBRATION)
-        while sources.count(draft(size, FWE.rng(searching)).prompt.text) < budget.tokens:
-            size += step
-        return size - step
+    def start() -> Run:
+        draws = Draws(ask.seed)
+        words, most = draw_vocabulary(draws), budget.tokens // _CODED_LEN
+        while write(draws, words, most)[1] < budget.tokens:
+            most += step
 
-    size = sources.cached(("fwe reference", ask.length, ask.seed, ask.overhead), first_size)
-    while size >= _FEWEST_CODED:
-        made = draft(size, FWE.rng(ask))  # the same words, fewer of them
-        if sources.count(made.prompt.text) <= budget.tokens:
-            return fitting.to_question(ask, made, size)
-        size -= step
-    raise budget.too_short(least)
+        def sample(index: int) -> tuple[Draft, int]:
+            words, size = draw_vocabulary(draws), most - step
+            draft, used = write(draws, words, size)
+            while used > budget.tokens and size > step:
+                size -= step
+                draft, used = write(draws, words, size)
+            if used > budget.tokens:
+                raise budget.too_short(used)
+            return draft, size
+
+        return Run(draws, sample)
+
+    return published.build_from_run(sources, ask, FWE, start)
 
 
 def zipf_counts(size: int, num_words: int) -> np.ndarray:
     """Return how often each rank occurs in about `size` words, rounded down."""
-    counts: np.ndarray = (size * np.arange(1, num_words + 1) ** -2.0 / _ZETA).astype(np.int64)
+    counts: np.ndarray = (size * (np.arange(1, num_words + 1) ** -2.0) / _ZETA).astype(np.int64)
     return counts
 
 
@@ -210,7 +213,7 @@ def exact_counts(total: int, num_words: int) -> np.ndarray:
 
 def _draw_vocabulary(budget: int, rng: np.random.Generator) -> list[str]:
     """Draw different code words; the first is replaced by dots, which do not count."""
-    count = max(5, budget // _TOKENS_PER_CODED_WORD)
+    count = max(_FEWEST_VOCABULARY, budget // _TOKENS_PER_CODED_WORD)
     words: dict[str, None] = {}
     while len(words) < count:
         letters = rng.integers(ord("a"), ord("z") + 1, size=(count - len(words)) * _CODED_LEN, dtype=np.uint8)

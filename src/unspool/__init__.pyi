@@ -1,0 +1,49 @@
+# The public API: one line per name, with the module that defines it. `__init__.py` loads names by this list.
+# ruff: noqa: I001
+from typing import TYPE_CHECKING
+
+__version__: str
+
+if TYPE_CHECKING:  # otherwise the modules, which import `__version__` from here, would be one cycle
+    # Models
+    from unspool.models.extend import load as load
+    from unspool.models.extend import extend as extend
+    from unspool.recipe.export import export as export
+    from unspool.models.attention.interface import register as register
+
+    # RoPE methods
+    from unspool.rope.methods import ABF as ABF
+    from unspool.rope.methods import PI as PI
+    from unspool.rope.methods import NTK as NTK
+    from unspool.rope.methods import YaRN as YaRN
+    from unspool.rope.methods import LongRoPE as LongRoPE
+    from unspool.rope.methods import Llama3 as Llama3
+    from unspool.rope.harpe import HARPE as HARPE
+
+    # Data
+    from unspool.recipe.packed_dataset import pack as pack
+    from unspool.recipe.packed_dataset import PackedDataset as PackedDataset
+    from unspool.training.collator import Collator as Collator
+    from unspool.data.strategies.utk import UtK as UtK
+    from unspool.data.strategies.cip import CIP as CIP
+    from unspool.data.strategies.nextlong import NExtLong as NExtLong
+    from unspool.data.strategies.pose import PoSE as PoSE
+    from unspool.data.strategies.upsample import Upsample as Upsample
+
+    # Evaluation
+    from unspool.reporting.evaluate import evaluate as evaluate
+    from unspool.reporting.evaluate import EvalResult as EvalResult
+
+    # Checks
+    from unspool.verification.audits.run import audit as audit
+    from unspool.verification.audits.run import AuditResult as AuditResult
+
+    # Recipes
+    from unspool.planning.make_plan import plan as plan
+    from unspool.recipe.run_recipe import run as run
+    from unspool.inspection.inspect_data import inspect as inspect
+
+    # Errors
+    from unspool.core.errors import UnspoolError as UnspoolError
+    from unspool.core.errors import ConfigError as ConfigError
+    from unspool.core.errors import DataError as DataError

@@ -1,0 +1,258 @@
+"""What an evaluation is asked to do, checked before anything is loaded. Imports no torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypedDict, get_args, get_origin
+
+from pydantic import ValidationError
+
+from unspool.core.config import lookup
+from unspool.core.errors import ConfigError
+from unspool.core.sizes import parse_size
+from unspool.evals.backends.base import BACKENDS, BackendOptions, RopeOverride
+from unspool.evals.beyond_context import DONE
+from unspool.evals.config import EvalConfig
+from unspool.evals.suites import SUITES
+from unspool.models.location import model_path
+from unspool.rope.tables import RopeMethod
+
+TASK_SUITES = tuple(name for name, suite in SUITES.items() if suite.tasks)
+SHORT = "short"
+SHORT_BACKENDS = ("transformers", "openai")
+ENDPOINTS = ("auto", "completions", "text", "chat")
+DEFAULT_SUITES = ("niah", "key_value", "perplexity")
+DEFAULT_LENGTHS = (2048, 8192)
+SAMPLES = 20
+# Settings that suites take as they are.
+OF_SUITES = (
+    *("preset", "text", "value", "mode", "chat", "paths", "wording", "answer_tokens", "beyond_context"),
+    *("reference", "target_length", "reference_length"),
+)
+
+Length = int | str
+
+
+class EvalSettings(TypedDict, total=False):
+    """Settings of `unspool.evaluate` besides suite and lengths; each has a default."""
+
+    samples: int | None  # questions per suite (or task) and length, windows for perplexity; 20, short: all
+    tasks: Sequence[str]  # of the suite; all by default
+    preset: str | None  # a paper's settings for one suite: utk (lveval, short), prolong (helmet, short)
+    mode: str | None  # fixed, or reference: follow the suite's own code, defects included
+    chat: str | None  # use the chat template: auto, on or off
+    paths: Mapping[str, str]  # data that a suite reads, by name
+    wording: str | None  # YAML or JSON file with other instructions for the suite's tasks
+    reference: str | None  # a clone of the benchmark's public repository, or prompt files that its scripts wrote
+    answer_tokens: int | None  # tokens per answer, counted in the length; each task's own by default
+    target_length: int | None  # adaptation rate: the score at this length ÷ that at reference_length
+    reference_length: int | None
+    text: str | None  # held-out text: files or a pattern, JSONL or plain; a bundled book by default
+    value: str | None  # kind of value to recall: words, numbers (niah) or uuid (key_value)
+    rope: RopeMethod | None  # another RoPE method, without training
+    context: Length | None  # context length for `rope`; the longest of `lengths` by default
+    beyond_context: str | None  # questions longer than the model's context: skip, truncate or ask
+    seed: int  # of the prompts
+    device: str  # auto, cpu or cuda
+    processes: int  # that answer, one GPU each if there are enough
+    backend: str  # what answers: transformers, vllm, openai (any server) or a mock
+    url: str | None  # address of the server, such as http://localhost:8000/v1
+    model_name: str | None  # of the model on the server
+    endpoint: str  # completions, text or chat; auto takes the first of these that the server answers
+    requests: int  # concurrent requests to the server
+    timeout: float  # seconds to wait for an answer of the server
+    sandboxed: bool  # run code that the model writes (short: humaneval, mbpp)
+    budget: str | None  # time for finding the effective length, such as 90s, 10m or 2h
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRequest:
+    """A checked evaluation."""
+
+    model: str  # folder or Hub id
+    evals: list[EvalConfig]  # empty for `short` and where the effective length is to be found
+    settings: EvalSettings
+    rope: RopeOverride | None
+    is_short: bool
+    is_look: bool  # neither suite nor lengths: find the effective length
+    named_suites: bool
+
+    @property
+    def seed(self) -> int:
+        return self.settings.get("seed", 0)
+
+    def options(self) -> BackendOptions:
+        """The backend that answers; loads torch."""
+        from unspool.models.extend import pick_device, pick_dtype
+
+        given = self.settings
+        device = pick_device(given.get("device", "auto"))
+        return BackendOptions(
+            kind=given.get("backend", "transformers"),
+            model=self.model,
+            url=given.get("url"),
+            model_name=given.get("model_name"),
+            endpoint=given.get("endpoint", "auto"),
+            requests=given.get("requests", 8),
+            timeout=given.get("timeout", 600),
+            rope=self.rope,
+            processes=given.get("processes", 1),
+            device=device,
+            dtype=pick_dtype(None, device),
+        )
+
+
+def check_request(
+    model: str | Path,
+    suite: str | Sequence[str] | None,
+    lengths: Sequence[Length] | None,
+    settings: EvalSettings,
+    *,
+    may_look: bool = True,
+) -> EvalRequest:
+    """Check everything that can be checked without a model; ConfigError in one sentence.
+
+    With `may_look`, neither suite nor lengths means: find the effective length.
+    """
+    given = dict(settings)
+    ref = model_path(str(model), Path())
+    suites = [suite] if isinstance(suite, str) else None if suite is None else list(suite)
+    is_short = suites == [SHORT]
+    is_look = may_look and suite is None and lengths is None
+    if is_look:
+        of_suites = ("tasks", "paths", "wording", "answer_tokens", "value", "preset", "beyond_context", "reference")
+        for name in of_suites:
+            if given.get(name):
+                option = {"paths": "path"}.get(name, name).replace("_", "-")
+                raise ConfigError(
+                    f"--{option} needs --suite or --lengths; without them, eval chooses the questions itself."
+                )
+    elif given.get("budget") is not None:
+        raise ConfigError("--budget is for eval without --suite and --lengths; set the work by --samples instead.")
+    chosen = suites if suites is not None else list(DEFAULT_SUITES)
+    wanted = list(lengths) if lengths else _preset_lengths(chosen, settings.get("preset"))
+    override = rope_override(
+        settings.get("rope"), settings.get("context"), None if is_short or is_look else parse_lengths(wanted)
+    )
+    backend = settings.get("backend", "transformers")
+    lookup(BACKENDS, backend, kind="--backend")
+    lookup({name: name for name in ENDPOINTS}, settings.get("endpoint", "auto"), kind="--endpoint")
+    beyond = settings.get("beyond_context")
+    if beyond is not None:
+        lookup(DONE, beyond, kind="--beyond-context")
+    if is_short and settings.get("processes", 1) > 1:
+        raise ConfigError(f"--suite {SHORT} runs lm-eval in one process; leave --processes out.")
+    if is_short and backend not in SHORT_BACKENDS:
+        raise ConfigError(
+            f"--suite {SHORT} runs with --backend {' or '.join(SHORT_BACKENDS)} only; the backend here is {backend}."
+        )
+    for name in ("beyond_context", "reference"):
+        if is_short and given.get(name) is not None:
+            option = name.replace("_", "-")
+            raise ConfigError(
+                f"--{option} has no effect on --suite {SHORT}, which runs lm-eval's own tasks; leave it out."
+            )
+    options = {key: given.get(key) for key in OF_SUITES}
+    options |= {"samples": settings.get("samples") or SAMPLES, "tasks": list(settings.get("tasks") or [])}
+    evals = [] if is_short else chosen_evals(chosen, wanted, **options)
+    return EvalRequest(
+        model=ref,
+        evals=evals,
+        settings=settings,
+        rope=override,
+        is_short=is_short,
+        is_look=is_look,
+        named_suites=suites is not None,
+    )
+
+
+def chosen_evals(suites: Sequence[str], lengths: Sequence[Length], **options: Any) -> list[EvalConfig]:
+    """Build the entries of `evals` that the options stand for: every suite gets those that its config class has."""
+    names, sizes = list(dict.fromkeys(suites)), parse_lengths(lengths)
+    if not names or not sizes:
+        raise ConfigError("eval needs at least one suite and one length, such as --suite niah --lengths 2K,8K.")
+    chosen = {name: lookup(SUITES, name, kind="--suite") for name in names}
+    with_tasks = [name for name, suite in chosen.items() if suite.tasks]
+    if options.get("tasks") and len(with_tasks) != 1:
+        raise ConfigError(f"--tasks needs exactly one suite that has tasks: {', '.join(TASK_SUITES)} or {SHORT}.")
+    for key in ("wording", "reference"):
+        known = [name for name, suite in SUITES.items() if key in suite.config.model_fields]
+        if options.get(key) and with_tasks not in [[name] for name in known]:
+            raise ConfigError(f"--{key} is for one suite at a time, of these: {', '.join(known)}.")
+    value = options.pop("value", None)
+    takers = lookup(_suites_by_value(), value, kind="--value") if value else []
+    if value and not set(takers) & set(names):
+        raise ConfigError(
+            f"--value {value} is for {' and '.join(sorted(takers))}; the suites here are {','.join(names)}."
+        )
+    return [_entry(name, sizes, options | ({"value": value} if name in takers else {})) for name in names]
+
+
+def _suites_by_value() -> dict[str, list[str]]:
+    """Which suites know which kind of --value."""
+    found: dict[str, list[str]] = {}
+    for name, suite in SUITES.items():
+        for value in _choices(suite.config, "value"):
+            found.setdefault(value, []).append(name)
+    return found
+
+
+def _choices(config: type[EvalConfig], key: str) -> tuple[str, ...]:
+    """The values that a key of a config class may have; none where it is missing or free."""
+    found = config.model_fields.get(key)
+    return get_args(found.annotation) if found is not None and get_origin(found.annotation) is Literal else ()
+
+
+def _entry(name: str, lengths: list[int], options: dict[str, Any]) -> EvalConfig:
+    config = SUITES[name].config
+    for key, value in options.items():
+        allowed = _choices(config, key)
+        if allowed and value is not None and value not in allowed:
+            raise ConfigError(f"--{key} {value!r} is not known; use {', '.join(allowed)}.")
+    # A suite with one length measures at all positions up to it.
+    known = {"lengths": lengths, "length": lengths[-1], **options}
+    # What is not given is left to the preset or the default.
+    given = {key: value for key, value in known.items() if key in config.model_fields and value not in (None, [], {})}
+    if known.get("preset") and "preset" not in config.model_fields:
+        raise ConfigError(f"--preset: the suite {name} has none.")
+    try:
+        return config.model_validate({"suite": name, **given})
+    except ValidationError as error:
+        found = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
+        raise ConfigError(f"--suite {name}: {'; '.join(found)}.") from error
+
+
+def _preset_lengths(suites: Sequence[str], preset: str | None) -> list[Length]:
+    """The lengths of a preset, of which one suite at a time can have one; else the default."""
+    if preset is not None and len(suites) != 1:
+        raise ConfigError("--preset is for one suite at a time; name it with --suite, such as --suite lveval.")
+    known = SUITES[suites[0]].config.presets if preset and suites[0] in SUITES else {}
+    return list(known.get(preset or "", {}).get("lengths", [])) or list(DEFAULT_LENGTHS)
+
+
+def parse_lengths(lengths: Sequence[Length]) -> list[int]:
+    return sorted({_length(length, "--lengths") for length in lengths})
+
+
+def _length(length: Length, option: str) -> int:
+    try:
+        return parse_size(length)
+    except ValueError as error:
+        raise ConfigError(f"{option} {str(length).strip()!r}: {error}.") from error
+
+
+def rope_override(
+    rope: RopeMethod | None, context: Length | None, lengths: Sequence[int] | None
+) -> RopeOverride | None:
+    """`rope` with the context length that it shall reach: `context`, or the longest of `lengths`."""
+    if rope is None:
+        if context is not None:
+            raise ConfigError("--context is the length that --rope shall reach; give --rope too, such as yarn.")
+        return None
+    if context is not None:
+        reach = _length(context, "--context")
+    elif lengths is not None:
+        reach = max(lengths, default=0)
+    else:
+        raise ConfigError("without --lengths, --rope needs the context length to reach: --context 32K.")
+    return RopeOverride(rope=rope, context_length=reach)

@@ -1,0 +1,249 @@
+"""HELMET from the user's clone of its repository: its words, its files, its draws.
+
+Words come from the clone's `data.py` and `prompts/`, which are read and never run; questions from its `data/`, where
+its download script puts them, and those of Hub data sets from files that the user names. Where JSON-KV's and RULER's
+files are missing, their questions are generated, with the clone's words around them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from unspool.core.errors import ConfigError
+from unspool.core.sizes import format_size
+from unspool.evals.benchmark_copy import Reference, differing, hash_files
+from unspool.evals.config import TaskEval
+from unspool.evals.prompt_encoder import PromptEncoder
+from unspool.evals.suite import Question
+from unspool.evals.suites.helmet import alce, json_kv, rag, rerank
+from unspool.evals.suites.helmet.data import CITE, DEMO, LABELS, RAG
+from unspool.evals.suites.helmet.python_texts import PythonTexts
+from unspool.evals.suites.helmet.suite import FORMS, SUITE
+from unspool.evals.wording import PREFIX, TEMPLATE, Wording
+
+REPO, VERSION = "princeton-nlp/HELMET", "4526dfb"
+KNOWN = {
+    "data.py": ("a47c53d5f42d6746", "5a6051ff7596ee43"),  # of April and of February 2025, the same words
+    "prompts/asqa_revised.json": ("99ebb9d7371895dc",),
+    "prompts/qampari_revised.json": ("d73e184ec6d9fd6b",),
+}
+SHOTS = 2
+# The clone's function that loads a task, and the name of the data set that it is given.
+_LOADERS = {
+    "json_kv": ("load_json_kv", "json_kv"),
+    "niah_multikey_2": ("load_ruler", "ruler_niah_mk_2"),
+    "niah_multikey_3": ("load_ruler", "ruler_niah_mk_3"),
+    "niah_multivalue": ("load_ruler", "ruler_niah_mv"),
+    **{task: ("load_qa", f"kilt_{task}") for task in RAG},
+    "msmarco": ("load_msmarco_rerank", "msmarco_rerank_psg"),
+    **{task: ("load_alce", f"alce_{task}") for task in CITE},
+    "narrativeqa": ("load_narrativeqa", "narrativeqa"),
+    "infbench_qa": ("load_infbench", "infbench_qa_eng"),
+    "infbench_mc": ("load_infbench", "infbench_choice_eng"),
+    "infbench_sum": ("load_infbench", "infbench_sum_eng"),
+    "multi_lexsum": ("load_multi_lexsum", "multi_lexsum"),
+    **{task: ("load_icl", f"icl_{task}") for task in LABELS},
+}
+NEEDLES = ("niah_multikey_2", "niah_multikey_3", "niah_multivalue")
+GENERATED = ("json_kv", *NEEDLES)
+_KILT = "data/kilt/{}_1000_k{{}}_dep{}.jsonl"
+_SPLITS = {task: (f"{task}-dev-multikilt", f"{task}-train-multikilt") for task in RAG}
+_SPLITS["popqa"] = ("popqa_test", "popqa_test")
+_DEPTHS = dict.fromkeys(RAG, 6) | {"hotpotqa": 3}
+# The clone's files with questions, by their number of passages or keys or by length, and with examples.
+_FILES = {
+    "json_kv": "data/json_kv/test_k{}_dep6.jsonl",
+    **{task: f"data/ruler/{task}/validation_{{}}.jsonl" for task in NEEDLES},
+    **{task: _KILT.format(_SPLITS[task][0], _DEPTHS[task]) for task in RAG},
+    "msmarco": "data/msmarco/test_reranking_data_k{}_dep3.jsonl",
+    **{task: f"data/alce/{task}_eval_gtr_top2000.json" for task in CITE},
+}
+_DEMO_FILES = {
+    **{task: _KILT.format(_SPLITS[task][1], _DEPTHS[task]).format(3) for task in RAG},
+    "msmarco": "data/msmarco/test_reranking_data_k10_dep3.jsonl",
+    **{task: f"prompts/{task}_revised.json" for task in CITE},
+}
+_COUNTS: dict[str, Mapping[int, int]] = {
+    "json_kv": json_kv.COUNTS,
+    **{task: {length: length for length in rag.COUNTS} for task in NEEDLES},
+    **dict.fromkeys(RAG, rag.COUNTS),
+    "msmarco": rerank.COUNTS,
+    **dict.fromkeys(CITE, alce.COUNTS),
+}
+LENGTHS = tuple(rag.COUNTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filled:
+    """What HELMET puts into a template, and what the answer is compared with."""
+
+    values: Mapping[str, Any]
+    references: tuple[str, ...]
+    depth: float | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Words:
+    """The texts of one task."""
+
+    texts: Mapping[str, str]
+
+    def __getitem__(self, name: str) -> str:
+        return self.texts[name]
+
+    @property
+    def gap(self) -> str:
+        """What stands between the message and the answer's cue where there is no chat."""
+        return self["prompt_template"].removeprefix(self["user_template"]).removesuffix(self["system_template"])
+
+    def question(self, filled: Filled) -> Question:
+        before, _, after = self["user_template"].partition("{context}")
+        head, tail = before.format(**filled.values), after.format(**filled.values)
+        cue = self["system_template"].format(**filled.values)
+        return Question(
+            context=head + filled.values["context"],
+            question=tail + self.gap,
+            prefix=cue,
+            references=filled.references,
+            depth=filled.depth,
+            meta={
+                "mode": "reference",
+                "cue": cue,
+                "gap": self.gap,
+                "head": len(head),
+                **filled.meta,
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Clone:
+    root: Path
+    paths: Mapping[str, str]  # the user's files, by name of a task
+
+    @cached_property
+    def _texts(self) -> PythonTexts:
+        return PythonTexts(self.root / "data.py", f"a clone of {REPO}")
+
+    def words(self, task: str) -> Words:
+        return Words(self._texts.function(*_LOADERS[task]))
+
+    @cached_property
+    def omitted(self) -> str:
+        """What stands in place of the rest of a long text."""
+        return self._texts.function("truncate_llama2")["postfix_text"]
+
+    def is_generated(self, task: str, length: int) -> bool:
+        return task in GENERATED and task not in self.paths and not (self.root / self.name(task, length)).is_file()
+
+    def name(self, task: str, length: int) -> str:
+        return _FILES[task].format(_COUNTS[task][length])
+
+    def file(self, task: str, length: int) -> Path:
+        return Path(self.paths.get(task) or self.root / self.name(task, length))
+
+    def demo_file(self, task: str) -> Path:
+        return Path(self.paths.get(f"{task}_demos") or self.root / _DEMO_FILES[task])
+
+    def wording(self) -> dict[str, dict[str, str]]:
+        """Words of the tasks that are generated where their files are missing."""
+        found = {}
+        for task in GENERATED:
+            words = self.words(task)
+            found[task] = {TEMPLATE: words["user_template"] + words.gap, PREFIX: words["system_template"]}
+        found["json_kv"][DEMO] = (
+            self.words("json_kv")["demo_template"].format(key="{question}", value=" {answer}") + "\n\n"
+        )
+        return found
+
+    def needed(self, tasks: Sequence[str], lengths: Sequence[int]) -> list[str]:
+        """Names of the clone's files that questions are taken from; ConfigError if one is missing."""
+        found = []
+        for task in tasks:
+            if task in _FILES and task not in self.paths:
+                found += [self.name(task, length) for length in lengths if not self.is_generated(task, length)]
+            if task in _DEMO_FILES and f"{task}_demos" not in self.paths:
+                found.append(_DEMO_FILES[task])
+            for name in found:
+                if not (self.root / name).is_file():
+                    raise ConfigError(
+                        f"reference {self.root}: {name} is missing, which helmet {task} needs; get HELMET's data with "
+                        f"its scripts/download_data.sh, give a file as {task} under `paths`, or leave {task} out."
+                    )
+        return list(dict.fromkeys(found))
+
+
+Prompts = Sequence[Callable[[], Filled]]
+"""The questions of a task and length, in HELMET's order."""
+
+
+class PromptList(Sequence[Question]):
+    """Questions that are read and written when they are asked for, since files have up to 4 GB."""
+
+    def __init__(self, words: Words, load: Callable[[], Prompts]) -> None:
+        self._words, self._load = words, load
+
+    @cached_property
+    def _prompts(self) -> Prompts:
+        return self._load()
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._words.question(self._prompts[index]())
+
+
+def read(path: Path, config: TaskEval) -> Reference:
+    from unspool.evals.suites.helmet.clone_prompts import load
+
+    clone, tasks = Clone(path, config.paths), [task.name for task in SUITE.chosen_tasks(config)]
+    unknown = [length for length in config.lengths if length not in LENGTHS]
+    if unknown:
+        known = ", ".join(map(format_size, LENGTHS))
+        raise ConfigError(f"reference: HELMET has no length {format_size(unknown[0])}; use {known}.")
+    files = hash_files(path, ["data.py", *clone.needed(tasks, config.lengths)])
+    prompts = {
+        (task, length): PromptList(clone.words(task), partial(load, task, clone, length))
+        for task in tasks
+        for length in config.lengths
+        if not clone.is_generated(task, length)
+    }
+    missing = [f"{clone.name(*one)} (missing, so generated)" for one in _all(tasks, config) if clone.is_generated(*one)]
+    given = [name for name in config.paths if name.removesuffix("_demos") in tasks]
+    return Reference(
+        repo=REPO,
+        version=VERSION,
+        files=files,
+        differs=(*differing({name: one for name, one in files.items() if name in KNOWN}, KNOWN), *missing),
+        unchecked=(*(name for name in files if name not in KNOWN), *given),
+        wording=Wording(forms=FORMS, given=clone.wording(), source=f"{REPO} {VERSION}"),
+        prompts=prompts,
+        fit=fit,
+    )
+
+
+def _all(tasks: Sequence[str], config: TaskEval) -> list[tuple[str, int]]:
+    return [(task, length) for task in tasks for length in config.lengths]
+
+
+def fit(asked: Question, encoder: PromptEncoder, *, chat: bool, limit: int) -> Question:
+    """Leave the cue to a chat model, and cut the end of a context that is too long, both as HELMET does.
+
+    The context is cut by as many of its own tokens as the prompt has too many, so a token more may remain.
+    """
+    if "cue" not in asked.meta:
+        return asked
+    if chat:
+        asked = replace(asked, question=asked.question.removesuffix(asked.meta["gap"]), prefix="")
+    excess = len(encoder.ids(asked, chat=chat)) - limit
+    if excess <= 0:
+        return asked
+    start = asked.meta["head"]
+    found = encoder.tokenizer(asked.context[start:], return_offsets_mapping=True, verbose=False)
+    if excess >= len(found["offset_mapping"]):
+        raise ConfigError("helmet: a question is longer than its length even without a context; use a greater length.")
+    return replace(asked, context=asked.context[: start + found["offset_mapping"][-excess][0]])

@@ -1,0 +1,142 @@
+"""`mode: reference`: RULER's own procedure, draw for draw (NVIDIA/RULER c3f5e3b).
+
+RULER's scripts take all samples of a task and length from one stream of random numbers, after a search for the size of
+the haystack that uses the same stream. This module draws the same numbers in the same order: with RULER's words, data,
+tokenizer and seed its prompts are those that RULER's scripts write. docs/ruler.md lists what `fixed` mode does instead.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from unspool.core.errors import ConfigError
+from unspool.evals.suite import Ask, Question
+from unspool.evals.suites.ruler.fitting import Draft, TaskSpec, to_question
+from unspool.evals.suites.ruler.haystacks import Sources
+
+# At its smallest size RULER draws again for ever; a prompt that did not fit so often never will.
+_MOST_RETRIES = 100
+
+
+class Draws:
+    """The two random streams of a script of RULER."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.numpy = np.random.RandomState(seed % 2**32)
+        self.seed = seed
+
+    @property
+    def state(self) -> Any:
+        return self.random.getstate(), self.numpy.get_state()
+
+    def restore(self, state: Any) -> None:
+        self.random.setstate(state[0])
+        self.numpy.set_state(state[1])
+
+    def shuffled(self, items: Sequence[Any]) -> list[Any]:
+        """Shuffle by the seed alone: one permutation for all lists of a length."""
+        found = list(items)
+        random.Random(self.seed).shuffle(found)
+        return found
+
+    def letters(self, alphabet: str, count: int) -> str:
+        return "".join(self.random.choices(alphabet, k=count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """One of RULER's generators, as far as it differs from the others."""
+
+    generate: Callable[[int, int], Draft]  # from index and size; ValueError where RULER's code raises
+    step: int  # what a sample that is too long loses
+    trial: int = 0  # size of the prompt that the tokens per unit are estimated from; `step` if 0
+    most: Callable[[float, float], int] = lambda limit, per_unit: int(limit / per_unit * 3)
+    finish: Callable[[Draft], Draft] = lambda draft: draft  # of samples, not of prompts that the search makes
+    example_tokens: int = 0  # of what `finish` adds
+    may_exceed: bool = False  # whether a prompt of fewer than two steps is taken although it is too long
+
+
+class Run:
+    """The samples of one task and length, in order.
+
+    A sample depends on all draws before it. The state before each is kept, so that any sample can be built again.
+    """
+
+    def __init__(self, draws: Draws, sample: Callable[[int], tuple[Draft, int]]) -> None:
+        self._draws, self._sample = draws, sample
+        self._states = [draws.state]
+
+    def sample(self, index: int) -> tuple[Draft, int]:
+        """Return the sample and the size of its haystack."""
+        start = min(index, len(self._states) - 1)
+        self._draws.restore(self._states[start])
+        for at in range(start, index):
+            self._build(at)
+        return self._build(index)
+
+    def _build(self, index: int) -> tuple[Draft, int]:
+        found = self._sample(index)
+        if index + 1 == len(self._states):
+            self._states.append(self._draws.state)
+        return found
+
+
+def build(sources: Sources, ask: Ask, spec: TaskSpec, script: Callable[[Sources, Ask, Draws], Script]) -> Question:
+    """Build a question as RULER does; ConfigError if the length is too short."""
+
+    def start() -> Run:
+        draws = Draws(ask.seed)
+        return start_run(sources, ask, spec, script(sources, ask, draws), draws)
+
+    return build_from_run(sources, ask, spec, start)
+
+
+def build_from_run(sources: Sources, ask: Ask, spec: TaskSpec, start: Callable[[], Run]) -> Question:
+    """Build a question of a run that is started once."""
+    run: Run = sources.cached((spec.task, "reference", ask.length, ask.seed, ask.overhead), start)
+    return to_question(ask, *run.sample(ask.index))
+
+
+def start_run(sources: Sources, ask: Ask, spec: TaskSpec, script: Script, draws: Draws) -> Run:
+    """Search the size of the haystack by binary search over random prompts, as RULER does."""
+    budget = spec.budget(ask)
+
+    def count(draft: Draft) -> int:
+        return sources.count(draft.prompt.text)
+
+    def search() -> int:
+        trial = script.trial or script.step
+        per_unit = count(script.generate(0, trial)) / trial
+        low, high = script.step, max(script.most(ask.length - ask.overhead, per_unit), 2 * script.step)
+        best = script.step
+        while low <= high:
+            middle = (low + high) // 2
+            if count(script.generate(0, middle)) + script.example_tokens <= budget.tokens:
+                best, low = middle, middle + 1
+            else:
+                high = middle - 1
+        return best
+
+    try:
+        first_size = search()
+    except ValueError as error:
+        raise ConfigError(f"ruler {spec.task}: RULER's own code fails with seed {ask.seed}; use another.") from error
+
+    def sample(index: int) -> tuple[Draft, int]:
+        size, used = first_size, 0
+        for _ in range(first_size // script.step + _MOST_RETRIES):
+            try:
+                draft = script.finish(script.generate(index, size))
+                used = count(draft)
+                if used <= budget.tokens or (script.may_exceed and size < 2 * script.step):
+                    return draft, size
+            except ValueError:
+                pass  # RULER treats it like a prompt that is too long
+            size -= script.step if size > script.step else 0
+        raise budget.too_short(used or budget.tokens + 1)
+
+    return Run(draws, sample)

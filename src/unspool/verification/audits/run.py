@@ -1,0 +1,387 @@
+"""`unspool.audit`: probe somebody else's training step and judge each promise by what it did."""
+
+import inspect
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unspool.core.errors import ConfigError
+from unspool.data.packing.row import IGNORE
+from unspool.models.load import load_model
+from unspool.models.location import first_line
+from unspool.verification.audits.captures import StepFn, run_step, unwrap
+from unspool.verification.audits.layer_reach import check_sliding_window
+from unspool.verification.audits.promises import (
+    PROMISES,
+    Document,
+    Probe,
+    Verdict,
+    broken,
+    check_coverage,
+    check_first_token,
+    check_gradient,
+    check_isolation,
+    check_labels,
+    check_padding,
+    check_positions,
+    check_reported_loss,
+    check_rope,
+    check_token_mean,
+    kept,
+    not_checked,
+    tolerance,
+)
+from unspool.verification.audits.setup_file import EXAMPLE, load_setup
+from unspool.verification.audits.spans import (
+    Batch,
+    Documents,
+    Spans,
+    Special,
+    find_spans,
+    labels_of,
+    look_packed,
+    special_tokens,
+    token_ids,
+)
+from unspool.verification.audits.targets import read_targets
+
+# Micro-batches of the step that is probed, and how many are read to choose them from.
+MICRO_BATCHES = 4
+READ_BATCHES = 16
+# Tokens of a document whose logits are compared with those of the saved checkpoint.
+CHECKPOINT_TOKENS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditResult:
+    """One verdict per promise. `print(result)` shows the table; `result.ok` is for CI."""
+
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.broken
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """Names of the broken promises."""
+        return tuple(each.promise for each in self.verdicts if each.status == "broken")
+
+    def __getitem__(self, promise: str) -> Verdict:
+        return next(each for each in self.verdicts if each.promise == promise)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, "verdicts": [asdict(each) | {"title": each.title} for each in self.verdicts]}
+
+    def __str__(self) -> str:
+        width = max(map(len, PROMISES))
+        lines = [f"{each.promise:<{width}}  {each.status:<11}  {each.evidence}" for each in self.verdicts]
+        count = len(self.broken)
+        lines.append(f"{count} of {len(self.verdicts)} promises broken" if count else "no promise broken")
+        return "\n".join(lines)
+
+
+def audit(
+    model: Any,
+    data: Any = None,
+    step_fn: StepFn | None = None,
+    *,
+    attention: str = "intra_document",
+    positions: str | None = None,
+    documents: Documents | None = None,
+    examples: Iterable[Any] | None = None,
+    save_fn: Callable[[str], Any] | None = None,
+    context_parallel: StepFn | None = None,
+) -> AuditResult:
+    """Check a training set-up by probing one optimizer step of it.
+
+    The step runs on the CPU or wherever the model is, a few times, with real batches and with batches in which the
+    tokens of some documents are replaced. Weights are restored after each run; nothing is written outside of a
+    temporary folder.
+
+    Args:
+        model: A causal language model of `transformers`, or a `transformers.Trainer` (or a subclass such as TRL's
+            `SFTTrainer`), which brings its own data and step.
+        data: A DataLoader of batches, each a dict with `input_ids` [rows, tokens], or of lists of such micro-batches.
+            Or a collator, with `examples` to give to it.
+        step_fn: `step_fn(model, micro_batches)` computes the gradients of one optimizer step. It may also update the
+            weights, and may return the loss that you log.
+        attention: What you claim: `intra_document`, or `full` if documents of a row see each other.
+        positions: What you claim: `restart` (the default) or `continue` (the default with full attention).
+        documents: Returns the lengths of the documents of each row of a batch, if the batch itself does not tell
+            (`position_ids`, `cu_seq_lens_q`, `seq_idx` or end-of-text tokens).
+        examples: What the collator collates, two examples to a micro-batch.
+        save_fn: Saves the model to a folder as you do it; `model.save_pretrained` by default.
+        context_parallel: The same step under context parallelism, to compare with `step_fn`.
+
+    Returns:
+        A verdict for each promise: kept, broken or not checked, with the evidence.
+
+    Raises:
+        ConfigError: If the set-up cannot be probed.
+
+    Examples:
+        >>> import unspool
+        >>> from torch.utils.data import DataLoader
+        >>> model, tokenizer = unspool.load("asset:tiny-base", device="cpu")
+        >>> rows = [{"input_ids": list(range(9 * n, 9 * n + 9)), "seq_lengths": [4, 5]} for n in range(4)]
+        >>> def step(model, micro_batches):
+        ...     return sum(backward(model(**batch).loss) for batch in micro_batches)
+        >>> def backward(loss):
+        ...     loss.backward()
+        ...     return loss.item()
+        >>> loader = DataLoader(rows, batch_size=4, collate_fn=unspool.Collator(model).step)
+        >>> unspool.audit(model, loader, step).broken
+        ()
+    """
+    if attention not in ("intra_document", "full"):
+        raise ConfigError(f"audit: attention {attention!r} is not known; use intra_document or full.")
+    positions = positions or ("restart" if attention == "intra_document" else "continue")
+    if positions not in ("restart", "continue"):
+        raise ConfigError(f"audit: positions {positions!r} is not known; use restart or continue.")
+    accumulation = MICRO_BATCHES
+    if hasattr(model, "get_batch_samples") and hasattr(model, "training_step"):
+        trainer, model = model, model.model
+        data = trainer.get_train_dataloader() if data is None else data
+        step_fn = step_fn or trainer_step(trainer)
+        save_fn = save_fn or trainer.save_model
+        accumulation = max(2, trainer.args.gradient_accumulation_steps)
+    if data is None or step_fn is None:
+        raise ConfigError("audit: give a model, its data and a step_fn, or a transformers.Trainer.")
+    wrapped, model = model, unwrap(model)
+    if wrapped is not model:
+        step_fn, context_parallel = _with(wrapped, step_fn), context_parallel and _with(wrapped, context_parallel)
+    special, found = special_tokens(model), _read(data, examples)
+    packed = attention == "intra_document" and look_packed(found, special)
+    batches = _choose(found, accumulation)
+    spans = [find_spans(batch, special, documents=documents, packed=packed) for batch in batches]
+    verdicts = _probe_step(model, batches, spans, step_fn, claimed_positions=positions)
+    verdicts += [
+        check_sliding_window(model, step_fn, batches, spans),
+        check_checkpoint(model, batches, spans, save_fn or wrapped.save_pretrained),
+        check_context_parallel(model, batches, step_fn, context_parallel),
+    ]
+    return AuditResult(verdicts=tuple(verdicts))
+
+
+def _with(wrapped: Any, step_fn: StepFn) -> StepFn:
+    return lambda _, batches: step_fn(wrapped, batches)
+
+
+def audit_file(target: str | None, *, attention: str | None = None, positions: str | None = None) -> AuditResult:
+    """Audit what the function of `target` (FILE:FUNCTION) returns; by default our own collator in a plain loop."""
+    claims = {"attention": attention, "positions": positions}
+    setup = load_setup(target or EXAMPLE) | {name: value for name, value in claims.items() if value is not None}
+    known = inspect.signature(audit).parameters
+    if unknown := [name for name in setup if name not in known]:
+        raise ConfigError(f"audit {target}: returns {unknown[0]!r}, which is not known; use {', '.join(known)}.")
+    return audit(**setup)
+
+
+def trainer_step(trainer: Any) -> StepFn:
+    """One step as `transformers.Trainer` computes it, up to the optimizer's update."""
+
+    def step(model: Any, batches: list[Any]) -> float:
+        samples, num_items = trainer.get_batch_samples(iter(batches), len(batches), trainer.args.device)
+        trainer.current_gradient_accumulation_steps = len(samples)
+        return sum(float(trainer.training_step(model, sample, num_items)) for sample in samples)
+
+    return step
+
+
+# Data
+
+
+def _read(data: Any, examples: Iterable[Any] | None) -> list[Any]:
+    if examples is not None:
+        if not callable(data):
+            raise ConfigError("audit: examples= needs a collator as data.")
+        chosen = list(islice(examples, 2 * READ_BATCHES))
+        return [data(chosen[at : at + 2]) for at in range(0, len(chosen), 2)]
+    if not isinstance(data, Iterable):
+        raise ConfigError("audit: a collator needs examples= to collate; or give a DataLoader.")
+    found: list[Any] = []
+    for item in islice(data, READ_BATCHES):
+        if isinstance(item, list | tuple) and item and isinstance(item[0], Mapping):
+            return list(item)  # the micro-batches of one step
+        found.append(item)
+    return found
+
+
+def _choose(batches: list[Any], count: int) -> list[Any]:
+    """Micro-batches that differ in how many labels they hold, because equal ones would hide a mean of means."""
+    if not batches:
+        raise ConfigError("audit: the data holds no batch.")
+    for batch in batches:
+        token_ids(batch)
+    if len(batches) <= count:
+        return _thinned(batches)
+    sizes = [_num_labels(batch) for batch in batches]
+    order = sorted(range(len(batches)), key=lambda at: sizes[at])
+    # The fewest labels first and the most last, in the order of the data.
+    few, many = order[: count // 2], order[len(order) - (count - count // 2) :]
+    return _thinned([batches[at] for at in sorted(few + many)])
+
+
+def _num_labels(batch: Batch) -> int:
+    labels = labels_of(batch)
+    return 0 if labels is None else int(labels.sum())
+
+
+def _thinned(batches: list[Any]) -> list[Any]:
+    """If all micro-batches hold as many labels, remove every other label of the first one."""
+    if len(batches) < 2 or len({_num_labels(batch) for batch in batches}) > 1:
+        return batches
+    # A count that was made from the labels would then be wrong.
+    known = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids"}
+    if any(_is_count(value) for name, value in batches[0].items() if name not in known and "max_length" not in name):
+        return batches
+    first = dict(batches[0])
+    for name, offset in (("labels", 1), ("shift_labels", 0)):
+        if isinstance(first.get(name), Tensor):
+            first[name] = first[name].clone()
+            first[name][:, offset::2] = IGNORE
+    return [first, *batches[1:]]
+
+
+def _is_count(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+# Probes
+
+
+def _probe_step(
+    model: Any, batches: Sequence[Batch], spans: Sequence[Spans], step_fn: StepFn, *, claimed_positions: str
+) -> list[Verdict]:
+    """Run the step as it is, a second time, and with other tokens in some documents."""
+    run = run_step(model, step_fn, batches)
+    if not run.passes:
+        raise ConfigError("audit: step_fn ran no forward pass of the model with gradients; it must train this model.")
+    probe = Probe(
+        model=model,
+        batches=batches,
+        spans=spans,
+        run=run,
+        targets=[read_targets(model, one) for one in run.passes],
+    )
+    if not probe.is_aligned:
+        raise ConfigError(
+            "audit: the model does not get the micro-batches as they are, one forward pass each (they are split, "
+            "joined or padded on the way); give a step_fn that passes them on."
+        )
+    changed = []
+    for which in ("first", "last"):
+        others, replaced = _replace(batches, spans, special_tokens(model), which=which)
+        if replaced:
+            changed.append((run_step(model, step_fn, others), replaced))
+    verdicts = [
+        check_isolation(probe, run_step(model, step_fn, batches), changed),
+        check_labels(probe),
+        check_first_token(probe),
+        check_padding(probe),
+        check_coverage(probe),
+        check_token_mean(probe),
+    ]
+    # What the loss and the gradient would be follows from these.
+    reason = ", ".join(each.promise for each in verdicts if each.status == "broken")
+    for promise, check in (("reported_loss", check_reported_loss), ("gradient", check_gradient)):
+        verdicts.append(not_checked(promise, f"see {reason}") if reason else check(probe))
+    return [*verdicts, check_positions(probe, claimed_positions), check_rope(probe)]
+
+
+def _replace(
+    batches: Sequence[Batch], spans: Sequence[Spans], special: Special, *, which: str
+) -> tuple[list[Batch], set[Document]]:
+    """Batches with other tokens in the first or last document of every row that holds several."""
+    found: list[Batch] = []
+    replaced: set[Document] = set()
+    for number, (batch, of_batch) in enumerate(zip(batches, spans, strict=True)):
+        ids = token_ids(batch).clone()
+        num_documents = of_batch.count
+        for row, of_row in enumerate(of_batch.rows):
+            # Not the only row: the others must stay what they are.
+            if not of_row or num_documents < 2 or (len(of_row) < 2 and row > 0):
+                continue
+            start, end = span = of_row[0 if which == "first" else -1]
+            if _replace_tokens(ids[row], start, end, special):
+                replaced.add((number, row, span))
+        found.append(dict(batch) | {"input_ids": ids})
+    return found, replaced
+
+
+def _replace_tokens(ids: Tensor, start: int, end: int, special: Special) -> bool:
+    """Reverse the order of a document's tokens between its special ones; whether that changes any."""
+    kept_ids = [*special.eos, *([] if special.pad is None else [special.pad])]
+    free = [at for at in range(start, end) if int(ids[at]) not in kept_ids]
+    # The first token stays: it may mark the start of a text.
+    free = free[1:] if len(free) > 2 else free
+    before = ids[free].clone()
+    ids[free] = before.flip(0)
+    return not torch.equal(before, ids[free])
+
+
+def check_checkpoint(
+    model: Any, batches: Sequence[Batch], spans: Sequence[Spans], save_fn: Callable[[str], Any]
+) -> Verdict:
+    """Save, load again as users do, and compare the logits of a document."""
+    documents = [
+        batch["input_ids"][row : row + 1, start:end]
+        for batch, of_batch in zip(batches, spans, strict=True)
+        for row, of_row in enumerate(of_batch.rows)
+        for start, end in of_row
+    ]
+    ids = max(documents, key=lambda tokens: tokens.shape[1])[:, :CHECKPOINT_TOKENS]
+    if hasattr(model, "peft_config") and save_fn == model.save_pretrained:
+        return not_checked("checkpoint", "give save_fn=, which saves the model with its adapters merged")
+    ids = ids.to(next(model.parameters()).device)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            save_fn(folder)
+            other = _load(model, folder)
+        except Exception as error:  # of any type: it is not our code that saves
+            return broken("checkpoint", f"could not be saved and loaded: {first_line(error)}")
+    was_training = model.training
+    with torch.no_grad():
+        mine = model.eval()(input_ids=ids, use_cache=False).logits.float()
+        theirs = other.eval()(input_ids=ids, use_cache=False).logits.float()
+    model.train(was_training)
+    change = float((mine - theirs).norm() / mine.norm())
+    text = f"logits of {ids.shape[1]} tokens differ by {change:.1e} after saving and loading"
+    if change <= tolerance(model):
+        return kept("checkpoint", text)
+    before, after = (getattr(each.config.get_text_config(), "rope_parameters", None) for each in (model, other))
+    why = f"; rope_parameters {before} became {after}" if before != after else ""
+    return broken("checkpoint", text + why)
+
+
+def _load(model: Any, folder: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+    if getattr(model.config, "head_bases", None) is not None:
+        return load_model(folder, device=device, dtype=dtype)
+    implementation = model.config._attn_implementation
+    return AutoModelForCausalLM.from_pretrained(
+        Path(folder), dtype=dtype, attn_implementation=implementation, local_files_only=True
+    ).to(device)
+
+
+def check_context_parallel(model: Any, batches: Sequence[Batch], plain: StepFn, parallel: StepFn | None) -> Verdict:
+    if parallel is None:
+        return not_checked("context_parallel", "give context_parallel=, the same step under context parallelism")
+    run, other = run_step(model, plain, batches), run_step(model, parallel, batches)
+    shared = [name for name in run.grads if name in other.grads]
+    mine, theirs = (torch.cat([each.grads[name].flatten().double() for name in shared]) for each in (run, other))
+    error = float((mine - theirs).norm() / mine.norm())
+    loss = "" if run.loss is None or other.loss is None else f"loss {run.loss:.6g} and {other.loss:.6g}, "
+    text = f"{loss}gradients differ by {error:.1e}"
+    same_loss = run.loss is None or other.loss is None or abs(run.loss - other.loss) <= 1e-3 * abs(run.loss)
+    return kept("context_parallel", text) if same_loss and error <= 1e-2 else broken("context_parallel", text)

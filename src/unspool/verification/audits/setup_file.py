@@ -1,0 +1,54 @@
+"""A training set-up from a user's file: `train.py:build` names a function without arguments that returns it."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from unspool.core.errors import ConfigError
+from unspool.models.location import first_line
+
+# What the function may return as a tuple: the first arguments of `audit`.
+NAMES = ("model", "data", "step_fn")
+EXAMPLE = "unspool.verification.audits.example:build"
+
+
+def load_setup(target: str) -> dict[str, Any]:
+    """Run the function and return arguments of `audit`. The function's own errors become a ConfigError."""
+    place, _, name = target.rpartition(":")
+    if not place:
+        raise ConfigError(
+            f"audit {target}: name a function, as in train.py:build; it takes no arguments and returns a "
+            "transformers.Trainer, or a model, its data and a step_fn."
+        )
+    try:
+        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        found = getattr(module, name, None)
+        if not callable(found):
+            raise ConfigError(f"audit {target}: {place} has no function {name!r}.")
+        setup = found()
+    except ConfigError:
+        raise
+    except Exception as error:  # of any type: it is the user's code
+        raise ConfigError(f"audit {target}: {first_line(error)} (-v shows where).") from error
+    if isinstance(setup, dict):
+        return setup
+    if isinstance(setup, tuple):
+        return dict(zip(NAMES, setup, strict=False))
+    return {"model": setup}
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ConfigError(
+            f"audit: {path} does not exist; give a Python file and a function in it, as in train.py:build."
+        )
+    # As `python train.py` does, so that it finds the modules beside it.
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module

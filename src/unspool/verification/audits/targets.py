@@ -1,0 +1,81 @@
+"""Which token each position was trained to predict, and with what weight, read from gradients alone.
+
+The gradient of a weighted cross-entropy at a hidden state is the weight times a direction that depends on the target.
+So whatever code computed the loss, comparing the gradient with the directions of the next token, of the one after it
+and of the token itself gives the target and the weight.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unspool.data.packing.row import IGNORE
+from unspool.models.loss import Head, read_head, summed_loss
+from unspool.verification.audits.captures import Pass
+
+# Tokens ahead of a position that it may be trained to predict: once shifted labels, shifted twice, not shifted, …
+SHIFTS = (1, 2, 0, 3)
+UNKNOWN = -1
+# Gradients below this part of the largest are rounding.
+ACTIVE = 1e-5
+# Part of a gradient that may differ from its direction: label smoothing and bf16 differ by a tenth, others by most.
+RESIDUAL = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """Of one forward pass, [B, T]."""
+
+    shift: Tensor  # int64: tokens ahead that is predicted, UNKNOWN if it is none of them
+    weight: Tensor  # float64: of this position in the step's loss; 0 where it carries none
+    loss: Tensor  # fp32: cross-entropy of the next token
+    residual: float  # part of the gradients that no weighted cross-entropy explains
+
+    @property
+    def active(self) -> Tensor:
+        return self.weight != 0
+
+
+def read_targets(model: Any, one: Pass) -> Targets:
+    plain = read_head(model)
+    bias = None if plain.bias is None else plain.bias.detach()
+    head = Head(weight=plain.weight.detach(), bias=bias, scale=plain.scale, softcap=plain.softcap)
+    shape = one.hidden.shape[:2]
+    hidden = one.hidden.flatten(0, 1)
+    grad = torch.zeros_like(hidden) if one.hidden_grad is None else one.hidden_grad.flatten(0, 1)
+    grad = grad.double()
+    size = grad.norm(dim=1)
+    active = size > ACTIVE * float(size.max().clamp(min=1e-30))
+    shift = torch.full_like(active, UNKNOWN, dtype=torch.int64)
+    weight, best = torch.zeros_like(size), torch.full_like(size, RESIDUAL)
+    next_loss = None
+    for ahead in SHIFTS:
+        losses, direction = _directions(hidden, head, _ahead(one.tokens, ahead))
+        next_loss = losses if next_loss is None else next_loss
+        found = (grad * direction).sum(dim=1) / direction.square().sum(dim=1).clamp(min=1e-30)
+        residual = (grad - found[:, None] * direction).norm(dim=1) / size.clamp(min=1e-30)
+        # The next token wins where tokens repeat, and two directions are the same.
+        better = active & (found > 0) & (residual < best - 1e-3)
+        shift[better], weight[better], best[better] = ahead, found[better], residual[better]
+    unknown = active & (shift == UNKNOWN)
+    weight[unknown] = torch.nan
+    assert next_loss is not None
+    residual = float(best[active & ~unknown].median()) if bool((active & ~unknown).any()) else 0.0
+    return Targets(shift=shift.view(shape), weight=weight.view(shape), loss=next_loss.view(shape), residual=residual)
+
+
+def _ahead(tokens: Tensor, ahead: int) -> Tensor:
+    labels = torch.full_like(tokens, IGNORE)
+    labels[:, : tokens.shape[1] - ahead] = tokens[:, ahead:]
+    return labels.flatten()
+
+
+def _directions(hidden: Tensor, head: Head, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of every token, and the gradient of its loss at its hidden state, in float64."""
+    with torch.enable_grad():
+        states = hidden.detach().clone().requires_grad_()
+        total, losses = summed_loss(states, head, labels)
+        (grad,) = torch.autograd.grad(total, states)
+    return losses, grad.double()

@@ -1,0 +1,129 @@
+"""`unspool.audit` on correct set-ups and on planted mistakes, in the code paths of real trainers."""
+
+import json
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from unspool.cli.main import build_app
+from unspool.core.errors import ConfigError
+from unspool.verification.audits.promises import PROMISES
+from unspool.verification.audits.run import AuditResult, audit
+
+from .audit_faults import FAULTS
+from .audit_setups import RIGHT, packed, plain_step, right_accelerate_loop, small_model, tensors
+
+# The others take as long each, and run with `-m slow`.
+FAST = (
+    "right_padding_in_trainer",
+    "right_sliding_windows",
+    "mask_of_ones_beside_positions",
+    "labels_shifted_by_the_collator",
+    "mean_of_means_in_trainer",
+    "last_micro_batch_dropped",
+)
+
+
+def run(setup: Any) -> AuditResult:
+    found = audit(**setup) if isinstance(setup, dict) else audit(setup)
+    print(found)
+    return found
+
+
+def mostly_slow(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", mostly_slow(RIGHT))
+def test_no_false_alarm_on_a_correct_set_up(name):
+    started = time.perf_counter()
+    found = run(RIGHT[name]())
+
+    assert found.broken == ()
+    assert sum(each.status == "kept" for each in found.verdicts) >= 7
+    assert {each.promise for each in found.verdicts} == {*PROMISES}
+    assert time.perf_counter() - started < 60
+
+
+@pytest.mark.parametrize("name", mostly_slow(FAULTS))
+def test_a_planted_mistake_is_found_and_named(name):
+    fault = FAULTS[name]
+    found = run(fault.build())
+
+    assert set(found.broken) == {fault.promise, *fault.also}
+    assert fault.evidence in found[fault.promise].evidence
+
+
+def test_weights_gradients_and_mode_are_as_before():
+    """Although the step updates them."""
+    setup = right_accelerate_loop()
+    model = setup["model"]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    audit(**setup)
+
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not model.training
+
+
+def test_what_cannot_be_probed_is_refused():
+    model, data = small_model(), [tensors(item) for item in packed()]
+    for setup, message in (
+        ({"model": model}, "step_fn"),
+        ({"model": torch.nn.Linear(2, 2), "data": data, "step_fn": plain_step}, "not a causal language model"),
+        ({"model": model, "data": [], "step_fn": plain_step}, "no batch"),
+        ({"model": model, "data": [{"text": "a"}], "step_fn": plain_step}, "input_ids"),
+        ({"model": model, "data": data, "step_fn": lambda model, batches: None}, "no forward pass"),
+        ({"model": model, "data": data, "step_fn": plain_step, "attention": "none"}, "not known"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            audit(**setup)
+
+
+SETUP = """
+from unspool.verification.audits import example
+
+def leaking():
+    model, data, step = example.build()
+    def with_full_rows(model, batches):
+        for batch in batches:
+            kept = {name: batch[name] for name in ("input_ids", "labels", "num_items_in_batch")}
+            model(**kept).loss.backward()
+    return {"model": model, "data": data, "step_fn": with_full_rows}
+
+def failing():
+    raise KeyError("no such dataset")
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "wanted"),
+    [
+        ("leaking", 1, "isolation"),
+        ("failing", 2, "KeyError 'no such dataset'"),
+        ("missing", 2, "no function 'missing'"),
+    ],
+)
+def test_the_command_probes_what_a_function_of_a_file_returns(function, code, wanted, tmp_path):
+    (tmp_path / "my_training.py").write_text(SETUP)
+    found = CliRunner().invoke(build_app(), ["audit", f"{tmp_path}/my_training.py:{function}"])
+
+    assert found.exit_code == code, found.output
+    assert wanted in found.output
+    assert "Traceback" not in found.output
+
+
+def test_the_command_prints_verdicts_as_json_and_names_wrong_targets():
+    found = CliRunner().invoke(build_app(), ["audit", "--json"])
+
+    assert found.exit_code == 0
+    verdicts = json.loads(found.output)["verdicts"]
+    assert {each["promise"] for each in verdicts} == {*PROMISES}
+    for target in ("train.py", "nowhere.py:build", "no_such_module:build"):
+        wrong = CliRunner().invoke(build_app(), ["audit", target])
+        assert wrong.exit_code == 2, wrong.output
+        assert "error: audit" in wrong.output
