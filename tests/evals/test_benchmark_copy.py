@@ -1,0 +1,82 @@
+"""The setting `reference`: how it is checked, and what results say about published numbers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from unspool.cli.eval import eval_
+from unspool.evals.suites import SUITES
+from unspool.reporting.gather_scores import gather_model
+from unspool.reporting.page import write_report
+
+MOCK = (
+    "asset:tiny-base",
+    "--backend",
+    "oracle",
+    "--suite",
+    "ruler",
+    "--tasks",
+    "vt",
+    "--lengths",
+    "1K",
+    "--samples",
+    "1",
+)
+
+
+@pytest.fixture
+def command():
+    app = typer.Typer()
+    app.command("eval")(eval_)
+    return lambda *arguments: CliRunner().invoke(app, [*arguments], env={"COLUMNS": "200"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            (*MOCK, "--reference", "nowhere"),
+            "reference nowhere: no such file or folder; give your clone",
+        ),
+        ((*MOCK, "--reference", ".", "--mode", "fixed"), "leave mode out, or set mode: reference"),
+        ((*MOCK, "--reference", ".", "--wording", "w.yaml"), "reference and wording both give the words"),
+        (
+            ("m", "--suite", "niah", "--reference", "."),
+            "--reference is for one suite at a time, of these: ruler, ",
+        ),
+        (("m", "--suite", "ruler,helmet", "--reference", "."), "--reference is for one suite at a time"),
+        (("m", "--suite", "short", "--reference", "."), "--reference has no effect on --suite short"),
+        (("m", "--reference", "."), "--reference"),
+    ],
+)
+def test_what_cannot_be_used_is_one_sentence(command, arguments, message):
+    result = command(*arguments)
+
+    assert result.exit_code != 0
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)
+
+
+def test_table_summary_and_report_say_that_our_own_words_are_not_comparable(command, tmp_path: Path):
+    said = "not comparable with published numbers: the wording and data are not the benchmark's own"
+    result = command(*MOCK, "--samples", "1", "--out", str(tmp_path / "scores"))
+
+    assert f"ruler: {said}; --reference PATH takes those" in result.stdout
+    (suite,) = json.loads((tmp_path / "scores" / "summary.json").read_text())["suites"]
+    assert suite["comparable"] is False and suite["comparability"].startswith(said)
+    assert gather_model(tmp_path / "scores").comparability == {"ruler": suite["comparability"]}
+    write_report([tmp_path / "scores"], tmp_path / "report.html")
+    assert "Not comparable with published numbers" in (tmp_path / "report.html").read_text()
+
+
+def test_a_reference_decides_the_mode():
+    entry = {"suite": "ruler", "lengths": [1024]}
+
+    assert SUITES["ruler"].config.model_validate(entry).mode == "fixed"
+    assert SUITES["ruler"].config.model_validate({**entry, "reference": "clone"}).mode == "reference"
+    with pytest.raises(ValidationError, match="leave mode out"):
+        SUITES["ruler"].config.model_validate({**entry, "reference": "clone", "mode": "fixed"})
