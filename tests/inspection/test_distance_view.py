@@ -11,6 +11,7 @@ from inspection_factory import byte_tokenizer, pieced_row, save_rows, tangled_ro
 from unspool.core.charts import decades
 from unspool.core.console import PlainConsole
 from unspool.core.formatting import format_share
+from unspool.data.distances import doublings
 from unspool.data.packing.row import Row
 from unspool.inspection.detokenize import FoundTokenizer, find_tokenizer
 from unspool.inspection.distance_view import (
@@ -19,7 +20,6 @@ from unspool.inspection.distance_view import (
     count_distances,
     distance_tables,
     distance_values,
-    doublings,
     draw_tails,
     print_distances,
     read_text,

@@ -328,8 +328,9 @@ def test_masks_and_scores_of_unknown_kind_are_refused():
 
 
 @pytest.mark.parametrize("doc_lens", [(3,), (3, 2)])
-def test_lengths_that_do_not_cover_the_row_are_a_bug(doc_lens):
+def test_lengths_that_do_not_cover_the_row_are_refused(doc_lens):
+    """As where another trainer splits a packed row over ranks."""
     query = torch.randn(1, 2, 4, 8)
 
-    with pytest.raises(AssertionError, match="cover one sequence"):
+    with pytest.raises(ConfigError, match="context parallelism"):
         attend(torch.nn.Module(), query, query, query, None, doc_lens=doc_lens)

@@ -86,7 +86,7 @@ def test_every_chart_has_a_name_for_screen_readers(fake_run: Path):
     charts = [attrs for tag, attrs in page_of(fake_run).tags if tag == "svg" and attrs.get("class") == "chart"]
 
     # Scores, heatmaps, loss, long against short, training, positions, lengths and mixes.
-    assert len(charts) == 2 + 3 + 1 + 3 + 4 + 2 + 2 + 2
+    assert len(charts) == 2 + 3 + 1 + 3 + 4 + 2 + 3 + 2
     assert all(chart["role"] == "img" and chart["aria-label"] and "viewbox" in chart for chart in charts)
 
 

@@ -22,7 +22,7 @@ from unspool.studies.arm_scores import (
     value_of,
 )
 from unspool.studies.load import Study
-from unspool.studies.paper_numbers import Paper, beside_paper
+from unspool.studies.paper_numbers import Paper, beside_paper, read_short
 from unspool.studies.schema import Margin
 from unspool.studies.study_report import markdown
 
@@ -136,23 +136,39 @@ def test_a_suite_with_categories_is_the_mean_of_its_categories():
     assert [measure.name for measure in find_measures("helmet/rag", list(found.values()))] == ["helmet/rag/32K"]
 
 
-def test_our_means_stand_beside_the_papers_numbers():
+def test_our_means_stand_beside_the_papers_numbers(tmp_path):
     arms = Arms(["abf", "utk"])
     result = arms.compare({"abf": {0: answers(0, [1, 1], [1, 0])}, "utk": {0: answers(0, [1, 0], [1, 1])}})
     paper = Paper(
         source="A paper, Table 1",
         scale="7B",
         note="",
-        columns={"far": ["niah/512"], "both": ["niah"], "other": [], "unknown": ["ruler/4K"]},
-        numbers={"utk": [75.0, 80.0, 12.5, None]},
-        others={"untouched": [10, 20, 30, 40]},
+        columns={"far": ["niah/512"], "both": ["niah"], "other": [], "unknown": ["ruler/4K"], "short": ["short@64k"]},
+        numbers={"utk": [75.0, 80.0, 12.5, None, 60]},
+        others={"untouched": [10, 20, 30, 40, 50]},
     )
-    found = beside_paper(paper, ["abf", "utk"], MEASURES, result["measures"])
+    for place, cells in {
+        "scores/64k": [{"suite": "short", "task": "mmlu", "value": 0.5}, {"suite": "niah", "value": 1.0}],
+        "scores/sft": [{"suite": "short", "task": "mmlu", "value": 0.9}],
+        "short/64k": [
+            {"suite": "short", "task": "gsm8k", "value": 0.25},
+            {"suite": "short", "task": "x", "value": None},
+        ],
+    }.items():
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "summary.json").write_text(json.dumps({"cells": cells}))
+    short = read_short(tmp_path)
+    assert short == {"64k": {"mmlu": 0.5, "gsm8k": 0.25}, "sft": {"mmlu": 0.9}}
+    found = beside_paper(paper, ["abf", "utk"], MEASURES, result["measures"], {"utk": [short]})
 
-    assert [row["here"] for row in found["rows"]] == [[50, 75, None, None], [100, 75, None, None], [None] * 4]
+    assert [row["here"] for row in found["rows"]] == [
+        [50, 75, None, None, None],
+        [100, 75, None, None, 37.5],
+        [None] * 5,
+    ]
     text = markdown({"name": "made-up", "runs": [], "paper": found, **result})
-    assert "| utk | 100.0 (paper 75.0) | 75.0 (paper 80.0) | – (paper 12.5) | – |" in text
-    assert "| abf | 50.0 | 75.0 | – | – |" in text and "| untouched | – (paper 10.0)" in text
+    assert "| utk | 100.0 (paper 75.0) | 75.0 (paper 80.0) | – (paper 12.5) | – | 37.5 (paper 60.0) |" in text
+    assert "| abf | 50.0 | 75.0 | – | – | – |" in text and "| untouched | – (paper 10.0)" in text
     assert "at its own scale (7B)" in text
 
 

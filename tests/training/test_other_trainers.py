@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from unspool.training.batch import build_batch
 from unspool.training.collator import Collator
 from unspool.training.loader import StepBatches
 from unspool.training.step import train_step
+
+from .parallel.ranks import run_ranks
 
 STEPS = 5
 # AdamW divides every value by its own size: the last digit of a value near 0 would decide the sign of its update.
@@ -292,3 +295,30 @@ def test_harpe_with_stock_attention_is_refused():
 
     with pytest.raises(ConfigError, match="base per head"):
         Collator(model)
+
+
+@pytest.mark.slow
+def test_accelerate_on_two_processes_averages_over_the_tokens_of_both(tmp_path):
+    """By the loop of docs/trainers.md."""
+    rows = build_rows("sft", 8)
+    wanted = our_run(build_model(), rows, 8)[1][0]
+
+    def work(rank: int) -> None:
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        accelerator, model = Accelerator(cpu=True), build_model()
+        assert accelerator.num_processes == 2
+        steps = DataLoader(rows, batch_size=4, collate_fn=Collator(model).step)
+        model, steps = accelerator.prepare(model, steps)
+        step = next(iter(steps))
+        tokens = accelerator.gather(torch.tensor([step[0]["num_items_in_batch"]])).sum()
+        for batch in step:
+            accelerator.backward(model(**batch | {"num_items_in_batch": tokens}).loss * accelerator.num_processes)
+        for name, grad in gradients(accelerator.unwrap_model(model)).items():
+            torch.testing.assert_close(grad, wanted[name], rtol=1e-5, atol=1e-5 * float(wanted[name].abs().max()))
+
+    run_ranks(work, world_size=2, store=tmp_path / "store")

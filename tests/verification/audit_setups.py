@@ -61,7 +61,7 @@ def plain_step(model: Any, batches: list[Any]) -> float:
     num_items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     total = 0.0
     for batch in batches:
-        loss = model(**batch, num_items_in_batch=num_items, use_cache=False).loss
+        loss = model(**batch | {"num_items_in_batch": num_items, "use_cache": False}).loss
         loss.backward()
         total += loss.item()
     return total

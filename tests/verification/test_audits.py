@@ -28,6 +28,12 @@ FAST = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    """Trainers make their output folder at once."""
+    monkeypatch.chdir(tmp_path)
+
+
 def run(setup: Any) -> AuditResult:
     found = audit(**setup) if isinstance(setup, dict) else audit(setup)
     print(found)
@@ -85,15 +91,19 @@ def test_what_cannot_be_probed_is_refused():
 
 
 SETUP = """
-from unspool.verification.audits import example
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SIZES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
 
 def leaking():
-    model, data, step = example.build()
-    def with_full_rows(model, batches):
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2, attn_implementation="eager"))
+    ids = torch.arange(40).view(4, 1, 10)
+    batches = [{"input_ids": row, "labels": row, "seq_lengths": torch.tensor([6, 4])} for row in ids]
+    def step(model, batches):
         for batch in batches:
-            kept = {name: batch[name] for name in ("input_ids", "labels", "num_items_in_batch")}
-            model(**kept).loss.backward()
-    return {"model": model, "data": data, "step_fn": with_full_rows}
+            model(input_ids=batch["input_ids"], labels=batch["labels"], num_items_in_batch=36).loss.backward()
+    return {"model": model, "data": batches, "step_fn": step}
 
 def failing():
     raise KeyError("no such dataset")

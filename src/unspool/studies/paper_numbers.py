@@ -5,6 +5,7 @@ The numbers are the paper's, at the paper's scale: they are shown and never comp
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -13,10 +14,14 @@ from unspool.core.table import Entry, Table, entries
 from unspool.recipe.json_schema import unknown_key
 from unspool.recipe.paths import bundled_studies
 from unspool.recipe.yaml_lines import Problem, read_yaml
+from unspool.reporting.gather_scores import SUMMARY
+from unspool.reporting.result_files import json_object
+from unspool.reporting.run_results import SHORT
 from unspool.studies.arm_scores import Measure, find_measures
 
 KEYS = ("source", "scale", "note", "columns", "numbers", "others")
 Numbers = dict[str, list[float | None]]
+ShortScores = dict[str, dict[str, float]]  # stage: task of lm-eval: score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +29,7 @@ class Paper:
     source: str  # such as `ProLong, Table 4`
     scale: str  # model and tokens that the numbers were measured with
     note: str
-    columns: dict[str, list[str]]  # the paper's column: measures of ours whose mean it is; none: not measured here
+    columns: dict[str, list[str]]  # the paper's column: measures of ours, or short/TASK@STAGE, whose mean it is
     numbers: Numbers  # arm: one number for each column, in percent
     others: Numbers  # rows of the paper's table that are no arms
 
@@ -85,39 +90,66 @@ def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
+def read_short(run_dir: Path) -> ShortScores:
+    """Scores of lm-eval's tasks in a run, which a study does not compare: they have no questions to pair."""
+    found: ShortScores = {}
+    for path in sorted([*run_dir.glob(f"scores/*/{SUMMARY}"), *run_dir.glob(f"{SHORT}/*/{SUMMARY}")]):
+        for cell in json_object(path).get("cells", []):
+            if cell.get("suite") == SHORT and cell.get("value") is not None:
+                found.setdefault(path.parent.name, {})[str(cell.get("task"))] = float(cell["value"])
+    return found
+
+
 def beside_paper(
-    paper: Paper, arms: Sequence[str], measures: Sequence[Measure], tables: Sequence[Mapping[str, Any]]
+    paper: Paper,
+    arms: Sequence[str],
+    measures: Sequence[Measure],
+    tables: Sequence[Mapping[str, Any]],
+    short: Mapping[str, Sequence[ShortScores]],
 ) -> dict[str, Any]:
-    """The paper's rows with our means over seeds beside them, as study.json has it."""
+    """The paper's rows with our means over seeds beside them, as study.json has it; `short` has each arm's seeds."""
     known = {table["measure"]: table for table in tables}
-    found = {name: [find_measures(one, measures) for one in wanted] for name, wanted in paper.columns.items()}
+
+    def value(arm: str, wanted: str) -> float | None:
+        if "@" in wanted:
+            values = [_short_value(scores, wanted) for scores in short.get(arm, ())]
+        else:
+            values = [_in_percent(measure, known, arm) for measure in find_measures(wanted, measures)]
+        return _mean(values)
+
     blank: list[float | None] = [None] * len(paper.columns)
     rows: list[dict[str, Any]] = [
         {
             "arm": arm,
             "paper": paper.numbers.get(arm, blank),
-            "here": [_value(arm, groups, known) for groups in found.values()],
+            "here": [_mean([value(arm, one) for one in wanted]) for wanted in paper.columns.values()],
         }
         for arm in arms
     ]
     rows += [{"arm": None, "name": name, "paper": row, "here": blank} for name, row in paper.others.items()]
-    columns = [
-        {"name": name, "measures": [measure.name for group in groups for measure in group]}
-        for name, groups in found.items()
-    ]
+    columns = [{"name": name, "measures": wanted} for name, wanted in paper.columns.items()]
     texts = {"source": paper.source, "scale": paper.scale, "note": paper.note}
     return {**texts, "columns": columns, "rows": rows}
 
 
-def _value(arm: str, groups: Sequence[Sequence[Measure]], tables: Mapping[str, Any]) -> float | None:
-    """The mean over the groups of their measures' means, scores in percent; None if one of them was not measured."""
-    means = []
-    for group in groups:
-        values = [tables[measure.name]["arms"][arm]["mean"] for measure in group]
-        if not values or None in values:
-            return None
-        means.append(fmean(values) * (1 if group[0].is_loss else 100))
-    return fmean(means) if means else None
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None if one of them was not measured."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known and len(known) == len(values) else None
+
+
+def _in_percent(measure: Measure, tables: Mapping[str, Any], arm: str) -> float | None:
+    mean: float | None = tables[measure.name]["arms"][arm]["mean"]
+    return mean if mean is None or measure.is_loss else 100 * mean
+
+
+def _short_value(scores: ShortScores, wanted: str) -> float | None:
+    """`short/mmlu@64k`: the score of a task after a stage; `short@64k`: the mean of all that were scored."""
+    name, _, stage = wanted.partition("@")
+    found, task = scores.get(stage, {}), name.removeprefix(SHORT).removeprefix("/")
+    values = [found.get(task)] if task else list(found.values())
+    mean = _mean(values)
+    return None if mean is None else 100 * mean
 
 
 def paper_table(paper: Paper) -> Table:

@@ -17,7 +17,7 @@ from unspool.reporting.page import write_report
 from unspool.studies.arm_comparison import compare_arms
 from unspool.studies.arm_scores import Answers, read_answers
 from unspool.studies.load import Study, StudyRun
-from unspool.studies.paper_numbers import beside_paper, beside_table
+from unspool.studies.paper_numbers import beside_paper, beside_table, read_short
 from unspool.studies.run import RunState
 from unspool.studies.shared_work import recipe_digest
 
@@ -55,7 +55,8 @@ def publish_study(study: Study, found: Sequence[RunState], *, checked: bool) -> 
         **compare_arms(study, answers, context=context),
     }
     if study.paper is not None:
-        result["paper"] = beside_paper(study.paper, study.arms, study.measures, result["measures"])
+        short = {arm: [read_short(study.run_dir(run)) for run in used if run.arm == arm] for arm in study.arms}
+        result["paper"] = beside_paper(study.paper, study.arms, study.measures, result["measures"], short)
     study.out.mkdir(parents=True, exist_ok=True)
     result["report"] = _page(study, result, used)
     write_atomic(study.out / RESULT, json.dumps(result, indent=1, ensure_ascii=False) + "\n")

@@ -29,7 +29,7 @@ class Collator:
             Without it, nothing is checked, and the attention must be `attn_implementation="unspool"`.
         attention: `intra_document` follows each row; `full` lets the documents of a row attend to each other.
 
-    Examples:
+    Example:
         >>> import numpy as np
         >>> import unspool
         >>> collate = unspool.Collator()

@@ -86,7 +86,12 @@ def attend(
 def compute_attention(inputs: AttentionInputs) -> Tensor:
     """Return [B, Q, H, D], by the fastest kernel that supports the inputs."""
     doc_lens, (query, key, _) = inputs.doc_lens, inputs.heads
-    assert doc_lens is None or (len(query), sum(doc_lens)) == (1, key.shape[2]), "doc_lens must cover one sequence"
+    if doc_lens is not None and (len(query), sum(doc_lens)) != (1, key.shape[2]):
+        raise ConfigError(
+            f"doc_lens cover {sum(doc_lens)} tokens, and attention gets {len(query)} × {key.shape[2]}: packed rows "
+            "must arrive as one whole sequence, without padding or another trainer's context parallelism; use "
+            "unspool.Collator, or unspool train for context parallelism."
+        )
     if cuda.supports(*inputs.heads) and inputs.softcap is None and inputs.sinks is None:
         return cuda.cuda_attention(inputs)
     return reference_attention(inputs)

@@ -2,13 +2,15 @@
 
 import inspect
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from unspool.core.errors import ConfigError
@@ -126,7 +128,7 @@ def audit(
     Raises:
         ConfigError: If the set-up cannot be probed.
 
-    Examples:
+    Example:
         >>> import unspool
         >>> from torch.utils.data import DataLoader
         >>> model, tokenizer = unspool.load("asset:tiny-base", device="cpu")
@@ -342,17 +344,19 @@ def check_checkpoint(
     if hasattr(model, "peft_config") and save_fn == model.save_pretrained:
         return not_checked("checkpoint", "give save_fn=, which saves the model with its adapters merged")
     ids = ids.to(next(model.parameters()).device)
-    with tempfile.TemporaryDirectory() as folder:
+    other: Any = None
+    mine, theirs = _logits(model, ids), None
+    with tempfile.TemporaryDirectory() as own, _no_progress_bars():
+        folder = _of_first_rank(own)
         try:
             save_fn(folder)
-            other = _load(model, folder)
+            if _rank() == 0:
+                other = _load(model, folder)
+                theirs = _logits(other, ids)
         except Exception as error:  # of any type: it is not our code that saves
             return broken("checkpoint", f"could not be saved and loaded: {first_line(error)}")
-    was_training = model.training
-    with torch.no_grad():
-        mine = model.eval()(input_ids=ids, use_cache=False).logits.float()
-        theirs = other.eval()(input_ids=ids, use_cache=False).logits.float()
-    model.train(was_training)
+    if theirs is None:
+        return not_checked("checkpoint", "rank 0 checks it")
     change = float((mine - theirs).norm() / mine.norm())
     text = f"logits of {ids.shape[1]} tokens differ by {change:.1e} after saving and loading"
     if change <= tolerance(model):
@@ -360,6 +364,39 @@ def check_checkpoint(
     before, after = (getattr(each.config.get_text_config(), "rope_parameters", None) for each in (model, other))
     why = f"; rope_parameters {before} became {after}" if before != after else ""
     return broken("checkpoint", text + why)
+
+
+@torch.no_grad()
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    was_training = model.training
+    found: Tensor = model.eval()(input_ids=ids, use_cache=False).logits.float()
+    model.train(was_training)
+    return found
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _of_first_rank(folder: str) -> str:
+    """All ranks save to one folder, as some of them write nothing or only a part."""
+    found = [folder]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 def _load(model: Any, folder: str) -> Any:
