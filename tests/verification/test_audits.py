@@ -28,6 +28,12 @@ FAST = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    """Trainers make their output folder at once."""
+    monkeypatch.chdir(tmp_path)
+
+
 def run(setup: Any) -> AuditResult:
     found = audit(**setup) if isinstance(setup, dict) else audit(setup)
     print(found)

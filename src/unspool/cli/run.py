@@ -66,17 +66,27 @@ def tokenize(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson
     print_tables(records_table(counts), length_table(counts))
 
 
-def pack(recipe: RecipeArgument, overrides: Override = None, as_json: AsJson = False) -> None:
+def pack(
+    recipe: RecipeArgument,
+    format: Annotated[
+        str | None,
+        typer.Option(help="Also write every dataset for other trainers: arrow, parquet, mds or megatron."),
+    ] = None,
+    overrides: Override = None,
+    as_json: AsJson = False,
+) -> None:
     """Tokenize all sources and pack them into the datasets of a recipe.
 
     Prints the size and fill rate of every dataset, and where each source
     token went: into a packed sequence, or dropped for a named reason.
 
         unspool pack my.yaml
+
+        unspool pack my.yaml --format mds   # RUN/formats/mds/DATASET
     """
     from unspool.recipe import run_recipe
 
-    counts = run_recipe.run(recipe, overrides, until="pack").datasets
+    counts = run_recipe.run(recipe, overrides, until="pack", format=format).datasets
     if as_json:
         print_json(counts)
         return

@@ -18,7 +18,8 @@ from unspool.core.lock import lock_output
 from unspool.data.corpus.in_memory import build_from_records
 from unspool.data.packing.build import KIND, build_rows
 from unspool.data.packing.config import DatasetConfig
-from unspool.data.packing.row import IGNORE, Row, attended_lens, labels, position_ids
+from unspool.data.packing.formats import row_columns, write_format
+from unspool.data.packing.row import Row
 from unspool.data.packing.store import open_rows
 from unspool.data.sources.base import read_strictly
 from unspool.data.sources.files import matching_files
@@ -122,15 +123,7 @@ class PackedDataset:
         `input_ids`, `labels` (not shifted; -100 where there is no loss), `position_ids`, and `seq_lengths`: the lengths
         of what attends to itself.
         """
-        row = self[index]
-        attended = attended_lens(row.doc_lens, row.attention)
-        shifted = labels(row.tokens, row.doc_lens, row.loss_mask)
-        return {
-            "input_ids": row.tokens.astype(np.int64),
-            "labels": np.concatenate([[IGNORE], shifted[:-1]]),
-            "position_ids": position_ids(attended) if row.positions is None else row.positions.astype(np.int64),
-            "seq_lengths": attended.astype(np.int64),
-        }
+        return row_columns(self[index])
 
     def to_hf(self) -> "datasets.Dataset":
         """The same rows as a Hugging Face dataset, with the columns of `columns`, in its cache on disk.
@@ -145,6 +138,22 @@ class PackedDataset:
         # The digest is part of what the cache goes by, so that other rows in the same folder are not taken for these.
         keys = {"folder": self.folder, "sha256": self._manifest["sha256"]}
         return datasets.Dataset.from_generator(_generate_columns, gen_kwargs=keys)
+
+    def save(self, path: str | Path, format: str) -> Path:
+        """Write the rows in the format of another library: `arrow`, `parquet`, `mds` or `megatron`.
+
+        Arrow is for `datasets.load_from_disk`, MDS for `streaming.StreamingDataset`, Megatron's `data.bin` and
+        `data.idx` for its `IndexedDataset`. A warning says what a format cannot hold.
+
+        Example:
+            >>> import tempfile, unspool
+            >>> model, tokenizer = unspool.load("asset:tiny-base")
+            >>> dataset = unspool.pack(["A whale.", "A ship at sea."], tokenizer, seq_len=16, packing="best_fit")
+            >>> sorted(file.name for file in dataset.save(tempfile.mkdtemp() + "/rows", "mds").glob("[a-z]*"))
+            ['index.json', 'shard.00000.mds']
+        """
+        write_format(self.folder, Path(path), format)
+        return Path(path)
 
     def fit_vocabulary(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> None:
         """Give model and tokenizer the special tokens that UtK put into these rows, in place.

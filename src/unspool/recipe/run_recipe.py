@@ -48,6 +48,7 @@ def run(
     *,
     until: str = "report",
     stage: str | None = None,
+    format: str | None = None,
     from_process_start: bool = False,
 ) -> RunResult:
     """Run a recipe end to end: tokenize, pack, train, evaluate, report.
@@ -60,6 +61,8 @@ def run(
         overrides: Changes to the recipe, such as `{"stages.0.lr": 2e-5, "out": "runs/other-lr"}`.
         until: Stop after this step: `tokenize`, `pack`, `train` or `report`.
         stage: With `until="train"`, train only this stage; by default all stages, in order.
+        format: With `until="pack"`, also write every dataset to `formats/FORMAT/` of the run: `arrow`, `parquet`,
+            `mds` or `megatron`.
         from_process_start: Count the time since this process began as start-up, in run.json.
 
     Returns:
@@ -79,7 +82,7 @@ def run(
     loaded = load_recipe(recipe, overrides)
     check_inputs(loaded)
     if until in ("tokenize", "pack"):
-        return _prepare(loaded, until)
+        return _prepare(loaded, until, format)
     with _opened(loaded, from_process_start) as context:
         from unspool.recipe import run as steps
 
@@ -94,13 +97,21 @@ def run(
     return RunResult(folder=loaded.recipe.out, models=models, is_leader=context.is_leader, **found)
 
 
-def _prepare(loaded: LoadedRecipe, until: str) -> RunResult:
+def _prepare(loaded: LoadedRecipe, until: str, format: str | None) -> RunResult:
+    from unspool.data.packing.formats import FORMATS, write_format
     from unspool.recipe import prepare
 
+    if format is not None:
+        lookup(FORMATS, format, kind="--format")
     with lock_run(loaded.recipe.out):
         context = prepare.open_data_run(loaded)
         corpora = prepare.tokenize(context)
         datasets = prepare.pack(context) if until == "pack" else {}
+        if format is not None:
+            for name in datasets:
+                folder = context.out / "formats" / format / name
+                written = write_format(context.out / "datasets" / name, folder, format)
+                logger.info(f"{folder}: {'written' if written else 'up to date'}")
     return RunResult(folder=loaded.recipe.out, corpora=corpora, datasets=datasets)
 
 
