@@ -72,4 +72,4 @@ def test_the_command_exports_and_uploads(hub, tmp_path):
     files = hub.repos["me/tiny"]["files"]
     assert {"README.md", "config.json", "tokenizer.json", "model.safetensors"} <= files.keys()
     assert files["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
-    assert b"license:" in files["README.md"]
+    assert b"library_name: transformers" in files["README.md"]
