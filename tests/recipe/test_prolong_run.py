@@ -58,7 +58,8 @@ def test_all_stages_train_each_with_a_schedule_of_its_own(out):
 def test_the_first_update_at_512k_has_the_moments_of_64k(out, tmp_path):
     context = open_run(load_recipe("prolong-tiny", [f"out={out}"]))
     first, second, _ = context.recipe.stages
-    one_step = second.model_copy(update={"tokens": second.batch_tokens, "warmup_ratio": 0.0, "weight_decay": 0.0})
+    settings = {"warmup_ratio": 0.0, "min_lr_ratio": 1.0, "weight_decay": 0.0}
+    one_step = second.model_copy(update={"tokens": second.batch_tokens, **settings})
     before = load_file(out / "stages" / first.name / "model" / "model.safetensors")
     moments = load_file(out / "stages" / first.name / OPTIMIZER)
 
