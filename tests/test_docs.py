@@ -33,6 +33,7 @@ from unspool.evals.suites.niah import NiahEval
 from unspool.evals.suites.nocha import NochaEval
 from unspool.evals.suites.perplexity import PerplexityEval
 from unspool.evals.suites.ruler import RulerEval
+from unspool.evals.suites.short_suite import ShortEval
 from unspool.models.config import NewModel
 from unspool.recipe.load import load_recipe
 from unspool.recipe.paths import bundled_recipes
@@ -50,6 +51,7 @@ from unspool.synthesis.config import (
 from unspool.training.config import (
     AttentionDistillationConfig,
     GuardConfig,
+    ReportedHours,
     SamplesConfig,
     StageConfig,
     ValidationConfig,
@@ -188,6 +190,7 @@ TABLES: dict[str, type[Config]] = {
     "stages: parallel": ParallelConfig,
     "stages: guard": GuardConfig,
     "stages: validation": ValidationConfig,
+    "stages: reported": ReportedHours,
     "stages: samples": SamplesConfig,
     "method: unchanged": Unchanged,
     "method: abf": ABF,
@@ -208,6 +211,7 @@ TABLES: dict[str, type[Config]] = {
     "suite: lveval": LvEval,
     "suite: infbench": InfbenchEval,
     "suite: nocha": NochaEval,
+    "suite: short": ShortEval,
     "synth": SynthConfig,
     "synth: openai": ServerGenerator,
     "synth: transformers": LocalGenerator,

@@ -3,22 +3,28 @@
 import json
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from unspool.cli.main import build_app
 from unspool.core.errors import ConfigError
 from unspool.evals import suites
 from unspool.evals.backends.base import BackendOptions, RopeOverride
+from unspool.evals.config import eval_adapter
 from unspool.evals.eval_plan import EvalPlan
-from unspool.evals.suites import short
+from unspool.evals.run import Scoring, score_model
+from unspool.evals.suites import short_suite
 from unspool.evals.suites.ruler import RulerEval
-from unspool.evals.suites.short import cells, chosen_tasks, process_results, run_short, write_tasks
+from unspool.evals.suites.short import cells, process_results, run_short, write_tasks
+from unspool.evals.suites.short_suite import chosen_tasks
+from unspool.reporting.gather_scores import gather_model
 from unspool.rope.methods import ABF
 
 from .test_backend import model_dir  # noqa: F401
@@ -162,7 +168,7 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ConfigError, match=r"pip install 'unspool\[eval\]'"):
         run_short(on_cpu("m"), ["hellaswag"], samples=None, include=None)
-    assert short.TASKS[0] == "hellaswag"
+    assert short_suite.TASKS[0] == "hellaswag"
 
 
 def command(url: str, *more: str) -> list[str]:
@@ -210,6 +216,50 @@ def test_short_tasks_are_scored_through_the_server(lm_eval, styled):  # noqa: F8
     assert lm_eval["model"]._loglikelihood_tokens([("", [1, 2, 3], [4, 5])]) == [(-7.0, False)]
     assert styled.bodies[-1]["prompt"] == [1, 2, 3, 4, 5]
     assert lm_eval["model"].prefix_token_id >= 0
+
+
+def test_a_recipe_scores_short_tasks_with_its_other_suites(lm_eval, model_dir, tmp_path, caplog):  # noqa: F811
+    entries: list = [
+        {"suite": "short", "tasks": ["hellaswag:10", "gsm8k"], "samples": 7, "after": ["sft"]},
+        {"suite": "niah", "lengths": [256], "samples": 1, "value": "words"},
+    ]
+    evals = [eval_adapter().validate_python(entry) for entry in entries]
+    scoring = Scoring(model="sft", model_hash="m", evals=evals, seed=0, out_dir=tmp_path / "sft", root=Path())
+    score = partial(score_model, str(model_dir), scoring, device=torch.device("cpu"), dtype=torch.float32)
+
+    cells = score()["cells"]
+
+    found = {cell["task"]: (cell["value"], cell["length"]) for cell in cells if cell["suite"] == "short"}
+    assert found == {"hellaswag": (0.5, 0), "gsm8k": (0.1, 0)}, "of each unit its own task, without others"
+    assert {cell["suite"] for cell in cells} == {"short", "niah"} and lm_eval["limit"] == 7
+    scores = gather_model(tmp_path / "sft")
+    assert [cell.suite for cell in scores.short] == ["short: hellaswag", "short: gsm8k"]
+    lm_eval.clear()
+    caplog.set_level("INFO")
+    score()
+    assert "limit" not in lm_eval and "up to date" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("entry", "wanted"),
+    [
+        ({"preset": "prolonk"}, "--preset of short 'prolonk'"),
+        ({"tasks": ["humaneval"]}, "say so with --sandboxed"),
+        ({"paths": {"data": "x"}}, "tasks"),
+    ],
+)
+def test_a_wrong_entry_of_a_recipe_is_refused_before_anything_runs(entry, wanted):
+    with pytest.raises(ValidationError, match=wanted):
+        eval_adapter().validate_python({"suite": "short", **entry})
+
+
+def test_a_recipe_whose_short_tasks_cannot_run_is_refused_before_training(lm_eval, tokenizer):
+    config = eval_adapter().validate_python({"suite": "short", "tasks": ["helaswag"]})
+    with pytest.raises(ConfigError, match="lm-eval knows no task of that name"):
+        EvalPlan([config], tokenizer, seed=0, root=Path()).check()
+    twice = eval_adapter().validate_python({"suite": "short", "tasks": ["gsm8k:4"]})
+    with pytest.raises(ConfigError, match=r"suite short \(gsm8k\).* is asked for twice"):
+        EvalPlan([twice, twice], tokenizer, seed=0, root=Path())
 
 
 @pytest.fixture

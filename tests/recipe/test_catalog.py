@@ -9,10 +9,13 @@ from unspool.recipe.schema import Recipe, dump_recipe
 
 NAMES = [
     "harpe-128k",
+    "prolong",
     "prolong-512k",
     "prolong-64k",
     "prolong-ablation",
+    "prolong-released",
     "prolong-sft",
+    "prolong-tiny",
     "smollm2-32k",
     "tiny",
     "utk-128k",
@@ -49,7 +52,8 @@ def test_shares_of_a_mix_add_up_to_one(name):
 
 
 def test_prolong_follows_table_9():
-    first, second, sft = (load(name).stages[0] for name in ("prolong-64k", "prolong-512k", "prolong-sft"))
+    first, second, sft = stages = load("prolong").stages
+    assert [load(f"prolong-{stage.name}").stages for stage in stages] == [[stage] for stage in stages]
     assert (first.context_length, first.rope.base, first.tokens, first.batch_tokens, first.lr) == (
         64 * K,
         8e6,
@@ -66,7 +70,9 @@ def test_prolong_follows_table_9():
     assert (sft.tokens, sft.batch_tokens, sft.lr, sft.warmup_ratio, sft.min_lr_ratio) == (B, 4 * M, 2e-5, 0.05, 0.1)
     assert all(stage.attention == "intra_document" for stage in (first, second, sft))
     assert first.mix == {"repos-64k": 0.3, "books-64k": 0.3, "textbooks-64k": 0.03, "short": 0.37}
-    assert [round(100 * share) for share in shares_of("prolong-64k").values()] == [27, 27, 11, 11, 8, 8, 8]
+    assert (second.init, second.optimizer_state, second.warmup_ratio, second.lr) == ("previous", "keep", 0.1, 1e-5)
+    assert sft.optimizer_state == "reset", "the paper tunes the finished model"
+    assert [round(100 * share) for share in shares_of("prolong").values()] == [27, 27, 11, 11, 8, 8, 8]
     repos, books = (second.mix[f"{name}-512k"] + second.mix[f"{name}-64k"] for name in ("repos", "books"))
     assert (repos, books) == (pytest.approx(0.3), pytest.approx(0.3))
 
@@ -75,6 +81,71 @@ def shares_of(name: str, *overrides: str) -> dict[str, float]:
     """Of the short documents, by source, as parts of 1."""
     found = load_recipe(name, list(overrides)).recipe.datasets["short"].shares
     return {source: share / sum(found.values()) for source, share in found.items()}
+
+
+def test_prolong_is_scored_as_in_the_paper():
+    recipe = load("prolong")
+    short, marked, helmet, ruler = recipe.evals
+    assert (short.suite, short.after) == ("short", ["base", "512k", "sft"]), "before SFT and after it (Table 26)"
+    assert short.chosen == ["hellaswag:10", "mmlu:5", "arc_challenge:25", "winogrande:5", "gsm8k:5"]
+    assert helmet.lengths == [32 * K, 64 * K, 128 * K] and len(helmet.tasks) == 12
+    assert marked.lengths == [512 * K] and set(marked.average_of) == set(helmet.tasks)
+    assert ruler.lengths[-1] == 128 * K
+    assert marked.after == helmet.after == ruler.after == ["sft"]
+    hours = [stage.reported and stage.reported.gpu_hours for stage in recipe.stages]
+    assert hours == [2200, 12200, None]
+
+
+def test_the_published_data_of_prolong_are_trained_on_as_the_released_scripts_do():
+    recipe = load("prolong-released")
+    assert {source.kind for source in recipe.sources.values()} == {"mds"}
+    first, second, sft = recipe.stages
+    assert [stage.steps for stage in recipe.stages] == [5000, 2500, 250]
+    assert (first.lr, second.lr, sft.lr) == (1e-5, 5e-6, 2e-5)
+    shares = {
+        source: stage.mix[name] * share / sum(recipe.datasets[name].shares.values())
+        for stage in (first, second)
+        for name in stage.mix
+        for source, share in recipe.datasets[name].shares.items()
+    }
+    folders = {recipe.sources[name].path.removeprefix("data/prolong-data-"): share for name, share in shares.items()}
+    assert folders == pytest.approx(
+        {f"64K/{name}": share for name, share in (REPOS_BOOKS | SHORT).items()}
+        | {f"512K/{name}": share for name, share in (REPOS_BOOKS_512K | SHORT).items()}
+    )
+
+
+# Domains of the released scripts, train_64K.sh and train_512K.sh.
+SHORT = {
+    "fineweb-edu": 0.1,
+    "fineweb-2023-50": 0.1,
+    "stackexchange": 0.04,
+    "dolmawiki": 0.04,
+    "tuluv2": 0.03,
+    "arxiv": 0.03,
+    "openwebmath": 0.03,
+    "textbooks": 0.03,
+}
+REPOS_BOOKS = {"thestackv1_concat_by_repo-65536": 0.3, "book-65536": 0.3}
+REPOS_BOOKS_512K = {
+    "thestackv1_concat_by_repo-524288": 0.15,
+    "thestackv1_concat_by_repo-65536": 0.15,
+    "book-524288": 0.05,
+    "book-65536": 0.25,
+}
+
+
+def test_prolong_on_the_shipped_model_keeps_what_makes_it_prolong():
+    paper, tiny = load("prolong"), load("prolong-tiny")
+    own = {"context_length", "rope", "tokens", "batch_tokens", "lr", "activation_checkpointing", "reported"}
+    assert [stage.model_dump(exclude=own) for stage in paper.stages] == [
+        stage.model_dump(exclude=own) for stage in tiny.stages
+    ]
+    assert all(stage.steps >= 20 for stage in tiny.stages)
+    for name, dataset in paper.datasets.items():
+        assert tiny.datasets[name] == dataset.model_copy(update={"seq_len": tiny.datasets[name].seq_len})
+    scored = {(entry.suite, tuple(entry.after)) for entry in paper.evals}
+    assert scored == {(entry.suite, tuple(entry.after)) for entry in tiny.evals}
 
 
 @pytest.mark.parametrize("name", ["prolong-64k", "prolong-512k"])
@@ -100,15 +171,15 @@ def test_an_unknown_mix_and_a_mix_without_its_sources_are_refused():
         load_recipe("tiny", ["datasets.short.from=mix:shortmix"])
 
 
-def test_both_stages_of_prolong_read_the_same_sources_as_what_they_are():
-    first, second = load("prolong-64k").sources, load("prolong-512k").sources
-    assert first == second
+def test_prolong_reads_its_sources_as_what_they_are():
+    first = load("prolong").sources
     assert (first["repos"].kind, first["textbooks"].kind, first["fineweb"].kind) == ("stack", "textbooks", "hf")
 
 
 def test_utk_and_harpe_follow_their_papers():
     utk, harpe = load("utk-128k"), load("harpe-128k").stages[0]
     stage = utk.stages[0]
+    assert stage.reported.gpu_hours == 15 * 128 and harpe.reported is None
     assert stage.warmup_ratio * stage.steps == 200
     assert utk.datasets["tangled"].utk is not None and utk.datasets["tangled"].utk.probability == 0.8
     assert (stage.rope.base, stage.attention) == (5e6, "full")

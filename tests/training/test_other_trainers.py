@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,9 +15,14 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from factory import build_model, build_tokenizer, random_row
 from unspool.core.errors import ConfigError
+from unspool.data.facts import word_list
 from unspool.data.packing.row import Row
+from unspool.data.strategies.pose import PoSE
+from unspool.data.strategies.utk import UtK
+from unspool.models.extend import load
 from unspool.models.load import decide_by_document
 from unspool.models.rotary import apply_head_bases
+from unspool.recipe.packed_dataset import pack
 from unspool.training.batch import build_batch
 from unspool.training.collator import Collator
 from unspool.training.loader import StepBatches
@@ -248,11 +254,15 @@ def assert_same(found: Run, wanted: Run) -> None:
             torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()), msg=name)
 
 
+def _is_fast(trainer: str, family: str, kind: str, accumulation: int) -> bool:
+    return (family, accumulation) == ("llama", 4) and (trainer == "plain" or kind == "sft")
+
+
 @pytest.mark.parametrize(
     ("trainer", "family", "kind", "accumulation"),
     [
-        # The plain loop is fast; of the others, the hardest case is.
-        pytest.param(*case, marks=() if case[0] == "plain" or case[1:] == ("llama", "sft", 4) else pytest.mark.slow)
+        # Fast: all rows in the plain loop, and of every other trainer the hardest case.
+        pytest.param(*case, marks=() if _is_fast(*case) else pytest.mark.slow)
         for case in itertools.product(TRAINERS, ("llama", "qwen2"), KINDS, (1, 4))
     ],
 )
@@ -286,6 +296,23 @@ def test_harpe_is_trained_as_in_our_step(trainer, tmp_path):
 
     assert_same(TRAINERS[trainer](model, rows, 2, tmp_path), ours)
     assert abs(plain[0][0] - ours[0][0]) > 1e-3, "the bases changed nothing, so this would check nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [UtK(min_split=8, probability=1.0), PoSE(target=512)], ids=["utk", "pose"])
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_rows_of_a_strategy_are_trained_as_in_our_step(trainer, strategy, tmp_path):
+    """Chunks of several documents with masked labels, and positions that skip."""
+    model, tokenizer = load("asset:tiny-base", device="cpu")
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(word_list(), size=30)) for _ in range(60)]
+    dataset = pack(texts, tokenizer, seq_len=128, packing="concat", strategy=strategy)
+    dataset.fit_vocabulary(model, tokenizer)
+    rows = [dataset[index] for index in range(STEPS * 2)]
+    ours = our_run(copy.deepcopy(model), rows, 2)
+
+    assert any(len(row.doc_lens) > 1 for row in rows)
+    assert_same(TRAINERS[trainer](model, rows, 2, tmp_path), ours)
 
 
 def test_harpe_with_stock_attention_is_refused():

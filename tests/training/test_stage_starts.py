@@ -40,6 +40,21 @@ def test_moments_of_an_earlier_stage_are_carried_on_and_only_if_given(materials,
     assert losses[0] != losses[1]
 
 
+def test_a_stage_may_start_from_zero_moments_and_still_draw_new_rows(materials, never_killed, tmp_path):
+    inputs = StageInputs(
+        model=str(never_killed / "model"), datasets=materials.datasets, moments=never_killed / OPTIMIZER
+    )
+
+    run(inputs, tmp_path / "keep" / "one")
+    run(inputs, tmp_path / "reset" / "one", STAGE.model_copy(update={"optimizer_state": "reset"}))
+
+    assert float(load_file(tmp_path / "reset" / "one" / OPTIMIZER)["model.norm.weight/step"]) == 6
+    first = [metrics(tmp_path / kind / "one")[0]["loss"] for kind in ("keep", "reset")]
+    assert first[0] == first[1], "the same rows and weights"
+    losses = [metrics(tmp_path / kind / "one")[1]["loss"] for kind in ("keep", "reset")]
+    assert losses[0] != losses[1], "the first update differs"
+
+
 def test_carried_moments_survive_a_kill(materials, never_killed, tmp_path, monkeypatch):
     inputs = StageInputs(
         model=str(never_killed / "model"), datasets=materials.datasets, moments=never_killed / OPTIMIZER

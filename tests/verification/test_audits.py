@@ -19,13 +19,18 @@ from .audit_setups import RIGHT, packed, plain_step, right_accelerate_loop, smal
 
 # The others take as long each, and run with `-m slow`.
 FAST = (
-    "right_padding_in_trainer",
     "right_sliding_windows",
     "mask_of_ones_beside_positions",
     "labels_shifted_by_the_collator",
     "mean_of_means_in_trainer",
     "last_micro_batch_dropped",
 )
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    """Trainers make their output folder at once."""
+    monkeypatch.chdir(tmp_path)
 
 
 def run(setup: Any) -> AuditResult:
@@ -121,13 +126,27 @@ def test_the_command_probes_what_a_function_of_a_file_returns(function, code, wa
     assert "Traceback" not in found.output
 
 
-def test_the_command_prints_verdicts_as_json_and_names_wrong_targets():
-    found = CliRunner().invoke(build_app(), ["audit", "--json"])
+def test_the_command_prints_verdicts_as_json(tmp_path):
+    (tmp_path / "my_training.py").write_text(SETUP)
+    found = CliRunner().invoke(build_app(), ["audit", "--json", "--attention", "full", "my_training.py:leaking"])
 
-    assert found.exit_code == 0
     verdicts = json.loads(found.output)["verdicts"]
     assert {each["promise"] for each in verdicts} == {*PROMISES}
-    for target in ("train.py", "nowhere.py:build", "no_such_module:build"):
-        wrong = CliRunner().invoke(build_app(), ["audit", target])
-        assert wrong.exit_code == 2, wrong.output
-        assert "error: audit" in wrong.output
+    assert found.exit_code == (1 if any(each["status"] == "broken" for each in verdicts) else 0)
+
+
+@pytest.mark.parametrize("target", ["train.py", "nowhere.py:build", "no_such_module:build"])
+def test_the_command_names_wrong_targets(target):
+    found = CliRunner().invoke(build_app(), ["audit", target])
+
+    assert found.exit_code == 2
+    assert found.output.startswith("error: audit")
+    assert "Traceback" not in found.output
+
+
+@pytest.mark.slow
+def test_the_command_without_a_target_probes_the_bundled_model():
+    found = CliRunner().invoke(build_app(), ["audit"])
+
+    assert found.exit_code == 0
+    assert "no promise broken" in found.output

@@ -19,7 +19,7 @@ def eval_(
     suite: Annotated[
         str | None,
         typer.Option(
-            help=f"Suites to run, comma-separated: {', '.join(SUITES)}; or {SHORT} [default: find the effective "
+            help=f"Suites to run, comma-separated: {', '.join(SUITES)} [default: find the effective "
             "length; with --lengths niah, key_value and, where the backend computes losses, perplexity]."
         ),
     ] = None,

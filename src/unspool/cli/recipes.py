@@ -90,6 +90,6 @@ def schema() -> None:
 
     Editors with a YAML language server (VS Code, Neovim, …) then complete keys and mark errors.
     """
-    from unspool.recipe.json_schema import recipe_schema
+    from unspool.recipe.json_schema import editor_schema
 
-    print_json(recipe_schema())
+    print_json(editor_schema())

@@ -160,6 +160,8 @@ def _check_backend(evals: Sequence[EvalConfig], backend: Backend) -> None:
                 f"suite {suite.name} needs token losses, which this backend cannot compute; leave the suite out or "
                 "use --backend transformers."
             )
+        if suite.runs_model and backend.options is None:
+            raise ConfigError(f"suite {suite.name} loads the model itself; use --backend transformers.")
 
 
 def scoring_identity(scoring: Scoring, backend: Backend, beyond: dict[str, Any] | None) -> dict[str, Any]:
@@ -195,6 +197,7 @@ def _settings(config: EvalConfig) -> dict[str, Any]:
     settings = config.model_dump(mode="json", exclude={"after"})  # when it is scored changes no score
     defaults: dict[str, tuple[Any, ...]] = {"wording": (None,), "reference": (None,), "beyond_context": (None, "ask")}
     defaults |= dict.fromkeys(("preset", "target_length", "reference_length"), (None,)) | {"shots": (0,)}
+    defaults["average_of"] = ({},)
     return {name: value for name, value in settings.items() if value not in defaults.get(name, ())}
 
 

@@ -95,12 +95,12 @@ class Unit:
 
     @property
     def num_contexts(self) -> int:
-        return max(1, self.tokens // self.length)
+        return max(1, self.tokens // max(1, self.length))
 
     @property
     def name(self) -> str:
         task = f" {self.questions[0].task}" if self.questions else ""
-        return f"{self.planned.suite.name}{task} {format_size(self.length)}"
+        return f"{self.planned.suite.name}{task}" + (f" {format_size(self.length)}" if self.length else "")
 
     def score(self, backend: "Backend") -> list[Sample]:
         prepared = self.planned.prepare(self)
@@ -159,6 +159,7 @@ class Suite:
     heldout: Callable[[Any], Heldout | None] = lambda config: None
     """The held-out text that prompts are made of."""
     tasks: Mapping[str, Task] = field(default_factory=dict)
+    runs_model: bool = False  # it loads the model itself, from `Backend.options`
 
     @property
     def needs_losses(self) -> bool:

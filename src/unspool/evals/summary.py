@@ -127,6 +127,28 @@ def _average(means: Sequence[Mapping[str, Any]], head: str, lengths: Sequence[in
     return {"of": head, "lengths": sorted(lengths), "value": fmean(values)}
 
 
+def average_over(
+    suite: str,
+    categories: Mapping[str, tuple[str, ...]],
+    lengths: Mapping[str, Sequence[int]],
+    cells: Sequence[Cell],
+) -> dict[str, Any] | None:
+    """The mean over categories where each task has lengths of its own; None if some score is missing."""
+    known = {
+        (cell["task"], cell["length"]): cell["value"]
+        for cell in cells
+        if cell["suite"] == suite and cell["depth"] is None and cell["value"] is not None
+    }
+    means = []
+    for tasks in categories.values():
+        asked = [(task, length) for task in tasks for length in lengths.get(task, ())]
+        if not set(asked) <= set(known):
+            return None
+        by_task = [fmean(known[task, length] for length in lengths[task]) for task in tasks if task in lengths]
+        means += [fmean(by_task)] if by_task else []
+    return {"of": OVERALL, "lengths": sorted({n for each in lengths.values() for n in each}), "value": fmean(means)}
+
+
 def _by_task(samples: Sequence[Sample], length: int) -> dict[str, list[float | None]]:
     found: dict[str, list[float | None]] = {}
     for sample in samples:

@@ -93,9 +93,33 @@ def _print_estimate(console: Console, planned: "StagePlan", chosen: Estimate, pr
     each = "" if machine.gpu.is_cpu else " per GPU"
     speed = f"{format_count(chosen.tokens_per_second / machine.count)} tokens/s{each}, MFU {planned.mfu:.0%}"
     console.print(f"time       {_time(chosen.hours, machine, price)}; {speed}", soft_wrap=True)
+    _print_reported(console, planned, chosen)
     words = set_arguments(planned.index, planned.stage, chosen.stage)
     if words:
         console.print(f"paste      {shlex.join(words)}", style="green", soft_wrap=True)
+
+
+def _print_reported(console: Console, planned: "StagePlan", chosen: Estimate) -> None:
+    """The paper's hours, and how much of the difference is speed, device, and what attention costs."""
+    found = planned.reported
+    if found is None:
+        return
+    hours, own = found.hours, chosen.tokens_per_second / chosen.machine.count
+    mfu = "" if found.mfu is None else f", MFU {found.mfu:.0%}"
+    console.print(
+        f"paper      {hours.gpu_hours:,.0f} {hours.gpu} hours for {format_size(hours.tokens)} tokens ({hours.source}): "
+        f"{format_count(found.tokens_per_second)} tokens/s per GPU{mfu}",
+        soft_wrap=True,
+    )
+    lines = [f"{own / found.tokens_per_second:.2g} times the paper's speed per GPU"]
+    if found.mfu is not None and planned.mfu is not None:
+        lines[0] += f": the same work at MFU {planned.mfu:.0%} instead of {found.mfu:.0%}"
+    if planned.waiting > 1.02:
+        lines.append(f"not in this plan: ranks wait for those with longer documents, ×{planned.waiting:.2f}")
+    if found.mfu and found.full_mfu and found.full_mfu > 1.2 * found.mfu:
+        lines.append(f"if each row cost the paper as much as one document of that length, MFU {found.full_mfu:.0%}")
+    for line in [*lines, *([hours.why] if hours.why else [])]:
+        console.print(f"           {line}", soft_wrap=True)
 
 
 def _host(chosen: Estimate) -> str:

@@ -4,7 +4,7 @@ Nothing is written and no weight is read. A stage that does not fit as written c
 """
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,8 +13,11 @@ from rich.console import Console
 
 from unspool.core.console import PlainConsole
 from unspool.core.errors import ConfigError
+from unspool.core.rng import rng_for
 from unspool.core.sizes import format_size
+from unspool.data.mixture import ModelShape, arrange, imbalance
 from unspool.planning.calibration import Calibration
+from unspool.planning.cost import GPUS
 from unspool.planning.fit import (
     GIB,
     MIN_SAVING,
@@ -30,15 +33,17 @@ from unspool.planning.fit import (
 )
 from unspool.planning.footprint import PARTS
 from unspool.planning.plan_text import print_plan
-from unspool.planning.recipe_inputs import DataPlan, PlannedModel, plan_data, planned_model
-from unspool.planning.step_time import device_speed, flops_per_token
+from unspool.planning.recipe_inputs import DataPlan, DatasetUse, PlannedModel, plan_data, planned_model
+from unspool.planning.step_time import Documents, device_speed, documents, flops_per_token
 from unspool.recipe.load import LoadedRecipe
 from unspool.rope.bound import bound, first_negative
 from unspool.rope.tables import RopeShape, config_frequencies, format_base
 from unspool.rope.tables import shape_of as rope_of
-from unspool.training.config import StageConfig
+from unspool.training.config import ReportedHours, StageConfig
+from unspool.training.parallel.config import Layout
 
 LOOK_AHEAD = 4
+DRAWN = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +57,8 @@ class StagePlan:
     faster: Estimate | None  # settings with the same results that take less time
     alternatives: tuple[Alternative, ...]
     rope: tuple[str, ...]
+    reported: "ReportedSpeed | None" = None  # of the paper, where the stage has `reported`
+    waiting: float = 1.0  # step ÷ planned step where ranks wait for those with longer documents; not in the plan's time
 
     @property
     def fits(self) -> bool:
@@ -64,6 +71,16 @@ class StagePlan:
         machine = self.chosen.machine
         peak = machine.gpu.tflops * 1e12 * machine.count
         return self.flops_per_token * self.chosen.tokens_per_second / peak
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedSpeed:
+    """A paper's hours as speeds, which can be compared whatever is trained with the recipe."""
+
+    hours: ReportedHours
+    tokens_per_second: float  # per GPU
+    mfu: float | None  # None for a GPU that is not known here
+    full_mfu: float | None  # if every row cost as much as one document that fills it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +195,38 @@ def _plan_stage(
         chosen=chosen,
         faster=faster,
         alternatives=() if problem is None else tuple(find_alternatives(case, index, stage, best)),
-        rope=tuple(rope_lines(model.values, stage)),
+        rope=tuple(rope_lines(model.values, stage, _rope_stage(loaded.recipe.stages, index))),
+        reported=None if stage.reported is None else _reported(stage.reported, stage, model, docs),
+        waiting=1.0 if chosen is None else _waiting(data.stages[stage.name], stage, model, chosen.layout),
     )
+
+
+def _waiting(uses: Sequence[DatasetUse], stage: StageConfig, model: PlannedModel, layout: Layout) -> float:
+    """How much longer steps take than with equal work on all ranks, in DRAWN steps of the mix."""
+    groups, rows = layout.replicate * layout.shard, stage.batch_tokens // stage.context_length
+    if groups == 1 or rows % groups:
+        return 1.0
+    shape = model.shape
+    cost = ModelShape(
+        num_layers=shape.num_layers, attention_width=shape.num_heads * shape.head_dim, num_params=shape.params
+    )
+    tokens = stage.context_length
+    # A context holds rows of one dataset, and documents of one length cost tokens × length.
+    costs = np.array([cost.linear * tokens + cost.quadratic * tokens * use.document_len for use in uses])
+    shares = np.array([use.share for use in uses])
+    drawn = rng_for(0, "planned rows", stage.name).choice(costs, size=(DRAWN, rows), p=shares / shares.sum())
+    return float(np.mean([imbalance(step, arrange(step, groups))[1] for step in drawn]))
+
+
+def _reported(hours: ReportedHours, stage: StageConfig, model: PlannedModel, docs: Documents) -> ReportedSpeed:
+    speed = hours.tokens / (hours.gpu_hours * 3600)
+    gpu = GPUS.get(hours.gpu.lower())
+
+    def mfu(of: Documents) -> float | None:
+        return None if gpu is None else speed * flops_per_token(model.shape, of) / (gpu.tflops * 1e12)
+
+    full = documents([stage.context_length])
+    return ReportedSpeed(hours=hours, tokens_per_second=speed, mfu=mfu(docs), full_mfu=mfu(full))
 
 
 def _written(case: Case, stage: StageConfig) -> tuple[Estimate | None, str | None]:
@@ -206,26 +253,37 @@ def _too_much(found: Estimate) -> str:
     )
 
 
-def rope_lines(values: dict[str, Any], stage: StageConfig) -> list[str]:
-    """One or two lines on the stage's RoPE; `unspool rope` says more."""
+def _rope_stage(stages: Sequence[StageConfig], index: int) -> StageConfig:
+    """The stage whose RoPE stage `index` has: its own, or the one it starts from if it changes nothing."""
+    stage = stages[index]
+    names = [earlier.name for earlier in stages[:index]]
+    start = names[-1:] if stage.init == "previous" else [stage.init]
+    if not stage.rope.keeps_frequencies or start not in ([name] for name in names):
+        return stage
+    return _rope_stage(stages, names.index(start[0]))
+
+
+def rope_lines(values: dict[str, Any], stage: StageConfig, owner: StageConfig) -> list[str]:
+    """One or two lines on the stage's RoPE, which `owner` has set; `unspool rope` says more."""
     try:
         rope = rope_of(values)
     except ConfigError:
         return []
     context = stage.context_length
-    if stage.rope.keeps_frequencies:
+    if owner.rope.keeps_frequencies:
         frequencies = list(config_frequencies(values, context)[0])
     else:
         try:
-            settled = stage.rope.resolve(rope, context)
+            settled = owner.rope.resolve(rope, owner.context_length)
         except ConfigError as error:
             return [str(error)]
-        frequencies = list(np.atleast_2d(settled.tables(rope, context).inv_freq))
+        frequencies = list(np.atleast_2d(settled.tables(rope, owner.context_length).inv_freq))
     reaches = [first_negative(line.astype(np.float64), LOOK_AHEAD * context) for line in frequencies]
     worst = min((reach for reach in reaches if reach is not None), default=None)
     far = f"over {format_size(LOOK_AHEAD * context)}" if worst is None else f"{worst:,}"
     verdict = "enough" if worst is None or worst >= context else f"short of {format_size(context)}"
-    lines = [f"{stage.rope.describe(rope)}: B(m) ≥ 0 up to {far} tokens (Men et al.), {verdict}"]
+    origin = "" if owner is stage else f", of stage {owner.name}"
+    lines = [f"{owner.rope.describe(rope)}{origin}: B(m) ≥ 0 up to {far} tokens (Men et al.), {verdict}"]
     if worst is not None and worst < context:
         lines.append(_smallest(rope, context))
     return lines
@@ -290,7 +348,14 @@ def _plain_stage(plan: Plan, planned: StagePlan, price: float | None) -> dict[st
             for one in planned.alternatives
         ],
         "rope": list(planned.rope),
+        "waiting": planned.waiting,
+        "reported": None if planned.reported is None else _plain_reported(planned.reported),
     }
+
+
+def _plain_reported(found: ReportedSpeed) -> dict[str, Any]:
+    numbers = {"tokens_per_second": found.tokens_per_second, "mfu": found.mfu, "full_mfu": found.full_mfu}
+    return {**found.hours.model_dump(mode="json"), **numbers}
 
 
 def _plain_estimate(found: Estimate | None, stage: StageConfig, index: int, price: float | None) -> Any:

@@ -30,6 +30,19 @@ def recipe_schema() -> Shape:
     return _build_schema(registry_version())
 
 
+def editor_schema() -> Shape:
+    """The JSON schema of recipe files, which may also extend another recipe (extends.py)."""
+    schema = recipe_schema()
+    names = {"type": "array", "items": {"type": "string"}, "description": "stages of the extended recipe to keep"}
+    own = {
+        "extends": {"type": "string", "description": "bundled recipe or file whose values this one changes"},
+        "set": {"type": "object", "description": "path: value, such as stages.0.lr: 2e-5", "additionalProperties": {}},
+        "stages": {"anyOf": [schema["properties"]["stages"], names]},
+    }
+    needed = {"if": {"required": ["extends"]}, "else": {"required": schema["required"]}}
+    return {**schema, "properties": schema["properties"] | own, "required": ["name"], **needed}
+
+
 @lru_cache(maxsize=1)
 def _build_schema(version: object) -> Shape:
     schema = Recipe.model_json_schema(by_alias=True)

@@ -30,7 +30,7 @@ def bundled_studies() -> dict[str, Bundled]:
 def _bundled(folder: Path) -> dict[str, Bundled]:
     """Files by name, each with the comment on its first line as summary."""
     found = {}
-    for path in sorted(folder.glob("*.yaml")):
+    for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem):
         first_line = path.read_text(encoding="utf-8").split("\n", 1)[0]
         found[path.stem] = Bundled(name=path.stem, path=path, summary=first_line.removeprefix("#").strip())
     return found

@@ -31,16 +31,16 @@ class Problem:
 
 @dataclass
 class Marks:
-    """Where each place of a recipe is written: a line of the file or a `--set`."""
+    """Where each place of a recipe is written: a line of the file, or what changed it."""
 
     file: str
     lines: dict[Place, int] = field(default_factory=dict)
-    overrides: dict[Place, str] = field(default_factory=dict)
+    overrides: dict[Place, str] = field(default_factory=dict)  # `--set TEXT`, or a line of the recipe that extends it
 
     def where(self, place: Place) -> str:
         for end in range(len(place), -1, -1):
             if place[:end] in self.overrides:
-                return f"--set {self.overrides[place[:end]]}"
+                return self.overrides[place[:end]]
             if place[:end] in self.lines:
                 return f"{self.file}:{self.lines[place[:end]]}"
         return self.file
@@ -50,12 +50,12 @@ class Marks:
         known = re.fullmatch(r".*:(\d+)", self.where(place), re.DOTALL)
         return int(known[1]) if known and not self.where(place).startswith("--set") else 1 << 30
 
-    def override(self, place: Place, text: str) -> None:
-        """Everything at and below `place` now comes from `--set text`."""
+    def override(self, place: Place, where: str) -> None:
+        """Everything at and below `place` now comes from `where`."""
         for known in (self.lines, self.overrides):
             for below in [key for key in known if key[: len(place)] == place]:
                 del known[below]
-        self.overrides[place] = text
+        self.overrides[place] = where
 
 
 # Plain scalars by YAML 1.2's core schema without octal, hexadecimal and infinities; PyYAML follows YAML 1.1. `None`:

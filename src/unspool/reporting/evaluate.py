@@ -216,7 +216,8 @@ def _run(request: EvalRequest, options: BackendOptions, backend: Backend | None,
 
 
 def _score_short(request: EvalRequest, options: BackendOptions, out: Path | None) -> EvalResult:
-    from unspool.evals.suites.short import chosen_tasks, run_short
+    from unspool.evals.suites.short import run_short
+    from unspool.evals.suites.short_suite import chosen_tasks
 
     given = request.settings
     sandboxed = given.get("sandboxed", False)

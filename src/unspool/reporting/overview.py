@@ -106,13 +106,15 @@ def _category(suite: str, task: str) -> str:
 
 
 def _category_table(lines: Sequence[Line], columns: dict[str, list[str]], caption: str) -> Table:
-    lengths = sorted({length for suites in columns.values() for suite in suites for length in _lengths(lines, suite)})
+    asked = [{length for suite in suites for length in _lengths(lines, suite)} for suites in columns.values()]
+    # A length that only some categories were asked at, such as ProLong's 512K, would make them unlike the others.
+    lengths = sorted(set.intersection(*asked) or set.union(*asked))
     has_context = any(line.context for line in lines)
     rows = []
     for line in lines:
         if not any(line.scores.recall(suite, n) for suites in columns.values() for suite in suites for n in lengths):
             continue
-        means = [_over_lengths(line, suites, lines) for suites in columns.values()]
+        means = [_over_lengths(line, suites, lines, lengths) for suites in columns.values()]
         values = [number_entry(f"{line.label}, {name}", cell) for name, cell in zip(columns, means, strict=True)]
         together = [number_entry(f"{line.label}, average", average(means))] if len(columns) > 1 else []
         context = [Entry(text=format_size(line.context) if line.context else MISSING)] if has_context else []
@@ -123,9 +125,10 @@ def _category_table(lines: Sequence[Line], columns: dict[str, list[str]], captio
     return Table(caption=caption, columns=names, rows=found, note=note)
 
 
-def _over_lengths(line: Line, suites: Sequence[str], lines: Sequence[Line]) -> Cell | None:
-    """The mean over tasks and lengths that any model was scored on."""
-    return average([line.scores.recall(suite, length) for suite in suites for length in _lengths(lines, suite)])
+def _over_lengths(line: Line, suites: Sequence[str], lines: Sequence[Line], among: Sequence[int]) -> Cell | None:
+    """The mean over tasks, and over those of some lengths that any model was scored on."""
+    asked = [(suite, length) for suite in suites for length in _lengths(lines, suite) if length in among]
+    return average([line.scores.recall(suite, length) for suite, length in asked])
 
 
 def short_tables(lines: Sequence[Line]) -> list[Table]:

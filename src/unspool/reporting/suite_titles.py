@@ -2,7 +2,6 @@
 
 from unspool.evals.suites import SUITES
 
-SHORT_TITLE = "Short tasks"
 # Titles of HELMET's categories, in the order of its tables.
 HELMET_CATEGORY_TITLES = {
     "recall": "Recall",
@@ -20,7 +19,7 @@ RULER_TASK_GROUPS = {"niah": "Needles", "vt": "Tracing", "cwe": "Counting", "fwe
 def suite_title(suite: str) -> str:
     """The title of a suite or of `suite: task`; the name itself where a suite is not registered."""
     name, colon, task = suite.partition(":")
-    title = SUITES[name].title if name in SUITES else SHORT_TITLE if name == "short" else name
+    title = SUITES[name].title if name in SUITES else name
     return title + colon + task
 
 

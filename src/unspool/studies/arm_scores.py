@@ -81,7 +81,7 @@ def measures_of(recipes: Sequence[Recipe]) -> list[Measure]:
 
 def _of_eval(entry: EvalConfig) -> Iterator[Measure]:
     suite = suite_of(entry)
-    for length in sorted(suite.lengths(entry)):
+    for length in sorted(filter(None, suite.lengths(entry))):  # short tasks have none, and no questions to pair
         name = f"{suite.name}/{format_size(length)}"
         tasks = [
             _measure(f"{suite.name}/{task.name}/{format_size(length)}", Part(suite.name, task.name, length))

@@ -14,8 +14,9 @@ from typing import Any
 from unspool.core.config import did_you_mean
 from unspool.core.errors import ConfigError
 from unspool.models.location import expand_home, path_exists
+from unspool.recipe.extends import find_file, read_text
 from unspool.recipe.json_schema import refuse
-from unspool.recipe.load import LoadedRecipe, check_inputs, find_file, load_recipe, read_text
+from unspool.recipe.load import LoadedRecipe, check_inputs, load_recipe
 from unspool.recipe.paths import bundled_recipes, bundled_studies
 from unspool.recipe.schema import FOLDER_NAME
 from unspool.recipe.yaml_lines import Marks, Place, Problem, read_yaml

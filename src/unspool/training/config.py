@@ -101,6 +101,16 @@ class AttentionDistillationConfig(Config):
         return self.lr_before / 4 if self.after_lr is None else self.after_lr
 
 
+class ReportedHours(Config):
+    """What a paper says that a stage took; `unspool plan` prints it beside its own estimate."""
+
+    source: str = Field(min_length=1, description="paper and table")
+    gpu: str = Field(min_length=1, description="device of these hours, such as H100")
+    gpu_hours: float = Field(gt=0, description="hours of all devices together")
+    tokens: Size = Field(description="tokens trained on in this time")
+    why: str | None = Field(None, description="what may explain a difference to the plan")
+
+
 class StageConfig(Config):
     """One training stage: a mix of rows at one context length under one schedule."""
 
@@ -132,6 +142,10 @@ class StageConfig(Config):
     weight_decay: float = Field(0.1, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     optimizer: AnyOptimizer = AdamWConfig()
+    optimizer_state: Literal["keep", "reset"] = Field(
+        "keep",
+        description="AdamW's moments of the stage that this one starts from: keep them, or start from zero",
+    )
     activation_checkpointing: Recompute = Field(
         "none", description="full: recompute layers in the backward pass; keep-attention: recompute all but attention"
     )
@@ -154,6 +168,7 @@ class StageConfig(Config):
     guard: GuardConfig = GuardConfig()
     validation: ValidationConfig | None = Field(None, description="held-out loss by position")
     samples: SamplesConfig | None = Field(None, description="continuations of prompts while the stage trains")
+    reported: ReportedHours | None = Field(None, description="what the stage took in a paper, for unspool plan")
     loggers: list[TrackerName] = Field([], description="trackers that get the metrics besides metrics.jsonl")
 
     @field_validator("mix")

@@ -82,6 +82,7 @@ NEUTRAL_SETTINGS = {
     "validation",
     "samples",
     "parallel",
+    "reported",
     *asdict(MemoryPolicy()),
 }
 
@@ -139,7 +140,7 @@ def run_stage(
         stage_state = load_file(inputs.moments) if inputs.moments else {}
         model, tokenizer = _build(stage, inputs, stage_state, seed=seed, device=device, dist_context=dist_context)
         updater, guard = build_updater(stage, model, seed=seed), SpikeGuard(stage.guard)
-        updater.load_optimizer(stage_state)
+        updater.load_optimizer(stage_state if stage.optimizer_state == "keep" else {})
     distillation = build_distillation(
         stage,
         model,
@@ -280,10 +281,10 @@ def _identity(stage: StageConfig, inputs: StageInputs, *, seed: int, device: tor
     }
     if isinstance(model, NewModel):
         hashes["tokenizer"] = model_digest(model.tokenizer)
-    # Memory settings change no result, so `activation_checkpointing` always counts as none. A default `optimizer` or
-    # `attention_distillation` is left out.
-    own = NEUTRAL_SETTINGS | ({"optimizer"} if stage.optimizer == AdamWConfig() else set())
-    own |= {"attention_distillation"} if stage.attention_distillation is None else set()
+    # Memory settings change no result, so `activation_checkpointing` always counts as none. Defaults of younger keys
+    # are left out.
+    defaults = {"optimizer": AdamWConfig(), "attention_distillation": None, "optimizer_state": "keep"}
+    own = NEUTRAL_SETTINGS | {key for key, default in defaults.items() if getattr(stage, key) == default}
     settings = stage.model_dump(mode="json", exclude=own) | {"activation_checkpointing": "none"}
     return {
         "kind": KIND,

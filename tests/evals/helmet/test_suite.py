@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from tests.evals.suites import byte_tokenizer, category_means, num_tokens, oracle, prompts_digest
 from transformers import PreTrainedTokenizerFast
 
@@ -15,7 +16,7 @@ from unspool.evals.suite import Ask
 from unspool.evals.suites.helmet import books, icl, json_kv, rag
 from unspool.evals.suites.helmet.data import Sources
 from unspool.evals.suites.helmet.suite import CATEGORIES, SUITE, HelmetEval
-from unspool.evals.suites.short import chosen_tasks
+from unspool.evals.suites.short_suite import chosen_tasks
 
 # A summary of 1200 tokens does not fit into 1K.
 SHORTEST = {"infbench_sum": 2048}
@@ -223,8 +224,35 @@ def test_the_preset_of_prolong_asks_its_tasks_and_has_the_mean_of_six_categories
     assert summary["average"]["of"] == "overall" and summary["average"]["lengths"] == config.lengths
     assert summary["average"]["value"] == pytest.approx(sum(means) / 6)
     assert HelmetEval.model_validate({"suite": "helmet", "preset": "prolong-128k"}).lengths[-1] == 128 << 10
-    stress = HelmetEval.model_validate({"suite": "helmet", "preset": "prolong-512k"})
-    assert (stress.lengths, stress.tasks) == ([512 << 10], ["json_kv", "narrativeqa", "multi_lexsum"])
+
+
+def test_the_average_of_tables_8_22_and_24_has_the_marked_tasks_at_512k_and_the_others_at_32k_and_64k():
+    plain, marked = (
+        HelmetEval.model_validate({"suite": "helmet", "preset": f"prolong{name}"}) for name in ("", "-512k")
+    )
+    assert (marked.lengths, marked.tasks) == ([512 << 10], ["json_kv", "narrativeqa", "multi_lexsum"])
+    # The first line of Table 8; around it tasks of a category and lengths differ. Marked tasks are 0 at other lengths.
+    paper = {"recall": 65.7, "rag": 58.1, "rerank": 38.5, "icl": 80.3, "longqa": 49.7, "summ": 42.1}
+    samples = []
+    for name, score in paper.items():
+        tasks = [task for task in CATEGORIES[name] if task in plain.tasks]
+        for at, task in enumerate(tasks):
+            off = at - (len(tasks) - 1) / 2
+            is_marked = task in marked.tasks
+            scores = {32: 0, 64: 0, 512: score} if is_marked else {32: score + off + 3, 64: score + off - 3}
+            samples += [
+                {"suite": "helmet", "task": task, "length": length << 10, "score": value / 100, "depth": None}
+                for length, value in scores.items()
+            ]
+    cells = [cell for config in (plain, marked) for cell in SUITE.cells(config, samples)]
+
+    found = SUITE.summary(marked, cells, samples)["average"]
+
+    assert found["value"] == pytest.approx(0.557, abs=5e-4) and found["lengths"] == [32 << 10, 64 << 10, 512 << 10]
+    missing = [cell for cell in cells if cell["task"] != "nq"]
+    assert SUITE.summary(marked, missing, samples)["average"] is None
+    with pytest.raises(ValidationError, match="average_of: task of helmet 'nqq'"):
+        HelmetEval.model_validate({"suite": "helmet", "lengths": ["1K"], "average_of": {"nqq": ["1K"]}})
 
 
 def test_the_short_tasks_of_prolong_have_the_shots_of_the_leaderboard():

@@ -65,6 +65,8 @@ class Backend:
     """Whether it implements `window_losses`."""
     kind: str = "transformers"
     form: PromptForm = TOKEN_IDS
+    options: "BackendOptions | None" = None
+    """How the model can be loaded again, by suites that run it themselves; None: not in this process."""
     context_limit: ContextLimit | None = None
     """None if it is not known."""
     planned_tokens: int = 0

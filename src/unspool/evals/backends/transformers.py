@@ -52,6 +52,7 @@ class ModelBackend(Backend):
 
     def __init__(self, ref: str, *, device: torch.device, dtype: torch.dtype, rope: RopeOverride | None = None) -> None:
         self.ref, self.device, self.dtype, self.rope = ref, device, dtype, rope
+        self.options = BackendOptions(model=ref, device=device, dtype=dtype, rope=rope)
         self.row_tokens = GPU_ROW_TOKENS if device.type == "cuda" else ROW_TOKENS
 
     @cached_property

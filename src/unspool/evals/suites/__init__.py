@@ -7,7 +7,7 @@ datatrove or pyarrow.
 from unspool.core.config import lookup, register
 from unspool.evals.config import EvalConfig
 from unspool.evals.suite import Suite
-from unspool.evals.suites import helmet, infbench, key_value, lveval, niah, nocha, perplexity, ruler
+from unspool.evals.suites import helmet, infbench, key_value, lveval, niah, nocha, perplexity, ruler, short_suite
 
 SUITES: dict[str, Suite] = {
     "niah": niah.SUITE,
@@ -18,6 +18,7 @@ SUITES: dict[str, Suite] = {
     "lveval": lveval.SUITE,
     "infbench": infbench.SUITE,
     "nocha": nocha.SUITE,
+    "short": short_suite.SUITE,
 }
 
 

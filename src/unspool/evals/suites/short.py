@@ -15,7 +15,6 @@ import yaml
 
 from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
-from unspool.core.formatting import join_words
 from unspool.core.http_client import check_url
 from unspool.core.sizes import format_size
 from unspool.core.stats import Z
@@ -31,41 +30,9 @@ from unspool.models.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-TASKS = ("hellaswag", "mmlu", "arc_challenge", "winogrande", "gsm8k")
-# Papers' short tasks with their shots, NAME:SHOTS.
-SHORT_PRESETS: dict[str, tuple[str, ...]] = {
-    # ProLong, Tables 6 and 26: the shots of the Open LLM Leaderboard, which it follows.
-    "prolong": ("hellaswag:10", "mmlu:5", "arc_challenge:25", "winogrande:5", "gsm8k:5"),
-    # Untie the Knots, Table 3.
-    "utk": ("nq_open:5", "triviaqa:5", "bbh_cot_fewshot:3", "humaneval:0", "mbpp:3", "gsm8k:4"),
-}
-# Tasks that run what the model writes; lm-eval runs it in its own process.
-CODE_TASKS = ("humaneval", "mbpp")
 # A task may have several numbers; the first of these that it has is the one that papers print.
 METRICS = ("acc_norm", "exact_match", "acc", "em", "f1", "pass@1", "pass_at_1", "score")
 BATCH = 8
-
-
-def chosen_tasks(tasks: Sequence[str], preset: str | None, *, sandboxed: bool) -> list[str]:
-    """The tasks to run: those named, else the preset's, else `TASKS`.
-
-    Tasks that run code of the model need a sandbox: without one they are refused, and a preset goes without them.
-    """
-    if preset is None:
-        names = list(tasks) or list(TASKS)
-    else:
-        names = list(tasks) or list(lookup(SHORT_PRESETS, preset, kind="--preset of short"))
-    code = [name for name in names if name.startswith(CODE_TASKS)]
-    if not code or sandboxed:
-        return names
-    reason = (
-        f"{join_words(code)} would run code that the model writes, on this machine and as you; do that only inside a "
-        "container or virtual machine without network and without your files, and say so with --sandboxed"
-    )
-    if tasks:
-        raise ConfigError(f"--tasks {code[0]}: {reason}.")
-    logger.warning(f"short: leaving out {join_words(code)}: {reason}")
-    return [name for name in names if name not in code]
 
 
 def run_short(
@@ -79,12 +46,8 @@ def run_short(
     is_server = options.kind == "openai"
     if is_server and options.url is not None:
         check_url(options.url)
-    evaluator, managers = _part("evaluator"), _part("tasks")
-    manager = managers.TaskManager(include_path=include)
+    evaluator, manager = _part("evaluator"), check_tasks(tasks, include)
     shots = dict(map(_shots, tasks))
-    unknown = [name for name in shots if not manager.match_tasks([name])]
-    if unknown:
-        raise ConfigError(f"--tasks {unknown[0]}: lm-eval knows no task of that name; `lm-eval ls tasks` lists them.")
     if sandboxed:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # without it, loading these tasks fails
     try:
@@ -103,6 +66,15 @@ def run_short(
         ) from error
     name = Path(options.model).name or options.model
     return {"model": name if options.rope is None else options.rope.name_of(name), "cells": cells(found)}
+
+
+def check_tasks(tasks: Sequence[str], include: str | None) -> Any:
+    """lm-eval's task manager; ConfigError if lm-eval is missing, or a task that it does not know is asked for."""
+    manager = _part("tasks").TaskManager(include_path=include)
+    unknown = [name for name, _ in map(_shots, tasks) if not manager.match_tasks([name])]
+    if unknown:
+        raise ConfigError(f"--tasks {unknown[0]}: lm-eval knows no task of that name; `lm-eval ls tasks` lists them.")
+    return manager
 
 
 def _shots(task: str) -> tuple[str, int | None]:

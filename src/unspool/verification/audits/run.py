@@ -62,7 +62,18 @@ CHECKPOINT_TOKENS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class AuditResult:
-    """One verdict per promise. `print(result)` shows the table; `result.ok` is for CI."""
+    """One verdict per promise of a training set-up, as `audit` returns it.
+
+    Example:
+        >>> import unspool
+        >>> from unspool.verification.audits.promises import broken, kept
+        >>> found = (kept("labels", "75 positions"), broken("isolation", "documents see each other"))
+        >>> result = unspool.AuditResult(verdicts=found)
+        >>> result.ok, result.broken
+        (False, ('isolation',))
+        >>> print(result["isolation"].evidence)
+        documents see each other
+    """
 
     verdicts: tuple[Verdict, ...]
 

@@ -3,19 +3,23 @@
 A category is the mean of its tasks, the overall score the mean of the seven categories.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pydantic import Field, field_validator
+
 from unspool.core.config import lookup
+from unspool.core.errors import ConfigError
 from unspool.evals.benchmark_copy import Reference
-from unspool.evals.config import WordedEval
-from unspool.evals.suite import Ask, Question, Task
+from unspool.evals.config import Lengths, TaskEval, WordedEval
+from unspool.evals.suite import Ask, Cell, Question, Sample, Task
 from unspool.evals.suites import generated_world, ruler
 from unspool.evals.suites.helmet import alce, books, icl, json_kv, rag, rerank
 from unspool.evals.suites.helmet.data import BOOKS, CITE, LABELS, PATHS, RAG, Sources
+from unspool.evals.summary import average_over
 from unspool.evals.task_suite import TaskSuite
 from unspool.evals.wording import Form, Wording
 
@@ -42,6 +46,7 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
 }
 # The tasks of ProLong's evaluation (its Table 13); a category is the mean of those of its tasks that are asked.
 PROLONG = ("json_kv", "nq", "hotpotqa", "popqa", "msmarco", *LABELS, "narrativeqa", "multi_lexsum")
+PROLONG_MARKED = ("json_kv", "narrativeqa", "multi_lexsum")
 HOTPOT_DEPTHS, DEPTHS = 3, 6
 # Depths of consecutive indices repeat after eight (`spread`), in reference mode after six or three.
 STRATA = 24
@@ -156,10 +161,28 @@ class HelmetEval(WordedEval):
         "prolong": {"tasks": list(PROLONG), "lengths": ["32K", "64K"]},
         # The final model: Table 10 adds 128K.
         "prolong-128k": {"tasks": list(PROLONG), "lengths": ["32K", "64K", "128K"]},
-        # The tasks with a dagger in Tables 8, 22 and 24.
-        "prolong-512k": {"tasks": ["json_kv", "narrativeqa", "multi_lexsum"], "lengths": ["512K"]},
+        # Tables 8, 22 and 24: the tasks with a dagger, and the average with the others at 32K and 64K, which an entry
+        # with the preset prolong or prolong-128k asks.
+        "prolong-512k": {
+            "tasks": list(PROLONG_MARKED),
+            "lengths": ["512K"],
+            "average_of": {task: ["512K"] if task in PROLONG_MARKED else ["32K", "64K"] for task in PROLONG},
+        },
     }
     suite: Literal["helmet"]
+    average_of: dict[str, Lengths] = Field(
+        {}, description="task: lengths that the average is over, also of other entries; if none, all of this entry"
+    )
+
+    @field_validator("average_of")
+    @classmethod
+    def _check_average(cls, average_of: dict[str, list[int]]) -> dict[str, list[int]]:
+        for name in average_of:
+            try:
+                lookup(TASKS, name, kind="average_of: task of helmet")
+            except ConfigError as error:
+                raise ValueError(str(error).rstrip(".")) from error
+        return average_of
 
 
 def _read_reference(path: Path, config: WordedEval) -> Reference:
@@ -168,7 +191,15 @@ def _read_reference(path: Path, config: WordedEval) -> Reference:
     return helmet_clone.read(path, config)
 
 
-SUITE = TaskSuite(
+class HelmetSuite(TaskSuite):
+    def summary(self, config: TaskEval, cells: Sequence[Cell], samples: Sequence[Sample]) -> dict[str, Any]:
+        found = super().summary(config, cells, samples)
+        if not isinstance(config, HelmetEval) or not config.average_of:
+            return found
+        return {**found, "average": average_over(self.name, self.categories, config.average_of, cells)}
+
+
+SUITE = HelmetSuite(
     name="helmet",
     title="HELMET",
     config=HelmetEval,
