@@ -231,8 +231,6 @@ def table(text: str) -> dict[str, str]:
 def default_of(config: type[Config], name: str) -> Any:
     """A default as a recipe would spell it; "required" and "none" where there is no value to spell."""
     field = config.model_fields[name]
-    if name == "method" and config is not Unchanged:
-        return "required"  # in a recipe, where it decides the class; in Python the class does
     if field.default_factory is not None:
         return "runs/NAME" if (config, name) == (Recipe, "out") else field.default_factory
     if field.default is PydanticUndefined or (name == "method" and config is not Unchanged):
