@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -111,3 +112,22 @@ def test_each_format_is_read_back_by_its_own_library(name, dataset, tmp_path):
     assert done.returncode == 0, done.stderr
     expected = {"mds": mds_of, "megatron": documents_of}.get(name, columns_of)(dataset)
     assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
+@pytest.mark.slow
+def test_rows_become_a_dataset_of_hugging_face_and_scores_a_data_frame(tokenizer, tmp_path):
+    if subprocess.run([PYTHON, "-c", "import datasets, pandas"], capture_output=True).returncode:
+        pytest.skip("datasets and pandas are not installed; set UNSPOOL_FORMATS_PYTHON to an interpreter that has them")
+    dataset = unspool.pack(TEXTS, tokenizer, seq_len=128, out=tmp_path / "rows")
+    code = f"""
+        import json, unspool
+        dataset = unspool.PackedDataset({str(tmp_path / "rows")!r})
+        frame = unspool.evaluate("asset:tiny-base", "niah", [256], samples=2, backend="oracle").to_frame()
+        packed = unspool.pack(dataset.to_hf(), unspool.load("asset:tiny-base")[1], seq_len=128)
+        print(json.dumps([[dict(row) for row in dataset.to_hf()], frame["value"].max(), len(packed)]))
+    """
+    env = os.environ | {"PYTHONPATH": str(Path(unspool.__file__).parents[1]), "HF_HOME": str(tmp_path / "hf")}
+    done = subprocess.run([PYTHON, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    rows, best, count = json.loads(done.stdout.splitlines()[-1])
+    assert rows == columns_of(dataset) and best == 1.0 and count == len(dataset)
