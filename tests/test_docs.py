@@ -233,7 +233,8 @@ def default_of(config: type[Config], name: str) -> Any:
     field = config.model_fields[name]
     if field.default_factory is not None:
         return "runs/NAME" if (config, name) == (Recipe, "out") else field.default_factory
-    if field.default is PydanticUndefined:
+    if field.default is PydanticUndefined or (name == "method" and config is not Unchanged):
+        # Without a method, a recipe does not know the class.
         return "required"
     if field.default is None:
         return "none"

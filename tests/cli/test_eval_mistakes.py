@@ -13,7 +13,7 @@ MISTAKES = {
     "misspelled suite": (
         ["--suite", "rulr"],
         "--suite 'rulr' is not known. Did you mean 'ruler'? Known: helmet, infbench, key_value, lveval, niah, nocha, "
-        "perplexity, ruler.",
+        "perplexity, ruler, short.",
     ),
     "misspelled task": (
         ["--suite", "ruler", "--tasks", "niah_singel_1", "--lengths", "256"],

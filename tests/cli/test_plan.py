@@ -59,6 +59,12 @@ def test_a_doomed_run_is_refused_and_its_line_can_be_pasted():
     again = run("prolong-512k", "--gpu", "h100", "--count", 8, *words)
     assert again.exit_code == 0, again.output
     assert "ulysses 8" in again.stdout
+    # The paper's hours, and what explains the difference.
+    paper, *why = again.stdout[again.stdout.index("paper      ") :].splitlines()[:4]
+    assert paper == "paper      12,200 H100 hours for 20B tokens (ProLong, Table 9): 489 tokens/s per GPU, MFU 8%"
+    assert why[0].split(" per GPU: ")[1].startswith("the same work at MFU ") and why[0].endswith("instead of 8%")
+    assert why[1].strip() == "if each row cost the paper as much as one document of that length, MFU 23%"
+    assert "(§B.3)" in why[2]
 
 
 def test_json_is_whole_and_pure(mini):
@@ -94,6 +100,8 @@ def test_json_of_what_does_not_fit_tells_the_ways_out():
     assert stage["problem"]
     assert stage["chosen"] is None
     assert {way["kind"] for way in stage["ways"]} >= {"gpus"}
+    assert stage["reported"]["gpu_hours"] == 12200
+    assert stage["reported"]["tokens_per_second"] == pytest.approx(20 * 2**30 / 12200 / 3600)
 
 
 @pytest.mark.parametrize(

@@ -239,3 +239,8 @@ def test_plans_sum_up():
         tokens = stage["steps"] * 128 * 1024
         assert stage["tokens"] == tokens
         assert stage["flops"] == pytest.approx(stage["flops_per_token"] * tokens)
+
+
+def test_a_stage_that_changes_no_rope_has_that_of_the_stage_it_starts_from():
+    found = planned("prolong", "h200", 64)
+    assert found.stages[2].rope[0].startswith("abf with base 1.28e8, of stage 512k: ")

@@ -179,6 +179,7 @@ def test_prolong_reads_its_sources_as_what_they_are():
 def test_utk_and_harpe_follow_their_papers():
     utk, harpe = load("utk-128k"), load("harpe-128k").stages[0]
     stage = utk.stages[0]
+    assert stage.reported.gpu_hours == 15 * 128 and harpe.reported is None
     assert stage.warmup_ratio * stage.steps == 200
     assert utk.datasets["tangled"].utk is not None and utk.datasets["tangled"].utk.probability == 0.8
     assert (stage.rope.base, stage.attention) == (5e6, "full")

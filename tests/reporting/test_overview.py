@@ -111,6 +111,16 @@ def test_helmet_has_the_categories_of_the_papers():
     assert "Mean over 64 and 128" in table.note
 
 
+def test_a_length_that_only_some_categories_have_is_left_out_and_the_average_over_both_is_told():
+    scored = [cell(f"helmet: {task}", 64, 0.5) for task in ("json_kv", "nq")] + [cell("helmet: json_kv", 512, 0.9)]
+    one = line("sft", *scored)
+    one = replace(one, scores=replace(one.scores, mixed_averages={"helmet": (0.557, (64, 512))}))
+    (table,) = category_tables([one])
+
+    assert texts(table) == [["sft", "50%", "50%", "50%"]] and "Mean over 64, with" in table.note
+    assert table.note.endswith(" Average with tasks at lengths of their own (64 and 512): sft 55.7.")
+
+
 def test_a_category_that_lacks_a_task_of_others_is_missing_and_so_is_the_average():
     full = [cell("ruler: niah_single_1", 64, 1.0), cell("ruler: vt", 64, 0.5), cell("ruler: cwe", 64, 0.2)]
     full.append(cell("ruler: fwe", 64, 0.4))

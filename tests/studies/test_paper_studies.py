@@ -147,7 +147,8 @@ def test_the_prolong_ablations_have_the_papers_setting():
         "fineweb-edu": 25, "fineweb": 25, "tulu": 10, "stackexchange": 10, "wiki": 10, "openwebmath": 10, "arxiv": 10
     }  # fmt: skip
     assert "textbooks" not in base.sources
-    (helmet,) = base.evals
+    short, helmet = base.evals
+    assert (short.suite, short.preset, short.after) == ("short", "prolong", ["64k"])
     assert (helmet.preset, helmet.lengths, helmet.after) == ("prolong", [32 * K, 64 * K], ["sft"])
 
 
@@ -268,21 +269,10 @@ def test_two_arms_of_the_harpe_study_run_on_the_shipped_model(tmp_path: Path):
     assert {entry["arm"] for entry in result["ranking"][:2]} == {"abf-1", "uniform-descending"}
 
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else ' ' }}{% endfor %}"
-)
-
-
 @pytest.mark.slow
 def test_two_arms_of_a_prolong_study_run_on_the_shipped_model_beside_the_papers_numbers(tmp_path: Path):
-    talks = [
-        {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n} " * 20}]}
-        for n in range(400)
-    ]
-    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
-    (tmp_path / "chat.jinja").write_text(TEMPLATE)
     text = "{kind: jsonl, path: 'asset:demo/train.jsonl.zst', limit: 300K}"
-    chat = f"{{kind: chat, path: {tmp_path / 'talks.jsonl'}, template: {tmp_path / 'chat.jinja'}}}"
+    chat = "{kind: chat, path: 'asset:demo/chat.jsonl.zst', template: 'asset:demo/chat.jinja'}"
     folder = tmp_path / "study"
     result = run_arms(
         folder,

@@ -47,7 +47,7 @@ def test_the_comparison_would_notice_a_model_left_in_evaluation_mode():
 def test_positions_that_grow_with_the_text_are_put_back():
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
     model = build_model(rope_parameters=rope, max_position_embeddings=16)
-    train_once(model.train(), torch.optim.AdamW(model.parameters()), batch_of(0))
+    model.train()(input_ids=torch.zeros(1, 20, dtype=torch.long), use_cache=False)
     rotary = model.base_model.rotary_emb
     before = rotary.inv_freq.clone(), rotary.max_seq_len_cached
 

@@ -1,6 +1,6 @@
 """HELMET's own code beside `reference: CLONE`: are prompts the same bytes, and scores the same numbers?
 
-    python tools/parity/helmet.py CLONE [--length 4K] [--answers 500] [--tasks nq,json_kv]
+    python tools/parity/helmet.py CLONE [--length 4K] [--answers 500] [--tasks nq,json_kv] [--tokenizer FOLDER]
 
 CLONE is a clone of princeton-nlp/HELMET; its loaders, `tokenize` and metrics are run, on stand-in data in the public
 layout (standins.py) that both sides read. Needs datasets, rouge_score, pytrec_eval and nltk. Replaced here: the Hub
@@ -19,6 +19,7 @@ import random
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from pathlib import Path
@@ -169,7 +170,7 @@ def dataset_name(task: str, length: int) -> str:
 class Beside:
     """One length of both implementations."""
 
-    def __init__(self, clone: Path, folder: Path, length: int) -> None:
+    def __init__(self, clone: Path, folder: Path, length: int, tokenizer: str) -> None:
         self.length, self.root = length, folder / "clone"
         self.root.mkdir()
         for name in ("data.py", "prompts"):
@@ -186,7 +187,7 @@ class Beside:
                     write_lines(folder / f"{key}.jsonl", rows)
                     self.paths[key] = str(folder / f"{key}.jsonl")
         self.data, self.model_utils, self.eval_alce = import_clone(clone, folder, hub)
-        self.tokenizer = load_tokenizer(str(ASSETS / "tiny-base"))
+        self.tokenizer = load_tokenizer(tokenizer)
         self.tokenizer.chat_template = TEMPLATE
 
     def theirs(self, task: str, *, chat: bool) -> Iterator[tuple[str, list[int], dict[str, Any], dict[str, Any]]]:
@@ -208,12 +209,8 @@ class Beside:
 
     def ours(self, task: str, *, chat: bool) -> Iterator[tuple[str, list[int], Question]]:
         paths = {key: path for key, path in self.paths.items() if key in (task, f"{task}_demos", LLAMA2)}
-        config = HelmetEval.model_validate(
-            {"suite": "helmet", "tasks": [task], "lengths": [self.length], "samples": 1000, "paths": paths}
-            | {"reference": str(self.root), "chat": "on" if chat else "off"}
-        )
-        inputs = PlanInputs(tokenizer=self.tokenizer, form=TOKEN_IDS, seed=0, root=Path(), context=None)
-        planned = PlannedTasks(SUITE, config, inputs)
+        entry = {"suite": "helmet", "tasks": [task], "lengths": [self.length], "samples": 1000, "paths": paths}
+        planned = self.plan({**entry, "chat": "on" if chat else "off"})
         for question in planned.question_ids:
             asked, ids = planned._encode(question)
             words = asked.context + asked.question
@@ -222,19 +219,21 @@ class Beside:
 
     def compare(self, task: str, answers: int, *, chat: bool) -> dict[str, Any]:
         theirs = list(self.theirs(task, chat=chat))
-        ours = {text: (ids, asked) for text, ids, asked in self.ours(task, chat=chat)}
+        own = list(self.ours(task, chat=chat))
+        ours = {text: (ids, asked) for text, ids, asked in own}
+        differing = Counter(text for text, *_ in theirs) - Counter(text for text, *_ in own)
         shared = [(ids, row, data, *ours[text]) for text, ids, row, data in theirs if text in ours]
         room = self.length - SUITE.tasks[task].answer_tokens
         found = {
             "prompts": len(theirs),
-            "ours": len(ours),
-            "text differs": len(theirs) - len(shared),
+            "ours": len(own),
+            "text differs": differing.total() + abs(len(theirs) - len(own)),
             "ids differ": sum(ids != own for ids, _, _, own, _ in shared),
             "cut": sum(len(ids) >= room - 3 for _, ids, *_ in theirs),
             "longest": max(len(ids) for _, ids, *_ in theirs),
         }
-        if found["text differs"] and len(theirs) == len(ours):
-            _show(next(text for text, *_ in theirs if text not in ours), list(ours))
+        if differing:
+            _show(next(iter(differing)), list(ours))
         if not shared or SUITE.tasks[task].judge is not None:
             return found
         rng, differ, points = random.Random(f"{task} {chat}"), 0, 0.0
@@ -244,9 +243,11 @@ class Beside:
             score = SUITE.tasks[task].score(output, asked)
             said = output if chat else data["system_template"].format(**row) + output
             public = self.public_scores(task, said, row, data)
-            own = {"score": score} | (self.own_citations(task, said, asked) if task in CITE else {})
+            numbers = {"score": score} | (self.own_citations(task, said, asked) if task in CITE else {})
             points += public["score"]
-            wrong = {name: (one, public[name]) for name, one in own.items() if abs(one - public[name]) > _close(task)}
+            wrong = {
+                name: (one, public[name]) for name, one in numbers.items() if abs(one - public[name]) > _close(task)
+            }
             differ += bool(wrong)
             if wrong and differ <= 2:
                 print(f"  {task}: {wrong} (ours, theirs) for {output!r}, {asked.references[:2]}")
@@ -280,6 +281,23 @@ class Beside:
         ours = [at for number in range(draws) for at in shuffled(rows, seed_of(f"question {number}"))[:2]]
         return float(chi2_contingency([theirs, np.bincount(ours, minlength=rows)]).pvalue)
 
+    def own_draws(self, count: int) -> str:
+        """What we draw where JSON-KV's file is missing: number of keys, and p of a test that positions are uniform."""
+        from scipy.stats import kstest
+
+        Clone(self.root, {}).file("json_kv", self.length).unlink()
+        config = {"suite": "helmet", "tasks": ["json_kv"], "lengths": [self.length], "samples": count}
+        planned = self.plan(config)
+        asked = [planned.question(question) for question in planned.question_ids]
+        keys = sorted({one.meta["keys"] for one in asked})
+        wanted = json_kv.COUNTS[self.length]
+        p = kstest([one.depth for one in asked], "uniform").pvalue
+        return f"JSON-KV without its file: {keys} keys ({wanted} in its file), uniform positions: KS p = {p:.2f}"
+
+    def plan(self, entry: dict[str, Any]) -> PlannedTasks:
+        config = HelmetEval.model_validate({**entry, "reference": str(self.root)})
+        return PlannedTasks(SUITE, config, PlanInputs(tokenizer=self.tokenizer, form=TOKEN_IDS, seed=0, root=Path()))
+
 
 def _close(task: str) -> float:
     return 5e-6 if task == "msmarco" else 1e-9  # HELMET rounds nDCG to five digits
@@ -300,16 +318,18 @@ def main() -> None:
     parser.add_argument("clone", type=Path)
     parser.add_argument("--length", default="4K")
     parser.add_argument("--answers", type=int, default=500)
+    parser.add_argument("--tokenizer", default=str(ASSETS / "tiny-base"))
     parser.add_argument("--tasks", default=",".join(SUITE.tasks))
     options = parser.parse_args()
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        beside = Beside(options.clone.resolve(), Path(folder), parse_size(options.length))
+        beside = Beside(options.clone.resolve(), Path(folder), parse_size(options.length), options.tokenizer)
         for task in options.tasks.split(","):
             for chat in (False, True) if SUITE.tasks[task].chat else (False,):
                 found = beside.compare(task, options.answers, chat=chat)
                 failed |= any(found.get(name) for name in ("text differs", "ids differ", "scores differ"))
                 print(f"{task}{' chat' if chat else ''}: {found}", flush=True)
+        print(beside.own_draws(300))
         print(f"examples of NarrativeQA and Multi-LexSum drawn alike: chi-square p = {beside.drawn_demos(4000):.2f}")
     sys.exit(int(failed))
 

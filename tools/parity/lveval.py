@@ -1,6 +1,6 @@
 """LV-Eval's own code beside `reference: CLONE`: are prompts the same bytes, and scores the same numbers?
 
-    python tools/parity/lveval.py CLONE [--length 16K] [--answers 500]
+    python tools/parity/lveval.py CLONE [--length 16K] [--answers 500] [--tokenizer FOLDER]
     python tools/parity/lveval.py CLONE --infbench
 
 CLONE is a clone of infinigence/LVEval, or with --infbench of OpenBMB/InfiniteBench; its `truncate_prompt` and metrics
@@ -156,9 +156,10 @@ def main() -> None:
     parser.add_argument("--length", default="16K")
     parser.add_argument("--answers", type=int, default=500)
     parser.add_argument("--infbench", action="store_true")
+    parser.add_argument("--tokenizer", default=str(ASSETS / "tiny-base"))
     options = parser.parse_args()
     compare = compare_infbench if options.infbench else compare_lveval
-    tokenizer = load_tokenizer(str(ASSETS / "tiny-base"))
+    tokenizer = load_tokenizer(options.tokenizer)
     sys.exit(int(compare(options.clone.resolve(), parse_size(options.length), options.answers, tokenizer)))
 
 

@@ -146,7 +146,8 @@ def average_over(
             return None
         by_task = [fmean(known[task, length] for length in lengths[task]) for task in tasks if task in lengths]
         means += [fmean(by_task)] if by_task else []
-    return {"of": OVERALL, "lengths": sorted({n for each in lengths.values() for n in each}), "value": fmean(means)}
+    all_lengths = sorted({length for each in lengths.values() for length in each})
+    return {"of": OVERALL, "lengths": all_lengths, "value": fmean(means), "task_lengths": dict(lengths)}
 
 
 def _by_task(samples: Sequence[Sample], length: int) -> dict[str, list[float | None]]:

@@ -93,12 +93,13 @@ def _print_estimate(console: Console, planned: "StagePlan", chosen: Estimate, pr
     each = "" if machine.gpu.is_cpu else " per GPU"
     speed = f"{format_count(chosen.tokens_per_second / machine.count)} tokens/s{each}, MFU {planned.mfu:.0%}"
     console.print(f"time       {_time(chosen.hours, machine, price)}; {speed}", soft_wrap=True)
+    _print_reported(console, planned, chosen)
     words = set_arguments(planned.index, planned.stage, chosen.stage)
     if words:
         console.print(f"paste      {shlex.join(words)}", style="green", soft_wrap=True)
 
 
-def _print_reported(console: "Console", planned: "StagePlan", chosen: "Estimate") -> None:
+def _print_reported(console: Console, planned: "StagePlan", chosen: Estimate) -> None:
     """The paper's hours, and how much of the difference is speed, device, and what attention costs."""
     found = planned.reported
     if found is None:

@@ -195,7 +195,7 @@ def _plan_stage(
         chosen=chosen,
         faster=faster,
         alternatives=() if problem is None else tuple(find_alternatives(case, index, stage, best)),
-        rope=tuple(rope_lines(model.values, stage)),
+        rope=tuple(rope_lines(model.values, stage, _rope_stage(loaded.recipe.stages, index))),
         reported=None if stage.reported is None else _reported(stage.reported, stage, model, docs),
         waiting=1.0 if chosen is None else _waiting(data.stages[stage.name], stage, model, chosen.layout),
     )
@@ -253,26 +253,37 @@ def _too_much(found: Estimate) -> str:
     )
 
 
-def rope_lines(values: dict[str, Any], stage: StageConfig) -> list[str]:
-    """One or two lines on the stage's RoPE; `unspool rope` says more."""
+def _rope_stage(stages: Sequence[StageConfig], index: int) -> StageConfig:
+    """The stage whose RoPE stage `index` has: its own, or the one it starts from if it changes nothing."""
+    stage = stages[index]
+    names = [earlier.name for earlier in stages[:index]]
+    start = names[-1:] if stage.init == "previous" else [stage.init]
+    if not stage.rope.keeps_frequencies or start not in ([name] for name in names):
+        return stage
+    return _rope_stage(stages, names.index(start[0]))
+
+
+def rope_lines(values: dict[str, Any], stage: StageConfig, owner: StageConfig) -> list[str]:
+    """One or two lines on the stage's RoPE, which `owner` has set; `unspool rope` says more."""
     try:
         rope = rope_of(values)
     except ConfigError:
         return []
     context = stage.context_length
-    if stage.rope.keeps_frequencies:
+    if owner.rope.keeps_frequencies:
         frequencies = list(config_frequencies(values, context)[0])
     else:
         try:
-            settled = stage.rope.resolve(rope, context)
+            settled = owner.rope.resolve(rope, owner.context_length)
         except ConfigError as error:
             return [str(error)]
-        frequencies = list(np.atleast_2d(settled.tables(rope, context).inv_freq))
+        frequencies = list(np.atleast_2d(settled.tables(rope, owner.context_length).inv_freq))
     reaches = [first_negative(line.astype(np.float64), LOOK_AHEAD * context) for line in frequencies]
     worst = min((reach for reach in reaches if reach is not None), default=None)
     far = f"over {format_size(LOOK_AHEAD * context)}" if worst is None else f"{worst:,}"
     verdict = "enough" if worst is None or worst >= context else f"short of {format_size(context)}"
-    lines = [f"{stage.rope.describe(rope)}: B(m) ≥ 0 up to {far} tokens (Men et al.), {verdict}"]
+    origin = "" if owner is stage else f", of stage {owner.name}"
+    lines = [f"{owner.rope.describe(rope)}{origin}: B(m) ≥ 0 up to {far} tokens (Men et al.), {verdict}"]
     if worst is not None and worst < context:
         lines.append(_smallest(rope, context))
     return lines

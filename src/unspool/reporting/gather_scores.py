@@ -66,6 +66,7 @@ def _model(name: str, folder: Path | None, short_file: Path | None) -> ModelScor
         windows=_windows(lines, samples_file),
         short=tuple(cell for cell in [*cells, *short] if task_of(cell.suite)[0] == SHORT),
         holds_until={suite: whole(entry.get("effective_length")) for suite, entry in _suites(summary).items()},
+        mixed_averages=_mixed_averages(summary),
         rates=_rates(summary),
         comparability={
             suite: said
@@ -125,10 +126,19 @@ def _suite(raw: dict[str, Any]) -> str:
 
 
 def _suites(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What summary.json has of each suite of tasks."""
+    """What summary.json has of each suite of tasks; of several entries of one suite the last."""
+    return {str(entry.get("suite")): entry for entry in _suite_entries(summary)}
+
+
+def _suite_entries(summary: dict[str, Any]) -> list[dict[str, Any]]:
     suites = summary.get("suites")
-    known = [entry for entry in suites if isinstance(entry, dict)] if isinstance(suites, list) else []
-    return {str(entry.get("suite")): entry for entry in known}
+    return [entry for entry in suites if isinstance(entry, dict)] if isinstance(suites, list) else []
+
+
+def _mixed_averages(summary: dict[str, Any]) -> dict[str, tuple[float, tuple[int, ...]]]:
+    found = [(str(entry.get("suite")), entry.get("average")) for entry in _suite_entries(summary)]
+    mixed = [(suite, average) for suite, average in found if isinstance(average, dict) and "task_lengths" in average]
+    return {suite: (float(average["value"]), tuple(average["lengths"])) for suite, average in mixed}
 
 
 def _rates(summary: dict[str, Any]) -> dict[str, tuple[int, int]]:

@@ -82,8 +82,19 @@ def category_tables(lines: Sequence[Line]) -> list[Table]:
         columns = {suite_title(suite): [suite] for suite in whole}
         tables.append(_category_table(lines, columns, "All suites"))
     for suite in with_tasks:
-        tables.append(_category_table(lines, _categories(lines, suite), f"{suite_title(suite)} by category"))
+        table = _category_table(lines, _categories(lines, suite), f"{suite_title(suite)} by category")
+        tables.append(replace(table, note=table.note + _mixed_averages(lines, suite)))
     return [*tables, *short_tables(lines)]
+
+
+def _mixed_averages(lines: Sequence[Line], suite: str) -> str:
+    """Averages in which tasks have lengths of their own, as a sentence after a table's note."""
+    found = [(line.label, *line.scores.mixed_averages[suite]) for line in lines if suite in line.scores.mixed_averages]
+    if not found:
+        return ""
+    lengths = join_words([format_size(length) for length in found[0][2]])
+    each = ", ".join(f"{label} {100 * value:.1f}" for label, value, _ in found)
+    return f" Average with tasks at lengths of their own ({lengths}): {each}."
 
 
 def _categories(lines: Sequence[Line], suite: str) -> dict[str, list[str]]:

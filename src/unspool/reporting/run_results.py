@@ -93,6 +93,8 @@ class ModelScores:
     short: tuple[Cell, ...] = ()  # one per task of lm-eval
     holds_until: dict[str, int | None] = field(default_factory=dict)  # suite: its effective length
     asked: dict[str, str] = field(default_factory=dict)  # how it was asked; backend, endpoint, …
+    mixed_averages: dict[str, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
+    """By suite, where tasks have lengths of their own: the average, and all lengths."""
     rates: dict[str, tuple[int, int]] = field(default_factory=dict)  # suite: target and reference of its rate
     comparability: dict[str, str] = field(default_factory=dict)  # suite: whether published numbers compare, and why
 

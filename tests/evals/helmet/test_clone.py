@@ -12,7 +12,7 @@ from tests.evals.suites import byte_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from unspool.core.errors import ConfigError
+from unspool.core.errors import ConfigError, DataError
 from unspool.evals.heldout import PlanInputs
 from unspool.evals.suite import Question
 from unspool.evals.suites.helmet import clone_books, helmet_clone
@@ -263,3 +263,16 @@ def test_keys_are_generated_with_the_clones_words_where_its_file_is_missing(
 def test_what_is_missing_is_said_in_one_sentence(clone: Path, task: str, settings: dict[str, Any], said: str):
     with pytest.raises(ConfigError, match=said):
         plan(clone, task, **settings)
+
+
+def test_a_row_or_a_template_of_another_kind_is_named_with_its_question(clone: Path):
+    rows = [{"id": "q", "question": "who", "answers": ["ada"]}]
+    planned = plan(clone, "nq", paths={"nq": write_lines(clone / "odd.jsonl", rows)})
+    with pytest.raises(DataError, match=r"question 0 of helmet nq is not as HELMET has it \(KeyError: 'ctxs'\)"):
+        questions(planned)
+    with pytest.raises(DataError, match="a file of helmet popqa is not as HELMET has it"):
+        demos = {"popqa": write_lines(clone / "odd.jsonl", rows), "popqa_demos": str(clone / "odd.jsonl")}
+        plan(clone, "popqa", paths=demos)
+    (clone / "data.py").write_text(DATA.replace("passage_template", "other_template"))
+    with pytest.raises(DataError, match=r"data\.py has no passage_template for helmet nq; give a clone of"):
+        questions(plan(clone, "nq"))

@@ -1,16 +1,20 @@
 """`reference`: RULER from a user's clone, or from prompt files that its scripts wrote."""
 
 import json
+import os
 import random
+import subprocess
 import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from unspool.core.errors import UnspoolError
 from unspool.evals.backends.mock import Oracle
+from unspool.evals.heldout import PlanInputs
 from unspool.evals.run import Scoring, score
 from unspool.evals.suite import Ask
 from unspool.evals.suites.ruler import SUITE, published, ruler_clone
@@ -217,3 +221,26 @@ def test_word_pairs_are_sorted_and_different() -> None:
 
     assert list(pairs) == sorted({f"{first}-{second}" for first, second in product(firsts, seconds)})
     assert random.Random(3).sample(pairs, 5) == random.Random(3).sample(list(pairs), 5)
+
+
+def test_a_bos_token_does_not_change_the_prompts_as_ruler_does_not_count_it(clone: Path, shipped_tokenizer) -> None:
+    config = entry(clone, "niah_multikey_3", chat="off")
+    inputs = PlanInputs(tokenizer=shipped_tokenizer, seed=42, root=Path(), heldout_tokens={}, context=None)
+    plan = SUITE.plan(config, inputs)
+    question = plan.question(plan.question_ids[0])
+    # As if the tokenizer put three tokens before every text.
+    plan.encoder.__dict__["opening"] = np.zeros(3, dtype=np.uint32)
+
+    assert plan.question(plan.question_ids[0]) == question
+    assert plan.prompt_line(plan.question_ids[0])["prompt_tokens"] == len(plan.encoder.ids(question, chat=False))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("UNSPOOL_RULER" not in os.environ, reason="UNSPOOL_RULER names no clone of NVIDIA/RULER")
+def test_prompts_and_scores_are_those_of_rulers_own_scripts() -> None:
+    script = Path(__file__).parents[3] / "tools" / "parity" / "ruler.py"
+    options = ["--lengths", "4096", "--samples", "3", "--tasks", "niah_single_2,vt,cwe,fwe,qa_1,qa_2"]
+    command = [sys.executable, str(script), os.environ["UNSPOOL_RULER"], *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert "unequal prompts or scores: 0" in done.stdout, done.stderr

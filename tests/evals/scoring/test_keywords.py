@@ -53,6 +53,11 @@ def test_rouge_counts_a_repeated_word_once_only_in_reference_mode():
     assert filtered_rouge_l("", "甲 乙", ZH) == filtered_rouge_l("", "甲 乙", ZH, "reference") == 0
 
 
+def test_texts_of_which_nothing_is_left_are_equal_for_rouge_in_reference_mode():
+    assert filtered_rouge_l("， 的 ，", "， 的 。", ZH, "reference") == pytest.approx(1, abs=1e-7)
+    assert filtered_rouge_l("", "， 的 。", ZH, "reference") == 0
+
+
 def test_without_the_gate_a_wrong_answer_would_score(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(keywords, "keyword_recall", lambda *_: 1.0)
     assert gated_f1("wrote notes", "ada wrote notes", "lovelace byron king", EN) > 0

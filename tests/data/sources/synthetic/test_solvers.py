@@ -34,14 +34,15 @@ def documents(task: str, answers: int, long: dict[int, int]) -> Iterator[tuple[s
         yield text, held
 
 
-# Two documents of 128K, four of 32K and eight of 8K hold some hundred answers; the rest comes from documents of 1K.
+# One document of 128K, two of 32K and eight of 8K hold some hundred answers; the rest comes from documents of 1K.
 @pytest.mark.parametrize("task", TASKS)
-def test_the_solver_agrees_with_ten_thousand_answers(task):
+@pytest.mark.parametrize("answers", [2000, pytest.param(ANSWERS, marks=pytest.mark.slow)])
+def test_the_solver_agrees_with_thousands_of_answers(task, answers):
     solved = 0
-    for text, held in documents(task, ANSWERS, {1 << 17: 2, 1 << 15: 4, 1 << 13: 8}):
+    for text, held in documents(task, answers, {1 << 17: 1, 1 << 15: 2, 1 << 13: 8}):
         assert check(task, text) is None, text[:500]
         solved += held
-    assert solved >= ANSWERS
+    assert solved >= answers
 
 
 @pytest.mark.slow

@@ -5,13 +5,15 @@ its download script puts them, and those of Hub data sets from files that the us
 files are missing, their questions are generated, with the clone's words around them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from unspool.core.errors import ConfigError
+from unspool.core.errors import ConfigError, DataError
 from unspool.core.sizes import format_size
 from unspool.evals.benchmark_copy import Reference, differing, hash_files
 from unspool.evals.config import TaskEval
@@ -89,9 +91,12 @@ class Filled:
 class Words:
     """The texts of one task."""
 
+    task: str
     texts: Mapping[str, str]
 
     def __getitem__(self, name: str) -> str:
+        if name not in self.texts:
+            raise DataError(f"reference: data.py has no {name} for helmet {self.task}; give a clone of {REPO}.")
         return self.texts[name]
 
     @property
@@ -129,7 +134,7 @@ class Clone:
         return PythonTexts(self.root / "data.py", f"a clone of {REPO}")
 
     def words(self, task: str) -> Words:
-        return Words(self._texts.function(*_LOADERS[task]))
+        return Words(task, self._texts.function(*_LOADERS[task]))
 
     @cached_property
     def omitted(self) -> str:
@@ -148,15 +153,15 @@ class Clone:
     def demo_file(self, task: str) -> Path:
         return Path(self.paths.get(f"{task}_demos") or self.root / _DEMO_FILES[task])
 
-    def wording(self) -> dict[str, dict[str, str]]:
-        """Words of the tasks that are generated where their files are missing."""
+    def wording(self, tasks: Iterable[str]) -> dict[str, dict[str, str]]:
+        """Words of tasks that are generated, since their files are missing."""
         found = {}
-        for task in GENERATED:
+        for task in tasks:
             words = self.words(task)
             found[task] = {TEMPLATE: words["user_template"] + words.gap, PREFIX: words["system_template"]}
-        found["json_kv"][DEMO] = (
-            self.words("json_kv")["demo_template"].format(key="{question}", value=" {answer}") + "\n\n"
-        )
+        if "json_kv" in found:
+            demo = self.words("json_kv")["demo_template"].format(key="{question}", value=" {answer}")
+            found["json_kv"][DEMO] = demo + "\n\n"
         return found
 
     def needed(self, tasks: Sequence[str], lengths: Sequence[int]) -> list[str]:
@@ -188,13 +193,26 @@ class PromptList(Sequence[Question]):
 
     @cached_property
     def _prompts(self) -> Prompts:
-        return self._load()
+        with self._readable("a file"):
+            return self._load()
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._words.question(self._prompts[index]())
+        with self._readable(f"question {index}"):
+            return self._words.question(self._prompts[index]())
+
+    @contextmanager
+    def _readable(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            task = self._words.task
+            raise DataError(
+                f"reference: {what} of helmet {task} is not as HELMET has it ({type(error).__name__}: {error}); get "
+                f"its data anew, or leave {task} out."
+            ) from error
 
 
 def read(path: Path, config: TaskEval) -> Reference:
@@ -212,7 +230,9 @@ def read(path: Path, config: TaskEval) -> Reference:
         for length in config.lengths
         if not clone.is_generated(task, length)
     }
-    missing = [f"{clone.name(*one)} (missing, so generated)" for one in _all(tasks, config) if clone.is_generated(*one)]
+    made = [one for one in product(tasks, config.lengths) if clone.is_generated(*one)]
+    words = clone.wording(dict.fromkeys(task for task, _ in made))
+    missing = [f"{clone.name(*one)} (missing, so generated)" for one in made]
     given = [name for name in config.paths if name.removesuffix("_demos") in tasks]
     return Reference(
         repo=REPO,
@@ -220,14 +240,10 @@ def read(path: Path, config: TaskEval) -> Reference:
         files=files,
         differs=(*differing({name: one for name, one in files.items() if name in KNOWN}, KNOWN), *missing),
         unchecked=(*(name for name in files if name not in KNOWN), *given),
-        wording=Wording(forms=FORMS, given=clone.wording(), source=f"{REPO} {VERSION}"),
+        wording=Wording(forms=FORMS, given=words, source=f"{REPO} {VERSION}"),
         prompts=prompts,
         fit=fit,
     )
-
-
-def _all(tasks: Sequence[str], config: TaskEval) -> list[tuple[str, int]]:
-    return [(task, length) for task in tasks for length in config.lengths]
 
 
 def fit(asked: Question, encoder: PromptEncoder, *, chat: bool, limit: int) -> Question:

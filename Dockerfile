@@ -1,0 +1,25 @@
+# docker build -t unspool .
+# docker run --rm --gpus all -v "$PWD":/work unspool run my.yaml
+FROM python:3.12-slim
+
+# A CUDA build of torch by default; for a smaller image without GPUs:
+# --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_INDEX=https://pypi.org/simple
+
+# Triton compiles kernels with the C compiler when training starts.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home unspool
+
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE constraints.txt ./
+COPY src ./src
+RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" --extra-index-url https://pypi.org/simple \
+    -c constraints.txt '.[gguf,track]' \
+    && rm -rf /src
+
+USER unspool
+WORKDIR /work
+ENTRYPOINT ["unspool"]
+CMD ["--help"]
