@@ -163,7 +163,7 @@ def right_label_smoothing() -> Any:
 def right_after_overfitting() -> Any:
     """Half of the rows are known by heart, so that the gradients of their tokens all but vanish beside the others'."""
     setup = right_plain_loop()
-    optimizer = torch.optim.AdamW(setup["model"].parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(setup["model"].parameters(), lr=3e-2)
     for _ in range(150):
         plain_step(setup["model"], setup["data"][::2])
         optimizer.step()
