@@ -160,6 +160,17 @@ def right_label_smoothing() -> Any:
     return hf_trainer(small_model(), packed(), lambda items: tensors(items[0]), args={"label_smoothing_factor": 0.1})
 
 
+def right_after_overfitting() -> Any:
+    """Half of the rows are known by heart, so that the gradients of their tokens all but vanish beside the others'."""
+    setup = right_plain_loop()
+    optimizer = torch.optim.AdamW(setup["model"].parameters(), lr=3e-2)
+    for _ in range(150):
+        plain_step(setup["model"], setup["data"][::2])
+        optimizer.step()
+        optimizer.zero_grad()
+    return setup
+
+
 def right_conversations() -> Any:
     """End-of-text tokens inside of a row end turns, and no document."""
     data = []
@@ -239,6 +250,7 @@ RIGHT = {
         right_with_checkpointing_autocast_and_dropout,
         right_label_smoothing,
         right_conversations,
+        right_after_overfitting,
         right_trl_packing,
         right_trl_padding,
         right_lightning,

@@ -283,7 +283,7 @@ def _probe_step(
         batches=batches,
         spans=spans,
         run=run,
-        targets=[read_targets(model, one) for one in run.passes],
+        targets=[read_targets(model, one, labels_of(batch)) for one, batch in zip(run.passes, batches, strict=False)],
     )
     if not probe.is_aligned:
         raise ConfigError(

@@ -18,8 +18,10 @@ from unspool.verification.audits.captures import Pass
 # Tokens ahead of a position that it may be trained to predict: once shifted labels, shifted twice, not shifted, …
 SHIFTS = (1, 2, 0, 3)
 UNKNOWN = -1
-# Gradients below this part of the largest are rounding.
-ACTIVE = 1e-5
+# Positions without loss have no gradient at all.
+ACTIVE = 1e-12
+# A token that the model is certain of has hardly any gradient; below this part of the largest, its digits are rounding.
+CLEAR = 1e-2
 # Part of a gradient that may differ from its direction: label smoothing and bf16 differ by a tenth, others by most.
 RESIDUAL = 0.5
 
@@ -28,17 +30,17 @@ RESIDUAL = 0.5
 class Targets:
     """Of one forward pass, [B, T]."""
 
-    shift: Tensor  # int64: tokens ahead that is predicted, UNKNOWN if it is none of them
-    weight: Tensor  # float64: of this position in the step's loss; 0 where it carries none
+    active: Tensor  # bool: carries loss
+    shift: Tensor  # int64: how many tokens ahead the predicted one is, UNKNOWN if it is none of those nearby
+    clear: Tensor  # bool: active, with a gradient large enough to be read exactly
+    weight: Tensor  # float64: of this position in the step's loss; NaN where it is not clear
+    mean_weight: float  # of all active positions, by least squares
     loss: Tensor  # fp32: cross-entropy of the next token
     residual: float  # part of the gradients that no weighted cross-entropy explains
 
-    @property
-    def active(self) -> Tensor:
-        return self.weight != 0
 
-
-def read_targets(model: Any, one: Pass) -> Targets:
+def read_targets(model: Any, one: Pass, wanted: Tensor | None) -> Targets:
+    """`wanted` [B, T]: positions whose next token has a label; it decides where certainty leaves no gradient."""
     plain = read_head(model)
     bias = None if plain.bias is None else plain.bias.detach()
     head = Head(weight=plain.weight.detach(), bias=bias, scale=plain.scale, softcap=plain.softcap)
@@ -48,22 +50,42 @@ def read_targets(model: Any, one: Pass) -> Targets:
     grad = grad.double()
     size = grad.norm(dim=1)
     active = size > ACTIVE * float(size.max().clamp(min=1e-30))
+    clear = active & (size > CLEAR * size.max())
     shift = torch.full_like(active, UNKNOWN, dtype=torch.int64)
-    weight, best = torch.zeros_like(size), torch.full_like(size, RESIDUAL)
-    next_loss = None
+    weight, best = torch.full_like(size, torch.nan), torch.full_like(size, RESIDUAL)
+    projection, squares = torch.zeros_like(size), torch.zeros_like(size)
+    next_loss = next_size = None
     for ahead in SHIFTS:
         losses, direction = _directions(hidden, head, _ahead(one.tokens, ahead))
-        next_loss = losses if next_loss is None else next_loss
-        found = (grad * direction).sum(dim=1) / direction.square().sum(dim=1).clamp(min=1e-30)
+        if next_loss is None or next_size is None:
+            next_loss, next_size = losses, direction.norm(dim=1)
+        along, square = (grad * direction).sum(dim=1), direction.square().sum(dim=1)
+        found = along / square.clamp(min=1e-30)
         residual = (grad - found[:, None] * direction).norm(dim=1) / size.clamp(min=1e-30)
         # The next token wins where tokens repeat, and two directions are the same.
         better = active & (found > 0) & (residual < best - 1e-3)
-        shift[better], weight[better], best[better] = ahead, found[better], residual[better]
-    unknown = active & (shift == UNKNOWN)
-    weight[unknown] = torch.nan
-    assert next_loss is not None
-    residual = float(best[active & ~unknown].median()) if bool((active & ~unknown).any()) else 0.0
-    return Targets(shift=shift.view(shape), weight=weight.view(shape), loss=next_loss.view(shape), residual=residual)
+        shift[better], best[better], projection[better], squares[better] = (
+            ahead,
+            residual[better],
+            along[better],
+            square[better],
+        )
+        weight[better & clear] = found[better & clear]
+    assert next_loss is not None and next_size is not None
+    known = active & (shift != UNKNOWN)
+    shift[active & ~clear & ~known] = 1
+    if wanted is not None and bool(active.any()):
+        certain = ~active & (next_size < CLEAR * next_size.max()) & wanted.to(active.device).flatten()
+        active, shift[certain] = active | certain, 1
+    return Targets(
+        active=active.view(shape),
+        shift=shift.view(shape),
+        clear=clear.view(shape),
+        weight=weight.view(shape),
+        mean_weight=float(projection.sum() / squares.sum().clamp(min=1e-30)),
+        loss=next_loss.view(shape),
+        residual=float(best[known & clear].median()) if bool((known & clear).any()) else 0.0,
+    )
 
 
 def _ahead(tokens: Tensor, ahead: int) -> Tensor:
