@@ -63,7 +63,7 @@ path is no copy of the benchmark or lacks a file."""
 
 
 def comparability(facts: Mapping[str, Any] | None, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """The fields of a suite's summary; `changes` are settings that the benchmark has not."""
+    """The fields of a suite's summary; `changes` are settings that the benchmark has not. None: not known."""
     if facts is None:
         return {"comparable": False, "comparability": _no(OWN_WORDS), "benchmark": None}
     name, differs = f"{facts['repo']} {facts['version']}", facts["differs"]
@@ -71,9 +71,17 @@ def comparability(facts: Mapping[str, Any] | None, changes: Sequence[str] = ()) 
     found = [f"{join_files(differs)} differ{'' if len(differs) > 1 else 's'} from {name}"] if differs else []
     why = [*found, *changes]
     data = facts.get("unchecked", [])
-    taken = f"; taken as they are, since no hash of theirs is known: {join_files(data)}" if data else ""
-    sentence = _no("; ".join(why)) if why else f"comparable with published numbers: {said}{taken}"
-    return {"comparable": not why, "comparability": sentence, "benchmark": dict(facts)}
+    if why:
+        comparable, sentence = False, _no("; ".join(why))
+    elif data:
+        comparable = None
+        sentence = (
+            f"comparable with published numbers only if these are the published files, which could not be checked "
+            f"because no hash of them is known: {join_files(data)}; {said}"
+        )
+    else:
+        comparable, sentence = True, f"comparable with published numbers: {said}"
+    return {"comparable": comparable, "comparability": sentence, "benchmark": dict(facts)}
 
 
 def _no(why: str) -> str:
