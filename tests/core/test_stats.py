@@ -88,7 +88,7 @@ def test_stratified_intervals_cover_the_mean_and_are_no_wider_than_unstratified_
     covered, widths = [], []
     for _ in range(400):
         strata = [(rng.random(20) < share).astype(float).tolist() for share in shares]
-        scores = sum(strata, [])
+        scores = [score for stratum in strata for score in stratum]
         low, high = stratified_wilson(strata)
         plain = wilson(sum(scores), len(scores))
         covered.append(low <= fmean(shares) <= high)

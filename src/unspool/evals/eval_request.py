@@ -125,8 +125,8 @@ def check_request(
     is_short = suites == [SHORT]
     is_look = may_look and suite is None and lengths is None
     if is_look:
-        of_suites = ("suite_settings", "tasks", "paths", "wording", "answer_tokens", "value", "preset", "beyond_context", "reference")
-        for name in of_suites:
+        of_suites = ("tasks", "paths", "wording", "answer_tokens", "value", "preset", "beyond_context", "reference")
+        for name in (*of_suites, "suite_settings"):
             if given.get(name):
                 option = {"paths": "path"}.get(name, name).replace("_", "-")
                 raise ConfigError(

@@ -131,8 +131,9 @@ def _half_interval(samples: Sequence[Sample], n: int) -> float | None:
         return None
     # Linearized ratio of sums: windows with more key tokens count more.
     mean = sum(one["score"] * one["key_tokens"] for one in samples) / n
-    parts = [len(samples) * one["key_tokens"] * (one["score"] - mean) / n for one in samples]
-    return t_quantile(len(parts) - 1) * stdev(parts) / math.sqrt(len(parts))
+    parts: list[float] = [len(samples) * one["key_tokens"] * (one["score"] - mean) / n for one in samples]
+    half: float = t_quantile(len(parts) - 1) * stdev(parts) / math.sqrt(len(parts))
+    return half
 
 
 class PlannedLongPPL(PlannedEval):

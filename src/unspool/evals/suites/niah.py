@@ -218,7 +218,7 @@ def _cells(config: NiahEval, samples: Sequence[Sample]) -> Iterator[Cell]:
         yield from found
         names = config.wordings if len(config.wordings) > 1 else []
         counts = config.distractors if len(config.distractors) > 1 else []
-        groups = [(f"wording {name}", "needle_wording", name) for name in names]
+        groups: list[tuple[str, str, Any]] = [(f"wording {name}", "needle_wording", name) for name in names]
         groups += [(f"{count} distractors", "distractors", count) for count in counts]
         for task, key, value in groups:
             members = [sample for sample in chosen if sample[key] == value]
@@ -252,8 +252,9 @@ def _needles(config: NiahEval, words: list[str], design: Design, rng: np.random.
     else:
         drawn = distinct_keys(words, 2 * num, rng)
         keys, values = drawn[:num], drawn[num:]
+    others = design.distractors
     # Distractors stay away from the start and the end, as needles in strata do.
-    targets += (0.02 + 0.96 * (np.arange(design.distractors) + rng.random(design.distractors)) / max(1, design.distractors)).tolist()
+    targets += (0.02 + 0.96 * (np.arange(others) + rng.random(others)) / max(1, others)).tolist()
     return [Needle(key=key, value=value, target=at) for key, value, at in zip(keys, values, targets, strict=True)]
 
 
