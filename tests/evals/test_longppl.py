@@ -90,6 +90,11 @@ def test_the_loss_is_the_mean_over_key_tokens_of_all_windows():
     assert none["value"] is None and none["n"] == 0
 
 
+@pytest.mark.parametrize(("length", "short"), [("128K", 4096), ("32K", 4096), ("2K", 256), (64, 8)])
+def test_short_contexts_suit_the_length(length, short):
+    assert config(length=length, short_context=None).short == short
+
+
 def test_a_length_that_leaves_no_long_context_is_refused():
     with pytest.raises(ValueError, match="length 64 is less than twice short_context 33"):
         config(short_context=33)

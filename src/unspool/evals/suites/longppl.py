@@ -30,6 +30,7 @@ from unspool.evals.prompts import prompt_hash
 from unspool.evals.suite import Cell, PlannedEval, Sample, Suite, Unit
 from unspool.evals.suites.perplexity import PerplexityEval, windows
 
+SHORT_CONTEXT = 4096  # tokens, as in the paper
 SAMPLES_FILE = "samples.jsonl"
 # Short contexts have between short_context − short_context / STRIDES and short_context tokens.
 STRIDES = 4
@@ -40,7 +41,12 @@ class LongPPLEval(EvalConfig):
 
     suite: Literal["longppl"]
     length: Size = Field(description="tokens per window of text")
-    short_context: Size = Field(4096, ge=8, description="most tokens of context in the comparison with short context")
+    short_context: Size | None = Field(
+        None,
+        ge=8,
+        description="most tokens of context in the comparison with short context; 4K if none, or an eighth of a length "
+        "below 32K",
+    )
     min_gain: float = Field(
         2.0, description="nats that the long context adds to a key token's log-probability, at least"
     )
@@ -53,11 +59,16 @@ class LongPPLEval(EvalConfig):
 
     @model_validator(mode="after")
     def _is_longer(self) -> "LongPPLEval":
-        if self.length < 2 * self.short_context:
+        if self.length < 2 * self.short:
             raise ValueError(
-                f"length {format_size(self.length)} is less than twice short_context {format_size(self.short_context)}"
+                f"length {format_size(self.length)} is less than twice short_context {format_size(self.short)}"
             )
         return self
+
+    @property
+    def short(self) -> int:
+        """Most tokens of a short context."""
+        return self.short_context or max(8, min(SHORT_CONTEXT, self.length // 8))
 
 
 def short_losses(backend: Backend, ids: np.ndarray, short_context: int) -> np.ndarray:
@@ -75,7 +86,7 @@ def short_losses(backend: Backend, ids: np.ndarray, short_context: int) -> np.nd
 def choose_key_tokens(config: LongPPLEval, long: np.ndarray, short: np.ndarray) -> np.ndarray:
     """Return positions of key tokens; both arguments hold losses of positions `short_context`, …"""
     is_key = (short - long > config.min_gain) & (-long > config.min_log_prob)
-    return np.flatnonzero(is_key) + config.short_context
+    return np.flatnonzero(is_key) + config.short
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +114,7 @@ class LongPPLSuite(Suite):
                 "metric": "loss",
                 "length": config.length,
                 "depth": None,
-                "from": config.short_context,
+                "from": config.short,
                 "to": config.length,
                 "value": value,
                 "n": n,
@@ -169,7 +180,7 @@ class PlannedLongPPL(PlannedEval):
 
     def ask(self, prepared: np.ndarray, backend: Backend) -> tuple[np.ndarray, np.ndarray]:
         """Return the losses of positions `short_context`, …, and the positions of key tokens."""
-        short_context = self.config.short_context
+        short_context = self.config.short
         long = backend.window_losses(prepared)[short_context - 1 :]
         if not np.isfinite(long).all():
             at = int(np.flatnonzero(~np.isfinite(long))[0]) + short_context
@@ -188,7 +199,7 @@ class PlannedLongPPL(PlannedEval):
                 "index": unit.index,
                 "hash": prompt_hash(prepared),
                 "prompt_tokens": len(prepared),
-                "score": float(long[positions - self.config.short_context].mean()) if len(positions) else None,
+                "score": float(long[positions - self.config.short].mean()) if len(positions) else None,
                 "tokens": len(long),
                 "key_tokens": len(positions),
                 "key_positions": positions.tolist(),
@@ -218,9 +229,9 @@ def read_key_tokens(config: LongPPLEval, root: Path) -> Mapping[str, np.ndarray]
                 found[str(sample["hash"])] = np.array(sample["key_positions"], dtype=np.int64)
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}: line {number} is not a sample ({error!r}); score its model again.") from error
-    if any(len(each) and (each.min() < config.short_context or each.max() >= config.length) for each in found.values()):
+    if any(len(each) and (each.min() < config.short or each.max() >= config.length) for each in found.values()):
         raise ConfigError(
-            f"longppl: key_tokens {config.key_tokens} holds positions outside of {config.short_context} to "
+            f"longppl: key_tokens {config.key_tokens} holds positions outside of {config.short} to "
             f"{config.length}; score its model with the same short_context and length."
         )
     return found
