@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import unspool
-from reference.markdown import page, summary, table
+from reference.markdown import anchor, page, summary, table
 
 
 def public_names() -> dict[str, dict[str, str]]:
@@ -29,5 +29,6 @@ def api_page() -> str:
         rows = ((f"[`{name}`](#{name})", summary(getattr(unspool, name))) for name in names)
         parts += [f"## {heading}\n", table(("name", "summary"), rows)]
         for name, home in names.items():
-            parts.append(f"### unspool.{name} {{ #{name} }}\n\n::: {home}.{name}\n")
+            options = f"    options:\n      heading: unspool.{name}\n      toc_label: unspool.{name}\n"
+            parts.append(f"{anchor(name)}\n\n::: {home}.{name}\n{options}")
     return page("Python API", intro, parts)

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 
-GENERATED = "<!-- Generated from the code by tools/reference; edit the code instead. -->\n\n"
-
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, stacked: bool = False) -> str:
     """A Markdown table. `stacked` shows each row as a block on narrow screens (docs/stylesheets/site.css)."""
@@ -41,4 +39,4 @@ def anchor(key: str) -> str:
 
 
 def page(title: str, intro: str, parts: Iterable[str]) -> str:
-    return GENERATED + f"# {title}\n\n{intro.strip()}\n\n" + "\n".join(parts)
+    return f"# {title}\n\n{intro.strip()}\n\n" + "\n".join(parts)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import yaml
 
 from reference.keys import keys_table, nested_classes
-from reference.markdown import GENERATED, fence, summary
+from reference.markdown import fence, summary
 from unspool.core.config import Config
 from unspool.data.sources.base import Source
 from unspool.data.strategies.base import StrategyConfig
@@ -74,7 +74,7 @@ def link(cls: type[Config]) -> str | None:
 
 
 def recipe_page() -> str:
-    parts = [GENERATED + (HERE / "recipe_intro.md").read_text(encoding="utf-8")]
+    parts = [(HERE / "recipe_intro.md").read_text(encoding="utf-8")]
     parts.append("## Top level { #top-level }\n\n" + keys_table(Recipe, "top-level", link))
     for section in sections():
         depth = "##" if "." not in section.path else "###"

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import Field, GetJsonSchemaHandler, TypeAdapter, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from unspool.core.config import Config, FromRegistry
 from unspool.core.sizes import Size, format_size
@@ -48,7 +50,8 @@ class TaskEval(EvalConfig):
         None, description="Name of a paper's settings. Keys of this entry override the preset's."
     )
     lengths: Lengths = Field(
-        description="Context lengths to score. Template, prompt and answer together never exceed the length."
+        description="Context lengths to score. Template, prompt and answer together never exceed the length. "
+        "Required unless `preset` sets them."
     )
     samples: int = Field(100, ge=1, description="Questions per task and length, spread evenly over depths and labels.")
     tasks: list[str] = Field([], description="Names of the tasks to score. Default: all tasks of the suite.")
@@ -79,6 +82,15 @@ class TaskEval(EvalConfig):
         description="Length whose score divides the score at `target_length`. Default: 32K if 32K and 128K are "
         "scored, otherwise the shortest.",
     )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Require `lengths` only of entries without a preset."""
+        found = handler.resolve_ref_schema(handler(schema))
+        if cls.presets:
+            found["required"].remove("lengths")
+            found |= {"if": {"not": {"required": ["preset"]}}, "then": {"required": ["lengths"]}}
+        return found
 
     @model_validator(mode="before")
     @classmethod

@@ -45,7 +45,7 @@ def editor_schema() -> Shape:
             "description": "Single values to change, by path, such as stages.0.lr: 2e-5.",
             "additionalProperties": {},
         },
-        "stages": {"anyOf": [schema["properties"]["stages"], names]},
+        "stages": {"anyOf": [schema["properties"]["stages"], names], "description": "Training stages, in order."},
     }
     needed = {"if": {"required": ["extends"]}, "else": {"required": schema["required"]}}
     return {**schema, "properties": schema["properties"] | own, "required": ["name"], **needed}
