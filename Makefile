@@ -7,7 +7,7 @@ ARGS ?=
 WORKERS ?= auto
 STAMPS := $(VENV)/.runtime $(VENV)/.dev $(VENV)/.docs
 
-.PHONY: help setup demo test check docs bench gpu clean
+.PHONY: help setup demo test check bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -30,6 +30,7 @@ check: $(VENV)/.dev  ## lint, formatting, types, import direction
 	$(VENV)/bin/python -m pytest tests/test_imports.py
 	@$(VENV)/bin/python benchmarks/gate.py --check
 
+.PHONY: docs
 docs: $(VENV)/.docs  ## build the documentation site into site/
 	@began=$$(date +%s); \
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet && echo "docs: site/index.html, $$(( $$(date +%s) - began )) s"
