@@ -33,7 +33,7 @@ check: $(VENV)/.dev  ## lint, formatting, types, import direction
 .PHONY: docs
 docs: $(VENV)/.docs  ## build the documentation site into site/
 	@began=$$(date +%s); \
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet && echo "docs: site/index.html, $$(( $$(date +%s) - began )) s"
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict && echo "docs: site/index.html, $$(( $$(date +%s) - began )) s"
 
 bench: $(VENV)/.dev  ## run the benchmarks; those that need a GPU say so where there is none
 	@ran=; for file in $(filter-out %/gate.py %/gate_faults.py %/train_columns.py %/neighbor.py,$(wildcard benchmarks/*.py)); do \

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 def site(tmp_path_factory) -> Path:
     pytest.importorskip("mkdocs", reason="needs `make docs` or pip install '.[docs]'")
     folder: Path = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
