@@ -5,7 +5,7 @@ PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
 ARGS ?=
 # Processes that run tests; each computes with one thread, since threads that wait for each other would only get in the way.
 WORKERS ?= auto
-STAMPS := $(VENV)/.runtime $(VENV)/.dev
+STAMPS := $(VENV)/.runtime $(VENV)/.dev $(VENV)/.docs
 
 .PHONY: help setup demo test check bench gpu clean
 .DEFAULT_GOAL := help
@@ -30,6 +30,11 @@ check: $(VENV)/.dev  ## lint, formatting, types, import direction
 	$(VENV)/bin/python -m pytest tests/test_imports.py
 	@$(VENV)/bin/python benchmarks/gate.py --check
 
+.PHONY: docs
+docs: $(VENV)/.docs  ## build the documentation site into site/
+	@began=$$(date +%s); \
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict && echo "docs: site/index.html, $$(( $$(date +%s) - began )) s"
+
 bench: $(VENV)/.dev  ## run the benchmarks; those that need a GPU say so where there is none
 	@ran=; for file in $(filter-out %/gate.py %/gate_faults.py %/train_columns.py %/neighbor.py,$(wildcard benchmarks/*.py)); do \
 	  [ -f "$$file" ] || continue; \
@@ -41,12 +46,13 @@ gpu: $(VENV)/.dev  ## check everything that runs on a GPU, on a machine with one
 	$(VENV)/bin/python benchmarks/gate.py --commit $$(git rev-parse HEAD) $(ARGS)
 
 clean:  ## remove .venv, caches and build output; runs/ stays
-	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp per kind of installation: made once, again only when what is to be installed changes.
 # -qq leaves only errors to be seen. What has no pip is the rest of a .venv that could not be made.
 $(VENV)/.dev: EXTRA := [dev]
+$(VENV)/.docs: EXTRA := [docs]
 $(STAMPS): pyproject.toml constraints.txt
 	@began=$$(date +%s); \
 	if [ ! -x $(VENV)/bin/pip ]; then \

@@ -52,14 +52,19 @@ class NExtLong(StrategyConfig):
     moves_chunks: ClassVar[bool] = True
     path_keys: ClassVar[tuple[str, ...]] = ("model",)
 
-    chunk: Size = Field(default=512, description="tokens of a chunk, at most")
-    retriever: Literal["bm25", "embeddings"] = "bm25"
+    chunk: Size = Field(default=512, description="Longest chunk, in tokens. At most half of `seq_len`.")
+    retriever: Literal["bm25", "embeddings"] = Field(
+        default="bm25",
+        description="How similar chunks are found: `bm25` compares rare words, `embeddings` compares vectors of "
+        "`model`.",
+    )
     model: str | None = Field(
-        default=None, description="embeddings: folder or Hub id of the model whose states are compared"
+        default=None,
+        description="Folder or Hub id of the model that computes embeddings. Required with `retriever: embeddings`.",
     )
     longest: Size | None = Field(
         default=None,
-        description="longer documents are first cut into several of this length; by default a quarter of the row",
+        description="Documents longer than this are first cut into several. Default: a quarter of `seq_len`.",
     )
 
     def check(self, dataset: "DatasetConfig") -> None:
