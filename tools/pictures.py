@@ -78,7 +78,7 @@ def packing() -> Markup:
     model, tokenizer = unspool.load("asset:tiny-base")
     texts = ["The whale swam north.", "She sells sea shells.", "It rained."]
     with tempfile.TemporaryDirectory() as folder:
-        row = unspool.pack(texts, tokenizer, seq_len=26, packing="best_fit", out=folder)[0]
+        row = unspool.pack(texts, tokenizer, seq_len=26, packing="best_fit", out=Path(folder) / "rows")[0]
         batch = unspool.Collator(model)([row])
         seen = _dependence(model, batch)
     side, left, top = 11.0, 66.0, 96.0
@@ -318,7 +318,7 @@ def exactness() -> Markup:
     sums, counts = [], []
     for one in texts:
         with tempfile.TemporaryDirectory() as folder:
-            row = unspool.pack([one], tokenizer, seq_len=256, packing="best_fit", out=folder)[0]
+            row = unspool.pack([one], tokenizer, seq_len=256, packing="best_fit", out=Path(folder) / "rows")[0]
             batch = unspool.Collator(model)([row])
         valid = int((batch["shift_labels"] != IGNORE).sum())
         with torch.no_grad():
