@@ -1,26 +1,68 @@
 """The documents name only what exists, and leave out nothing they promise to hold."""
 
 import re
+import shlex
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+import yaml
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+from typer.testing import CliRunner
 
 from test_imports import BESIDE, ORDER, PACKAGES
 from unspool.cli.main import build_app
+from unspool.core.config import Config
+from unspool.data.corpus.config import EngineConfig
+from unspool.data.packing.config import DatasetConfig, ReplaceConfig
+from unspool.data.sources.registry import SOURCES
+from unspool.data.strategies.cip import CIP
+from unspool.data.strategies.nextlong import NExtLong
+from unspool.data.strategies.pose import PoSE
+from unspool.data.strategies.upsample import Upsample
+from unspool.data.strategies.utk import UtK
+from unspool.evals.suites.helmet import HelmetEval
+from unspool.evals.suites.infbench import InfbenchEval
+from unspool.evals.suites.key_value import KeyValueEval
+from unspool.evals.suites.lveval import LvEval
+from unspool.evals.suites.niah import NiahEval
+from unspool.evals.suites.nocha import NochaEval
+from unspool.evals.suites.perplexity import PerplexityEval
+from unspool.evals.suites.ruler import RulerEval
+from unspool.evals.suites.short_suite import ShortEval
+from unspool.models.config import NewModel
+from unspool.recipe.load import load_recipe
+from unspool.recipe.paths import bundled_recipes
+from unspool.recipe.schema import Recipe
+from unspool.rope.harpe import HARPE
+from unspool.rope.methods import ABF, NTK, PI, Dynamic, Llama3, LongRoPE, NTKByParts, SelfExtend, Unchanged, YaRN
+from unspool.synthesis.config import (
+    ChecksConfig,
+    DecontaminateConfig,
+    LocalGenerator,
+    MockGenerator,
+    ServerGenerator,
+    SynthConfig,
+)
+from unspool.training.config import (
+    AttentionDistillationConfig,
+    GuardConfig,
+    ReportedHours,
+    SamplesConfig,
+    StageConfig,
+    ValidationConfig,
+)
+from unspool.training.optim.config import AdamWConfig
+from unspool.training.parallel.config import ParallelConfig
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "unspool"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
-# Pages that the site generates from the code; links to them are checked when the site is built.
-GENERATED = {
-    ROOT / "docs" / "reference" / f"{name}.md"
-    for name in (
-        *("recipe", "commands", "api", "suites", "strategies", "rope-methods", "sources", "optimizers", "families"),
-    )
-}
+RECIPES = ROOT / "docs" / "recipes.md"
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -69,8 +111,6 @@ def test_every_link_leads_somewhere(document):
     for link in (link for link in links if "://" not in link):
         path, _, anchor = link.partition("#")
         target = (document.parent / path) if path else document
-        if target.resolve() in GENERATED:
-            continue
         assert target.exists(), link
         if anchor:
             assert anchor in {_anchor(heading) for heading in sections(target)}, link
@@ -128,3 +168,123 @@ def test_the_map_fits_two_screens():
 def test_every_command_is_named_in_some_document():
     named = {name for path in DOCUMENTS for name in re.findall(r"\bunspool ([a-z]+)\b", code(path.read_text()))}
     assert verbs() <= named
+
+
+# The recipe file
+
+TABLES: dict[str, type[Config]] = {
+    "Top level": Recipe,
+    "model": NewModel,
+    "engine": EngineConfig,
+    **{f"kind: {kind}": source for kind, source in SOURCES.items()},
+    "datasets": DatasetConfig,
+    "datasets: utk": UtK,
+    "datasets: cip": CIP,
+    "datasets: nextlong": NExtLong,
+    "datasets: upsample": Upsample,
+    "datasets: pose": PoSE,
+    "datasets: replace": ReplaceConfig,
+    "stages": StageConfig,
+    "stages: attention_distillation": AttentionDistillationConfig,
+    "stages: optimizer": AdamWConfig,
+    "stages: parallel": ParallelConfig,
+    "stages: guard": GuardConfig,
+    "stages: validation": ValidationConfig,
+    "stages: reported": ReportedHours,
+    "stages: samples": SamplesConfig,
+    "method: unchanged": Unchanged,
+    "method: abf": ABF,
+    "method: ntk": NTK,
+    "method: pi": PI,
+    "method: dynamic": Dynamic,
+    "method: ntk-by-parts": NTKByParts,
+    "method: yarn": YaRN,
+    "method: longrope": LongRoPE,
+    "method: llama3": Llama3,
+    "method: harpe": HARPE,
+    "method: self-extend": SelfExtend,
+    "suite: niah": NiahEval,
+    "suite: key_value": KeyValueEval,
+    "suite: perplexity": PerplexityEval,
+    "suite: ruler": RulerEval,
+    "suite: helmet": HelmetEval,
+    "suite: lveval": LvEval,
+    "suite: infbench": InfbenchEval,
+    "suite: nocha": NochaEval,
+    "suite: short": ShortEval,
+    "synth": SynthConfig,
+    "synth: openai": ServerGenerator,
+    "synth: transformers": LocalGenerator,
+    "synth: mock": MockGenerator,
+    "synth: checks": ChecksConfig,
+    "synth: decontaminate": DecontaminateConfig,
+}
+
+
+def table(text: str) -> dict[str, str]:
+    """Key and default of each line of a section's table."""
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", text, re.MULTILINE)
+    assert len(rows) == len(dict(rows)), "a key stands twice"
+    return dict(rows)
+
+
+def default_of(config: type[Config], name: str) -> Any:
+    """A default as a recipe would spell it; "required" and "none" where there is no value to spell."""
+    field = config.model_fields[name]
+    if field.default_factory is not None:
+        return "runs/NAME" if (config, name) == (Recipe, "out") else field.default_factory
+    if field.default is PydanticUndefined or (name == "method" and config is not Unchanged):
+        # Without a method, a recipe does not know the class.
+        return "required"
+    if field.default is None:
+        return "none"
+    if isinstance(field.default, BaseModel):
+        # What it sets; options without a value stand in the table of their own.
+        return {key: value for key, value in field.default.model_dump(mode="json").items() if value}
+    return list(field.default) if isinstance(field.default, tuple) else field.default
+
+
+@pytest.mark.parametrize("heading", TABLES)
+def test_every_key_is_described_with_its_default(heading):
+    config = TABLES[heading]
+    described = {
+        key: yaml.safe_load(cell.strip("`")) if cell.startswith("`") else cell
+        for key, cell in table(sections(RECIPES)[heading]).items()
+    }
+    expected = {field.alias or name: default_of(config, name) for name, field in config.model_fields.items()}
+    assert described == expected
+
+
+def test_every_part_of_a_recipe_has_its_table():
+    # What pydantic's schema of a recipe is made of, apart from the recipe itself and datasets, which stand inline.
+    parts = {*Recipe.model_json_schema()["$defs"], "Recipe", "DatasetConfig"}
+    assert {config.__name__ for config in TABLES.values()} == parts
+
+
+def test_every_bundled_recipe_is_listed():
+    names = re.findall(r"^\| `([\w-]+)` \| [^|]+ \|$", sections(RECIPES)["The recipe file"], re.MULTILINE)
+    assert sorted(names) == sorted(bundled_recipes())
+
+
+def test_the_example_recipe_is_valid(tmp_path):
+    (example,) = re.findall(r"```yaml\n(name: .*?)```", RECIPES.read_text(), re.DOTALL)
+    (tmp_path / "example.yaml").write_text(example)
+    assert load_recipe(tmp_path / "example.yaml").recipe.name == "books-8k"
+
+
+def test_what_the_console_shows_is_what_the_command_says():
+    (shown,) = re.findall(r"```console\n(.*?)```", RECIPES.read_text(), re.DOTALL)
+    examples = re.findall(r"^\$ unspool (.+)\n((?:(?!\$ ).+\n)+)", shown, re.MULTILINE)
+    assert examples
+    for command, output in examples:
+        done = CliRunner().invoke(build_app(), command.split())
+        assert (done.exit_code, done.stderr) == (2, output)
+
+
+def test_the_example_overrides_are_taken():
+    (shown,) = re.findall(r"```sh\n(.*?)```", RECIPES.read_text(), re.DOTALL)
+    for line in shown.splitlines():
+        words = shlex.split(line)
+        given = [value for option, value in pairwise(words) if option == "--set"]
+        assert given, line
+        load_recipe("tiny", given)
