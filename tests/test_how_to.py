@@ -174,3 +174,11 @@ def test_a_key_or_value_of_a_stage_in_code_is_valid():
             setting = {"optimizer": setting}
         recompute = {"activation_checkpointing": "full"} if set(setting) & {"offload", "layers_per_checkpoint"} else {}
         StageConfig.model_validate(STAGE | recompute | setting)
+
+
+def test_the_glossary_has_at_most_40_terms_and_each_a_sentence():
+    text = (DOCS / "reference" / "glossary.md").read_text(encoding="utf-8")
+    terms = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text.partition("| --- |")[2], re.MULTILINE))
+    assert 20 <= len(terms) <= 40
+    assert list(terms) == sorted(terms, key=str.lower)
+    assert [term for term, meaning in terms.items() if not meaning.endswith(".") or meaning.count(". ")] == []

@@ -163,7 +163,7 @@ def rope() -> Markup:
     parts = [text(14, 24, "Tokens per full rotation, 8K model extended to 64K", "title")]
     parts += legend(46, [(at, name) for at, name in enumerate(tables)])
     parts += [group(78, _sized(line_chart(series, frame), WIDTH, 250)), text(66, 171, "64K"), text(66, 205, "8K")]
-    parts.append(text(14, 345, "Above 8K, no full rotation was seen in training."))
+    parts.append(text(14, 345, "Above the 8K line: no full turn in training."))
     return picture(360, "Tokens per rotation of each pair of dimensions, by RoPE method", *parts)
 
 

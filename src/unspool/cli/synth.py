@@ -46,9 +46,7 @@ def synth(
 
     loaded = load_recipe(recipe, overrides)
     if not loaded.recipe.synth:
-        raise ConfigError(
-            f"{recipe} has no `synth` section, so there is nothing to generate; see docs/how-to/synthetic-data.md."
-        )
+        raise ConfigError(f"{recipe} has no `synth` section, so there is nothing to generate; see docs/synth.md.")
     # Import late, since it loads torch: recipe errors appear immediately.
     from unspool.recipe.synthesize import Synthesis
 
