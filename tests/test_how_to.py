@@ -47,11 +47,13 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     OPTIMIZERS.pop("lion", None)
+    sys.modules.pop("lion", None)
 
 
-def test_the_optimizer_of_the_page_trains_saves_and_loads_its_state(folder):
-    names = {"__name__": "lion"}
-    exec(EXTENSION, names)
+def test_the_optimizer_of_the_page_trains_saves_and_loads_its_state(folder, monkeypatch):
+    (folder / "lion.py").write_text(EXTENSION)
+    monkeypatch.syspath_prepend(str(folder))
+    names: dict[str, Any] = {}
     exec(REGISTRATION, names)
 
     saved = safe_open(folder / "runs/my/stages/short/optimizer.safetensors", "pt")
