@@ -7,7 +7,7 @@ ARGS ?=
 WORKERS ?= auto
 STAMPS := $(VENV)/.runtime $(VENV)/.dev $(VENV)/.docs
 
-.PHONY: help setup demo test check bench gpu clean
+.PHONY: help setup demo test check bench gpu pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -44,6 +44,9 @@ bench: $(VENV)/.dev  ## run the benchmarks; those that need a GPU say so where t
 
 gpu: $(VENV)/.dev  ## check everything that runs on a GPU, on a machine with one
 	$(VENV)/bin/python benchmarks/gate.py --commit $$(git rev-parse HEAD) $(ARGS)
+
+pictures: $(VENV)/.dev  ## draw the pictures of docs/concepts again
+	@$(VENV)/bin/python tools/pictures.py $(ARGS)
 
 clean:  ## remove .venv, caches and build output; runs/ stays
 	rm -rf $(VENV) dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

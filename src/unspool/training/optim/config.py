@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class AdamWConfig(OptimizerConfig):
-    """AdamW, its moments in fp32 or in 8 bits. docs/memory.md lists the bytes per parameter of each setting."""
+    """AdamW, with moments in fp32 or 8 bits. docs/concepts/memory.md lists the bytes per parameter."""
 
     name: Literal["adamw"] = "adamw"
     states: Literal["fp32", "8bit"] = Field(
