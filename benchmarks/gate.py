@@ -10,6 +10,7 @@ next; parts whose speed is not measured run beside each other. gate_faults.py sh
 
 import argparse
 import hashlib
+import io
 import json
 import re
 import shutil
@@ -17,9 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import tokenize
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from tokenize import TokenInfo
 from typing import Any
 
 from gate_parts import ALONE, NEEDS, PARTS, Gate, run_part
@@ -167,14 +170,50 @@ def describe(name: str, result: dict[str, Any]) -> str:
 
 
 def digest_sources(root: Path = ROOT) -> str:
-    """One digest over the source files that run on a GPU."""
+    """One digest over the code of the source files that run on a GPU; comments and docstrings do not count."""
     found = hashlib.sha256()
     base = root / "src" / "unspool"
     for path in sorted(base.rglob("*.py")):
-        content, name = path.read_bytes(), path.relative_to(base).as_posix()
-        if name.startswith(tuple(f"{folder}/" for folder in GPU_SOURCES)) or IMPORTS_TORCH.search(content.decode()):
-            found.update(f"{name}\0".encode() + content + b"\0")
+        code, name = code_only(path.read_text(encoding="utf-8")), path.relative_to(base).as_posix()
+        if name.startswith(tuple(f"{folder}/" for folder in GPU_SOURCES)) or IMPORTS_TORCH.search(code):
+            found.update(f"{name}\0{code}\0".encode())
     return found.hexdigest()
+
+
+def code_only(source: str) -> str:
+    """Source text without comments, docstrings and blank lines outside of strings.
+
+    The rest of the text stays as it is, because Python versions split it into different tokens.
+    """
+    lines = source.split("\n")  # not splitlines, which also splits at form feeds
+    spans: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    statement: list[TokenInfo] = []
+    depth = 0  # of f-strings, which are several tokens from Python 3.12 on and one before
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        kind = tokenize.tok_name[token.type]
+        depth += kind.endswith("STRING_START") - kind.endswith("STRING_END")
+        if depth:
+            statement.append(token)
+        elif kind == "COMMENT":
+            spans.append((token.start, token.end))
+        elif kind == "NL" and not lines[token.start[0] - 1].strip():
+            spans.append((token.start, token.start))
+        elif kind in ("NEWLINE", "INDENT", "DEDENT"):
+            if statement and all(_is_plain_string(one) for one in statement):
+                spans.append((statement[0].start, statement[-1].end))
+            statement = []
+        elif kind != "NL":
+            statement.append(token)
+    for (first, start), (last, stop) in reversed(spans):
+        before, after = lines[first - 1][:start].rstrip(), lines[last - 1][stop:].strip()
+        lines[first - 1 : last] = [before + after] if before or after else []
+    return "\n".join(lines)
+
+
+def _is_plain_string(token: TokenInfo) -> bool:
+    """True if the token is a string that is no f-string: as a statement it has no effect."""
+    prefix = re.match("[a-z]*", token.string.lower())
+    return token.type == tokenize.STRING and prefix is not None and "f" not in prefix[0]
 
 
 def freshness(root: Path = ROOT) -> str:
