@@ -194,7 +194,7 @@ def test_what_the_study_says_of_two_seeds_and_of_single_lengths() -> None:
     floor /= math.sqrt(len(prompts) + 2)
     floored = 2 * stats.t.sf(prompts.mean() / floor, 1)
     assert f"With the two seeds as units, `utk` against `abf` has p = {floored:.2f}" in PAGE
-    assert f"({plain:.2f} without it" in PAGE
+    assert f"({plain:.2f} without the spread" in PAGE
     at_8k = [paired(needles(study(f"abf-s{seed}"), 8 * K), needles(study(f"utk-s{seed}"), 8 * K)) for seed in (0, 1)]
     both = np.concatenate(at_8k)
     assert ((both > 0).sum(), (both < 0).sum()) == (15, 1)
