@@ -136,7 +136,7 @@ PLANNED = {
 
 
 def tokens_per_second(case: Case, samples: list[tuple[str, float]]) -> float:
-    """Tokens per second, each kind of row weighted by its share of the mix; kinds that were not measured are skipped."""
+    """Tokens per second, each kind of row weighted by its share of the mix; unmeasured kinds are skipped."""
     means = {kind: float(np.mean([seconds for own, seconds in samples if own == kind])) for kind, _ in samples}
     step = sum(case.mix[kind] * mean for kind, mean in means.items()) / sum(case.mix[kind] for kind in means)
     return case.tokens / step
