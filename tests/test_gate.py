@@ -88,7 +88,7 @@ class Fault(Exception):
         ("# Exact in floats.", "# Division by two is exact."),
         ("    # Exact in floats.\n", ""),
         ("  # the only one", ""),
-        ("b\"):", "b\"):  # why # twice"),
+        ('b"):', 'b"):  # why # twice'),
         ('"""A module."""', '"""A module, with \'quotes\' and é."""'),
         ('    """Return half.\n\n    In two paragraphs.\n    """\n', ""),
         ("In two paragraphs.", "In three # paragraphs."),
