@@ -31,7 +31,7 @@ BATCH = 8 << 20  # tokens of a step, ProLong's
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Memory settings of a stage."""
+    """Memory settings of a stage (docs/concepts/memory.md)."""
 
     offload: bool = True
     layers_per_checkpoint: int = 1
