@@ -19,7 +19,16 @@ from unspool.reporting.result_files import json_object
 from unspool.reporting.run_results import SHORT
 from unspool.studies.arm_scores import Measure, find_measures
 
-KEYS = ("source", "scale", "note", "columns", "numbers", "others")
+# The keys of `paper` with their descriptions.
+KEYS = {
+    "source": "Paper and table, such as `ProLong, Table 20`.",
+    "scale": "Model and number of tokens that the paper's numbers were measured with.",
+    "note": "Any other remark.",
+    "columns": "Columns of the paper's table, with the measure that corresponds to each. A list means the average of "
+    "its measures; `null` means that there is none. short/TASK@STAGE is a short task after a stage.",
+    "numbers": "The paper's results by arm: one percentage per column, or `null`.",
+    "others": "Rows of the paper's table that are no arms, in the same form.",
+}
 Numbers = dict[str, list[float | None]]
 ShortScores = dict[str, dict[str, float]]  # stage: task of lm-eval: score
 
@@ -58,7 +67,7 @@ def paper_problems(data: Mapping[str, Any], arms: Sequence[str]) -> Iterator[Pro
         return
     for key in given:
         if key not in KEYS:
-            yield Problem(place=("paper", key), text=unknown_key(key, KEYS))
+            yield Problem(place=("paper", key), text=unknown_key(key, list(KEYS)))
     for key in ("source", "scale"):
         if not isinstance(given.get(key), str):
             yield Problem(place=("paper", key), text="missing; write which table of which paper, and at which scale.")
