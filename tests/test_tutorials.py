@@ -113,6 +113,7 @@ def run_command(command, folder):
         "PYTHONUNBUFFERED": "1",  # stdout and stderr in the order in which they are printed
         "NO_COLOR": "1",
         "HF_HUB_OFFLINE": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads leave the cores to other processes
     }
     environment.pop("OMP_NUM_THREADS", None)
     done = subprocess.run(
