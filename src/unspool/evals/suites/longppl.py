@@ -40,22 +40,26 @@ class LongPPLEval(EvalConfig):
     """Loss on the tokens of held-out text that long context makes predictable."""
 
     suite: Literal["longppl"]
-    length: Size = Field(description="tokens per window of text")
+    length: Size = Field(description="Length of each window of text, in tokens.")
     short_context: Size | None = Field(
         None,
         ge=8,
-        description="most tokens of context in the comparison with short context; 4K if none, or an eighth of a length "
-        "below 32K",
+        description="Longest context in the comparison with short context, in tokens. Default: 4K, or an eighth of a "
+        "length below 32K.",
     )
     min_gain: float = Field(
-        2.0, description="nats that the long context adds to a key token's log-probability, at least"
+        2.0, description="Smallest gain in log-probability, in nats, that the long context must give a key token."
     )
-    min_log_prob: float = Field(-2.0, le=0, description="lowest log-probability of a key token in the long context")
+    min_log_prob: float = Field(
+        -2.0, le=0, description="Lowest log-probability, in nats, of a key token with the long context."
+    )
     key_tokens: str | None = Field(
-        None, description="scores folder of the model that chooses the key tokens; the scored model itself if none"
+        None,
+        description="Scores folder of the model that chooses the key tokens, so that several models are scored on the "
+        "same ones. Default: the scored model chooses.",
     )
-    samples: int = Field(8, ge=1, description="windows")
-    text: str | None = Field(None, description="JSONL or text files; the shipped held-out book if none")
+    samples: int = Field(8, ge=1, description="Number of windows.")
+    text: str | None = Field(None, description="JSONL or text files to read. Default: the bundled held-out book.")
 
     @model_validator(mode="after")
     def _is_longer(self) -> "LongPPLEval":

@@ -40,13 +40,17 @@ class MRCREval(EvalConfig):
     """How much of a reply's predictability a model recovers from a long conversation with similar requests."""
 
     suite: Literal["mrcr"]
-    lengths: Lengths
-    samples: int = Field(24, ge=1, description="conversations per length, spread evenly over numbers of needles")
-    needles: list[Annotated[int, Field(ge=1, le=len(ORDINALS))]] = Field(
-        [2, 4, 8], min_length=1, description="how many requests of a conversation are almost equal"
+    lengths: Lengths = Field(description="Context lengths to score; conversation, question and reply fit the length.")
+    samples: int = Field(
+        24, ge=1, description="Conversations per length, spread evenly over the numbers of similar requests."
     )
-    reply_words: int = Field(60, ge=8, description="words of each reply, about")
-    text: str | None = Field(None, description="JSONL or text files for the replies; the shipped held-out book if none")
+    needles: list[Annotated[int, Field(ge=1, le=len(ORDINALS))]] = Field(
+        [2, 4, 8], min_length=1, description="Numbers of similar requests in a conversation."
+    )
+    reply_words: int = Field(60, ge=8, description="Approximate number of words of each reply.")
+    text: str | None = Field(
+        None, description="JSONL or text files that replies are taken from. Default: the bundled held-out book."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,29 +44,35 @@ class NiahEval(EvalConfig):
     """Needle in a haystack: facts hidden in prose at every depth, asked for at the end."""
 
     suite: Literal["niah"]
-    lengths: Lengths
-    samples: int = Field(20, ge=1, description="questions per length, spread evenly over depths")
-    depths: int = Field(5, ge=1, description="how many depths between the start and the end")
-    needles: int = Field(1, ge=1, description="facts per haystack, each asked for")
-    value: Literal["numbers", "words"] = "numbers"
+    lengths: Lengths = Field(
+        description="Context lengths to score; prompt and answer together never exceed the length."
+    )
+    samples: int = Field(20, ge=1, description="Questions per length, spread evenly over the depths.")
+    depths: int = Field(5, ge=1, description="Number of depths between the start and the end of the context.")
+    needles: int = Field(1, ge=1, description="Facts hidden in each context; the prompt asks for every one.")
+    value: Literal["numbers", "words"] = Field(
+        "numbers",
+        description="Type of the hidden values: seven-digit numbers or single words. Words suit small models.",
+    )
     wordings: list[str] = Field(
         ["magic"],
         min_length=1,
-        description="how facts are stated: names of wordings, or development, heldout or all; every wording is asked "
-        "equally often",
+        description="Wordings of facts and questions: names, or the sets development, heldout and all. Questions are "
+        "spread evenly over them.",
     )
     distractors: list[Annotated[int, Field(ge=0)]] = Field(
         [0],
         min_length=1,
-        description="numbers of other facts in the same wording that no question asks for, each asked equally often",
+        description="Numbers of further facts in the same wording that no question asks for. Questions are spread "
+        "evenly over the numbers.",
     )
     placement: Literal["grid", "strata"] = Field(
         "grid",
-        description="grid: depths from the very start to the end of the context; strata: random places inside equal "
-        "parts of it, so that no fact lies at the start or next to the question",
+        description="Where facts lie. grid: at depths from the start to the end of the context. strata: at random places "
+        "inside equal parts of it, so that no fact is at the start or next to the question.",
     )
     text: str | None = Field(
-        None, description="JSONL or text files for the haystack; the shipped held-out book if none"
+        None, description="JSONL or text files for the text around the facts. Default: the bundled held-out book."
     )
 
     @field_validator("wordings")
