@@ -7,8 +7,8 @@ A page is executed in an empty folder, from top to bottom:
 - A fence below a line that ends in "`NAME`:" and begins with "Save" is written to the file NAME.
 - Any other ```text, ```sh or ```yaml fence has `<!-- not executed: reason -->` above it.
 
-In expected output, a line `...` stands for any lines, and `...` within a line for any text. Durations, rates and absolute
-paths are ignored. Other numbers have a tolerance (`same_number`).
+In expected output, a line `...` stands for any lines, and `...` within a line for any text. Durations, rates and
+absolute paths are ignored. Other numbers have a tolerance (`same_number`).
 """
 
 import contextlib
