@@ -325,21 +325,9 @@ def test_measures_that_other_evals_do_not_have_are_no_longer_compared(study):
 
 # The page about studies
 
-PAGE = Path(__file__).parents[2] / "docs" / "studies.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "compare-methods.md"
 
 
-def test_the_page_describes_every_key_and_every_bundled_study():
-    text = PAGE.read_text()
-    described = re.findall(r"^\| `(\w+)` \|", text.partition("## The study file")[2], re.MULTILINE)
-    assert tuple(sorted(described)) == tuple(sorted(KEYS))
-    assert all(f"`{key}`" in text for key in ARM_KEYS)
-    listed = re.findall(r"^\| `([\w-]+)` \|", text.partition("## The study file")[0], re.MULTILINE)
-    assert sorted(listed) == sorted(bundled_studies())
-
-
-def test_the_example_of_the_page_is_valid(tmp_path):
-    (example,) = re.findall(r"```yaml\n(name: .*?)```", PAGE.read_text(), re.DOTALL)
-    (tmp_path / "example.yaml").write_text(example)
-    found = load_study(tmp_path / "example.yaml")
-    assert found.arms == ["abf", "slower", "utk"]
-    assert found.against["utk"] == ["abf", "slower"]
+def test_the_page_describes_every_key():
+    described = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
+    assert sorted(described) == sorted({*KEYS, *ARM_KEYS})

@@ -144,7 +144,7 @@ def load_study(path_or_name: str | Path, *, overrides: list[str] | None = None, 
     data, marks, problems = read_yaml(text, label)
     if not isinstance(data, dict):
         raise ConfigError(
-            f"{label}:1: a study is a mapping of keys such as name, recipe and arms; see docs/studies.md."
+            f"{label}:1: a study is a mapping of keys such as name, recipe and arms; see the tutorial compare-methods."
         )
     refuse([*problems, *study_problems(data)], marks, data)
     specs, grid_problems = expand(data)

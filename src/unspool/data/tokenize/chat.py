@@ -180,7 +180,7 @@ def _check_masks(encoder: ChatEncoder, name: str) -> None:
         raise ConfigError(f"{name}: its generation marks include the user's words; mark only the assistant's.")
     joined = "".join(trained)
     if not all(answer in joined for answer in answers):
-        raise ConfigError(f"{name}: not every answer of a conversation would be trained on; see docs/sft.md.")
+        raise ConfigError(f"{name}: not every answer of a conversation would be trained on; see docs/tutorials/sft.md.")
     if not all(text.partition(answer)[2].strip() for answer, text in zip(answers, trained, strict=False)):
         raise ConfigError(
             f"{name}: nothing that is trained on follows the assistant's words, so a model would not learn to stop; "
