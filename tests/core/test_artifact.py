@@ -316,7 +316,7 @@ def test_work_for_another_key_is_kept_for_one_generation_and_comes_back(tmp_path
     assert capsys.readouterr().err == ""
 
     assert work_on(work, "b") is None
-    assert "box: discarding the unfinished work in box.work (3 steps)" in capsys.readouterr().err
+    assert "box: setting aside the unfinished work in box.work (3 steps)" in capsys.readouterr().err
     assert work_on(work, "a") == "3 steps", "b had done nothing, so nothing is lost"
     assert capsys.readouterr().err == ""
     assert work_on(work, "b") is None
@@ -326,7 +326,7 @@ def test_work_for_another_key_is_kept_for_one_generation_and_comes_back(tmp_path
     capsys.readouterr()
     assert work_on(work, "c") is None
     said = capsys.readouterr().err
-    assert "(5 steps)" in said and "3 steps of still older work there is deleted" in said
+    assert "(5 steps)" in said and "3 steps of older work there is deleted" in said
 
 
 @pytest.mark.parametrize("moment", range(1, 6))

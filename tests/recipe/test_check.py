@@ -64,7 +64,7 @@ MISTAKES = {
     "empty list": ("[1K, 4K]", "[]", 27, ["evals.0.lengths", "at least one entry"]),
     "number for a union": ("model: org/name", "model: 7", 2, ["model = 7", "must be text or a mapping"]),
     "part of a union": ("model: org/name", "model: {size: 4M, context_length: 256}", 2, ["model.tokenizer: missing"]),
-    "key given twice": ("name: small", "name: small\nname: other", 2, ["name", "already given on line 1"]),
+    "key given twice": ("name: small", "name: small\nname: other", 2, ["name", "first given on line 1"]),
     "tag": ("name: small", "name: !!python/name:os.system x", 1, ["name", "tag", "not allowed"]),
     "class's own check": (
         "batch_tokens: 16K",
@@ -187,7 +187,7 @@ def test_a_model_from_scratch_cannot_be_refitted_in_the_stage_it_begins_with(val
         load_recipe(valid)
 
     (sentence,) = str(error.value).split("\n")
-    assert "stages.0.attention_distillation: a new model attends to nothing yet" in sentence
+    assert "stages.0.attention_distillation: a new model has no attention to preserve" in sentence
 
 
 def test_refit_rows_that_skip_positions_or_do_not_divide_are_refused(valid):
@@ -217,15 +217,15 @@ def test_every_problem_is_told_at_once_in_the_order_of_the_file(valid):
     {
         "": "the recipe is empty",
         "# only a comment\n": "the recipe is empty",
-        "- a\n- b\n": "a recipe is a mapping",
-        "hello": "a recipe is a mapping",
+        "- a\n- b\n": "a recipe must be a mapping",
+        "hello": "a recipe must be a mapping",
         "name: a\nmodel: b: c\n": "bad.yaml:2: not valid YAML: mapping values are not allowed here at column 9",
         "name: a\n\tmodel: b\n": "bad.yaml:2: not valid YAML",
         "name: [1, 2\n": "not valid YAML",
         "name: a\n---\nname: b\n": "bad.yaml:2: not valid YAML",
         "name: \x00": "not valid YAML",
         "name: *nobody\n": "bad.yaml:1: not valid YAML: found undefined alias",
-        "name: &loop [*loop]\n": "anchors expand without end",
+        "name: &loop [*loop]\n": "anchors expand to too many values",
         "name: " + "[" * 5000: "nested too deeply",
     }.items(),
 )
@@ -265,7 +265,7 @@ def test_files_that_cannot_be_a_recipe_are_refused_unread(tmp_path):
     binary, large = tmp_path / "binary", tmp_path / "large"
     binary.write_bytes(b"\xff\xfe\x00")
     large.write_bytes(b"a" * (2 << 20))
-    for path, wanted in {binary: "not a text file", large: "too large"}.items():
+    for path, wanted in {binary: "is not UTF-8 text", large: "too large"}.items():
         with pytest.raises(ConfigError, match=wanted):
             load_recipe(path)
 
@@ -348,9 +348,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_work_starts(valid, mo
     write_inputs(valid.parent)
     loaded = load_recipe(valid, ["stages.1.loggers=[wandb]"])
     monkeypatch.setattr(load, "find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"stages.1.loggers: wandb is not installed here; pip install 'unspool\[track"
-    ):
+    with pytest.raises(ConfigError, match=r"stages.1.loggers: wandb is not installed; run pip install 'unspool\[track"):
         check_inputs(loaded)
     monkeypatch.setattr(load, "find_spec", lambda name: object())
     check_inputs(loaded)

@@ -50,13 +50,13 @@ def test_a_recipe_may_extend_one_that_extends_another(valid):
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("extends: small.yaml\n", "own.yaml:1: extends: add `name`, since runs of two recipes cannot share a folder."),
-        ("extends: [small.yaml]\nname: own\n", "own.yaml:1: extends: name the recipe whose values this one changes"),
-        ("name: own\nset: {seed: 1}\n", "own.yaml:1: extends: name the recipe whose values this one changes"),
-        ("extends: small.yaml\nname: own\nset: [seed]\n", "own.yaml:3: set: must map paths to values"),
+        ("extends: small.yaml\n", "own.yaml:1: extends: add `name`, because two recipes cannot share a run folder."),
+        ("extends: [small.yaml]\nname: own\n", "own.yaml:1: extends: give the recipe to extend"),
+        ("name: own\nset: {seed: 1}\n", "own.yaml:1: extends: give the recipe to extend"),
+        ("extends: small.yaml\nname: own\nset: [seed]\n", "own.yaml:3: set: must be a mapping from paths to values"),
         ("extends: smal.yaml\nname: own\n", "recipe file smal.yaml does not exist"),
         ("extends: prolonk\nname: own\n", "'prolonk' is neither a file nor a bundled recipe; did you mean 'prolong'?"),
-        ("extends: own.yaml\nname: own\n", "own.yaml: the recipes extend each other; one of them must be complete."),
+        ("extends: own.yaml\nname: own\n", "own.yaml: the recipes extend each other in a circle"),
         (
             "extends: small.yaml\nname: own\nset:\n  seed: 1\n  stages.frist.lr: 1\n",
             "own.yaml:5: set: stages has no 'frist'; did you mean 'first'?",

@@ -52,7 +52,7 @@ def test_a_later_override_wins(valid):
         "evals.1.samples=3": "evals has entries 0 to 0",
         "sources.boks.path=x": "sources has no 'boks'; did you mean 'books'?",
         "name.x=1": "name is 'small', which has no keys",
-        "out.x=1": "out may only be text",
+        "out.x=1": "out must be text",
         "seed": "write a path and a value",
         "=3": "write a path and a value",
         "stages..lr=3": "write a path and a value",
@@ -62,7 +62,7 @@ def test_a_later_override_wins(valid):
         "stages.0.rope={method: abff}": "stages.0.rope.method = abff: not known; did you mean 'abf'?",
         "stages.1.rope.base=1e6": "stages.1.rope.method: missing",
         "stages.0.mix.shrt=1": "stages.0.mix.shrt: dataset 'shrt' is not known; did you mean 'short'?",
-        "stages.0.mix={long: 1, long: 2}": "stages.0.mix.long: this key is already given",
+        "stages.0.mix={long: 1, long: 2}": "stages.0.mix.long: duplicate key, first given",
     }.items(),
 )
 def test_a_wrong_override_is_told_with_its_own_text_instead_of_a_line(text, wanted, problems):

@@ -158,7 +158,7 @@ def test_runs_are_chosen_by_arm_or_by_name(study):
         ),
         ("small.yaml", "smal.yaml", "rates.yaml:2: recipe: recipe file smal.yaml does not exist"),
         ("recipe: small.yaml", "", "rates.yaml:1: recipe: missing; write a recipe's name or file."),
-        ("  faster:\n", "  plain:\n", "rates.yaml:7: arms.plain: this key is already given on line 6"),
+        ("  faster:\n", "  plain:\n", "rates.yaml:7: arms.plain: duplicate key, first given on line 6"),
     ],
 )
 def test_every_mistake_is_one_sentence_with_its_line(mistakes, old, new, wanted):
