@@ -168,7 +168,9 @@ def test_epochs_count_what_the_slots_use(num_slots):
 
 
 def test_rows_that_do_not_fill_a_context_are_refused():
-    with pytest.raises(ConfigError, match="rows a have 24 tokens, which does not divide the stage's context of 64"):
+    with pytest.raises(
+        ConfigError, match="rows a have 24 tokens, which does not divide the stage's context length of 64"
+    ):
         build({"a": 1.0}, row_len=24, context=64)
 
 

@@ -366,5 +366,5 @@ def test_tangling_whole_rows_is_refused():
 
 @pytest.mark.parametrize("hops", [{}, {1: 1.0}, {9: 1.0}, {2: -1.0}, {2: 0.0}])
 def test_hops_are_two_to_eight_pieces_with_shares(hops):
-    with pytest.raises(ValueError, match="hops needs counts of 2 to 8 with positive shares"):
+    with pytest.raises(ValueError, match="hops must map counts of 2 to 8 to positive shares"):
         UtK(hops=hops)

@@ -121,7 +121,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused_and_then_read_whole(d
     }[damage]
     with pytest.raises((UnspoolError, FileNotFoundError)) as error:
         _build_shifty(tmp_path, tokenizer, happens)
-    assert "b.jsonl" in str(error.value) or "changed while it was read" in str(error.value)
+    assert "b.jsonl" in str(error.value) or "changed during reading" in str(error.value)
     assert not (tmp_path / "out" / "web").exists()
 
     (tmp_path / "b.jsonl").write_bytes(content)

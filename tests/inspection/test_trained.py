@@ -44,7 +44,7 @@ def test_the_terminal_puts_brackets_around_what_is_trained_on():
 def test_the_page_marks_what_is_trained_on(tmp_path):
     shown = page(tmp_path, 3)
     assert '<mark class="trained">because<span class="control">&lt;|end|&gt;</span></mark>' in shown
-    assert '<mark class="trained">of it</mark>' in shown and "has loss</li>" in shown
+    assert '<mark class="trained">of it</mark>' in shown and "trained on</li>" in shown
     assert "<mark" not in page(tmp_path, None)
 
 

@@ -199,7 +199,7 @@ def test_another_tokenizer_is_used_if_asked_for_but_not_in_silence(run_dir, tmp_
     byte_tokenizer(bos=True).save_pretrained(tmp_path / "other")
     assert read_by(run_dir / "corpus" / "books").notes == []
     other = read_by(run_dir / "corpus" / "books", str(tmp_path / "other"))
-    assert "is not the one recorded in the manifest" in other.notes[0]
+    assert "differs from the one in the manifest" in other.notes[0]
 
 
 def test_of_several_tokenizers_the_recorded_one_is_taken(tmp_path):

@@ -165,7 +165,7 @@ def test_shortmix_has_the_shares_of_the_paper_and_the_released_script_is_an_opti
 
 
 def test_an_unknown_mix_and_a_mix_without_its_sources_are_refused():
-    with pytest.raises(ConfigError, match="no mix is called 'shortmx'; did you mean 'shortmix'"):
+    with pytest.raises(ConfigError, match="mix 'shortmx' is not known; did you mean 'shortmix'"):
         load_recipe("prolong-64k", ["datasets.short.from=mix:shortmx"])
     with pytest.raises(ConfigError, match="source 'fineweb-edu' is not known"):
         load_recipe("tiny", ["datasets.short.from=mix:shortmix"])

@@ -51,7 +51,10 @@ def test_positions_beyond_the_context_of_a_stage_are_refused(valid, problems):
     assert load_recipe(valid, ["datasets.short.pose={target: 4K}"])
     (sentence,) = problems(sets=["datasets.short.pose={target: 8K}"])
     assert "stages.0.mix.short" in sentence
-    assert "positions up to 8K, beyond the stage's context length of 4K; lower datasets.short.pose.target or raise" in sentence
+    assert (
+        "positions up to 8K, beyond the stage's context length of 4K; lower datasets.short.pose.target or raise"
+        in sentence
+    )
 
 
 def test_positions_of_documents_are_refused_where_the_row_is_one(valid, problems):

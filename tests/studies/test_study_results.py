@@ -169,7 +169,7 @@ def test_our_means_stand_beside_the_papers_numbers(tmp_path):
     text = markdown({"name": "made-up", "runs": [], "paper": found, **result})
     assert "| utk | 100.0 (paper 75.0) | 75.0 (paper 80.0) | – (paper 12.5) | – | 37.5 (paper 60.0) |" in text
     assert "| abf | 50.0 | 75.0 | – | – | – |" in text and "| untouched | – (paper 10.0)" in text
-    assert "at its own scale (7B)" in text
+    assert "at its scale (7B)" in text
 
 
 # Pairing
@@ -291,7 +291,7 @@ def test_three_seeds_that_agree_say_it_of_the_recipe_and_two_that_do_not_say_it_
     sure, mixed = (verdict(result, "perplexity/256-512", name) for name in ("sure", "mixed"))
     assert (sure["verdict"], sure["of"], sure["says"]) == ("better", "seeds", "better, over 3 seeds")
     assert (mixed["verdict"], mixed["of"]) == ("better", "models")
-    assert mixed["says"] == "better on these prompts; 2 seeds are too few to say so of the recipe"
+    assert mixed["says"] == "better on these prompts; 2 seeds are too few to conclude this for the recipe"
 
 
 def test_a_difference_that_is_sure_and_tiny_is_said_to_be_tiny():

@@ -214,7 +214,7 @@ def test_documents_without_text_are_left_out(tmp_path):
     (tmp_path / "part-0.jsonl").write_text('{"text": ""}\n{"text": "the mill"}\n')
     assert build(tmp_path)["documents"] == 1
     (tmp_path / "part-0.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(DataError, match="corpus books: no document holds any text"):
+    with pytest.raises(DataError, match="corpus books: no document contains text"):
         build(tmp_path)
 
 

@@ -235,7 +235,7 @@ def test_rows_in_which_nothing_is_asked_for_are_dropped_and_counted(tmp_path):
 def test_too_short_rows_say_so(tmp_path):
     save_talks(tmp_path / "talks.jsonl", [[Message("user", prose(90, seed=1)), Message("assistant", "yes")]])
     corpus(tmp_path)
-    with pytest.raises(DataError, match="no row of 64 holds a token that is trained on"):
+    with pytest.raises(DataError, match="no row of 64 holds a trained token"):
         rows(tmp_path, tmp_path, packing="truncate", seq_len=64)
 
 

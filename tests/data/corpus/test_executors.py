@@ -98,7 +98,7 @@ def test_a_bug_in_a_task_is_named_and_its_traceback_kept(tmp_path, workers):
 
 
 def test_a_worker_that_is_killed_is_an_error_and_not_a_wait_without_end(tmp_path):
-    with pytest.raises(DataError, match=r"worker process of task 2 was killed by SIGKILL; .* fewer engine.workers"):
+    with pytest.raises(DataError, match=r"worker process of task 2 was killed by SIGKILL; .* lower engine.workers"):
         run(tmp_path, {2: "die"}, workers=2)
     run(tmp_path, workers=2)
     assert outputs(tmp_path) == whole(5)
@@ -235,7 +235,7 @@ def test_the_bar_counts_what_is_complete_and_is_not_shown_without_a_terminal(tmp
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"partition": "cpu"}, "partition is an option of kind: slurm; leave it out or use kind: slurm"),
+        ({"partition": "cpu"}, "partition is an option of kind: slurm; remove it, or use kind: slurm"),
         ({"kind": "ray", "memory_gb": 8}, "memory_gb is an option of kind: slurm"),
         ({"kind": "slurm", "address": "auto"}, "address is an option of kind: ray"),
         ({"sbatch": {"account": "x"}}, "sbatch is an option of kind: slurm"),
@@ -266,7 +266,7 @@ def test_engines_that_cannot_run_here_are_refused_before_any_work(tmp_path, monk
     slurm = EngineConfig(kind="slurm", partition="cpu")
     check_engine(EngineConfig())
     for engine, said in (
-        (EngineConfig(kind="ray"), r"Ray is not installed; `pip install 'unspool\[cluster\]'`"),
+        (EngineConfig(kind="ray"), r"Ray is not installed; run `pip install 'unspool\[cluster\]'`"),
         (EngineConfig(kind="slurm"), "engine.partition is missing"),
         (slurm, "this machine has no command sbatch"),
     ):

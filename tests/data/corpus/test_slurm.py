@@ -143,7 +143,7 @@ def test_a_refused_job_is_an_error_beside_the_words_of_sbatch(tmp_path, slurm, m
 
 
 def test_a_folder_with_a_space_is_refused(tmp_path, slurm):
-    with pytest.raises(ConfigError, match="Slurm jobs need a folder whose path has no spaces"):
+    with pytest.raises(ConfigError, match="Slurm jobs need a path without spaces"):
         run(tmp_path / "my out")
 
 

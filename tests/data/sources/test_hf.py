@@ -279,7 +279,7 @@ def test_a_folder_without_data_and_a_path_that_is_neither_are_refused(tmp_path):
     (tmp_path / "table.csv").touch()
     with pytest.raises(ConfigError, match="holds no Parquet, JSONL or Arrow files"):
         source().units(tmp_path)
-    with pytest.raises(ConfigError, match="no Hub id such as org/name"):
+    with pytest.raises(ConfigError, match="nor a Hub id; give one such as org/name"):
         source("a/b/c").units(tmp_path)
 
 

@@ -285,7 +285,7 @@ def test_no_index_or_no_shard_is_refused_before_any_work(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no index\.json"):
         source().units(tmp_path)
     save_index(tmp_path, [])
-    with pytest.raises(ConfigError, match="name no shard"):
+    with pytest.raises(ConfigError, match="list no shard"):
         source().units(tmp_path)
 
 

@@ -314,14 +314,14 @@ def test_tokenizers_beyond_byte_level_bpe_are_left_to_the_library(capsys):
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     chosen = choose_route(Encoder(backend.to_str(), (), 0), ["the mill"])
     assert chosen.route == "tokenizers"
-    assert "tokenizing with tokenizers" in capsys.readouterr().err
+    assert "tokenizing with the tokenizers library" in capsys.readouterr().err
     assert chosen.encode_plain(["the mill"])[0].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"lstrip": True}, "take in the spaces around them"),
+        ({"lstrip": True}, "include the spaces around them"),
         ({"content": "<tool>more"}, "prefix of another"),
     ],
 )
