@@ -58,8 +58,8 @@ def test_python_strings_have_kind_and_line(tmp_path: Path) -> None:
 
 OTHER_FILES = {
     "a.yaml": (
-        "# Two\n# lines.\nkey: 1  # why\nabout: three plain words\n",
-        "1 Two lines.|3 why|4 three plain words",
+        "# Two\n# lines.\n#\n# Third.\nkey: 1  # why\nabout: three plain words\n",
+        "1 Two lines.|4 Third.|5 why|6 three plain words",
     ),
     "a.html.j2": (
         '{# no #}<p title="Read me">Loss of\n{{ name }}</p>{% if x %}{{ x }}{% endif %}',

@@ -173,10 +173,10 @@ def _yaml(source: str) -> Iterator[tuple[int, str, str]]:
     block: list[str] = []
     for number, line in enumerate([*source.splitlines(), ""], 1):
         before, mark, comment = line.partition("#")
-        if block and (before.strip() or not mark):
+        if block and (before.strip() or not comment.strip()):  # also at an empty comment line
             yield number - len(block), "yaml", " ".join(block)
             block = []
-        if mark and not before.strip():
+        if comment.strip() and not before.strip():
             block.append(comment.strip())
         elif mark and before.endswith(" "):
             yield number, "yaml", comment.strip()
@@ -213,7 +213,7 @@ def sample(strings: Sequence[Found], count: int, seed: int) -> list[Found]:
     by_kind: dict[str, list[Found]] = {}
     for found in strings:
         for sentence in SENTENCE_END.split(found.text):
-            if len(WORD.findall(sentence)) > 3:
+            if len(WORD.findall(sentence)) > 3 and sentence.count("{") == sentence.count("}"):
                 by_kind.setdefault(found.kind, []).append(Found(found.path, found.line, found.kind, sentence))
     draw = random.Random(seed)
     for sentences in by_kind.values():

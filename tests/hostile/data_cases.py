@@ -19,7 +19,7 @@ import zstandard
 from data.sources import mds_folders
 from data.sources.packing import special, tar_bytes, write_tar, write_zip
 
-# A limit of its own, so that what exceeds it is small enough for a test.
+# A lower limit, so that an input above it is small enough for a test.
 RECORD_BYTES = 4 << 20
 
 Write = Callable[[Path], Any]

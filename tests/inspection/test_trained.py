@@ -1,4 +1,4 @@
-"""Where a mask leaves tokens out, every view says which are trained on, also without colors."""
+"""With a loss mask, every view marks the trained tokens, also without colors."""
 
 import io
 
@@ -37,7 +37,7 @@ def page(tmp_path, trained: int | None) -> str:
 def test_the_terminal_puts_brackets_around_what_is_trained_on():
     shown = printed(3)
     assert "⟦because<|end|>⟧" in shown and "⟦of it⟧" in shown
-    assert "⟦…⟧ has loss" in shown
+    assert "⟦…⟧ is trained on" in shown
     assert "⟦" not in printed(None)
 
 

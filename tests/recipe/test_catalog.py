@@ -1,4 +1,4 @@
-"""The bundled recipes are complete, valid, and say what the papers say."""
+"""The bundled recipes are complete, valid, and agree with the papers."""
 
 import pytest
 

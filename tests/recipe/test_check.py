@@ -1,4 +1,4 @@
-"""Every mistake in a recipe is told in one sentence that says where it is and how to mend it."""
+"""Every mistake in a recipe gives one sentence with its place and a remedy."""
 
 import re
 from pathlib import Path
@@ -160,7 +160,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_in_one_sentence_with_its_line(mistake, problems):
+def test_a_mistake_is_reported_in_one_sentence_with_its_line(mistake, problems):
     old, new, line, wanted = MISTAKES[mistake]
     found = problems(old, new)
     # A renamed entry also leaves what referred to it without a target: those are other lines.
@@ -203,7 +203,7 @@ def test_refit_rows_that_skip_positions_or_do_not_divide_are_refused(valid):
     assert "stages.1.attention_distillation.datasets.odd" in odd and "3K" in odd and "4K" in odd
 
 
-def test_every_problem_is_told_at_once_in_the_order_of_the_file(valid):
+def test_all_problems_are_reported_together_in_the_order_of_the_file(valid):
     broken = VALID.replace("kind: jsonl", "kind: jsnol").replace("packing: single_doc", "pak: whole")
     valid.write_text(broken.replace("short: 0.4", "shrt: 0.4").replace("lr: 2e-5", "lr: fast"))
     with pytest.raises(ConfigError) as error:
@@ -229,7 +229,7 @@ def test_every_problem_is_told_at_once_in_the_order_of_the_file(valid):
         "name: " + "[" * 5000: "nested too deeply",
     }.items(),
 )
-def test_what_is_no_recipe_is_refused_in_one_sentence(tmp_path, text, wanted):
+def test_a_file_that_is_not_a_recipe_is_refused_in_one_sentence(tmp_path, text, wanted):
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
@@ -246,7 +246,7 @@ def test_anchors_that_multiply_are_refused_before_they_fill_memory(tmp_path):
         load_recipe(path)
 
 
-def test_a_path_that_is_no_recipe_file_is_refused_with_the_nearest(tmp_path, valid):
+def test_a_wrong_recipe_path_is_refused_with_the_nearest_name(tmp_path, valid):
     for given, wanted in {
         "tine": "did you mean 'tiny'?",
         str(tmp_path / "smal.yaml"): "small.yaml'?",
@@ -261,7 +261,7 @@ def test_a_path_that_is_no_recipe_file_is_refused_with_the_nearest(tmp_path, val
         assert "\n" not in str(error.value)
 
 
-def test_files_that_cannot_be_a_recipe_are_refused_unread(tmp_path):
+def test_files_that_cannot_be_a_recipe_are_refused_before_parsing(tmp_path):
     binary, large = tmp_path / "binary", tmp_path / "large"
     binary.write_bytes(b"\xff\xfe\x00")
     large.write_bytes(b"a" * (2 << 20))
@@ -298,7 +298,7 @@ def write_inputs(folder: Path) -> None:
     (folder / "wiki").mkdir()
 
 
-def test_inputs_beside_the_recipe_are_found(valid):
+def test_inputs_next_to_the_recipe_are_found(valid):
     write_inputs(valid.parent)
     loaded = load_recipe(valid)
     check_inputs(loaded)
@@ -321,7 +321,7 @@ def test_a_dataset_of_the_hub_needs_no_file_here_and_a_path_does(valid):
             check_inputs(loaded)
 
 
-def test_missing_inputs_are_told_together_before_work_starts(valid, tmp_path, monkeypatch):
+def test_missing_inputs_are_reported_together_before_work_starts(valid, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     loaded = load_recipe(valid, ["model=./nowhere", "evals.0.text=held/*.txt"])
     with pytest.raises(ConfigError) as error:
@@ -368,7 +368,7 @@ def test_data_of_the_hub_is_left_to_the_suite(valid, path):
     check_inputs(load_recipe(valid, [f"evals.0={{suite: ruler, lengths: [4K], paths: {{qa_1: '{path}'}}}}"]))
 
 
-def test_a_chat_template_that_is_missing_is_told_with_its_line(valid):
+def test_a_missing_chat_template_is_reported_with_its_line(valid):
     write_inputs(valid.parent)
     loaded = load_recipe(valid, ["sources.wiki.kind=chat", "sources.wiki.template=none.jinja"])
     with pytest.raises(ConfigError, match=r"sources.wiki.template = none.jinja: no such file"):

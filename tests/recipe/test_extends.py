@@ -75,13 +75,13 @@ def test_a_recipe_may_extend_one_that_extends_another(valid):
         ),
     ],
 )
-def test_mistakes_are_told_in_the_file_that_has_them(valid, text, wanted, monkeypatch):
+def test_mistakes_are_reported_in_the_file_that_has_them(valid, text, wanted, monkeypatch):
     monkeypatch.chdir(valid.parent)
     found = sentences(extending(valid, text))
     assert any(sentence.startswith(wanted) for sentence in found), found
 
 
-def test_a_mistake_in_the_other_recipe_is_told_with_its_line(valid):
+def test_a_mistake_in_the_other_recipe_is_reported_with_its_line(valid):
     valid.write_text(valid.read_text().replace("lr: 1e-5", "lr: fast"))
     (found,) = sentences(extending(valid, "extends: small.yaml\nname: own\nset: {seed: 1}\n"))
     assert found.startswith("small.yaml:18: stages.0.lr = fast")

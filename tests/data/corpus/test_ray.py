@@ -31,7 +31,7 @@ def run(folder: Path, does=None, *, kind="ray", ranks=range(5), num_tasks=5) -> 
 
 
 def remember_folders(root: Path) -> None:
-    """From here on, list Ray's folders: beside them may lie those of other runs, which all have the same parent."""
+    """List Ray's folders from now on; folders of other runs have the same parent."""
 
     class Remembered(cluster.TemporaryDirectory):
         def __init__(self, **options) -> None:

@@ -1,4 +1,4 @@
-"""The fast routes give the ids of `tokenizers`, or step aside, or say that they do not."""
+"""The fast routes give the ids of `tokenizers`, or are not used, or raise an error."""
 
 import json
 import pickle
@@ -291,7 +291,7 @@ def test_a_route_that_does_too_little_is_not_taken(only_route):
     only_route("swift", Refuses)
     chosen = choose_route(encoder_of("llama3-like"), TRAINING)
     assert chosen.route == "tokenizers"
-    assert "not swift: it cannot do 100% of the sample" in chosen.why
+    assert "not swift: it cannot encode 100% of the sample" in chosen.why
 
 
 def test_a_missing_package_is_named_and_the_next_route_taken(monkeypatch):

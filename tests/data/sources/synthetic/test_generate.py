@@ -105,7 +105,7 @@ def test_parts_hold_every_document_once_and_are_alike():
     assert len(split_plan(plan_documents(source(tokens=1), 0))) == 1
 
 
-def test_prose_that_reads_like_a_fact_or_a_question_is_left_out():
+def test_prose_that_looks_like_a_fact_or_a_question_is_skipped():
     facts = [
         "Ann Lee reports to Bob Ray.",
         "Step 1: the baker opened his shop at six.",
@@ -119,7 +119,7 @@ def test_prose_that_reads_like_a_fact_or_a_question_is_left_out():
         load_prose(["Short. Too short."])
 
 
-def test_prose_stands_between_the_facts():
+def test_prose_is_between_the_facts():
     texts = [document("states", 1024, index, with_prose=True) for index in range(40)]
     shares = [sum(map(text.count, SENTENCES)) * 78 / len(text) for text in texts]
     assert 0 in shares and max(shares) > 0.5
