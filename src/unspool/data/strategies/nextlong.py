@@ -16,7 +16,7 @@ The authors' repository (Gao et al., arXiv 2501.12766) has the function that cut
 embedding model, but not the program that fills rows. Known are the place of negatives (after their chunk), top-k
 retrieval and the loss on every token. Decided here: chunks of 512 tokens instead of 2,048 characters of whole lines; as
 many negatives as fill the row, spread evenly; BM25 by default instead of embeddings; no negatives from the document or
-its copies, and none twice in a row; no separators; `longest` a quarter of the row, since the paper uses short documents.
+its copies, and none twice in a row; no separators; `longest` a quarter of the row, as the paper uses short documents.
 """
 
 import logging
