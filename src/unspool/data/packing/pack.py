@@ -114,7 +114,7 @@ class _Window:
 
 
 def pack_rows(docs: Iterable[Doc], row_len: int, tally: Tally, *, mode: str, pad: int = 0) -> RowStream:
-    """Pack documents into rows. `pad` is the padding token, never a target, in a document of its own."""
+    """Pack documents into rows. `pad` is the padding token, never a prediction target."""
     drawing = iter(docs)
     most_tokens = max(WINDOW_TOKENS.get(mode, tally.window), row_len)
     window = _Window([], [])

@@ -323,7 +323,7 @@ class _Choice:
         return had_quotas
 
     def take(self, candidates: Iterator[int], goal: int, is_last: bool) -> list[tuple[int, int]]:
-        """Take the best candidates, and how much of each, until `goal`; all of it if `is_last`."""
+        """Take the best candidates until the row has about `goal` tokens of negatives, or is full if `is_last`."""
         found: list[tuple[int, int]] = []
         if self.taken == self._room:
             return found

@@ -158,7 +158,7 @@ class _Filling:
         return doc, start
 
     def _squeeze(self, size: int, entry: int, room: int, is_split: bool) -> tuple[int, int, int]:
-        """Fit a document into a row's last `room` tokens: return its tokens, pieces and added marks."""
+        """Fit a document into a row's last `room` tokens: return its tokens, its pieces, and the space it takes."""
         hops = self._hops[entry] if is_split else 1
         if size < max(self._min_split, hops):
             hops = 1
