@@ -1,7 +1,7 @@
 """Send the log lines of Unspool to the terminal.
 
-Every module logs to `logging.getLogger(__name__)`. A program that imports Unspool decides itself what it prints; the
-command line calls `set_up_logging`, which writes plain lines to stderr, above the progress bars.
+Every module logs to `logging.getLogger(__name__)`. A program that imports Unspool decides what to print. The command
+line calls `set_up_logging`, which writes plain lines to stderr, above the progress bars.
 """
 
 import logging
@@ -24,7 +24,7 @@ class ConsoleHandler(logging.Handler):
 def set_up_logging(level: int = logging.INFO) -> None:
     """Print log lines of at least this level on stderr; below INFO each line names its module."""
     LOGGER.setLevel(level)
-    LOGGER.propagate = False  # a handler that a library gives the root logger would print every line again
+    LOGGER.propagate = False  # a library's handler on the root logger would print every line twice
     handlers = [handler for handler in LOGGER.handlers if isinstance(handler, ConsoleHandler)]
     if not handlers:
         handlers = [ConsoleHandler()]
@@ -33,6 +33,6 @@ def set_up_logging(level: int = logging.INFO) -> None:
 
 
 def silence() -> None:
-    """Print nothing in this process: ranks other than 0 would repeat every line."""
+    """Print no log lines in this process: ranks other than 0 would repeat every line."""
     LOGGER.setLevel(logging.CRITICAL + 1)
     progress.console.quiet = True

@@ -58,7 +58,7 @@ def expand(data: Mapping[str, Any]) -> tuple[list[ArmSpec], list[Problem]]:
 
 
 def _values(key: str, values: Any) -> list[tuple[str, tuple[str, Any, Place]]]:
-    """Values of one grid key, each with its part of the arm's name and its place."""
+    """List the values of one grid key, each with its part of the arm's name and its place."""
     if isinstance(values, dict):
         return [(key, (name, value, ("grid", key, name))) for name, value in values.items()]
     last = key.rsplit(".", 1)[-1]
@@ -87,7 +87,7 @@ def _spec(arm: str, given: Mapping[str, Any], point: Mapping[str, tuple[str, Any
 
 
 def _name_problems(data: Mapping[str, Any], specs: list[ArmSpec]) -> list[Problem]:
-    """Problems with references to arms."""
+    """Check references to arms."""
     known = [spec.name for spec in specs]
     problems = []
     baseline = data.get("baseline")
@@ -108,7 +108,7 @@ class StudyRun:
 
     arm: str
     seed: int
-    stage: str  # whose scores are compared
+    stage: str  # the stage with the compared scores
     loaded: LoadedRecipe
 
     @property
@@ -123,7 +123,7 @@ class Study:
     text: str
     runs: list[StudyRun]
     baseline: str
-    against: dict[str, list[str]]  # arm: the arms that it is compared with
+    against: dict[str, list[str]]  # by arm: the arms that it is compared with
     measures: list[Measure]
     compare: list[str] | None  # measures that rank the arms; None: those beyond the model's context
     margin: Margin
@@ -138,13 +138,14 @@ class Study:
 
 
 def load_study(path_or_name: str | Path, *, overrides: list[str] | None = None, out: Path | None = None) -> Study:
-    """Load and check a study; `overrides` are `--set` texts that apply to every arm, after its own."""
+    """Load and check a study; `overrides` are `--set` strings for every arm, applied after its own."""
     file, root, label = find_file(str(path_or_name), bundled_studies(), kind="study")
     text = read_text(file, label, kind="study")
     data, marks, problems = read_yaml(text, label)
     if not isinstance(data, dict):
         raise ConfigError(
-            f"{label}:1: a study is a mapping of keys such as name, recipe and arms; see the tutorial compare-methods."
+            f"{label}:1: a study must be a mapping with keys such as name, recipe and arms; `unspool study show tiny` "
+            "prints an example."
         )
     refuse([*problems, *study_problems(data)], marks, data)
     specs, grid_problems = expand(data)
@@ -158,13 +159,13 @@ def load_study(path_or_name: str | Path, *, overrides: list[str] | None = None, 
         try:
             runs += _runs_of(spec, data, recipe, folder, marks, overrides or [])
         except ConfigError as error:
-            # A problem that every arm has is reported once.
+            # A problem of every arm is reported once.
             errors += [line for line in str(error).splitlines() if _bare(line) not in {_bare(one) for one in errors}]
     if errors:
         raise ConfigError("\n".join(errors))
     measures = measures_of([run.loaded.recipe for run in runs])
     if any(text.startswith("evals") for text in overrides or []):
-        # Other evals than those that the study was written for: what they do not measure cannot rank the arms.
+        # Evals may differ from those that the study was written for; measures that they lack cannot rank the arms.
         data |= {"compare": [name for name in data.get("compare") or [] if find_measures(name, measures)]}
     refuse(list(compare_problems(data, measures)), marks, data)
     baseline = str(data.get("baseline") or specs[0].name)
@@ -183,7 +184,7 @@ def load_study(path_or_name: str | Path, *, overrides: list[str] | None = None, 
 
 
 def check_study_inputs(runs: list[StudyRun]) -> None:
-    """Refuse runs whose inputs are not on this machine; each message names the first arm that needs the input."""
+    """Reject runs whose inputs are not on this machine; each message names the first arm that needs the input."""
     errors: list[str] = []
     for run in runs:
         try:
@@ -197,7 +198,7 @@ def check_study_inputs(runs: list[StudyRun]) -> None:
 
 
 def _check_nothing_generated(loaded: LoadedRecipe) -> None:
-    """Refuse generated sources: each arm would generate its own, and train on other data than the others."""
+    """Reject generated sources: each arm would generate different training data."""
     sets = loaded.generated(loaded.recipe.sources)
     if sets:
         raise ConfigError(
@@ -227,8 +228,8 @@ def _runs_of(
 def _placed(
     error: ConfigError, spec: ArmSpec, texts: dict[str, Place], overrides: list[str], marks: Marks
 ) -> list[str]:
-    """The recipe checker's messages, with lines of the study file in place of the `--set` texts made from them."""
-    # Messages quote a text on one line.
+    """Convert the recipe checker's messages: replace `--set` strings with their lines in the study file."""
+    # Messages quote a string on one line.
     where = {f"--set {' '.join(text.split())}: ": marks.where(place) for text, place in texts.items()}
     where |= {f"--set {' '.join(text.split())}: ": f"--set {' '.join(text.split())}" for text in overrides}
     lines = []
@@ -239,7 +240,7 @@ def _placed(
 
 
 def _bare(line: str) -> str:
-    """A message without the name of its arm."""
+    """Return a message without the name of its arm."""
     before, named, after = line.partition(": arm ")
     return f"{before}: {after.partition(': ')[2]}" if named else line
 
@@ -261,12 +262,12 @@ def _stage(spec: ArmSpec, loaded: LoadedRecipe, marks: Marks) -> str:
 
 
 def _spell(value: Any) -> str:
-    """A value as `--set` reads it: JSON is YAML, except for escapes beyond 16 bits."""
+    """Format a value for `--set`: JSON is YAML, except for escapes beyond 16 bits."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _recipe(given: str, root: Path, marks: Marks) -> str:
-    """The base recipe for `load_recipe`: beside the study, else in the current folder, else bundled."""
+    """Find the base recipe for `load_recipe`: next to the study, else in the current folder, else bundled."""
     beside = root / expand_home(given)
     if given not in bundled_recipes() and path_exists(str(beside)):
         given = str(beside)
@@ -279,7 +280,7 @@ def _recipe(given: str, root: Path, marks: Marks) -> str:
 
 
 def pick_runs(study: Study, only: list[str] | None) -> list[StudyRun]:
-    """The runs that `only` names, by arm or by run; all of them without it."""
+    """Return the runs that `only` names, by arm or by run; all runs without it."""
     known = [*study.arms, *(run.name for run in study.runs)]
     for name in only or []:
         if name not in known:
