@@ -12,6 +12,8 @@ if TYPE_CHECKING:  # otherwise the modules, which import `__version__` from here
     from unspool.models.attention.interface import register as register
 
     # RoPE methods
+    from unspool.models.advise_rope import advise_rope as advise_rope
+    from unspool.models.advise_rope import RopeAdvice as RopeAdvice
     from unspool.rope.methods import ABF as ABF
     from unspool.rope.methods import PI as PI
     from unspool.rope.methods import NTK as NTK
@@ -33,6 +35,8 @@ if TYPE_CHECKING:  # otherwise the modules, which import `__version__` from here
     # Evaluation
     from unspool.reporting.evaluate import evaluate as evaluate
     from unspool.reporting.evaluate import EvalResult as EvalResult
+    from unspool.reporting.report import report as report
+    from unspool.reporting.report import Report as Report
 
     # Checks
     from unspool.verification.audits.run import audit as audit
