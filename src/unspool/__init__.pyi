@@ -11,6 +11,12 @@ if TYPE_CHECKING:  # otherwise the modules, which import `__version__` from here
     from unspool.recipe.export import export as export
     from unspool.models.attention.interface import register as register
 
+    # Generation
+    from unspool.evals.generate import generate as generate
+    from unspool.evals.generate import load_generator as load_generator
+    from unspool.evals.text_generator import TextGenerator as TextGenerator
+    from unspool.evals.text_generator import TextAnswer as TextAnswer
+
     # RoPE methods
     from unspool.models.advise_rope import advise_rope as advise_rope
     from unspool.models.advise_rope import RopeAdvice as RopeAdvice
@@ -37,6 +43,10 @@ if TYPE_CHECKING:  # otherwise the modules, which import `__version__` from here
     from unspool.reporting.evaluate import EvalResult as EvalResult
     from unspool.reporting.report import report as report
     from unspool.reporting.report import Report as Report
+    from unspool.reporting.judge import judge as judge
+    from unspool.reporting.judge import check_judge as check_judge
+    from unspool.reporting.judge import JudgeResult as JudgeResult
+    from unspool.evals.judge.run import Agreement as Agreement
 
     # Checks
     from unspool.verification.audits.run import audit as audit

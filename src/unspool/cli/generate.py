@@ -4,27 +4,20 @@ import logging
 import select
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from unspool.cli.eval_options import read_rope
-from unspool.core.config import lookup
 from unspool.core.console import print_json
 from unspool.core.errors import ConfigError, DataError
-from unspool.evals.backends.base import BackendOptions
-from unspool.evals.eval_request import ENDPOINTS, rope_override
-from unspool.models.location import expand_home, model_path
+from unspool.models.location import expand_home
 
 if TYPE_CHECKING:
     from unspool.evals.text_generator import TextAnswer, TextGenerator
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("transformers", "openai")
-CHAT = ("auto", "on", "off")
-BEYOND_CONTEXT = ("refuse", "truncate", "ask")
 STDIN = "-"
 
 
@@ -53,7 +46,9 @@ def generate(
     ] = None,
     context: Annotated[str | None, typer.Option(help="Context length that --rope shall reach.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    backend: Annotated[str, typer.Option(help="What answers: transformers, or openai for any server.")] = BACKENDS[0],
+    backend: Annotated[
+        str, typer.Option(help="What answers: transformers, or openai for any server.")
+    ] = "transformers",
     url: Annotated[str | None, typer.Option(help="Address of the server, such as http://localhost:8000/v1.")] = None,
     model_name: Annotated[str | None, typer.Option(help="Name of the model on the server [default: MODEL].")] = None,
     endpoint: Annotated[
@@ -79,13 +74,6 @@ def generate(
 
         unspool generate MODEL --backend openai --url http://localhost:8000/v1 --question "Who are you?"
     """
-    for option, value, allowed in (
-        ("--chat", chat, CHAT),
-        ("--beyond-context", beyond_context, BEYOND_CONTEXT),
-        ("--backend", backend, BACKENDS),
-        ("--endpoint", endpoint or ENDPOINTS[0], ENDPOINTS),
-    ):
-        lookup({name: name for name in allowed}, value, kind=option)
     questions = question or []
     if any(not each.strip() for each in questions):
         raise ConfigError("--question is empty; write a question, or leave the option out to continue the text.")
@@ -93,34 +81,24 @@ def generate(
     is_conversation = not questions and not as_json and sys.stdin is not None and sys.stdin.isatty()
     if not text and not questions and not is_conversation:
         raise ConfigError("the prompt is empty; give --prompt-file, --question or text on standard input.")
-    if rope is not None and context is None:
-        raise ConfigError("--rope needs the context length that it shall reach, such as --context 32K.")
-    override = rope_override(None if rope is None else read_rope(rope), context, None)
+    from unspool.evals.generate import load_generator
 
-    from unspool.evals.text_generator import GenerationOptions, TextGenerator
-    from unspool.models.extend import pick_device, pick_dtype  # import late: it loads torch
-    from unspool.models.generation.cached import Sampling
-
-    target = pick_device(device)
-    dtype = pick_dtype(None, target)
-    generator = TextGenerator(
-        BackendOptions(
-            kind=backend,
-            model=model_path(model, Path()),
-            url=url,
-            model_name=model_name,
-            endpoint=None if endpoint == "auto" else endpoint,
-            timeout=timeout,
-            rope=override,
-            device=target,
-            dtype=dtype,
-        ),
-        GenerationOptions(
-            max_new_tokens=max_new_tokens,
-            chat=chat,  # type: ignore[arg-type]
-            beyond_context=beyond_context,  # type: ignore[arg-type]
-            sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
-        ),
+    generator = load_generator(
+        model,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        chat=chat,
+        beyond_context=beyond_context,
+        rope=None if rope is None else read_rope(rope),
+        context=context,
+        device=device,
+        backend=backend,
+        url=url,
+        model_name=model_name,
+        endpoint=endpoint,
+        timeout=timeout,
     )
     if is_conversation:
         generator.check(text)

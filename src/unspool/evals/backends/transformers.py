@@ -102,7 +102,7 @@ class LiveBackend(ModelBackend):
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         if model.config._attn_implementation != OWN_ATTENTION:
             raise ConfigError(
-                f"evaluate: this model's attention is {model.config._attn_implementation!r}; load it with "
+                f"this model's attention is {model.config._attn_implementation!r}; load it with "
                 f"unspool.load, or with attn_implementation={OWN_ATTENTION!r} after unspool.register()."
             )
         super().__init__(str(model.name_or_path), device=model.device, dtype=model.dtype)
