@@ -51,10 +51,21 @@ if TYPE_CHECKING:  # otherwise the modules, which import `__version__` from here
     # Checks
     from unspool.verification.audits.run import audit as audit
     from unspool.verification.audits.run import AuditResult as AuditResult
+    from unspool.verification.verify import verify as verify
+    from unspool.verification.verify import VerifyResult as VerifyResult
 
     # Recipes
     from unspool.planning.make_plan import plan as plan
     from unspool.recipe.run_recipe import run as run
+    from unspool.recipe.run_recipe import RunResult as RunResult
+    from unspool.recipe.synthesize import synthesize as synthesize
+    from unspool.recipe.synthesize import SynthResult as SynthResult
+    from unspool.studies.study import study as study
+    from unspool.studies.study import plan_study as plan_study
+    from unspool.studies.study import StudyResult as StudyResult
+    from unspool.studies.study import StudyPlan as StudyPlan
+
+    # Inspection
     from unspool.inspection.inspect_data import inspect as inspect
 
     # Errors

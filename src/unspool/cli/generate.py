@@ -47,7 +47,7 @@ def generate(
     context: Annotated[str | None, typer.Option(help="Context length that --rope shall reach.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     backend: Annotated[
-        str, typer.Option(help="What answers: transformers, or openai for any server.")
+        str, typer.Option(help="transformers (in this process), or openai for any server.")
     ] = "transformers",
     url: Annotated[str | None, typer.Option(help="Address of the server, such as http://localhost:8000/v1.")] = None,
     model_name: Annotated[str | None, typer.Option(help="Name of the model on the server [default: MODEL].")] = None,

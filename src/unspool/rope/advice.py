@@ -124,8 +124,8 @@ def _bases(
     """The smallest base that passes the bound of Men et al., if there is one, and that of the NTK rule."""
     if context_len <= rope.original_len:
         raise ConfigError(
-            f"`context_length={format_size(context_len)!r}`: the model was trained for {format_size(rope.original_len)} "
-            "already; give a longer context."
+            f"`context_length={format_size(context_len)!r}`: the model was trained for "
+            f"{format_size(rope.original_len)} already; give a longer context."
         )
     smallest = bound(context_len, rope.rotary_dim, advance=advance)
     return smallest, ntk_base(rope.base, context_len / rope.original_len, rope.rotary_dim)
