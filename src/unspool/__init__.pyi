@@ -67,6 +67,12 @@ if TYPE_CHECKING:  # otherwise the modules, which import `__version__` from here
 
     # Inspection
     from unspool.inspection.inspect_data import inspect as inspect
+    from unspool.inspection.inspect_data import inspect_rows as inspect_rows
+    from unspool.inspection.inspect_data import Inspection as Inspection
+    from unspool.inspection.inspect_attention import inspect_attention as inspect_attention
+    from unspool.inspection.inspect_attention import AttentionView as AttentionView
+    from unspool.inspection.inspect_distances import inspect_distances as inspect_distances
+    from unspool.inspection.inspect_distances import DistanceView as DistanceView
 
     # Errors
     from unspool.core.errors import UnspoolError as UnspoolError

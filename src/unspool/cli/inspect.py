@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unspool.cli.default_command import DEFAULT, DefaultGroup
-from unspool.cli.inspect_views import Name, Paths, Tokenizer, attention, check_page, distances
+from unspool.cli.inspect_views import Name, Paths, Tokenizer, check_page, inspect_attention, inspect_distances
 from unspool.core.console import PlainConsole, print_json
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ def build_group() -> typer.Typer:
     group.callback()(inspect)
     group.command(DEFAULT, hidden=True)(inspect_path)
     group.command("rows")(inspect_rows)
-    group.command("distances")(distances)
-    group.command("attention")(attention)
+    group.command("distances")(inspect_distances)
+    group.command("attention")(inspect_attention)
     return group
 
 
@@ -123,7 +123,7 @@ def inspect_rows(
     from unspool.inspection import inspect_data
 
     found = inspect_data.inspect_rows(
-        paths or [Path()],
+        paths or ".",
         name or (),
         index=index or (),
         count=count,
@@ -139,11 +139,11 @@ def inspect_rows(
 
 def _show(found: "Inspection", html: Path | None, *, as_json: bool, only_one: bool = False) -> None:
     if html is not None:
-        found.save(html)
+        found.save(html, "html")
         if not as_json:
             typer.echo(f"page: {html.absolute()}")
     if as_json:
-        values = found.values()
+        values = found.to_dict()
         print_json(values[0] if only_one and found.path is None else values)
     elif html is None:
         found.print(PlainConsole())

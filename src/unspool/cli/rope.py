@@ -30,7 +30,7 @@ def rope(
 
     advice = advise_rope(model, context_length)
     if html is not None:
-        advice.save(html)
+        advice.save(html, "html")
     if as_json:
         print_json(advice.to_dict())
         return

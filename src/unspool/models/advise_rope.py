@@ -1,6 +1,6 @@
 """`unspool.advise_rope`: RoPE settings for a longer context, before any training."""
 
-import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from unspool.core.artifacts import write_atomic
 from unspool.core.errors import ConfigError
-from unspool.core.html import embedded
 from unspool.core.progress import progress_bar
 from unspool.core.result import Result
 from unspool.core.sizes import format_size, parse_size
@@ -25,7 +23,6 @@ from unspool.rope.advice import (
     render_advice,
     sparkline,
     verdict,
-    write_advice,
 )
 from unspool.rope.methods import ROPE_METHODS
 
@@ -56,15 +53,8 @@ class RopeAdvice(Result):
     def to_dict(self) -> dict[str, Any]:
         return {"model": self.model, **asdict(self.advice), "published": [asdict(each) for each in PUBLISHED]}
 
-    def save(self, path: str | Path) -> Path:
-        """Write a page with plots (`.html`) or all numbers (`.json`), and return its path."""
-        path = Path(path)
-        if path.suffix == ".json":
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, json.dumps(self.to_dict(), indent=1) + "\n")
-        else:
-            write_advice(self.advice, self.model, path)
-        return path
+    def renderers(self) -> Mapping[str, Callable[[], str]]:
+        return {"html": lambda: render_advice(self.advice, self.model)}
 
     def print(self, console: Console) -> None:
         advice = self.advice
@@ -99,9 +89,6 @@ class RopeAdvice(Result):
             cells = (each.summary, reach_text(each, advice), f"{100 * each.lowest:.1f}%", sparkline(each, _SPARK))
             table.add_row(each.method, *cells, style=style)
         return table
-
-    def _repr_html_(self) -> str:
-        return embedded(render_advice(self.advice, self.model))
 
 
 def advise_rope(model: "str | Path | PreTrainedModel", context_length: int | str) -> RopeAdvice:

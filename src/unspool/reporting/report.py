@@ -1,26 +1,22 @@
 """`unspool.report`: the results of one run, or of several side by side, as a page, Markdown and JSON."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from unspool.core.config import lookup
 from unspool.core.errors import ConfigError
-from unspool.core.html import embedded, write_text
 from unspool.core.result import Result
 from unspool.reporting.comparisons import compare, comparison_lines, headline, not_paired
 from unspool.reporting.gather import gather
 from unspool.reporting.measures import measures_for
-from unspool.reporting.page import check_file, lines_together, render, shared_context
+from unspool.reporting.page import lines_together, render, shared_context
 from unspool.reporting.run_results import RunResults
 from unspool.reporting.text_formats import render_markdown, report_values
 
 MAX_SENTENCES = 12  # of paired comparisons; the page has all
-FORMATS = {".html": "html", ".htm": "html", ".md": "markdown", ".json": "json"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,28 +50,8 @@ class Report(Result):
         """Every number of the page, unrounded."""
         return report_values(self.runs)
 
-    def save(self, path: str | Path, format: str | None = None) -> Path:
-        """Write the report to a file and return its path.
-
-        Args:
-            path: The file.
-            format: `html`, `markdown` or `json`; by default, what the file name ends in.
-        """
-        path = Path(path)
-        check_file(path, "report.html")
-        writers = {
-            "html": lambda: render(self.runs),
-            "markdown": lambda: render_markdown(self.runs),
-            "json": lambda: json.dumps(self.to_dict(), indent=1) + "\n",
-        }
-        kind = format or FORMATS.get(path.suffix.lower())
-        if kind is None:
-            raise ConfigError(f"{path}: the name ends in none of {', '.join(FORMATS)}; rename it, or give `format`.")
-        write_text(path, lookup(writers, kind, kind="`format`")())
-        return path
-
-    def _repr_html_(self) -> str:
-        return embedded(render(self.runs))
+    def renderers(self) -> Mapping[str, Callable[[], str]]:
+        return {"html": lambda: render(self.runs), "markdown": lambda: render_markdown(self.runs)}
 
 
 def report(runs: str | Path | Sequence[str | Path]) -> Report:

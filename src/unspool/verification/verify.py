@@ -101,7 +101,7 @@ def verify(
         True
     """
     if device not in DEVICES:
-        raise ConfigError(f"`device={device!r}` is not known; use {', '.join(DEVICES)}.")
+        raise ConfigError(f"`device` {device!r} is not known; use {', '.join(DEVICES)}.")
     models = [str(each) for each in ([model] if isinstance(model, str | Path) else model)]
     with ExitStack() as stack:
         checks = _checks(stack, only, kills, ranks)
