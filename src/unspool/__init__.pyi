@@ -58,6 +58,8 @@ if TYPE_CHECKING:  # otherwise the modules, which import `__version__` from here
     from unspool.planning.make_plan import plan as plan
     from unspool.recipe.run_recipe import run as run
     from unspool.recipe.run_recipe import RunResult as RunResult
+    from unspool.recipe.start_job import launch as launch
+    from unspool.recipe.start_job import Job as Job
     from unspool.recipe.synthesize import synthesize as synthesize
     from unspool.recipe.synthesize import SynthResult as SynthResult
     from unspool.studies.study import study as study
