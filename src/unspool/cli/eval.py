@@ -65,8 +65,8 @@ def eval_(
     chat: Annotated[
         str | None, typer.Option(help="Use the chat template: auto, on or off [default: the preset's, or auto].")
     ] = None,
-    path: Annotated[
-        list[str] | None, typer.Option(help="NAME=PATH of data that a suite reads; repeat for several.")
+    paths: Annotated[
+        list[str] | None, typer.Option("--path", help="NAME=PATH of data that a suite reads. Repeatable.")
     ] = None,
     wording: Annotated[
         str | None, typer.Option(help="YAML or JSON file with other instructions for the suite's tasks.")
@@ -191,7 +191,7 @@ def eval_(
         "preset": preset,
         "mode": mode,
         "chat": chat,
-        "paths": _paths(path or []),
+        "paths": _paths(paths or []),
         "wording": wording,
         "reference": reference,
         "answer_tokens": answer_tokens,

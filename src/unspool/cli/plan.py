@@ -34,7 +34,7 @@ def plan(
         str | None,
         typer.Option(help="Folder or Hub id to read the model's config from, if the model itself is missing."),
     ] = None,
-    measure: Annotated[
+    measured: Annotated[
         bool, typer.Option("--measure", help="Measure a few steps on the local device first, and use their rates.")
     ] = False,
     overrides: Override = None,
@@ -57,7 +57,9 @@ def plan(
     from unspool.planning.make_plan import plan as make
     from unspool.planning.recipe_plan import as_plain
 
-    found = make(recipe, overrides, gpu=gpu, count=count, host_mem=host_mem, price=price, model=model, measured=measure)
+    found = make(
+        recipe, overrides, gpu=gpu, count=count, host_mem=host_mem, price=price, model=model, measured=measured
+    )
     if as_json:
         print_json(as_plain(found))
     else:

@@ -55,9 +55,7 @@ def verify(
         for line in checks.list_promises():
             console.print(line, soft_wrap=True)
         return
-    result = checks.verify(
-        model or (), only=only or (), device=device, seed=seed, kills=kills or checks.KILLS, ranks=ranks
-    )
+    result = checks.verify(model or (), only=only or (), device=device, seed=seed, kills=kills, ranks=ranks)
     if as_json:
         print_json(result.to_dict())
     else:

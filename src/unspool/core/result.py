@@ -62,4 +62,4 @@ class Result(ABC):
 
     def _repr_html_(self) -> str | None:
         page = self.renderers().get("html")
-        return element("pre", self.table()) if page is None else embedded(page())
+        return str(element("pre", self.table())) if page is None else embedded(page())

@@ -23,7 +23,7 @@ _HASH_LENGTH = 16
 # Files that git may check out with other line ends.
 _TEXT_FILES = {".py", ".sh", ".txt", ".yaml", ".yml"}
 _NAMED_FILES = 5
-OWN_WORDS = "the wording and data are not the benchmark's own; --reference PATH takes those"
+OWN_WORDS = "the wording and data are not the benchmark's own; set reference to use those"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ def resolve(evals: Sequence[EvalConfig], backend: Backend) -> list[EvalConfig]:
     ):
         raise ConfigError(
             f"every question is longer than the model's context of {context.tokens} tokens ({context.source}), and "
-            "such questions are skipped; use shorter lengths, or --beyond-context truncate or ask."
+            "such questions are skipped; use shorter lengths, or `beyond_context='truncate'` or `beyond_context='ask'`."
         )
     return found
 
@@ -66,7 +66,7 @@ def notice(found: Mapping[str, Any], questions: Mapping[int, int], total: int) -
     return (
         f"{sum(questions.values())} of {total} questions are longer than the model's context of {found['context']} "
         f"tokens ({found['source']}): those at {lengths}. They are {done} and marked in the results; "
-        f"--beyond-context (in a recipe beyond_context): {_OTHERS[policies[0]]}"
+        f"`beyond_context`: {_OTHERS[policies[0]]}"
     )
 
 

@@ -123,34 +123,34 @@ def check_request(
         of_suites = ("tasks", "paths", "wording", "answer_tokens", "value", "preset", "beyond_context", "reference")
         for name in of_suites:
             if given.get(name):
-                option = {"paths": "path"}.get(name, name).replace("_", "-")
                 raise ConfigError(
-                    f"--{option} needs --suite or --lengths; without them, eval chooses the questions itself."
+                    f"`{name}` needs `suite` or `lengths`; without them, the evaluation chooses the questions itself."
                 )
     elif given.get("budget") is not None:
-        raise ConfigError("--budget is for eval without --suite and --lengths; set the work by --samples instead.")
+        raise ConfigError(
+            "`budget` is for evaluations without `suite` and `lengths`; limit the work with `samples` instead."
+        )
     chosen = suites if suites is not None else list(DEFAULT_SUITES)
     wanted = list(lengths) if lengths else _preset_lengths(chosen, settings.get("preset"))
     override = rope_override(
         settings.get("rope"), settings.get("context"), None if is_short or is_look else parse_lengths(wanted)
     )
     backend = settings.get("backend", "transformers")
-    lookup(BACKENDS, backend, kind="--backend")
-    lookup({name: name for name in ENDPOINTS}, settings.get("endpoint", "auto"), kind="--endpoint")
+    lookup(BACKENDS, backend, kind="`backend`")
+    lookup({name: name for name in ENDPOINTS}, settings.get("endpoint", "auto"), kind="`endpoint`")
     beyond = settings.get("beyond_context")
     if beyond is not None:
-        lookup(DONE, beyond, kind="--beyond-context")
+        lookup(DONE, beyond, kind="`beyond_context`")
     if is_short and settings.get("processes", 1) > 1:
-        raise ConfigError(f"--suite {SHORT} runs lm-eval in one process; leave --processes out.")
+        raise ConfigError(f"`suite={SHORT!r}` runs lm-eval in one process; leave `processes` out.")
     if is_short and backend not in SHORT_BACKENDS:
         raise ConfigError(
-            f"--suite {SHORT} runs with --backend {' or '.join(SHORT_BACKENDS)} only; the backend here is {backend}."
+            f"`suite={SHORT!r}` runs with the backends {' and '.join(SHORT_BACKENDS)} only; `backend` is {backend}."
         )
     for name in ("beyond_context", "reference"):
         if is_short and given.get(name) is not None:
-            option = name.replace("_", "-")
             raise ConfigError(
-                f"--{option} has no effect on --suite {SHORT}, which runs lm-eval's own tasks; leave it out."
+                f"`{name}` has no effect on `suite={SHORT!r}`, which runs lm-eval's own tasks; leave it out."
             )
     options = {key: given.get(key) for key in OF_SUITES}
     options |= {"samples": settings.get("samples") or SAMPLES, "tasks": list(settings.get("tasks") or [])}
@@ -170,26 +170,26 @@ def chosen_evals(suites: Sequence[str], lengths: Sequence[Length], **options: An
     """Build the entries of `evals` that the options stand for: every suite gets those that its config class has."""
     names, sizes = list(dict.fromkeys(suites)), parse_lengths(lengths)
     if not names or not sizes:
-        raise ConfigError("eval needs at least one suite and one length, such as --suite niah --lengths 2K,8K.")
-    chosen = {name: lookup(SUITES, name, kind="--suite") for name in names}
+        raise ConfigError("give at least one suite and one length, such as `suite='niah', lengths=['2K', '8K']`.")
+    chosen = {name: lookup(SUITES, name, kind="`suite`") for name in names}
     with_tasks = [name for name, suite in chosen.items() if suite.tasks]
     if options.get("tasks") and len(with_tasks) != 1:
-        raise ConfigError(f"--tasks needs exactly one suite that has tasks: {', '.join(TASK_SUITES)} or {SHORT}.")
+        raise ConfigError(f"`tasks` needs exactly one suite that has tasks: {', '.join(TASK_SUITES)} or {SHORT}.")
     for key in ("wording", "reference"):
         known = [name for name, suite in SUITES.items() if key in suite.config.model_fields]
         if options.get(key) and with_tasks not in [[name] for name in known]:
-            raise ConfigError(f"--{key} is for one suite at a time, of these: {', '.join(known)}.")
+            raise ConfigError(f"`{key}` is for one suite at a time, of these: {', '.join(known)}.")
     value = options.pop("value", None)
-    takers = lookup(_suites_by_value(), value, kind="--value") if value else []
+    takers = lookup(_suites_by_value(), value, kind="`value`") if value else []
     if value and not set(takers) & set(names):
         raise ConfigError(
-            f"--value {value} is for {' and '.join(sorted(takers))}; the suites here are {','.join(names)}."
+            f"`value={value!r}` is for {' and '.join(sorted(takers))}; the suites here are {','.join(names)}."
         )
     return [_entry(name, sizes, options | ({"value": value} if name in takers else {})) for name in names]
 
 
 def _suites_by_value() -> dict[str, list[str]]:
-    """Which suites know which kind of --value."""
+    """Which suites know which kind of `value`."""
     found: dict[str, list[str]] = {}
     for name, suite in SUITES.items():
         for value in _choices(suite.config, "value"):
@@ -208,37 +208,37 @@ def _entry(name: str, lengths: list[int], options: dict[str, Any]) -> EvalConfig
     for key, value in options.items():
         allowed = _choices(config, key)
         if allowed and value is not None and value not in allowed:
-            raise ConfigError(f"--{key} {value!r} is not known; use {', '.join(allowed)}.")
+            raise ConfigError(f"`{key}` {value!r} is not known; use {', '.join(allowed)}.")
     # A suite with one length measures at all positions up to it.
     known = {"lengths": lengths, "length": lengths[-1], **options}
     # What is not given is left to the preset or the default.
     given = {key: value for key, value in known.items() if key in config.model_fields and value not in (None, [], {})}
     if known.get("preset") and "preset" not in config.model_fields:
-        raise ConfigError(f"--preset: the suite {name} has none.")
+        raise ConfigError(f"`preset`: the suite {name} has none.")
     try:
         return config.model_validate({"suite": name, **given})
     except ValidationError as error:
         found = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
-        raise ConfigError(f"--suite {name}: {'; '.join(found)}.") from error
+        raise ConfigError(f"`suite={name!r}`: {'; '.join(found)}.") from error
 
 
 def _preset_lengths(suites: Sequence[str], preset: str | None) -> list[Length]:
     """The lengths of a preset, of which one suite at a time can have one; else the default."""
     if preset is not None and len(suites) != 1:
-        raise ConfigError("--preset is for one suite at a time; name it with --suite, such as --suite lveval.")
+        raise ConfigError("`preset` is for one suite at a time; name it, such as `suite='lveval'`.")
     known = SUITES[suites[0]].config.presets if preset and suites[0] in SUITES else {}
     return list(known.get(preset or "", {}).get("lengths", [])) or list(DEFAULT_LENGTHS)
 
 
 def parse_lengths(lengths: Sequence[Length]) -> list[int]:
-    return sorted({_length(length, "--lengths") for length in lengths})
+    return sorted({_length(length, "lengths") for length in lengths})
 
 
-def _length(length: Length, option: str) -> int:
+def _length(length: Length, argument: str) -> int:
     try:
         return parse_size(length)
     except ValueError as error:
-        raise ConfigError(f"{option} {str(length).strip()!r}: {error}.") from error
+        raise ConfigError(f"`{argument}` {str(length).strip()!r}: {error}.") from error
 
 
 def rope_override(
@@ -247,12 +247,12 @@ def rope_override(
     """`rope` with the context length that it shall reach: `context`, or the longest of `lengths`."""
     if rope is None:
         if context is not None:
-            raise ConfigError("--context is the length that --rope shall reach; give --rope too, such as yarn.")
+            raise ConfigError("`context` is the context length for `rope`; give `rope` too, such as yarn.")
         return None
     if context is not None:
-        reach = _length(context, "--context")
+        reach = _length(context, "context")
     elif lengths is not None:
         reach = max(lengths, default=0)
     else:
-        raise ConfigError("without --lengths, --rope needs the context length to reach: --context 32K.")
+        raise ConfigError("without `lengths`, `rope` needs the context length to reach, such as `context='32K'`.")
     return RopeOverride(rope=rope, context_length=reach)

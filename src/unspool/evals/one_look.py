@@ -156,7 +156,7 @@ class OneLook:
         if not self.tasks:
             raise ConfigError(
                 f"no question fits {self.lengths[0]} tokens, the shortest length; the model's context is too short. "
-                "Choose suites and lengths: --suite niah --lengths LENGTH."
+                "Choose suites and lengths: `suite='niah', lengths=LENGTH`."
             )
         self._units = {_key(unit): unit for planned in self.tasks.values() for unit in planned.units}
 

@@ -19,16 +19,16 @@ class HubUpload:
     def __init__(self, repo: str, *, private: bool = False) -> None:
         self._repo, self._private, self._api = repo, private, HfApi(library_name="unspool")
         if "/" not in repo or not HUB_ID.fullmatch(repo):
-            raise ConfigError(f"--push {one_line(repo)!r} is no id of a Hub repository; write USER/NAME.")
+            raise ConfigError(f"`push` {one_line(repo)!r} is no id of a Hub repository; write USER/NAME.")
         try:
             self._api.whoami()
         except (LocalTokenNotFoundError, HfHubHTTPError) as error:
             raise ConfigError(
-                f"--push {repo}: the Hub does not know you ({first_line(error)}); log in with `hf auth login`, or set "
-                "HF_TOKEN to a token that may write."
+                f"`push={repo!r}`: the Hub does not know you ({first_line(error)}); log in with `hf auth login`, or "
+                "set HF_TOKEN to a token that may write."
             ) from error
         except OSError as error:
-            raise ConfigError(f"--push {repo}: the Hub cannot be reached ({first_line(error)}).") from error
+            raise ConfigError(f"`push={repo!r}`: the Hub cannot be reached ({first_line(error)}).") from error
 
     def __call__(self, folder: Path) -> str:
         """Upload the folder as one commit and return the address of the repository."""
@@ -39,7 +39,7 @@ class HubUpload:
             )
         except (HfHubHTTPError, OSError) as error:
             raise UnspoolError(
-                f"--push {self._repo}: the upload failed ({first_line(error)}). The export is complete in {folder}; "
+                f"`push={self._repo!r}`: the upload failed ({first_line(error)}). The export is complete in {folder}; "
                 "run the same command again, or upload it with `hf upload`."
             ) from error
         logger.info(f"uploaded to {url}")

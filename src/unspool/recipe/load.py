@@ -172,5 +172,5 @@ def _missing(loaded: LoadedRecipe, place: Place, value: str) -> Iterator[Problem
     if not path_exists(path):
         tried = " or ".join(dict.fromkeys(str(folder.absolute()) for folder in (loaded.root, Path())))
         at = "" if Path(path).is_absolute() else f" in {tried}"
-        text = f"no such file or folder{at}; correct it, or --set {dotted(place)}=PATH."
+        text = f"no such file or folder{at}; correct it, or give `overrides='{dotted(place)}=PATH'`."
         yield Problem(place=place, text=text, show_value=True)

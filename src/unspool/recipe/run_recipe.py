@@ -84,7 +84,7 @@ def run(
         >>> result.dataset("utk-2k").seq_len
         2048
     """
-    lookup(dict.fromkeys(STEPS), until, kind="step")
+    lookup(dict.fromkeys(STEPS), until, kind="`until`")
     loaded = load_recipe(recipe, overrides)
     check_inputs(loaded)
     if until in ("tokenize", "pack"):
@@ -108,7 +108,7 @@ def _prepare(loaded: LoadedRecipe, until: str, format: str | None) -> RunResult:
     from unspool.recipe import prepare
 
     if format is not None:
-        lookup(FORMATS, format, kind="--format")
+        lookup(FORMATS, format, kind="`format`")
     with lock_run(loaded.recipe.out):
         context = prepare.open_data_run(loaded)
         corpora = prepare.tokenize(context)

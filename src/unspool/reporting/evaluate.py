@@ -285,7 +285,7 @@ def write_lm_eval_tasks(request: EvalRequest, folder: Path) -> list[str]:
     from unspool.models.tokenizer import load_tokenizer
 
     if not all(SUITES[config.suite].tasks for config in request.evals):
-        raise ConfigError(f"--lm-eval is for suites that have tasks: {', '.join(TASK_SUITES)}.")
+        raise ConfigError(f"`lm_eval` is for suites that have tasks: {', '.join(TASK_SUITES)}.")
     plan = EvalPlan(request.evals, load_tokenizer(request.model), seed=request.seed, root=Path.cwd())
     return write_tasks(plan, folder)
 
@@ -295,7 +295,7 @@ def parse_duration(text: str) -> float:
     found = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([smh])", text.strip().lower())
     seconds = float(found[1]) * UNITS[found[2]] if found else 0.0
     if not 1 <= seconds <= 30 * 86_400:
-        raise ConfigError(f"--budget {text!r}: write a time from 1s to 720h, such as 90s, 10m or 2h.")
+        raise ConfigError(f"`budget` {text!r}: write a time from 1s to 720h, such as 90s, 10m or 2h.")
     return seconds
 
 
@@ -305,6 +305,4 @@ def check_folder(out_dir: Path) -> None:
         return
     holds_scores = (read_manifest(out_dir) or {}).get("kind") == "scores"
     if not out_dir.is_dir() or (any(out_dir.iterdir()) and not holds_scores):
-        raise ConfigError(
-            f"--out {out_dir} exists and holds no scores; give a new folder, since this one would be replaced."
-        )
+        raise ConfigError(f"{out_dir} exists and holds no scores; give a new folder, since this one would be replaced.")

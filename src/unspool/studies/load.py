@@ -17,6 +17,7 @@ from unspool.models.location import expand_home, path_exists
 from unspool.recipe.extends import find_file, read_text
 from unspool.recipe.json_schema import refuse
 from unspool.recipe.load import LoadedRecipe, Overrides, check_inputs, load_recipe, override_texts
+from unspool.recipe.overrides import override_label
 from unspool.recipe.paths import bundled_recipes, bundled_studies
 from unspool.recipe.schema import FOLDER_NAME
 from unspool.recipe.yaml_lines import Marks, Place, Problem, read_yaml
@@ -230,8 +231,8 @@ def _placed(
 ) -> list[str]:
     """The recipe checker's messages, with lines of the study file in place of the `--set` texts made from them."""
     # Messages quote a text on one line.
-    where = {f"--set {' '.join(text.split())}: ": marks.where(place) for text, place in texts.items()}
-    where |= {f"--set {' '.join(text.split())}: ": f"--set {' '.join(text.split())}" for text in overrides}
+    where = {f"{override_label(text)}: ": marks.where(place) for text, place in texts.items()}
+    where |= {f"{override_label(text)}: ": override_label(text) for text in overrides}
     lines = []
     for line in str(error).splitlines():
         known = next((start for start in where if line.startswith(start)), "")

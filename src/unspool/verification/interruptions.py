@@ -153,7 +153,7 @@ class KillResult:
 def check_kills(case: Case, *, kills: int) -> list[Measured]:
     """A stage whose process is killed at random moments and restarted, against one that is not."""
     if case.spec.name not in FAMILIES:
-        raise SkippedError("runs with a small model only: unspool verify --only sigkill")
+        raise SkippedError("runs with small models only")
     with tempfile.TemporaryDirectory() as folder:
         # A separate process: forks of a process that has used a GPU or threads are unsafe.
         command = [sys.executable, "-m", __spec__.name, folder, str(kills), str(case.seed), case.device.type]

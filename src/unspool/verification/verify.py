@@ -72,7 +72,7 @@ def verify(
     only: Sequence[str] = (),
     device: str = "auto",
     seed: int = 0,
-    kills: int = KILLS,
+    kills: int | None = None,
     ranks: int | None = None,
 ) -> VerifyResult:
     """Check the numeric promises on this machine's devices.
@@ -86,7 +86,7 @@ def verify(
         only: Names of the checks to run, such as `packing`; all by default.
         device: `auto` (the CPU, and the GPU if there is one), `cpu` or `cuda`.
         seed: Random seed of tokens and of the weights of small models.
-        kills: How often `sigkill` kills and restarts a run.
+        kills: How often `sigkill` kills and restarts a run; 3 by default.
         ranks: Also check a step on this many local ranks, in every layout that fits.
 
     Returns:
@@ -112,7 +112,7 @@ def list_checks(only: Sequence[str] = (), ranks: int | None = None) -> Table:
     """The checks by promise, as a table."""
     table = Table("promise", "check", "what it compares", box=None, pad_edge=False)
     with ExitStack() as stack:
-        for check in _checks(stack, only, KILLS, ranks):
+        for check in _checks(stack, only, None, ranks):
             table.add_row(str(check.promise), check.name, check.what)
     return table
 
@@ -122,11 +122,11 @@ def list_promises() -> list[str]:
     return [*(f"{number}  {text}" for number, text in PROMISES.items()), f"\nsmall models: {', '.join(FAMILIES)}"]
 
 
-def _checks(stack: ExitStack, only: Sequence[str], kills: int, ranks: int | None) -> list[Check]:
+def _checks(stack: ExitStack, only: Sequence[str], kills: int | None, ranks: int | None) -> list[Check]:
     plain = stack.enter_context(PlainProcess())
     ranks = 2 if ranks is None and "ranks" in only else ranks
     group = stack.enter_context(RankProcesses(ranks)) if ranks else None
-    checks = build_checks(plain, kills=kills, ranks=group)
+    checks = build_checks(plain, kills=kills or KILLS, ranks=group)
     return [lookup(checks, name, kind="`only`") for name in only] if only else list(checks.values())
 
 

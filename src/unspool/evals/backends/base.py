@@ -162,7 +162,7 @@ def claimed_context(ref: str, rope: RopeOverride | None = None) -> ContextLimit 
     from unspool.models.config import check_values, config_values, read_config_file
 
     if rope is not None:
-        return ContextLimit(rope.context_length, "--context of --rope")
+        return ContextLimit(rope.context_length, "context given for the RoPE method")
     # A folder of ours may have a model_type that only we know, so its file is read as it is.
     values = read_config_file(ref)
     check_values(ref, values)
@@ -186,7 +186,7 @@ BACKENDS: dict[str, str | BuildBackend] = {
 
 
 def register_backend(name: str, build: BuildBackend) -> None:
-    """Make a backend available as `--backend NAME`; an existing one of this name is replaced."""
+    """Make a backend available by its name; an existing one of this name is replaced."""
     register(BACKENDS, name, build, kind="backend", replace=True)
 
 
@@ -194,23 +194,23 @@ def check_options(options: BackendOptions) -> None:
     """Refuse options that the backend does not use, rather than ignore them."""
     if options.rope is not None and options.kind != "transformers":
         raise ConfigError(
-            f"--rope works with --backend transformers only; the backend here is {options.kind}. For other "
+            f"`rope` works with `backend='transformers'` only; the backend here is {options.kind}. For other "
             "engines, write the method's rope_parameters into the config of a copy of the model."
         )
     if options.processes > 1 and options.kind != "transformers":
         raise ConfigError(
-            f"--processes works with --backend transformers only; the backend here is {options.kind}. For several "
-            "requests to a server at a time, use --requests."
+            f"`processes` works with `backend='transformers'` only; the backend here is {options.kind}. For several "
+            "requests to a server at a time, use `requests`."
         )
     endpoint = options.endpoint if options.endpoint in ("text", "chat") else None
-    for name, value in (("--url", options.url), ("--model-name", options.model_name), ("--endpoint", endpoint)):
+    for name, value in (("url", options.url), ("model_name", options.model_name), ("endpoint", endpoint)):
         if value is not None and options.kind != "openai":
-            raise ConfigError(f"{name} works with --backend openai only; the backend here is {options.kind}.")
+            raise ConfigError(f"`{name}` works with `backend='openai'` only; the backend here is {options.kind}.")
 
 
 def build_backend(options: BackendOptions) -> Backend:
     """Build the backend that `options.kind` names; ConfigError if the other options do not fit it."""
-    build = lookup(BACKENDS, options.kind, kind="--backend")
+    build = lookup(BACKENDS, options.kind, kind="`backend`")
     if not isinstance(build, str):
         return build(options)
     check_options(options)

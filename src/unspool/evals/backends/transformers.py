@@ -211,7 +211,7 @@ class ProcessesBackend(Backend):
         except BrokenProcessPool:
             raise UnspoolError(
                 f"one of {self.width} processes that answer prompts died, perhaps for lack of memory: each holds the "
-                "whole model. Finished answers are kept; run the same command with fewer --processes."
+                "whole model. Finished answers are kept; run the same again with fewer `processes`."
             ) from None
 
     @cached_property

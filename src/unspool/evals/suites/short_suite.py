@@ -44,16 +44,16 @@ def chosen_tasks(tasks: Sequence[str], preset: str | None, *, sandboxed: bool) -
     if preset is None:
         names = list(tasks) or list(TASKS)
     else:
-        names = list(tasks) or list(lookup(SHORT_PRESETS, preset, kind="--preset of short"))
+        names = list(tasks) or list(lookup(SHORT_PRESETS, preset, kind="`preset` of short"))
     code = [name for name in names if name.startswith(CODE_TASKS)]
     if not code or sandboxed:
         return names
     reason = (
         f"{join_words(code)} would run code that the model writes, on this machine and as you; do that only inside a "
-        "container or virtual machine without network and without your files, and say so with --sandboxed"
+        "container or virtual machine without network and without your files, and say so with `sandboxed=True`"
     )
     if tasks:
-        raise ConfigError(f"--tasks {code[0]}: {reason}.")
+        raise ConfigError(f"`tasks={code[0]!r}`: {reason}.")
     logger.warning(f"short: leaving out {join_words(code)}: {reason}")
     return [name for name in names if name not in code]
 

@@ -86,7 +86,7 @@ def print_attention(console: Console, attention: Attention, count: int = 10) -> 
     console.print(terminal_table(table, wrap_columns=True))
     names = " ".join(f"{layer}:{head}" for layer, head in attention.heads)
     points = "; change is in points" if both else ""
-    console.print(Text(f"drawn (--head LAYER:HEAD, from 0): {names}{points}", style="dim"), soft_wrap=True)
+    console.print(Text(f"drawn heads (layer:head, from 0): {names}{points}", style="dim"), soft_wrap=True)
 
 
 def describe_text(attention: Attention) -> str:
