@@ -24,51 +24,55 @@ STDIN = "-"
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, .gguf file, Hub id or asset:NAME.")],
     prompt_file: Annotated[
-        str | None, typer.Option(help="Text that the model reads first, UTF-8; - or none: standard input, if piped.")
+        str | None,
+        typer.Option(help="UTF-8 text that the model reads first. Default: standard input if piped; - also reads it."),
     ] = None,
     question: Annotated[
-        list[str] | None, typer.Option(help="Question after the text; repeat for several, each asked on its own.")
+        list[str] | None, typer.Option(help="Question about the text. Repeatable; questions are independent.")
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of an answer [default: 512, or what the context leaves].")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Maximum tokens per answer. Default: 512, or fewer if the context ends."),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0: greedy; above: sample.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; above 0, sample.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Random seed of sampling, used anew for every question.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of sampling, the same for every question.")] = 0,
     chat: Annotated[str, typer.Option(help="Use the chat template: auto, on or off.")] = "auto",
     beyond_context: Annotated[
-        str, typer.Option(help="A prompt beyond the context: refuse, truncate (drop its middle) or ask anyway.")
+        str, typer.Option(help="A prompt longer than the context: refuse, truncate (drop its middle) or ask anyway.")
     ] = "refuse",
     stream: Annotated[bool, typer.Option(help="Print the answer while it is generated.")] = True,
     rope: Annotated[
         str | None,
         typer.Option(help="Apply another RoPE method without training: yarn, ntk, …, or '{method: abf, base: 8e6}'."),
     ] = None,
-    context: Annotated[str | None, typer.Option(help="Context length that --rope shall reach.")] = None,
+    context: Annotated[str | None, typer.Option(help="Context length for --rope.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     backend: Annotated[
         str, typer.Option(help="transformers (in this process), or openai for any server.")
     ] = "transformers",
     url: Annotated[str | None, typer.Option(help="Address of the server, such as http://localhost:8000/v1.")] = None,
-    model_name: Annotated[str | None, typer.Option(help="Name of the model on the server [default: MODEL].")] = None,
+    model_name: Annotated[str | None, typer.Option(help="Name of the model on the server. Default: MODEL.")] = None,
     endpoint: Annotated[
         str | None,
         typer.Option(
-            help="auto, completions (sends token ids), text or chat [default: chat with a chat template, else text]."
+            help="auto, completions (sends token ids), text or chat. Default: chat with a chat template, else text."
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for one answer of the server.")] = 600,
+    timeout: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for an answer of the server.")
+    ] = 600,
     as_json: Annotated[bool, typer.Option("--json", help="Print answers, token counts and times as JSON.")] = False,
 ) -> None:
     """Ask a model about a long text, or let it continue one.
 
     The model reads the text once: later questions reuse the prompt cache.
-    Without --question the model continues the text, or, in a terminal,
-    reads one question per line.
+    Without --question, the model continues the text; in a terminal, the
+    command reads one question per line.
 
         unspool generate MODEL --prompt-file book.txt --question "Who is Ishmael?"
 
-        unspool generate MODEL --prompt-file book.txt     # asks for questions
+        unspool generate MODEL --prompt-file book.txt
 
         cat book.txt | unspool generate MODEL --question "Who?" --question "Where?" --json
 

@@ -38,12 +38,14 @@ def inspect_attention(
     ] = None,
     docs: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of documents, from the files in turn. Default: 4, or one per file."),
+        typer.Option(
+            min=1, metavar="N", help="Number of documents, from the files in turn. Default: 4, or one per file."
+        ),
     ] = None,
     length: Annotated[
         str | None, typer.Option(help="Length of the text in tokens, such as 8K, shared among documents.")
     ] = None,
-    pieces: Annotated[int, typer.Option(min=1, help="Pieces per document, shuffled.")] = 1,
+    pieces: Annotated[int, typer.Option(min=1, metavar="N", help="Pieces per document, shuffled.")] = 1,
     seed: Annotated[int, typer.Option(help="Random seed for --pieces.")] = 0,
     attention: Annotated[
         str | None,
@@ -51,9 +53,14 @@ def inspect_attention(
     ] = None,
     beyond: Annotated[str, typer.Option(help="Attention more than this many tokens back is long-range.")] = "1000",
     first: Annotated[
-        int, typer.Option(min=0, help="First tokens that do not count as long-range: they act as attention sinks.")
+        int,
+        typer.Option(
+            min=0, metavar="N", help="First tokens that do not count as long-range: they act as attention sinks."
+        ),
     ] = 4,
-    heads: Annotated[int, typer.Option(min=1, max=64, help="Number of heads to draw: the highest ranked.")] = 4,
+    heads: Annotated[
+        int, typer.Option(min=1, max=64, metavar="N", help="Number of heads to draw: the highest ranked.")
+    ] = 4,
     head: Annotated[
         list[str] | None, typer.Option(metavar="LAYER:HEAD", help="Head to draw, numbered from 0. Repeatable.")
     ] = None,
@@ -64,11 +71,14 @@ def inspect_attention(
             help="Rank heads by far (long-range attention), same (within the token's document) or share (same / far)."
         ),
     ] = "far",
-    block: Annotated[int, typer.Option(min=1, max=4096, help="Tokens per side of a block.")] = 16,
+    block: Annotated[int, typer.Option(min=1, max=4096, metavar="N", help="Tokens per side of a block.")] = 16,
     pixels: Annotated[
-        int, typer.Option(min=16, max=4096, help="Maximum points per side of a map; more blocks are pooled.")
+        int,
+        typer.Option(min=16, max=4096, metavar="N", help="Maximum points per side of a map; more blocks are pooled."),
     ] = 512,
-    name: Annotated[list[str] | None, typer.Option(help="Name of a model, in their order. Repeatable.")] = None,
+    name: Annotated[
+        list[str] | None, typer.Option(help="Name of a model, in the order of the models. Repeatable.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page to this file.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write the maps as one figure to this file.")] = None,
@@ -153,7 +163,8 @@ def inspect_distances(
         typer.Option(metavar="DISTANCE", help="Also count pairs at least this far apart, such as 16K. Repeatable."),
     ] = None,
     count: Annotated[
-        int | None, typer.Option(min=1, help="Rows of each dataset, evenly spaced. Default: all, up to 128M tokens.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Rows of each dataset, evenly spaced. Default: all, up to 128M tokens."),
     ] = None,
     tokenizer: Tokenizer = None,
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page with curves to this file.")] = None,
@@ -161,9 +172,9 @@ def inspect_distances(
 ) -> None:
     """Count pairs of tokens of one document by their distance in a row.
 
-    Counts pairs that can attend to each other, as shares and per row.
-    Special tokens and padding do not count. Several datasets are shown
-    side by side.
+    Only pairs that can attend to each other count, and neither special
+    tokens nor padding. Counts are shares of all pairs and numbers per row.
+    Several datasets are shown side by side.
 
         unspool inspect distances runs/tiny
 

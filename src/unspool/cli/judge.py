@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def judge(
     run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="Run directory, or a folder written by `unspool eval --out`.")
+        Path | None, typer.Argument(metavar="RUN", help="Run folder, or a folder that `unspool eval --out` wrote.")
     ] = None,
     check: Annotated[
         Path | None,
@@ -24,10 +24,12 @@ def judge(
     url: Annotated[str | None, typer.Option(help="Server of the judge, such as http://localhost:8000/v1.")] = None,
     model_name: Annotated[str | None, typer.Option(help="Name of the judge on the server.")] = None,
     model: Annotated[str | None, typer.Option(help="Run the judge in this process: a model folder or Hub id.")] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Concurrent requests to the server.")] = 8,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for a reply.")] = 600,
-    price_in: Annotated[float, typer.Option(min=0, help="Price of a million prompt tokens, for the estimate.")] = 0.0,
-    price_out: Annotated[float, typer.Option(min=0, help="Price of a million reply tokens.")] = 0.0,
+    requests: Annotated[int, typer.Option(min=1, metavar="N", help="Concurrent requests to the server.")] = 8,
+    timeout: Annotated[float, typer.Option(min=1, metavar="N", help="Seconds to wait for a reply.")] = 600,
+    price_in: Annotated[
+        float, typer.Option(min=0, metavar="PRICE", help="Price of a million prompt tokens, for the estimate.")
+    ] = 0.0,
+    price_out: Annotated[float, typer.Option(min=0, metavar="PRICE", help="Price of a million reply tokens.")] = 0.0,
     again: Annotated[
         str | None,
         typer.Option(help="unparsable: ask once more for replies that could not be parsed, with twice the tokens."),

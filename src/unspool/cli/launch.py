@@ -17,8 +17,8 @@ SEVERAL = "Several nodes"
 
 def launch(
     recipe: RecipeArgument,
-    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1,
-    gpus: Annotated[int, typer.Option(min=1, help="Ranks per node, one per GPU.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks per node, one per GPU.")] = 1,
     via: Annotated[str, typer.Option(help="torchrun, slurm or ray.")] = "torchrun",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands or the script; run nothing.")] = False,
     verb: Annotated[str, typer.Option(help="run: everything; train: no evaluation and no report.")] = "run",
@@ -26,11 +26,12 @@ def launch(
     env: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Environment variable for all ranks. Repeatable.")
     ] = None,
-    python: Annotated[str | None, typer.Option(help="Python interpreter of the ranks [default: this one].")] = None,
-    restarts: Annotated[int, typer.Option(min=0, help="Number of restarts after a rank fails.")] = 3,
+    python: Annotated[str | None, typer.Option(help="Python interpreter of the ranks. Default: this one.")] = None,
+    restarts: Annotated[int, typer.Option(min=0, metavar="N", help="Number of restarts after a rank fails.")] = 3,
     host: Annotated[str | None, typer.Option(help="Name of the first node.", rich_help_panel=SEVERAL)] = None,
     port: Annotated[
-        int, typer.Option(min=1, max=65535, help="A free port on the first node.", rich_help_panel=SEVERAL)
+        int,
+        typer.Option(min=1, max=65535, metavar="PORT", help="A free port on the first node.", rich_help_panel=SEVERAL),
     ] = 29400,
     partition: Annotated[str | None, typer.Option(help="Slurm partition.", rich_help_panel=SLURM)] = None,
     time: Annotated[
@@ -38,7 +39,7 @@ def launch(
     ] = None,
     account: Annotated[str | None, typer.Option(help="Slurm account.", rich_help_panel=SLURM)] = None,
     qos: Annotated[str | None, typer.Option(help="Slurm quality of service.", rich_help_panel=SLURM)] = None,
-    cpus: Annotated[int | None, typer.Option(min=1, help="CPUs per node.", rich_help_panel=SLURM)] = None,
+    cpus: Annotated[int | None, typer.Option(min=1, metavar="N", help="CPUs per node.", rich_help_panel=SLURM)] = None,
     sbatch: Annotated[
         list[str] | None,
         typer.Option(metavar="OPTION", help="Additional sbatch option. Repeatable.", rich_help_panel=SLURM),
@@ -48,14 +49,15 @@ def launch(
     """Run a recipe on several GPUs or nodes.
 
     Checks the recipe and the layout of its stages first. If a rank dies or
-    hangs, the job prints its rank and step, and restarts from the last
-    checkpoint, at most --restarts times.
+    hangs, the job prints its rank and step and restarts from the last
+    checkpoint, at most --restarts times. On several nodes with torchrun,
+    the command prints one line to run on each node.
 
         unspool launch my.yaml --gpus 8
 
-        unspool launch my.yaml --nodes 4 --gpus 8 --via slurm --partition gpu --time 24:00:00 --dry-run
+        unspool launch my.yaml --nodes 2 --gpus 8 --host node1
 
-        unspool launch my.yaml --nodes 2 --gpus 8 --host node1     prints a line for each node
+        unspool launch my.yaml --nodes 4 --gpus 8 --via slurm --dry-run
     """
     from unspool.recipe import start_job
     from unspool.recipe.launch import parse_env

@@ -17,7 +17,7 @@ def report(
         Path | None,
         typer.Option(
             "--out",
-            help="Page to write [default: report.html in the run folder, or in the current folder for several runs].",
+            help="Page to write. Default: report.html in the run folder; for several runs, in this folder.",
         ),
     ] = None,
     markdown: Annotated[

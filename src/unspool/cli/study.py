@@ -31,7 +31,7 @@ def studies() -> None:
 
 
 def study(
-    study: Annotated[str, typer.Argument(metavar="STUDY", help="A study file, or the name of a bundled one.")],
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="A study file, or the name of a bundled study.")],
     only: Annotated[
         list[str] | None,
         typer.Option("--only", metavar="ARM", help="Run only this arm, or one run ARM-sSEED. Repeatable."),
@@ -43,7 +43,7 @@ def study(
         bool, typer.Option("--report-only", help="Compare the runs in the folder, including copied ones; run nothing.")
     ] = False,
     overrides: Override = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder of the study [default: runs/NAME].")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder of the study. Default: runs/NAME.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Run the arms of a study under every seed, and rank them.

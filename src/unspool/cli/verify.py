@@ -18,13 +18,18 @@ def verify(
     device: Annotated[str, typer.Option(help="auto (the CPU, and the GPU if there is one), cpu or cuda.")] = "auto",
     seed: Annotated[int, typer.Option(help="Random seed for tokens and for the weights of small models.")] = 0,
     kills: Annotated[
-        int | None, typer.Option(min=1, help="How often `sigkill` kills and restarts a run [default: 3].")
+        int | None,
+        typer.Option(min=1, metavar="N", help="How often the check sigkill kills and restarts a run. Default: 3."),
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=2, max=8, help="Also check a step on this many local ranks, in every layout that fits."),
+        typer.Option(
+            min=2, max=8, metavar="N", help="Also check a step on this many local ranks, in every layout that fits."
+        ),
     ] = None,
-    each: Annotated[bool, typer.Option("--each", help="Print a row for every model, not only for the worst.")] = False,
+    each: Annotated[
+        bool, typer.Option("--each", help="Print a row for every model, instead of the worst model of each check.")
+    ] = False,
     show: Annotated[bool, typer.Option("--list", help="List checks and small models; run nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print every result as JSON.")] = False,
 ) -> None:

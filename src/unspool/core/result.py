@@ -46,7 +46,10 @@ class Result(ABC):
         ends in.
         """
         path = Path(path)
-        known = {**self.renderers(), "json": lambda: json.dumps(self.to_dict(), indent=1) + "\n"}
+        known: dict[str, Callable[[], str]] = {
+            **self.renderers(),
+            "json": lambda: json.dumps(self.to_dict(), indent=1) + "\n",
+        }
         kind = format or FORMATS.get(path.suffix.lower())
         if kind is None:
             endings = ", ".join(ending for ending, name in FORMATS.items() if name in known)
