@@ -38,10 +38,23 @@ def test_every_description_is_shown_in_full(path):
             assert " ".join(param.help.split()) in text, (path, param.name)
 
 
+def examples(command) -> list[str]:
+    return re.findall(r"^ +(?:cat \S+ \| )?unspool (.*(?:\n +--.*)?)$", command.help or "", re.MULTILINE)
+
+
+def test_commands_have_examples():
+    # `doctor` needs none, `show`, `check` and `schema` are subcommands of `recipes`.
+    without = {path[0] for path, command in COMMANDS.items() if len(path) == 1 and not has_examples(command)}
+    assert without <= {"doctor", "recipes"}
+
+
+def has_examples(command) -> bool:
+    return bool(examples(getattr(command, "commands", {}).get("at", command)))
+
+
 @pytest.mark.parametrize("path", [path for path in COMMANDS if path], ids=" ".join)
 def test_examples_use_commands_and_options_that_exist(path):
-    examples = re.findall(r"^ +(?:cat \S+ \| )?unspool (.*(?:\n +--.*)?)$", COMMANDS[path].help or "", re.MULTILINE)
-    for example in examples:
+    for example in examples(getattr(COMMANDS[path], "commands", {}).get("at", COMMANDS[path])):
         words = shlex.split(example.split(" |")[0].split(" > ")[0])
         known = tuple(words[:2]) if tuple(words[:2]) in COMMANDS else tuple(words[:1])
         command = (

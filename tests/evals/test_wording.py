@@ -157,10 +157,10 @@ def test_results_with_different_words_are_not_mixed(tmp_path: Path, english):
     ("content", "messages"),
     [
         ("{", ["cannot be read as YAML or JSON"]),
-        ("- a", ["it must have `suite`, a name, and `tasks`"]),
-        ("suite: ruler\ntasks: {}", ["it must have `suite`, a name, and `tasks`"]),
+        ("- a", ["it needs the keys suite (a name) and tasks"]),
+        ("suite: ruler\ntasks: {}", ["it needs the keys suite (a name) and tasks"]),
         ("suite: helmet\ntasks: {vt: {template: x}}", ["it is for suite 'helmet', and this is ruler"]),
-        ("suite: ruler\ntask: 1\ntasks: {vt: {noise: x}}", ["'task' is not known beside `suite` and `tasks`"]),
+        ("suite: ruler\ntask: 1\ntasks: {vt: {noise: x}}", ["'task' is not a known key; the keys are suite and tasks"]),
         ("suite: ruler\ntasks: {vtt: {noise: x}}", ["vtt: ruler has no such task .did you mean 'vt'?"]),
         ("suite: ruler\ntasks: {vt: hello}", ["vt: write its texts below it"]),
         ("suite: ruler\ntasks: {vt: {templat: x}}", ["vt, templat: .*did you mean 'template'?", "it has template"]),

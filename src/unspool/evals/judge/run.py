@@ -93,7 +93,7 @@ def scores_folders(path: Path) -> list[Path]:
     found = [folder for folder in [path, *sorted(path.glob("scores/*"))] if (folder / SAMPLES).is_file()]
     found = [folder for folder in found if (read_manifest(folder) or {}).get("kind") == "scores"]
     if not found:
-        raise ConfigError(f"{path}: no scores found; give a run, or a folder that `unspool eval --out` wrote.")
+        raise ConfigError(f"{path}: no scores found; give a run, or the output folder of an evaluation.")
     return found
 
 
