@@ -220,8 +220,8 @@ def test_the_command_ends_in_a_table_a_page_and_a_sentence(tokenizer, monkeypatc
     [
         (["--value", "words"], "--value needs --suite or --lengths"),
         (["--beyond-context", "skip"], "--beyond-context needs --suite or --lengths"),
-        (["--budget", "10m", "--suite", "niah"], "--budget is for eval without --suite and --lengths"),
-        (["--rope", "yarn"], "without --lengths, --rope needs the context length to reach: --context 32K"),
+        (["--budget", "10m", "--suite", "niah"], "--budget is for evaluations without --suite and --lengths"),
+        (["--rope", "yarn"], "without --lengths, --rope needs the context length to reach, such as --context 32K"),
         (["--budget", "10"], "--budget '10': write a time"),
     ],
 )

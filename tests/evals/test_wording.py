@@ -157,8 +157,8 @@ def test_results_with_different_words_are_not_mixed(tmp_path: Path, english):
     ("content", "messages"),
     [
         ("{", ["cannot be read as YAML or JSON"]),
-        ("- a", ["it needs the keys suite (a name) and tasks"]),
-        ("suite: ruler\ntasks: {}", ["it needs the keys suite (a name) and tasks"]),
+        ("- a", ["it needs the keys suite .a name. and tasks"]),
+        ("suite: ruler\ntasks: {}", ["it needs the keys suite .a name. and tasks"]),
         ("suite: helmet\ntasks: {vt: {template: x}}", ["it is for suite 'helmet', and this is ruler"]),
         ("suite: ruler\ntask: 1\ntasks: {vt: {noise: x}}", ["'task' is not a known key; the keys are suite and tasks"]),
         ("suite: ruler\ntasks: {vtt: {noise: x}}", ["vtt: ruler has no such task .did you mean 'vt'?"]),

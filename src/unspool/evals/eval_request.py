@@ -145,7 +145,7 @@ def check_request(
         raise ConfigError(f"`suite={SHORT!r}` runs lm-eval in one process; leave `processes` out.")
     if is_short and backend not in SHORT_BACKENDS:
         raise ConfigError(
-            f"`suite={SHORT!r}` runs with the backends {' and '.join(SHORT_BACKENDS)} only; `backend` is {backend}."
+            f"`suite={SHORT!r}` runs with the backends {' and '.join(SHORT_BACKENDS)} only; the backend here is {backend}."
         )
     for name in ("beyond_context", "reference"):
         if is_short and given.get(name) is not None:
