@@ -119,7 +119,7 @@ def test_the_best_way_that_the_server_answers_is_chosen_and_printed(
     assert (found.form.endpoint, found.logprobs, found.context) == (endpoint, logprobs, 4096)
     assert len(styled.bodies) == requests, "nothing is tried again that the server refuses"
     line = caplog.records[-1].getMessage()
-    assert f"Using --endpoint {endpoint}; give --endpoint (" in line and "context 4096 tokens" in line
+    assert f"Using `endpoint={endpoint!r}`; give `endpoint` (" in line and "context 4096 tokens" in line
     assert ("not token ids (" in line) == (endpoint != "completions")
     assert ("with log-prob" in line) == logprobs
 
