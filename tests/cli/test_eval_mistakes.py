@@ -37,7 +37,7 @@ MISTAKES = {
     "missing extra": (
         ["--backend", "vllm", "--suite", "niah", "--lengths", "128"],
         "--backend vllm: vllm is not installed; pip install vllm, or start its server elsewhere and use --backend "
-        "openai --url.",
+        "openai --url ADDRESS.",
     ),
     "endpoint without a server": (
         ["--suite", "niah", "--lengths", "128", "--endpoint", "chat"],

@@ -150,7 +150,8 @@ def check_request(
         raise ConfigError(f"`suite={SHORT!r}` runs lm-eval in one process; leave `processes` out.")
     if is_short and backend not in SHORT_BACKENDS:
         raise ConfigError(
-            f"`suite={SHORT!r}` runs with the backends {' and '.join(SHORT_BACKENDS)} only; the backend here is {backend}."
+            f"`suite={SHORT!r}` runs with the backends {' and '.join(SHORT_BACKENDS)} only; the backend here is "
+            f"{backend}."
         )
     for name in ("beyond_context", "reference"):
         if is_short and given.get(name) is not None:
