@@ -101,7 +101,7 @@ def test_a_folder_with_other_files_is_not_replaced(command, tmp_path):
     shown = command("M", "--suite", "key_value", "--lengths", "256", "--value", "words", "--out", str(tmp_path))
 
     assert isinstance(shown.exception, ConfigError)
-    assert "holds no scores" in str(shown.exception)
+    assert "is not a folder of scores" in str(shown.exception)
     assert (tmp_path / "thesis.tex").exists()
 
 
@@ -144,7 +144,7 @@ def test_a_suite_with_tasks_is_run_and_shown(command, monkeypatch):
     rows = [line.replace("│", " ").split() for line in shown.stdout.splitlines()]
     assert ["ruler", "256", "mean", "of", "3", "tasks", "of", "4", "100%", "77%", "to", "100%", "18"] in rows
     assert ["ruler", "256", "judged", "(judge)", "not", "judged", "–", "0"] in rows
-    assert "holds up to 256" in shown.stdout
+    assert "effective length 256" in shown.stdout
     assert "0%" in command(*arguments, "--backend", "empty", "--tasks", "lone").stdout
 
 

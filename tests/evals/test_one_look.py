@@ -193,7 +193,7 @@ def test_a_budget_is_a_time(text, seconds):
 
 @pytest.mark.parametrize("text", ["10", "ten", "-5m", "0s", "1d", "1e9h", ""])
 def test_a_budget_that_is_no_time_is_refused(text):
-    with pytest.raises(ConfigError, match="such as 90s, 10m or 2h"):
+    with pytest.raises(ConfigError, match="write for example 90s, 10m or 2h"):
         parse_duration(text)
 
 
@@ -222,7 +222,7 @@ def test_the_command_ends_in_a_table_a_page_and_a_sentence(tokenizer, monkeypatc
         (["--beyond-context", "skip"], "--beyond-context needs --suite or --lengths"),
         (["--budget", "10m", "--suite", "niah"], "--budget is for eval without --suite and --lengths"),
         (["--rope", "yarn"], "without --lengths, --rope needs the context length to reach: --context 32K"),
-        (["--budget", "10"], "--budget '10': write a time"),
+        (["--budget", "10"], "--budget '10' is not a duration"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(arguments, message):
