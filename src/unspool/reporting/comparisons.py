@@ -269,8 +269,8 @@ def _note(found: Sequence[Comparison], num_pairs: int) -> str:
     gained = sum(not one.apart for one in decided if one.measure.cells)
     note = (
         "Second minus first on the prompts that both answered. Recall is in points, loss in nats (negative is better), "
-        "with 95% intervals. Bold: the interval excludes 0 and n is large enough to show it; "
-        f"{len(decided)} of {len(found)}"
+        f"with 95% intervals. Bold ({len(decided)} of {len(found)}): the interval excludes 0 and n is large enough to "
+        "show it"
     )
     if gained:
         note += f". For {gained} of these, the models' separate intervals overlap"

@@ -1,7 +1,7 @@
-"""Needle in a haystack: facts hidden in prose, each asked for at the end.
+"""Needle in a haystack: facts hidden in prose, with a question about each fact at the end.
 
-A fact is placed between sentences where that keeps it at its depth, else between lines or words. The recorded depth is
-where the fact really is. The prose is cut where the length ends, sometimes within a word.
+A fact is inserted between sentences if that keeps its depth, else between lines or words. The recorded depth is the
+fact's actual position. The prose is cut where the length ends, sometimes within a word.
 """
 
 import re
@@ -21,17 +21,17 @@ from unspool.evals.prompt_encoder import PromptEncoder
 from unspool.evals.prompts import Prompt, answer_room, encode, token_starts
 from unspool.evals.suite import Question
 
-# Tokens of prose per fact; with less, a fact would not be hidden at all.
+# Minimum tokens of prose per fact; with less, the fact would not be hidden.
 PROSE_PER_NEEDLE = 8
-# Inserting facts changes a few tokens at their borders; this many corrections were always enough.
+# Inserting facts changes tokens at their borders. This many corrections were always enough.
 CORRECTIONS = 8
 _SENTENCE_END = re.compile(r"[.!?][\"'”’)]*\s+|\n\s*\n\s*")
-# Where a fact may be inserted, best first: after a sentence or paragraph, after a line, after a word.
+# Insertion points, best first: after a sentence or paragraph, after a line, after a word.
 _BORDERS = (_SENTENCE_END, re.compile(r"\n+"), re.compile(r"\s+"))
 
 
 class NiahEval(EvalConfig):
-    """Needle in a haystack: facts hidden in prose at every depth, asked for at the end."""
+    """Needle in a haystack: facts hidden in prose at all depths, with questions at the end."""
 
     suite: Literal["niah"]
     lengths: Lengths
@@ -53,17 +53,17 @@ class Needle:
 
 
 class Prose:
-    """Text with the places where a fact may be inserted, in characters and in tokens."""
+    """Text with insertion points for facts, in characters and tokens."""
 
     def __init__(self, text: str, starts: np.ndarray) -> None:
         self.text = text
-        self.starts = starts  # character at which every token starts
+        self.starts = starts  # start character of every token
         self.borders = [
             np.array([match.end() for match in pattern.finditer(text)], dtype=np.int64) for pattern in _BORDERS
         ]
 
     def place(self, num_tokens: int, target: float, reach: float) -> tuple[int, float]:
-        """Find the best border near depth `target` in the first `num_tokens` tokens: its character and depth."""
+        """Find the best border near depth `target` in the first `num_tokens` tokens. Returns (character, depth)."""
         tokens = np.append(self.starts[:num_tokens], self.end(num_tokens))
         for borders in self.borders:
             known = borders[borders < tokens[-1]]
@@ -91,7 +91,7 @@ def prompt(config: NiahEval, materials: Materials, *, length: int, seed: int, in
     tokenizer, encoder = materials.tokenizer, PromptEncoder(materials.tokenizer, materials.form)
     kind = "number" if config.value == "numbers" else "word"
     needles = _needles(config, materials.words, index, rng)
-    # The last context may ask for fewer facts, so that there are exactly `samples` questions.
+    # The last context may have fewer facts, so that there are exactly `samples` questions.
     count = min(config.needles, config.samples - index * config.needles)
     asked = sorted(rng.permutation(config.needles)[:count].tolist())
     questions = [_question(needles[at], kind) for at in asked]
@@ -104,7 +104,7 @@ def prompt(config: NiahEval, materials: Materials, *, length: int, seed: int, in
     if length < least:
         raise ConfigError(
             f"niah: length {length} is too short: with this tokenizer, {config.needles} needle(s), a question and "
-            f"its answer need {least} tokens. Use a greater length or fewer needles."
+            f"its answer need {least} tokens. Use a larger length or fewer needles."
         )
     prose = _prose(materials, room, rng)
     text, context, depths = _fit(prose, [*zip(facts, needles, strict=True)], config, tokenizer, room)
@@ -132,7 +132,7 @@ def _question(needle: Needle, kind: str) -> Question:
 def _needles(config: NiahEval, words: list[str], index: int, rng: np.random.Generator) -> list[Needle]:
     count = config.needles
     grid = depth_grid(config)
-    # A single fact moves over the grid from context to context; several get one equal part of the context each.
+    # A single fact moves over the grid from context to context. Several facts each get an equal part of the context.
     targets = [grid[index % len(grid)]] if count == 1 else ((np.arange(count) + rng.random(count)) / count).tolist()
     if config.value == "numbers":
         keys = distinct_keys(words, count, rng)
@@ -144,10 +144,10 @@ def _needles(config: NiahEval, words: list[str], index: int, rng: np.random.Gene
 
 
 def _prose(materials: Materials, num_tokens: int, rng: np.random.Generator) -> Prose:
-    """At least `num_tokens` tokens of text from a random sentence on, repeated from the start where it ends."""
+    """At least `num_tokens` tokens of text, starting at a random sentence. Repeats the text if it ends."""
     source = "\n\n".join(text.strip() for text in materials.documents)
     if not source.strip():
-        raise DataError("niah: the haystack text is empty; give files with text.")
+        raise DataError("niah: the haystack text is empty; use files that contain text.")
     offset = int(rng.integers(len(source)))
     sentence = _SENTENCE_END.search(source, offset)
     offset = sentence.end() if sentence and sentence.end() < len(source) else 0
@@ -164,7 +164,7 @@ def _prose(materials: Materials, num_tokens: int, rng: np.random.Generator) -> P
 def _fit(
     prose: Prose, hidden: list[tuple[str, Needle]], config: NiahEval, tokenizer: Any, room: int
 ) -> tuple[str, np.ndarray, list[float]]:
-    """Fit as much prose as possible with the facts into `room` tokens; returns text, ids and each fact's depth."""
+    """Fit the facts and as much prose as possible into `room` tokens. Returns (text, ids, depth of each fact)."""
     best: tuple[str, np.ndarray, list[float]] | None = None
     fits, too_long = 0, room + 1
     num_tokens = room - len(encode(tokenizer, " ".join(text for text, _ in hidden)))
@@ -181,7 +181,7 @@ def _fit(
                 best = text, ids, depths
         if spare == 0:
             break
-        # Stays between what fits and what is too long, so the loop ends.
+        # Stay between the bounds, so that the loop ends.
         num_tokens = min(max(num_tokens + spare, fits + 1), too_long - 1)
         corrections += 1
     assert best is not None, "the caller checks that the facts fit"
@@ -189,7 +189,7 @@ def _fit(
 
 
 def _hide(prose: Prose, hidden: list[tuple[str, Needle]], config: NiahEval, num_tokens: int) -> tuple[str, list[float]]:
-    """Insert the facts into the first `num_tokens` tokens of prose, ending in a newline."""
+    """Insert the facts into the first `num_tokens` tokens of prose. The result ends in a newline."""
     reach = 0.5 / max(1, config.depths - 1)
     places = [prose.place(num_tokens, needle.target, reach) for _, needle in hidden]
     text, done = "", 0
