@@ -196,12 +196,12 @@ def test_a_model_in_memory_is_evaluated_as_its_folder_and_left_as_it_was():
     with torch.no_grad():
         model.get_input_embeddings().weight.zero_()
     assert unspool.evaluate(model, "niah", [192], **settings).cells()[0]["value"] == 0
-    with pytest.raises(ConfigError, match="rope is for a model on disk"):
+    with pytest.raises(ConfigError, match="rope works only with a model on disk"):
         unspool.evaluate(model, "niah", [192], rope=unspool.YaRN(), context=512)
 
 
 def test_a_server_needs_its_tokenizer():
-    with pytest.raises(ConfigError, match="is a server; give tokenizer="):
+    with pytest.raises(ConfigError, match="is a server; pass tokenizer="):
         unspool.evaluate("http://localhost:8000/v1", "niah", [192], model_name="m")
 
 
@@ -213,7 +213,7 @@ def test_a_result_is_saved_as_page_summary_and_folder(tmp_path):
     assert "<td>100%</td>" in result._repr_html_()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("")
-    with pytest.raises(ConfigError, match="holds no scores"):
+    with pytest.raises(ConfigError, match="is not a folder of scores"):
         result.save(tmp_path / "mine")
 
 

@@ -66,7 +66,7 @@ def test_a_value_only_one_suite_knows_leaves_the_others_alone():
         ("niah", "0", None, "`lengths` '0': a size must be"),
         ("niah", ",", None, "at least one suite and one length"),
         ("niah", "2K", "word", "Did you mean 'words'"),
-        ("niah,perplexity", "2K", "uuid", "`value='uuid'` is for key_value; the suites here are niah,perplexity"),
+        ("niah,perplexity", "2K", "uuid", "`value='uuid'` works only with key_value, not with niah, perplexity"),
     ],
 )
 def test_wrong_options_are_explained(suites, lengths, value, message):
@@ -98,7 +98,7 @@ def test_a_folder_with_other_files_is_not_replaced(command, tmp_path):
 
     shown = command("M", "--suite", "key_value", "--lengths", "256", "--value", "words", "--out", str(tmp_path))
 
-    assert shown.exit_code == 2 and "holds no scores" in shown.stderr
+    assert shown.exit_code == 2 and "is not a folder of scores" in shown.stderr
     assert (tmp_path / "thesis.tex").exists()
 
 
@@ -140,7 +140,7 @@ def test_a_suite_with_tasks_is_run_and_shown(command, monkeypatch):
     rows = [line.replace("│", " ").split() for line in shown.stdout.splitlines()]
     assert ["ruler", "256", "mean", "of", "3", "tasks", "of", "4", "100%", "77%", "to", "100%", "18"] in rows
     assert ["ruler", "256", "judged", "(judge)", "not", "judged", "–", "0"] in rows
-    assert "holds up to 256" in shown.stdout
+    assert "effective length 256" in shown.stdout
     assert "0%" in command(*arguments, "--backend", "empty", "--tasks", "lone").stdout
 
 
@@ -169,7 +169,7 @@ def test_parity_of_equal_backends_passes(command, monkeypatch, tokenizer):
     [
         (("--backend", "llama"), r"--backend 'llama' is not known\..* Known: adversarial, empty, openai"),
         (("--backend", "openai"), "needs the server's address"),
-        (("--url", "http://x"), "--url works with --backend openai only"),
+        (("--url", "http://x"), "--url works only with --backend openai"),
         (("--suite", "ruler", "--mode", "exact"), "--mode 'exact' is not known; use fixed, reference"),
         (("--suite", "ruler", "--chat", "yes"), "--chat 'yes' is not known; use auto, on, off"),
         (("--suite", "ruler", "--path", "x.txt"), "write NAME=PATH"),
@@ -177,9 +177,9 @@ def test_parity_of_equal_backends_passes(command, monkeypatch, tokenizer):
         (("--suite", "niah", "--tasks", "vt"), "--tasks needs exactly one suite"),
         (
             ("--suite", "ruler,helmet", "--wording", "w.yaml"),
-            "--wording is for one suite at a time, of these: ruler, helmet, lveval",
+            "--wording needs exactly one suite, one of: ruler, helmet, lveval",
         ),
-        (("--suite", "nocha", "--wording", "w.yaml"), "--wording is for one suite at a time"),
+        (("--suite", "nocha", "--wording", "w.yaml"), "--wording needs exactly one suite"),
         (("--suite", "ruler", "--wording", "w.yaml"), "wording w.yaml: no such file"),
         (("--suite", "short"), r"pip install 'unspool\[eval\]'"),
     ],
