@@ -54,7 +54,7 @@ MISTAKES = {
     ),
     "file where the results should go": (
         ["--suite", "niah", "--lengths", "64", "--out", "taken/results"],
-        "{cwd}/taken: file exists; it is in the way; move it away, or use another path.",
+        "{cwd}/taken: file exists; it already exists; move it away, or use another path.",
     ),
 }
 

@@ -265,5 +265,5 @@ def test_ray_starts_all_ranks_again_when_one_fails(tmp_path):
         [*words[: words.index("--") + 1], "-c", code], capture_output=True, text=True, check=False, timeout=SECONDS
     )
     assert done.returncode == 0, done.stderr
-    assert "try 1 of 2 ended; exit codes by rank: {1: 3}" in done.stderr
+    assert "attempt 1 of 2 failed; exit codes by rank: {1: 3}" in done.stderr
     assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}

@@ -16,7 +16,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not 
 
 CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-MILLISECONDS = 300_000  # of each thing that is asked of it; a busy machine starts it slowly
+MILLISECONDS = 300_000  # per command; a busy machine starts the browser slowly
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is not installed (apt install chromium)")
 
 LENGTH, CELL = 2000, 16

@@ -36,7 +36,7 @@ def page_with(*spans: Span, title: str = "document 1 of 1", name: str = "row 0")
 
 
 class _Reader(HTMLParser):
-    """Collects tags, anchors, links and what is not closed."""
+    """Collect tags, anchors, links and unclosed tags."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def test_nothing_from_a_file_becomes_markup():
     assert page.count("&lt;script&gt;") >= 7
 
 
-def test_the_page_asks_for_nothing_and_forbids_scripts():
+def test_the_page_loads_nothing_and_forbids_scripts():
     page = page_with(Span("text", "text"))
     assert "default-src 'none'" in page
     assert not re.search(r"(?:src|href)=\"(?!#|data:,)", page)

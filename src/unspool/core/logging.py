@@ -1,7 +1,7 @@
 """Send the log lines of Unspool to the terminal.
 
-Every module logs to `logging.getLogger(__name__)`. A program that imports Unspool decides itself what it prints; the
-command line calls `set_up_logging`, which writes plain lines to stderr, above the progress bars.
+Every module logs to `logging.getLogger(__name__)`. A program that imports Unspool decides what to print. The command
+line calls `set_up_logging`, which writes plain lines to stderr, above the progress bars.
 """
 
 import logging
@@ -30,7 +30,7 @@ def set_up_logging(level: int = logging.INFO, translate: Callable[[str], str] = 
     `translate` gives the text to print for a line.
     """
     LOGGER.setLevel(level)
-    LOGGER.propagate = False  # a handler that a library gives the root logger would print every line again
+    LOGGER.propagate = False  # a library's handler on the root logger would print every line twice
     handlers = [handler for handler in LOGGER.handlers if isinstance(handler, ConsoleHandler)]
     if not handlers:
         handlers = [ConsoleHandler()]
@@ -40,6 +40,6 @@ def set_up_logging(level: int = logging.INFO, translate: Callable[[str], str] = 
 
 
 def silence() -> None:
-    """Print nothing in this process: ranks other than 0 would repeat every line."""
+    """Print no log lines in this process: ranks other than 0 would repeat every line."""
     LOGGER.setLevel(logging.CRITICAL + 1)
     progress.console.quiet = True

@@ -1,7 +1,7 @@
-"""Generate the `synth` sets of a recipe: tokenize their sources, then write one folder of conversations per set.
+"""Generate the `synth` sets of a recipe: tokenize their sources, then write a folder of conversations per set.
 
-Everything that can be checked is checked before any request is sent. A set whose inputs and settings have not changed
-is not generated again.
+All checks run before the first request is sent. A set whose inputs and settings have not changed is not generated
+again.
 """
 
 import logging
@@ -39,20 +39,20 @@ from unspool.synthesis.templates import load_templates
 
 logger = logging.getLogger(__name__)
 
-# Settings that a result does not depend on: speed, retries, prices and where the server is.
+# Settings that do not affect a result: speed, retries, prices and the server's address.
 _NOT_HASHED = {"concurrency", "requests_per_minute", "tokens_per_minute", "timeout", "attempts", "pause", "seconds"}
 _NOT_HASHED |= {"url", "key_env", "price_in", "price_out"}
 
 
 class Synthesis:
-    """The sets of one recipe; the constructor checks what can be checked without work."""
+    """The sets of one recipe; the constructor runs all checks that need no work."""
 
     def __init__(self, loaded: LoadedRecipe, names: Sequence[str] = ()) -> None:
         sets = loaded.recipe.synth
         self.sets = {name: lookup(sets, name, kind="synth set") for name in names} if names else sets
         used = {source for config in self.sets.values() for source in config.sources}
         sources = {name: source for name, source in loaded.recipe.sources.items() if name in used}
-        # Datasets and stages may use what is only generated here, so they are not checked.
+        # Datasets and stages may use sets that are not generated yet, so they are not checked.
         narrowed = loaded.recipe.model_copy(update={"sources": sources, "datasets": {}, "stages": []})
         self.loaded = replace(loaded, recipe=narrowed)
         self.recipe, self.out = narrowed, narrowed.out
@@ -69,19 +69,19 @@ class Synthesis:
             self._files(config)
 
     def corpora(self) -> dict[str, dict[str, Any]]:
-        """Start the run folder and tokenize the documents of all sets; returns the counts by source."""
+        """Create the run folder and tokenize the documents of all sets; return the counts by source."""
         self.out.mkdir(parents=True, exist_ok=True)
         write_atomic(self.out / "recipe.yaml", dump_recipe(self._whole_recipe))
         self.context.note()
         return {name: build_source(self.context, name) for name in self.recipe.sources}
 
     def estimates(self) -> dict[str, Estimate]:
-        """Requests, cost and time of every set; the corpora must exist."""
+        """Estimate requests, cost and time of every set; the corpora must exist."""
         with self._replies() as replies:
             return {name: estimate(config, self._documents(config), replies) for name, config in self.sets.items()}
 
     def make(self) -> dict[str, dict[str, Any]]:
-        """Generate every set that is not up to date; returns the counts of their manifests and of this process."""
+        """Generate every set that is not up to date; return the counts of their manifests and of this process."""
         results = {}
         with self._replies() as replies:
             for name, config in self.sets.items():
@@ -149,7 +149,7 @@ class Synthesis:
         return index
 
     def _files(self, config: SynthConfig) -> list[Path]:
-        """Files with evaluation texts; ConfigError if one is missing."""
+        """List the files with evaluation texts; ConfigError if one is missing."""
         given = [self.loaded.path(path) for path in config.decontaminate.files]
         return [file for path in given for file in find_files(path, Path(), kind="text", endings=("",))]
 
@@ -159,7 +159,7 @@ class Synthesis:
         counter = TokenCounter(self.tokenizer, template, name=name)
         if counter.encoder is None:
             logger.warning(
-                f"synth {name}: the tokenizer has no chat template, so only tokens of the messages are counted"
+                f"synth {name}: the tokenizer has no chat template, so only the tokens of messages are counted"
             )
         return counter
 

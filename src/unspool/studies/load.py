@@ -59,7 +59,7 @@ def expand(data: Mapping[str, Any]) -> tuple[list[ArmSpec], list[Problem]]:
 
 
 def _values(key: str, values: Any) -> list[tuple[str, tuple[str, Any, Place]]]:
-    """Values of one grid key, each with its part of the arm's name and its place."""
+    """List the values of one grid key, each with its part of the arm's name and its place."""
     if isinstance(values, dict):
         return [(key, (name, value, ("grid", key, name))) for name, value in values.items()]
     last = key.rsplit(".", 1)[-1]
@@ -88,7 +88,7 @@ def _spec(arm: str, given: Mapping[str, Any], point: Mapping[str, tuple[str, Any
 
 
 def _name_problems(data: Mapping[str, Any], specs: list[ArmSpec]) -> list[Problem]:
-    """Problems with references to arms."""
+    """Check references to arms."""
     known = [spec.name for spec in specs]
     problems = []
     baseline = data.get("baseline")
@@ -109,7 +109,7 @@ class StudyRun:
 
     arm: str
     seed: int
-    stage: str  # whose scores are compared
+    stage: str  # the stage with the compared scores
     loaded: LoadedRecipe
 
     @property
@@ -124,7 +124,7 @@ class Study:
     text: str
     runs: list[StudyRun]
     baseline: str
-    against: dict[str, list[str]]  # arm: the arms that it is compared with
+    against: dict[str, list[str]]  # by arm: the arms that it is compared with
     measures: list[Measure]
     compare: list[str] | None  # measures that rank the arms; None: those beyond the model's context
     margin: Margin
@@ -146,7 +146,7 @@ def load_study(path_or_name: str | Path, *, overrides: Overrides = None, out: Pa
     data, marks, problems = read_yaml(text, label)
     if not isinstance(data, dict):
         raise ConfigError(
-            f"{label}:1: a study is a mapping of keys such as name, recipe and arms; see docs/studies.md."
+            f"{label}:1: a study must be a mapping with keys such as name, recipe and arms; see docs/studies.md."
         )
     refuse([*problems, *study_problems(data)], marks, data)
     specs, grid_problems = expand(data)
@@ -160,7 +160,7 @@ def load_study(path_or_name: str | Path, *, overrides: Overrides = None, out: Pa
         try:
             runs += _runs_of(spec, data, recipe, folder, marks, changes)
         except ConfigError as error:
-            # A problem that every arm has is reported once.
+            # A problem of every arm is reported once.
             errors += [line for line in str(error).splitlines() if _bare(line) not in {_bare(one) for one in errors}]
     if errors:
         raise ConfigError("\n".join(errors))
@@ -185,7 +185,7 @@ def load_study(path_or_name: str | Path, *, overrides: Overrides = None, out: Pa
 
 
 def check_study_inputs(runs: list[StudyRun]) -> None:
-    """Refuse runs whose inputs are not on this machine; each message names the first arm that needs the input."""
+    """Reject runs whose inputs are not on this machine; each message names the first arm that needs the input."""
     errors: list[str] = []
     for run in runs:
         try:
@@ -199,7 +199,7 @@ def check_study_inputs(runs: list[StudyRun]) -> None:
 
 
 def _check_nothing_generated(loaded: LoadedRecipe) -> None:
-    """Refuse generated sources: each arm would generate its own, and train on other data than the others."""
+    """Reject generated sources: each arm would generate different training data."""
     sets = loaded.generated(loaded.recipe.sources)
     if sets:
         raise ConfigError(
@@ -241,7 +241,7 @@ def _placed(
 
 
 def _bare(line: str) -> str:
-    """A message without the name of its arm."""
+    """Return a message without the name of its arm."""
     before, named, after = line.partition(": arm ")
     return f"{before}: {after.partition(': ')[2]}" if named else line
 
@@ -263,12 +263,12 @@ def _stage(spec: ArmSpec, loaded: LoadedRecipe, marks: Marks) -> str:
 
 
 def _spell(value: Any) -> str:
-    """A value as `--set` reads it: JSON is YAML, except for escapes beyond 16 bits."""
+    """Format a value for `--set`: JSON is YAML, except for escapes beyond 16 bits."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _recipe(given: str, root: Path, marks: Marks) -> str:
-    """The base recipe for `load_recipe`: beside the study, else in the current folder, else bundled."""
+    """Find the base recipe for `load_recipe`: next to the study, else in the current folder, else bundled."""
     beside = root / expand_home(given)
     if given not in bundled_recipes() and path_exists(str(beside)):
         given = str(beside)

@@ -19,7 +19,7 @@ MAX_RUNS = 1000
 
 
 class Margin(Config):
-    """Differences that do not matter: arms whose interval lies within them are equal."""
+    """Irrelevant differences: arms are equal if the interval of their difference is within these bounds."""
 
     score: float = Field(0.05, gt=0, le=1, description="Largest difference of scores that counts as equal.")
     loss: float = Field(0.02, gt=0, description="Largest difference of losses that counts as equal, in nats per token.")
@@ -68,7 +68,7 @@ def _arm_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
     for name, arm in arms.items():
         place = ("arms", name)
         yield from folder_problems(name, place)
-        if arm is None:  # an arm that changes nothing
+        if arm is None:  # an arm without changes
             continue
         if not isinstance(arm, dict):
             yield Problem(place=place, text=f"must be a mapping with the keys {', '.join(ARM_KEYS)}.", show_value=True)

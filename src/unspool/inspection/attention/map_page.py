@@ -28,7 +28,7 @@ def _show_change(before: float | None, after: float | None) -> str:
 
 
 def head_table(attention: Attention, count: int) -> Table:
-    """The heads with the most long-range attention and the drawn ones, as ranked for the last model."""
+    """Tabulate the heads with the most long-range attention and the drawn ones, ranked for the last model."""
     known = attention.stats[-1].ranked()
     shown = list(dict.fromkeys([*known[:count], *attention.heads]))
     both = len(attention.models) == 2
@@ -100,17 +100,17 @@ def describe_text(attention: Attention) -> str:
 
 
 def notes_of(attention: Attention) -> list[str]:
-    """Warnings that affect how the numbers read."""
+    """Return warnings that affect the meaning of the numbers."""
     length = len(attention.text.tokens)
     notes = list(attention.text.notes)
     for model in attention.models:
         if model.context is not None and model.context < length:
-            notes.append(f"the text is longer than the context of {model.name}, {format_size(model.context)}")
+            notes.append(f"the text is longer than the context length of {model.name}, {format_size(model.context)}")
     return notes
 
 
 def attention_values(attention: Attention) -> dict[str, Any]:
-    """The values that `--json` prints: everything but the maps."""
+    """Return the values that `--json` prints: everything except the maps."""
     text, settings = attention.text, attention.settings
     return {
         "tokens": len(text.tokens),
@@ -183,7 +183,7 @@ def _facts(attention: Attention) -> list[tuple[str, str]]:
 
 
 def _documents(attention: Attention) -> list[tuple[str, str]]:
-    """Each piece with its document."""
+    """Return each piece with its document."""
     text = attention.text
     return [
         (f"{name} ({size:,} tokens)", one_line(text.doc_names[doc]))
@@ -192,7 +192,7 @@ def _documents(attention: Attention) -> list[tuple[str, str]]:
 
 
 def _draw_heads(attention: Attention, number: int, top: float) -> Markup:
-    """A square for each head, layers down and heads across; stronger color is more long-range attention."""
+    """Draw a square for each head, layers down and heads across; a stronger color means more long-range attention."""
     stats, model = attention.stats[number], attention.models[number]
     layers, size = len(stats.far), _SQUARE - 2
     drawn = [svg_text(26, 14 + at * _SQUARE + 9, at, "end", None) for at in range(0, layers, max(1, -(-layers // 8)))]
