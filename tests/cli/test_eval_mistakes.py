@@ -37,15 +37,15 @@ MISTAKES = {
     "missing extra": (
         ["--backend", "vllm", "--suite", "niah", "--lengths", "128"],
         "--backend vllm: vllm is not installed; pip install vllm, or start its server elsewhere and use --backend "
-        "openai --url.",
+        "openai --url ADDRESS.",
     ),
     "endpoint without a server": (
         ["--suite", "niah", "--lengths", "128", "--endpoint", "chat"],
-        "--endpoint works with --backend openai only; the backend here is transformers.",
+        "--endpoint works only with --backend openai, not with transformers.",
     ),
     "name on a server without a server": (
         ["--suite", "niah", "--lengths", "128", "--model-name", "mine"],
-        "--model-name works with --backend openai only; the backend here is transformers.",
+        "--model-name works only with --backend openai, not with transformers.",
     ),
     "task that does not fit its length": (
         ["--suite", "ruler", "--tasks", "vt", "--lengths", "256", "--samples", "1"],

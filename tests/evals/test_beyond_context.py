@@ -49,8 +49,8 @@ def test_they_are_announced_before_the_first_prompt_and_marked(scoring, tokenize
 
     assert said_before and all(said_before)
     assert (
-        "17 of 34 questions are longer than the model's context of 300 tokens (max_position_embeddings of its config): "
-        "those at 512. They are asked anyway"
+        "17 of 34 questions are longer than the model's context of 300 tokens (max_position_embeddings of its config), "
+        "at lengths 512. They are run anyway"
     ) in caplog.text
     marked = {(cell["suite"], cell["length"], cell.get("beyond_context")) for cell in summary["cells"]}
     assert marked == {("ruler", 256, None), ("ruler", 512, "ask"), ("niah", 256, None), ("niah", 512, "ask")}
@@ -66,7 +66,7 @@ def test_skipped_questions_have_no_score(scoring, tokenizer, caplog):
     with caplog.at_level(logging.WARNING):
         summary = score(replace(scoring, evals=evals), backend)
 
-    assert "17 of 34 questions" in caplog.text and "They are not asked" in caplog.text
+    assert "17 of 34 questions" in caplog.text and "They are skipped" in caplog.text
     assert max(backend.tokens) <= 300
     beyond = [cell for cell in summary["cells"] if cell["length"] == 512]
     assert beyond and all(cell["value"] is None and cell["n"] == 0 for cell in beyond)

@@ -194,7 +194,7 @@ def test_a_length_that_cannot_work_is_found_before_the_model_is_used(scoring, to
 
 
 def test_the_same_suite_and_length_twice_is_refused(scoring, tokenizer):
-    with pytest.raises(ConfigError, match="suite niah at length 256 is asked for twice"):
+    with pytest.raises(ConfigError, match="suite niah at length 256 appears twice"):
         score(replace(scoring, evals=[*scoring.evals, scoring.evals[0]]), Oracle(tokenizer))
 
 
@@ -210,7 +210,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run(scoring, tokenizer):
         def window_losses(self, ids: np.ndarray) -> np.ndarray:
             return np.where(np.arange(1, len(ids)) == 5, np.nan, 1.0)
 
-    with pytest.raises(DataError, match="no finite loss at position 5"):
+    with pytest.raises(DataError, match="loss at position 5 is not finite"):
         score(replace(scoring, evals=scoring.evals[2:]), Broken(tokenizer))
 
 

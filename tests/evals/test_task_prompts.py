@@ -120,14 +120,14 @@ def test_a_task_that_exceeds_its_length_is_stopped(tokenizer, monkeypatch):
     )
     monkeypatch.setitem(suites.SUITES, "ruler", replace(TOY, tasks={"lone": long}))
 
-    with pytest.raises(DataError, match=r"ruler lone: question 0 takes \d+ tokens of 256"):
+    with pytest.raises(DataError, match=r"ruler lone: question 0 needs \d+ tokens of 256"):
         EvalPlan([entry()], tokenizer, seed=0, root=Path()).check()
 
 
 def test_unknown_tasks_and_doubled_ones_are_refused(scoring, tokenizer):
     with pytest.raises(ConfigError, match=r"task of ruler 'lon' is not known\. Did you mean 'lone'"):
         score(replace(scoring, evals=[entry(tasks=["lon"])]), Oracle(tokenizer))
-    with pytest.raises(ConfigError, match=r"suite ruler \(lone\) at length 256 is asked for twice"):
+    with pytest.raises(ConfigError, match=r"suite ruler \(lone\) at length 256 appears twice"):
         score(replace(scoring, evals=[entry(), entry(tasks=["lone"])]), Oracle(tokenizer))
 
 

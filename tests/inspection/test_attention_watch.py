@@ -248,7 +248,7 @@ def test_two_models_show_the_same_heads_and_what_the_second_has_more(tmp_path):
         ({}, {"heads": ((2, 0),)}, "has layers 0 to 1"),
         ({}, {"heads": ((0, 4),)}, "heads 0 to 3"),
         ({}, {"layers": (5,)}, "layer 5"),
-        ({}, {"beyond": 150}, "smaller --beyond"),
+        ({}, {"beyond": 150}, "smaller `beyond`"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_weights_are_read(changes, look, says):

@@ -83,6 +83,6 @@ def test_tokens_are_shown_with_ids_and_borders():
 def test_of_many_documents_those_in_the_middle_are_counted_unless_all_are_wanted():
     parts = [part_of(Span("text", "text"), number=number, count=30) for number in range(1, 31)]
     shown = printed(item_of(*parts))
-    assert "── … 20 more, 16,240 tokens; --full shows them … ──" in shown
+    assert "── … 20 more, 16,240 tokens; show them with full … ──" in shown
     assert shown.count("document ") == 10
     assert printed(item_of(*parts), full=True).count("document ") == 30

@@ -138,7 +138,7 @@ def test_rows_are_chosen_by_source(tmp_path):
 @pytest.mark.parametrize("index", [-1, 3])
 def test_an_index_out_of_range_is_refused(index, run_dir):
     corpus = Corpus(find_data(run_dir / "corpus" / "books"), FoundTokenizer())
-    with pytest.raises(ConfigError, match=f"--index {index}: there are 3 documents, 0 to 2"):
+    with pytest.raises(ConfigError, match=f"`index={index}`: there are 3 documents, 0 to 2"):
         corpus.pick(indices=[index], count=1, seed=0, source=None)
 
 
@@ -190,7 +190,7 @@ def test_without_a_tokenizer_ids_are_shown_with_a_remedy(run_dir):
     place = find_data(folder)
     found_tokenizer = find_tokenizer(place, None, lambda name: str(folder / "nowhere"))
     assert found_tokenizer.decoder is None
-    assert "--tokenizer" in found_tokenizer.notes[0]
+    assert "give a tokenizer" in found_tokenizer.notes[0]
     (part,) = Corpus(place, found_tokenizer).item(0, ALL).parts
     assert [len(span.ids) for span in part.spans] == [1] * part.length
 
@@ -236,7 +236,7 @@ def test_only_as_many_records_are_read_as_are_shown(tmp_path):
     records = records_of(path, field="body")
     assert records.pick(indices=[], count=2, seed=0, source=None) == [0, 1]
     assert records.summary().headline == "the first 2 records"
-    with pytest.raises(ConfigError, match=r"--index 12: .* has only 9 records"):
+    with pytest.raises(ConfigError, match=r"`index=12`: .* has only 9 records"):
         records.pick(indices=[12], count=1, seed=0, source=None)
 
 

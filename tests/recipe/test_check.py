@@ -329,8 +329,8 @@ def test_missing_inputs_are_reported_together_before_work_starts(valid, tmp_path
     first, second, third, fourth = str(error.value).split("\n")
     assert "small.yaml:4: sources.books.path = data/*.jsonl: no such file" in first
     assert "small.yaml:5: sources.wiki.path = wiki: no such file" in second
-    assert third.startswith("--set model=./nowhere: model = ./nowhere: no such file")
-    assert fourth.startswith("--set evals.0.text=held/*.txt: evals.0.text = held/*.txt: no such file")
+    assert third.startswith("`overrides='model=./nowhere'`: model = ./nowhere: no such file")
+    assert fourth.startswith("`overrides='evals.0.text=held/*.txt'`: evals.0.text = held/*.txt: no such file")
 
 
 def test_a_model_folder_must_hold_a_model_and_a_hub_id_is_left_alone(valid, tmp_path):

@@ -67,16 +67,16 @@ def test_a_later_override_wins(valid):
 )
 def test_a_wrong_override_is_reported_with_its_own_text_instead_of_a_line(text, wanted, problems):
     (sentence,) = problems(sets=[text])
-    assert sentence.startswith(f"--set {text}: ")
+    assert sentence.startswith(f"`overrides={text!r}`: ")
     assert wanted in sentence
 
 
 def test_an_override_of_several_lines_is_quoted_on_one(problems):
     (sentence,) = problems(sets=["stages.0.mix=\n  lng: 1"])
-    assert sentence.startswith("--set stages.0.mix= lng: 1: stages.0.mix.lng")
+    assert sentence.startswith("`overrides='stages.0.mix= lng: 1'`: stages.0.mix.lng")
 
 
 def test_problems_of_the_file_keep_their_line_next_to_those_of_overrides(problems):
     first, second = problems("lr: 1e-5", "lr: fast", sets=["stages.1.lr=slow"])
     assert first.startswith("small.yaml:18: stages.0.lr")
-    assert second.startswith("--set stages.1.lr=slow: stages.1.lr")
+    assert second.startswith("`overrides='stages.1.lr=slow'`: stages.1.lr")

@@ -284,7 +284,7 @@ def test_a_stage_alone_does_not_go_on_from_one_that_the_recipe_has_changed(recip
 
     assert str(error.value) == (
         "stage abf starts from stage first, which does not match the recipe (changed settings: stage); train it first "
-        "with --stage first, or omit --stage to train all stages in order."
+        "with `stage='first'`, or omit `stage` to train all stages in order."
     )
     assert results(finished) == before
 

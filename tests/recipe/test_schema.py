@@ -116,9 +116,10 @@ def test_what_is_registered_after_a_recipe_was_loaded_is_known_to_the_checker(va
         assert recipe.datasets["long"].reversed == Reversed(every=3)
         assert recipe.stages[0].rope == Squared(method="squared", power=3)
         assert problems(sets=["datasets.long.reversed={evry: 3}", "stages.0.rope={method: squared, power: 0}"]) == [
-            "--set datasets.long.reversed={evry: 3}: datasets.long.reversed.evry: unknown key; did you mean 'every'? "
-            "Allowed here: every.",
-            "--set stages.0.rope={method: squared, power: 0}: stages.0.rope.power = 0: must be a number above 0.",
+            "`overrides='datasets.long.reversed={evry: 3}'`: datasets.long.reversed.evry: unknown key; did you mean "
+            "'every'? Allowed here: every.",
+            "`overrides='stages.0.rope={method: squared, power: 0}'`: stages.0.rope.power = 0: must be a number "
+            "above 0.",
         ]
     finally:
         methods.ROPE_METHODS.pop("squared", None)

@@ -61,8 +61,8 @@ def test_a_lost_token_and_a_lost_record_are_pointed_out(fake_run: Path):
 
     assert column(tables_of(results)["Datasets"], "adds up")["short"] == "off by +1"
     assert audit(results).warnings == [
-        "corpus books: the counts do not add up, by -2.",
-        "dataset short: the counts do not add up, by +1.",
+        "corpus books: counts do not add up; the difference is -2.",
+        "dataset short: counts do not add up; the difference is +1.",
     ]
 
 

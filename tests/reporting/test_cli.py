@@ -86,7 +86,7 @@ def test_lengths_beyond_the_context_are_marked(fake_run: Path, app: typer.Typer)
     shown = CliRunner().invoke(app, [str(fake_run), "--json"])
 
     page = (fake_run / "report.html").read_text(encoding="utf-8")
-    assert "% †" in page and "beyond the model&#39;s context, asked anyway" in page
+    assert "% †" in page and "beyond the model&#39;s context, run anyway" in page
     (run,) = json.loads(shown.stdout)["runs"]
     marked = {(c["suite"], c["length"]) for c in run["models"][2]["cells"] if c.get("beyond_context") == "ask"}
     assert marked == {("niah", 2048)}

@@ -128,7 +128,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, exists: bool):
     folder = tmp_path / "nothing"
     if exists:
         folder.mkdir()
-    with pytest.raises(ConfigError, match=r"nothing (is not a run|does not exist).*recipe names as `out`"):
+    with pytest.raises(ConfigError, match=r"nothing (is not a run|does not exist).*output folder of a recipe"):
         gather(folder)
 
 
@@ -137,9 +137,9 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, exists: bool):
     [
         ("recipe.yaml", "name: [", "recipe.yaml is not YAML"),
         ("run.json", "{", "run.json is missing or not JSON"),
-        ("run.json", '{"seconds": 3}', "run.json is not readable"),
+        ("run.json", '{"seconds": 3}', "run.json cannot be read"),
         ("run.json", "[]", "run.json should hold a JSON object"),
-        ("scores/abf/summary.json", '{"cells": [{"suite": "key_value"}]}', "summary.json: cell 0 is not readable"),
+        ("scores/abf/summary.json", '{"cells": [{"suite": "key_value"}]}', "summary.json: cell 0 cannot be read"),
         ("scores/abf/samples.jsonl", '{"reference": "a", "output": "b"}', "samples.jsonl: line 1 is not a sample"),
         ("stages/abf/metrics.jsonl", '{"step": 1}', "metrics.jsonl: line 1 is not a training step"),
         ("stages/abf/metrics.jsonl", '{"step": 1, "to', "metrics.jsonl: line 1 is not JSON"),

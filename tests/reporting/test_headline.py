@@ -53,7 +53,7 @@ def test_of_three_arms_one_far_behind_is_not_called_close(simple_run: Path):
 
     said = headline(gather(simple_run))[-1]
     assert "no difference" not in said
-    assert "no arm shown to be ahead of all others on needle recall at 2K (n = 40)" in said
+    assert "no arm shown to be better than all others on needle recall at 2K (n = 40)" in said
 
 
 def test_unequal_budgets_are_said(simple_run: Path):
@@ -81,7 +81,7 @@ def test_without_scores_the_headline_says_so(fake_run: Path):
     shutil.rmtree(fake_run / "scores")
 
     assert headline(gather(fake_run)) == [
-        "tiny: 256 → 2K. No scores yet: run the recipe's evals to see before and after."
+        "tiny: 256 → 2K. No scores yet: run the recipe's evals to compare the model before and after."
     ]
 
 
@@ -96,7 +96,7 @@ def test_before_alone_and_after_alone_are_both_told(simple_run: Path):
     assert headline(gather(base_only))[0].endswith("Needle recall at 2K: base 0% (0–9), n = 40.")
     shutil.rmtree(arm_only / "scores" / "abf")
     assert headline(gather(arm_only))[0].endswith("Needle recall at 2K: utk 90% (77–96), n = 40.")
-    assert "The base model was not scored, so there is no “before”." in missing_parts(gather(arm_only))
+    assert "The base model was not scored, so there are no “before” numbers." in missing_parts(gather(arm_only))
 
 
 def test_without_the_original_context_nothing_is_called_inside(simple_run: Path):
@@ -104,7 +104,7 @@ def test_without_the_original_context_nothing_is_called_inside(simple_run: Path)
 
     results = gather(simple_run)
     assert [measure.title for measure in key_measures(results)] == ["Needle recall at 2K", "Loss at 1K–2K"]
-    assert any("original context is not recorded" in note for note in missing_parts(results))
+    assert any("does not record the original context" in note for note in missing_parts(results))
 
 
 def test_models_that_answered_other_questions_are_pointed_out(fake_run: Path):
@@ -115,7 +115,7 @@ def test_models_that_answered_other_questions_are_pointed_out(fake_run: Path):
     samples.write_text("\n".join(map(json.dumps, lines)))
 
     assert missing_parts(gather(fake_run)) == [
-        "Needle recall: the models answered different questions, so differences may come from those."
+        "Needle recall: the models answered different questions, which may explain a difference."
     ]
 
 

@@ -39,7 +39,7 @@ def test_lengths_stand_in_columns_with_average_and_what_is_kept():
         "key_value",
     )
 
-    assert list(table.columns) == ["model", "64", "128", "average", "kept"]
+    assert list(table.columns) == ["model", "64", "128", "average", "adaptation rate"]
     assert texts(table) == [["a", "80%", "40%", "60%", "50%"], ["b", "50%", "60%", "55%", "120%"]]
     bold = [[entry.strong for entry in row] for row in table.rows]
     # 60% (50 to 70) does not lie above 40% (30 to 50).
@@ -51,7 +51,7 @@ def test_what_is_kept_is_128k_over_32k_or_what_the_scores_name():
     scores = {4096: 0.906, 32768: 0.805, 131072: 0.750}
     cells = [cell("ruler", length, value) for length, value in scores.items()]
     table = length_table([line("UtK", *cells)], "ruler")
-    assert texts(table)[0][-1] == "93%" and "kept: 128K ÷ 32K" in table.note
+    assert texts(table)[0][-1] == "93%" and "adaptation rate: score at 128K ÷ score at 32K" in table.note
     named = line("UtK", *cells)
     named = replace(named, scores=replace(named.scores, rates={"ruler": (32768, 4096)}))
     assert texts(length_table([named], "ruler"))[0][-1] == "89%"
@@ -118,7 +118,7 @@ def test_a_length_that_only_some_categories_have_is_left_out_and_the_average_ove
     (table,) = category_tables([one])
 
     assert texts(table) == [["sft", "50%", "50%", "50%"]] and "Mean over 64, with" in table.note
-    assert table.note.endswith(" Average with tasks at lengths of their own (64 and 512): sft 55.7.")
+    assert table.note.endswith(" Average in which some tasks use other lengths (64 and 512): sft 55.7.")
 
 
 def test_a_category_that_lacks_a_task_of_others_is_missing_and_so_is_the_average():
@@ -139,7 +139,7 @@ def test_several_suites_stand_beside_each_other_and_short_tasks_last():
     assert texts(tables[1]) == [["a", "40%", "60%", "50%"]]
 
 
-# Long against short
+# Long and short context
 
 
 def loss(start: int, stop: int, value: float) -> Cell:

@@ -142,7 +142,7 @@ def test_pairing_decides_what_intervals_alone_cannot(fake_run: Path):
     assert winner(losses["Loss inside 256"], list(arms)) is None
     assert ahead_of_all(losses["Loss inside 256"], arms) == ("abf", True)
     assert ahead_of_all(losses["Loss at 1K–2K"], arms) == ("utk", True)
-    assert "answer by answer: " in headline(results)[-1]
+    assert "paired by prompt: " in headline(results)[-1]
     assert "abf wins on loss inside 256" in headline(results)[-1]
 
 
@@ -166,7 +166,7 @@ def test_the_table_holds_every_pair_and_says_what_pairing_gave(fake_run: Path):
     assert table.columns[-1] == "Loss inside 256"
     last = table.rows[2][-1]
     assert (last.text[0], last.strong) == ("+", True)
-    assert "could not separate" in table.note
+    assert "separate intervals overlap" in table.note
 
 
 def test_models_without_a_common_prompt_are_not_compared():

@@ -102,7 +102,7 @@ def test_numbers_and_headline_of_the_files_are_on_the_page(fake_run: Path):
 
     assert "tiny: 256 → 2K. Needle recall at 2K: 0%" in text
     assert "Loss inside 256" in text
-    assert "old context 256" in text
+    assert "original context 256" in text
     assert "1 min 10 s" in text
     assert "short 31, tail 1,200" in text
     assert "1,403,221" in text
@@ -132,10 +132,10 @@ def _html(run: Path) -> str:
 @pytest.mark.parametrize(
     ("removed", "sentence"),
     [
-        ("scores", "No recall was scored"),
+        ("scores", "Recall was not scored"),
         ("stages", "No training steps yet"),
         ("recipe.yaml", "recipe.yaml is not in the run folder"),
-        ("run.json", "The original context is not recorded"),
+        ("run.json", "run.json does not record the original context"),
         ("datasets", "Documents"),
     ],
 )

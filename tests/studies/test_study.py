@@ -107,7 +107,7 @@ def test_what_is_set_on_the_command_line_holds_for_every_arm(study):
 def test_runs_are_chosen_by_arm_or_by_name(study):
     found = load_study(study)
     assert [run.name for run in pick_runs(found, ["faster", "plain-s1"])] == ["plain-s1", "faster-s0", "faster-s1"]
-    with pytest.raises(ConfigError, match=r"--only fastr: no arm is called 'fastr'; did you mean 'faster'\?"):
+    with pytest.raises(ConfigError, match=r"`only='fastr'`: no arm is called 'fastr'; did you mean 'faster'\?"):
         pick_runs(found, ["fastr"])
 
 

@@ -1,4 +1,4 @@
-"""`unspool.audit` on correct set-ups and on planted mistakes, in the code paths of real trainers."""
+"""`unspool.audit` on correct setups and on planted mistakes, in the code paths of real trainers."""
 
 import json
 import time

@@ -47,7 +47,7 @@ def test_a_run_that_fails_says_why(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr(unspool.verification.interruptions, "run_stage", fail)
-    with pytest.raises(RuntimeError, match="was not killed failed: OSError: no space left"):
+    with pytest.raises(RuntimeError, match="an uninterrupted run failed: OSError: no space left"):
         run_kills(tmp_path, kills=1, seed=0, device=CPU)
 
 

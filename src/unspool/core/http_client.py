@@ -133,7 +133,7 @@ def no_answer(url: str, error: TransientError) -> UnspoolError:
     tried = f"{error.attempts} attempt{'s' * (error.attempts > 1)}"
     return UnspoolError(
         f"{url} did not answer in {tried} ({printable_line(error.problem)}). Start or repair the server, or raise "
-        "--timeout if it is slow, and run the same command again; finished answers are kept."
+        "`timeout` if it is slow, and run the same command again; finished answers are kept."
     )
 
 
@@ -218,7 +218,7 @@ class _TimedReader(io.RawIOBase):
         by = self._first_by + (self._retry.transfer if self._received else 0.0)
         left = by - time.monotonic()
         problem = (
-            f"the reply was not complete {self._retry.transfer:g} s after --timeout"
+            f"the reply was not complete {self._retry.transfer:g} s after `timeout`"
             if self._received
             else f"no reply within {self._retry.seconds:g} s"
         )

@@ -5,6 +5,7 @@ line calls `set_up_logging`, which writes plain lines to stderr, above the progr
 """
 
 import logging
+from collections.abc import Callable
 
 from unspool.core import progress
 
@@ -14,21 +15,27 @@ LOGGER = logging.getLogger("unspool")
 class ConsoleHandler(logging.Handler):
     """Write each record as one plain line, through the console that also draws the progress bars."""
 
+    translate: Callable[[str], str] = staticmethod(lambda text: text)
+
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            progress.console.print(self.format(record), markup=False, soft_wrap=True)
+            progress.console.print(self.translate(self.format(record)), markup=False, soft_wrap=True)
         except Exception:
             self.handleError(record)
 
 
-def set_up_logging(level: int = logging.INFO) -> None:
-    """Print log lines of at least this level on stderr; below INFO each line names its module."""
+def set_up_logging(level: int = logging.INFO, translate: Callable[[str], str] = lambda text: text) -> None:
+    """Print log lines of at least this level on stderr; below INFO each line names its module.
+
+    `translate` gives the text to print for a line.
+    """
     LOGGER.setLevel(level)
     LOGGER.propagate = False  # a library's handler on the root logger would print every line twice
     handlers = [handler for handler in LOGGER.handlers if isinstance(handler, ConsoleHandler)]
     if not handlers:
         handlers = [ConsoleHandler()]
         LOGGER.addHandler(handlers[0])
+    handlers[0].translate = translate
     handlers[0].setFormatter(logging.Formatter("%(name)s: %(message)s" if level < logging.INFO else "%(message)s"))
 
 

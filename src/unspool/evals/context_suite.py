@@ -16,7 +16,7 @@ from unspool.evals.summary import accuracy_cells
 @dataclass(frozen=True, kw_only=True)
 class ContextSuite(Suite):
     build: Callable[..., Prompt]
-    """From config and materials, and length, seed and index by name."""
+    """Arguments: config and materials, and the keywords length, seed and index."""
     questions_per_context: Callable[[Any], int]
     depths: Callable[[Any], list[float]] = lambda config: []
     """The depth grid; empty where depth is not measured."""

@@ -159,7 +159,7 @@ def find_tokenizer(place: DataPath, given: Any, resolve: Resolve) -> FoundTokeni
         fallback = fallback or (tokenizer, encoder, name)
     if fallback is not None:
         return _found(*fallback, place, matches=False)
-    note = "No tokenizer was found, so tokens are shown as ids; give one with --tokenizer FOLDER|ID."
+    note = "No tokenizer was found, so tokens are shown as ids; give a tokenizer (a folder or Hub id)."
     return FoundTokenizer(notes=[note])
 
 

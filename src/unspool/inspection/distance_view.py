@@ -19,7 +19,7 @@ from rich.text import Text
 from unspool import __version__
 from unspool.core.charts import Frame, Point, Series, line_chart, swatch
 from unspool.core.formatting import format_share, one_line
-from unspool.core.html import load_templates, write_text
+from unspool.core.html import load_templates
 from unspool.core.sizes import format_count, format_size
 from unspool.core.table import Table, entries, terminal_table
 from unspool.data.distances import Stretches, count_pairs, join_rows, stretches_of
@@ -85,7 +85,7 @@ def read_text(rows: Rows, name: str, *, most_rows: int | None = None) -> Dataset
     notes = [
         f"counted in {len(chosen):,} of {len(rows):,} rows, evenly spaced" if len(chosen) < len(rows) else "",
         "distances are differences of position ids, which these rows skip on purpose (PoSE)" if by_position else "",
-        "special tokens count as text, because no tokenizer that has them was found; give one with --tokenizer"
+        "special tokens count as text, because no tokenizer that knows them was found; give that of the model"
         if rows.has_unknown_marks
         else "",
         "the file does not record which pieces belong together, so each counts alone; run `unspool pack` again"
@@ -223,10 +223,6 @@ class DatasetView:
     rows: str
     notes: list[str]
     key: Markup
-
-
-def write_distances(sets: Sequence[Distances], beyond: Sequence[int], out_file: Path) -> None:
-    write_text(out_file, render_distances(sets, beyond))
 
 
 def render_distances(sets: Sequence[Distances], beyond: Sequence[int]) -> str:

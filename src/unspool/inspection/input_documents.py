@@ -67,7 +67,7 @@ class Corpus:
 
     def pick(self, *, indices: list[int], count: int, seed: int, source: str | None) -> list[int]:
         if source is not None:
-            raise ConfigError("--source is for datasets, which can mix sources; a corpus has one source.")
+            raise ConfigError("`source` is for datasets, which can mix sources; a corpus has one source.")
         for index in indices:
             check_index(index, len(self), "document")
         return indices or choose_indices(range(len(self)), count, seed)
@@ -130,21 +130,21 @@ class Records:
             facts=[
                 ("file", f"{sum(file.stat().st_size for file in self._files):,} bytes"),
                 ("read as", f"kind: {self._source.kind}"),
-                ("tokenizer", self._tokenizer.name or "none; --tokenizer shows tokens"),
+                ("tokenizer", self._tokenizer.name or "none; give one to see tokens"),
             ],
             notes=self._tokenizer.notes,
         )
 
     def pick(self, *, indices: list[int], count: int, seed: int, source: str | None) -> list[int]:
         if source is not None:
-            raise ConfigError("--source is for datasets, which can mix sources; this is one input file.")
+            raise ConfigError("`source` is for datasets, which can mix sources; this is one input file.")
         if min(indices, default=0) < 0:
-            raise ConfigError(f"--index {min(indices)}: records are numbered from 0.")
+            raise ConfigError(f"`index={min(indices)}`: records are numbered from 0.")
         self._load(max(indices, default=count - 1) + 1)
         for index in indices:
             if index >= len(self._read):
                 raise ConfigError(
-                    f"--index {index}: {self._path} has only {len(self._read):,} records, numbered from 0."
+                    f"`index={index}`: {self._path} has only {len(self._read):,} records, numbered from 0."
                 )
         return indices or list(range(min(count, len(self._read))))
 
@@ -196,7 +196,7 @@ class Records:
         self._ended = len(self._read) < count
         if not self._read:
             raise ConfigError(
-                f"{self._path}: no records found for kind {self._source.kind}; check the file and --field."
+                f"{self._path}: no records found for kind {self._source.kind}; check the file and `text`."
             )
 
 

@@ -217,7 +217,7 @@ def check_index(index: int, total: int, name: str) -> int:
     if 0 <= index < total:
         return index
     there = f"there are {total:,} {name}s, 0 to {total - 1}" if total > 1 else f"there is one {name}, number 0"
-    raise ConfigError(f"--index {index}: {there if total else f'there is no {name}'}.")
+    raise ConfigError(f"`index={index}`: {there if total else f'there is no {name}'}.")
 
 
 def summary_values(summary: Summary) -> dict[str, Any]:

@@ -147,7 +147,7 @@ class Rows:
         if not holding:
             guess = nearest(source, self._sources)
             hint = f"did you mean {guess!r}?" if guess else f"there are {', '.join(self._sources)}."
-            raise ConfigError(f"--source {source!r}: no row contains it; {hint}")
+            raise ConfigError(f"`source` {source!r}: no row contains it; {hint}")
         return choose_indices(holding, count, seed)
 
     def item(self, index: int, show: Show) -> Item:

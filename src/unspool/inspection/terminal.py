@@ -68,7 +68,7 @@ def print_item(console: Console, item: Item, *, full: bool) -> None:
                 tokens = sum(item.parts[other].length for other in hidden)
                 console.print()
                 console.print(
-                    Text(f"── … {len(hidden):,} more, {tokens:,} tokens; --full shows them … ──", style="blue")
+                    Text(f"── … {len(hidden):,} more, {tokens:,} tokens; show them with full … ──", style="blue")
                 )
             continue
         print_part(console, part, alone=len(item.parts) == 1)

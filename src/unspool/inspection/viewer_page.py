@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 from unspool import __version__
 from unspool.core.charts import Pair, bar_key, pair_bars
 from unspool.core.formatting import one_line, visible
-from unspool.core.html import element, load_templates, svg, write_text
+from unspool.core.html import element, load_templates, svg
 from unspool.core.sizes import format_size
 from unspool.data.lengths import Histogram
 from unspool.inspection.input_documents import Collection
@@ -69,13 +69,6 @@ class SectionView:
     notes: list[str]
     chart: Markup
     items: list[ItemView]
-
-
-def write_page(
-    collections: Sequence[tuple[Collection, list[int]]], out_file: Path, *, tokens: bool, full: bool
-) -> None:
-    """Write a page with the given items of each collection."""
-    write_text(out_file, render_page(collections, tokens=tokens, full=full))
 
 
 def render_page(collections: Sequence[tuple[Collection, list[int]]], *, tokens: bool, full: bool) -> str:

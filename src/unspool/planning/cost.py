@@ -141,7 +141,7 @@ REFERENCE = GPUS["h200"]
 
 
 def find_gpu(name: str) -> Gpu:
-    return lookup(GPUS, name.lower(), kind="--gpu")
+    return lookup(GPUS, name.lower(), kind="`gpu`")
 
 
 def match_gpu(device_name: str, memory: float) -> Gpu | None:

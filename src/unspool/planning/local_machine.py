@@ -22,7 +22,7 @@ def local_gpu() -> Gpu | None:
         return None
     gpu = match_gpu(found[0]["name"], float(found[0]["memory_bytes"]))
     if gpu is None:
-        raise ConfigError(f"the local GPU, {found[0]['name']}, is not known; pass a similar GPU with --gpu.")
+        raise ConfigError(f"the local GPU, {found[0]['name']}, is not known; pass a similar GPU with `gpu`.")
     return gpu
 
 

@@ -107,7 +107,7 @@ def planned_model(loaded: LoadedRecipe, given: str | None = None) -> PlannedMode
         if known is not None:
             return PlannedModel(shape=shape_of(known, model), values=known, origin=f"{model}, as published")
         return _from_hub(ref, model)
-    raise ConfigError(f"model {model}: recipes start from each other in a circle; use --model CONFIG.")
+    raise ConfigError(f"model {model}: recipes start from each other in a circle; give its config as `model`.")
 
 
 def _new(loaded: LoadedRecipe, model: NewModel) -> PlannedModel:
@@ -146,12 +146,12 @@ def _start_of(loaded: LoadedRecipe, model: str) -> tuple[LoadedRecipe, str | New
 def _from_hub(ref: str, model: str) -> PlannedModel:
     if model.startswith((".", "/", "~")) or not HUB_ID.fullmatch(ref):
         raise ConfigError(
-            f"model {model}: not found, so its shape is unknown; pass its config with --model FOLDER or a Hub id."
+            f"model {model}: not found, so its shape is unknown; give a folder or Hub id with its config as `model`."
         )
     try:
         values = config_values(ref)
     except ConfigError as error:
-        raise ConfigError(f"{error} Pass the config of a model of the same shape with --model.") from None
+        raise ConfigError(f"{error} Give the config of a model of the same shape as `model`.") from None
     return PlannedModel(shape=shape_of(values, model), values=values, origin=f"the Hub's config of {model}")
 
 
@@ -163,7 +163,10 @@ def shape_of(values: dict[str, Any], model: str) -> Shape:
         )
     missing = [name for name in ("hidden_size", "num_hidden_layers", "intermediate_size") if not values.get(name)]
     if missing:
-        raise ConfigError(f"model {model}: its config has no {missing[0]}, so it cannot be planned; use --model.")
+        raise ConfigError(
+            f"model {model}: its config has no {missing[0]}, so it cannot be planned; give the config of a similar "
+            "model as `model`."
+        )
     heads = int(values["num_attention_heads"])
     hidden = int(values["hidden_size"])
     return Shape(

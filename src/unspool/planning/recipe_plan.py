@@ -152,7 +152,7 @@ def _rates(machine: Machine, measured: Calibration | None) -> str:
     if measured is not None:
         return f"measured: {measured.summary}"
     if machine.gpu.is_cpu:
-        return f"{machine.gpu.rates}, measured for a second on this machine; --measure measures whole steps"
+        return f"{machine.gpu.rates}, measured here for a second; measuring whole steps is more accurate"
     if machine.gpu.measured:
         return f"measured on one {machine.gpu.title}; computed for several GPUs and their links"
     return f"estimated: rates of an H200, scaled by the data sheet of {machine.gpu.title}"
@@ -250,7 +250,7 @@ def _too_much(found: Estimate) -> str:
     what = "while the model is loaded" if host.loading > host.step else "in a step"
     return (
         f"it needs {host.needed / GIB:.1f} GiB of host memory for {whose} {what}, but {machine.host_room / GIB:.1f} "
-        "are free; set --host-mem to what the machine has"
+        "are free; give the host memory of the machine"
     )
 
 

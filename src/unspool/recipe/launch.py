@@ -63,20 +63,20 @@ class LaunchOptions:
         for option in ("partition", "account", "qos"):
             value = getattr(self, option)
             if value is not None and not WORD.fullmatch(value):
-                raise ConfigError(f"--{option} {value!r} is not a valid Slurm name; use letters, digits and _.,:@+/-.")
+                raise ConfigError(f"`{option}={value!r}` is not a valid Slurm name; use letters, digits and _.,:@+/-.")
         if self.time is not None and not TIME.fullmatch(self.time):
             raise ConfigError(
-                f"--time {self.time!r} is not a time; write minutes, hours:minutes:seconds or days-hours."
+                f"`time={self.time!r}` is not a time; write minutes, hours:minutes:seconds or days-hours."
             )
         if self.host is not None and not HOST.fullmatch(self.host):
-            raise ConfigError(f"--host {self.host!r} is not a host name or address.")
+            raise ConfigError(f"`host={self.host!r}` is not a host name or address.")
         for option in self.sbatch:
             if not option.startswith("--") or not option.isprintable():
-                raise ConfigError(f"--sbatch {option!r} must be one option of sbatch, such as --constraint=h100.")
+                raise ConfigError(f"`sbatch={option!r}` must be one option of sbatch, such as --constraint=h100.")
         for key, value in self.env.items():
             if not KEY.fullmatch(key) or key in RESERVED or "\n" in value or "\0" in value:
                 raise ConfigError(
-                    f"--env {key}={value!r} cannot be set; use a name of letters, digits and _ that is none of "
+                    f"`env`: {key}={value!r} cannot be set; use a name of letters, digits and _ that is none of "
                     f"{', '.join(sorted(RESERVED))}, and a value of one line."
                 )
 
@@ -102,8 +102,8 @@ def torchrun_command(options: LaunchOptions) -> list[str]:
     else:
         if options.host is None:
             raise ConfigError(
-                f"--via torchrun on {options.nodes} nodes needs --host, the name of the first node. Or use "
-                "--via slurm, which finds it automatically."
+                f"`via='torchrun'` on {options.nodes} nodes needs `host`, the name of the first node. Or use "
+                "`via='slurm'`, which finds it automatically."
             )
         rendezvous = [
             "--rdzv-backend=c10d",

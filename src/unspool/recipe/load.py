@@ -76,7 +76,7 @@ def load_recipe(path_or_name: str | Path, overrides: Overrides = None) -> Loaded
     """
     found = read_recipe(str(path_or_name))
     data, marks = found.data, found.marks
-    problems = [*found.problems, *apply_overrides(data, marks, _override_texts(overrides))]
+    problems = [*found.problems, *apply_overrides(data, marks, override_texts(overrides))]
     problems += misplaced_booleans(recipe_schema(), data)
     recipe = None
     try:
@@ -89,7 +89,8 @@ def load_recipe(path_or_name: str | Path, overrides: Overrides = None) -> Loaded
     return LoadedRecipe(recipe=recipe, root=found.root, text=found.text, marks=marks)
 
 
-def _override_texts(overrides: Overrides) -> list[str]:
+def override_texts(overrides: Overrides) -> list[str]:
+    """Overrides as texts such as `stages.0.lr=2e-5`."""
     if isinstance(overrides, Mapping):
         # JSON is valid YAML, the syntax of override values.
         return [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
@@ -171,5 +172,5 @@ def _missing(loaded: LoadedRecipe, place: Place, value: str) -> Iterator[Problem
     if not path_exists(path):
         tried = " or ".join(dict.fromkeys(str(folder.absolute()) for folder in (loaded.root, Path())))
         at = "" if Path(path).is_absolute() else f" in {tried}"
-        text = f"no such file or folder{at}; correct it, or --set {dotted(place)}=PATH."
+        text = f"no such file or folder{at}; correct it, or give `overrides='{dotted(place)}=PATH'`."
         yield Problem(place=place, text=text, show_value=True)

@@ -9,12 +9,17 @@ from unspool.recipe.json_schema import Shape, child, describe, dotted, form_of, 
 from unspool.recipe.yaml_lines import Marks, Place, Problem, read_yaml
 
 
+def override_label(text: str) -> str:
+    """How messages name an override such as `stages.0.lr=2e-5`, on one line."""
+    return f"`overrides={' '.join(text.split())!r}`"
+
+
 def apply_overrides(data: dict[str, Any], marks: Marks, overrides: list[str]) -> list[Problem]:
     """Apply `--set` strings, such as `stages.0.lr=2e-5`, to the data of a recipe."""
     problems = []
     for given in overrides:
         path, equals, value_text = given.partition("=")
-        where = f"--set {' '.join(given.split())}"  # messages quote it on one line
+        where = override_label(given)
         try:
             if not equals:
                 raise ConfigError("write a path and a value, such as stages.0.lr=2e-5.")

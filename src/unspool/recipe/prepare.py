@@ -83,7 +83,7 @@ def _synthesize(context: RunContext, sets: list[str]) -> None:
     """Generate the conversations that this recipe's sources read."""
     if not sets:
         return
-    from unspool.recipe.synthesize import Synthesis  # import late: it loads torch
+    from unspool.recipe.synthesis import Synthesis  # import late: it loads torch
 
     synthesis = Synthesis(context.loaded, sets)
     synthesis.corpora()

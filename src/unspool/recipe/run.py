@@ -223,7 +223,7 @@ def _check_up_to_date(context: RunContext, stage: StageConfig, *, needed_by: Sta
     if reason is not None:
         raise ConfigError(
             f"stage {needed_by.name} starts from stage {stage.name}, which does not match the recipe ({reason}); train "
-            f"it first with --stage {stage.name}, or omit --stage to train all stages in order."
+            f"it first with `stage={stage.name!r}`, or omit `stage` to train all stages in order."
         )
     context.trained.add(stage.name)
 

@@ -46,9 +46,9 @@ class Marks:
         return self.file
 
     def line(self, place: Place) -> int:
-        """Return the line number for sorting; `--set` sorts last."""
+        """Line number for sorting; overrides sort last."""
         known = re.fullmatch(r".*:(\d+)", self.where(place), re.DOTALL)
-        return int(known[1]) if known and not self.where(place).startswith("--set") else 1 << 30
+        return int(known[1]) if known and not self.where(place).startswith("`overrides=") else 1 << 30
 
     def override(self, place: Place, where: str) -> None:
         """Record that everything at and below `place` comes from `where`."""

@@ -5,7 +5,7 @@ checker checks the recipe of each arm.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -16,7 +16,8 @@ from unspool.core.errors import ConfigError
 from unspool.models.location import expand_home, path_exists
 from unspool.recipe.extends import find_file, read_text
 from unspool.recipe.json_schema import refuse
-from unspool.recipe.load import LoadedRecipe, check_inputs, load_recipe
+from unspool.recipe.load import LoadedRecipe, Overrides, check_inputs, load_recipe, override_texts
+from unspool.recipe.overrides import override_label
 from unspool.recipe.paths import bundled_recipes, bundled_studies
 from unspool.recipe.schema import FOLDER_NAME
 from unspool.recipe.yaml_lines import Marks, Place, Problem, read_yaml
@@ -137,8 +138,9 @@ class Study:
         return self.out / run.name
 
 
-def load_study(path_or_name: str | Path, *, overrides: list[str] | None = None, out: Path | None = None) -> Study:
-    """Load and check a study; `overrides` are `--set` strings for every arm, applied after its own."""
+def load_study(path_or_name: str | Path, *, overrides: Overrides = None, out: Path | None = None) -> Study:
+    """Load and check a study; `overrides` apply to every arm, after its own."""
+    changes = override_texts(overrides)
     file, root, label = find_file(str(path_or_name), bundled_studies(), kind="study")
     text = read_text(file, label, kind="study")
     data, marks, problems = read_yaml(text, label)
@@ -157,15 +159,15 @@ def load_study(path_or_name: str | Path, *, overrides: list[str] | None = None, 
     errors: list[str] = []
     for spec in specs:
         try:
-            runs += _runs_of(spec, data, recipe, folder, marks, overrides or [])
+            runs += _runs_of(spec, data, recipe, folder, marks, changes)
         except ConfigError as error:
             # A problem of every arm is reported once.
             errors += [line for line in str(error).splitlines() if _bare(line) not in {_bare(one) for one in errors}]
     if errors:
         raise ConfigError("\n".join(errors))
     measures = measures_of([run.loaded.recipe for run in runs])
-    if any(text.startswith("evals") for text in overrides or []):
-        # Evals may differ from those that the study was written for; measures that they lack cannot rank the arms.
+    if any(text.startswith("evals") for text in changes):
+        # Other evals than those that the study was written for: what they do not measure cannot rank the arms.
         data |= {"compare": [name for name in data.get("compare") or [] if find_measures(name, measures)]}
     refuse(list(compare_problems(data, measures)), marks, data)
     baseline = str(data.get("baseline") or specs[0].name)
@@ -228,10 +230,10 @@ def _runs_of(
 def _placed(
     error: ConfigError, spec: ArmSpec, texts: dict[str, Place], overrides: list[str], marks: Marks
 ) -> list[str]:
-    """Convert the recipe checker's messages: replace `--set` strings with their lines in the study file."""
-    # Messages quote a string on one line.
-    where = {f"--set {' '.join(text.split())}: ": marks.where(place) for text, place in texts.items()}
-    where |= {f"--set {' '.join(text.split())}: ": f"--set {' '.join(text.split())}" for text in overrides}
+    """The recipe checker's messages, with lines of the study file in place of the `--set` texts made from them."""
+    # Messages quote a text on one line.
+    where = {f"{override_label(text)}: ": marks.where(place) for text, place in texts.items()}
+    where |= {f"{override_label(text)}: ": override_label(text) for text in overrides}
     lines = []
     for line in str(error).splitlines():
         known = next((start for start in where if line.startswith(start)), "")
@@ -279,10 +281,10 @@ def _recipe(given: str, root: Path, marks: Marks) -> str:
     return given
 
 
-def pick_runs(study: Study, only: list[str] | None) -> list[StudyRun]:
-    """Return the runs that `only` names, by arm or by run; all runs without it."""
+def pick_runs(study: Study, only: Sequence[str]) -> list[StudyRun]:
+    """The runs that `only` names, by arm or by run; all of them if it is empty."""
     known = [*study.arms, *(run.name for run in study.runs)]
-    for name in only or []:
+    for name in only:
         if name not in known:
-            raise ConfigError(f"--only {name}: {unknown_arm(name, known)}")
+            raise ConfigError(f"`only={name!r}`: {unknown_arm(name, known)}")
     return [run for run in study.runs if not only or run.arm in only or run.name in only]

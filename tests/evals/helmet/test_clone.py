@@ -235,8 +235,10 @@ def test_the_result_says_what_differs_and_what_cannot_be_checked(clone: Path, mo
     monkeypatch.setitem(helmet_clone.KNOWN, "data.py", (ours,))
     known = said()
     assert known["comparable"] is None
-    assert known["comparability"].startswith("comparable with published numbers only if these are the published files")
-    assert "no hash of them is known: data/kilt/nq-dev-multikilt_1000_k20_dep6.jsonl" in known["comparability"]
+    assert known["comparability"].startswith(
+        "comparable with published numbers only if these files are the published ones"
+    )
+    assert "their hashes are not known: data/kilt/nq-dev-multikilt_1000_k20_dep6.jsonl" in known["comparability"]
     made = said("json_kv")
     assert made["comparable"] is False
     assert "test_k50_dep6.jsonl (missing, so generated)" in made["comparability"]
@@ -255,9 +257,9 @@ def test_keys_are_generated_with_the_clones_words_where_its_file_is_missing(
 @pytest.mark.parametrize(
     ("task", "settings", "said"),
     [
-        ("triviaqa", {}, r"triviaqa-dev-multikilt_1000_k20_dep6\.jsonl is missing, which helmet triviaqa needs; get"),
-        ("banking77", {}, "HELMET loads banking77 from the Hugging Face Hub; give its rows as banking77 under"),
-        ("narrativeqa", {}, "texts of narrativeqa by tokens of Llama 2; give its tokenizer"),
+        ("triviaqa", {}, r"triviaqa-dev-multikilt_1000_k20_dep6\.jsonl is missing, and helmet triviaqa needs it; get"),
+        ("banking77", {}, "HELMET loads banking77 from the Hugging Face Hub; set its rows as banking77 under"),
+        ("narrativeqa", {}, "texts of narrativeqa by tokens of Llama 2; set its tokenizer"),
         ("nq", {"length": 5000}, "HELMET has no length 5000; use 4K, 8K, 16K, 32K, 64K, 128K"),
     ],
 )
@@ -269,11 +271,11 @@ def test_what_is_missing_is_said_in_one_sentence(clone: Path, task: str, setting
 def test_a_row_or_a_template_of_another_kind_is_named_with_its_question(clone: Path):
     rows = [{"id": "q", "question": "who", "answers": ["ada"]}]
     planned = plan(clone, "nq", paths={"nq": write_lines(clone / "odd.jsonl", rows)})
-    with pytest.raises(DataError, match=r"question 0 of helmet nq is not as HELMET has it \(KeyError: 'ctxs'\)"):
+    with pytest.raises(DataError, match=r"question 0 of helmet nq has an unexpected format \(KeyError: 'ctxs'\)"):
         questions(planned)
-    with pytest.raises(DataError, match="a file of helmet popqa is not as HELMET has it"):
+    with pytest.raises(DataError, match="a file of helmet popqa has an unexpected format"):
         demos = {"popqa": write_lines(clone / "odd.jsonl", rows), "popqa_demos": str(clone / "odd.jsonl")}
         plan(clone, "popqa", paths=demos)
     (clone / "data.py").write_text(DATA.replace("passage_template", "other_template"))
-    with pytest.raises(DataError, match=r"data\.py has no passage_template for helmet nq; give a clone of"):
+    with pytest.raises(DataError, match=r"data\.py has no passage_template for helmet nq; pass a clone of"):
         questions(plan(clone, "nq"))

@@ -161,7 +161,7 @@ def test_wrong_files_are_told_in_a_sentence(tmp_path: Path, shipped_tokenizer: A
         ({"hotpotqa": str(wrong)}, DataError, "record 1: not a HotpotQA record"),
         ({"squad": str(broken)}, DataError, "cannot be read"),
         ({"squad": str(tmp_path / "none.json")}, ConfigError, "file not found"),
-        ({"hotpotqa_pool": str(wrong)}, ConfigError, "set paths.hotpotqa too"),
+        ({"hotpotqa_pool": str(wrong)}, ConfigError, "also set paths.hotpotqa"),
         ({"words": str(few)}, DataError, "3 different words"),
         ({"haystack": str(tmp_path / "none.txt")}, ConfigError, "none.txt"),
     ):

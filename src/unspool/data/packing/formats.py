@@ -52,7 +52,7 @@ def row_columns(row: Row) -> dict[str, np.ndarray]:
 
 def write_format(rows_dir: Path, out_dir: Path, name: str) -> bool:
     """Write the rows of a folder in another format, unless up to date; return whether it was written."""
-    write = lookup(FORMATS, name, kind="--format")
+    write = lookup(FORMATS, name, kind="`format`")
     mark = {"format": name, "rows": (read_manifest(rows_dir) or {}).get("sha256")}
     found = _read_mark(out_dir)
     if found == mark:
@@ -193,11 +193,11 @@ def _write_megatron(rows: RowSet, folder: Path) -> None:
         for array in (lengths, pointers, documents):
             sink.write(array.tobytes())
     logger.warning(
-        "--format megatron: Megatron cuts its samples across rows; train with --reset-position-ids, "
+        "`format='megatron'`: Megatron cuts its samples across rows; train with --reset-position-ids, "
         "--reset-attention-mask and --eod-mask-loss to keep documents apart"
     )
     if lost:
-        logger.warning(f"--format megatron: the format cannot store {' and '.join(sorted(lost))}; they are lost")
+        logger.warning(f"`format='megatron'`: the format cannot store {' and '.join(sorted(lost))}; they are lost")
 
 
 def _lost_by_megatron(row: Row) -> set[str]:

@@ -1,7 +1,7 @@
-"""Needle in a haystack: facts hidden in prose, each asked for at the end.
+"""Needle in a haystack: facts hidden in prose, with a question about each fact at the end.
 
-A fact is placed between sentences where that keeps it at its depth, else between lines or words. The recorded depth is
-where the fact really is. The prose is cut where the length ends, sometimes within a word.
+A fact is inserted between sentences if that keeps its depth, else between lines or words. The recorded depth is the
+fact's actual position. The prose is cut where the length ends, sometimes within a word.
 """
 
 import re
@@ -26,7 +26,7 @@ from unspool.evals.suite import Cell, Question, Sample
 from unspool.evals.suites.needle_wordings import WORDINGS, NeedleWording, expand_wordings
 from unspool.evals.summary import accuracy_cells
 
-# Tokens of prose per fact; with less, a fact would not be hidden at all.
+# Minimum tokens of prose per fact; with less, the fact would not be hidden.
 PROSE_PER_NEEDLE = 8
 # How far from its stratum's center a fact may be placed, as a share of the stratum's width.
 STRATUM_JITTER = 0.3
@@ -36,12 +36,12 @@ FEWEST_IN_STRATUM = 5
 # Inserting facts changes a few tokens at their borders; this many corrections were always enough.
 CORRECTIONS = 8
 _SENTENCE_END = re.compile(r"[.!?][\"'”’)]*\s+|\n\s*\n\s*")
-# Where a fact may be inserted, best first: after a sentence or paragraph, after a line, after a word.
+# Insertion points, best first: after a sentence or paragraph, after a line, after a word.
 _BORDERS = (_SENTENCE_END, re.compile(r"\n+"), re.compile(r"\s+"))
 
 
 class NiahEval(EvalConfig):
-    """Needle in a haystack: facts hidden in prose at every depth, asked for at the end."""
+    """Needle in a haystack: facts hidden in prose at all depths, with questions at the end."""
 
     suite: Literal["niah"]
     lengths: Lengths = Field(
@@ -118,17 +118,17 @@ class Design:
 
 
 class Prose:
-    """Text with the places where a fact may be inserted, in characters and in tokens."""
+    """Text with insertion points for facts, in characters and tokens."""
 
     def __init__(self, text: str, starts: np.ndarray) -> None:
         self.text = text
-        self.starts = starts  # character at which every token starts
+        self.starts = starts  # start character of every token
         self.borders = [
             np.array([match.end() for match in pattern.finditer(text)], dtype=np.int64) for pattern in _BORDERS
         ]
 
     def place(self, num_tokens: int, target: float, reach: float) -> tuple[int, float]:
-        """Find the best border near depth `target` in the first `num_tokens` tokens: its character and depth."""
+        """Find the best border near depth `target` in the first `num_tokens` tokens. Returns (character, depth)."""
         tokens = np.append(self.starts[:num_tokens], self.end(num_tokens))
         for borders in self.borders:
             known = borders[borders < tokens[-1]]
@@ -275,10 +275,10 @@ def _targets(config: NiahEval, depth: float, rng: np.random.Generator) -> list[f
 
 
 def _prose(materials: Materials, num_tokens: int, rng: np.random.Generator) -> Prose:
-    """At least `num_tokens` tokens of text from a random sentence on, repeated from the start where it ends."""
+    """At least `num_tokens` tokens of text, starting at a random sentence. Repeats the text if it ends."""
     source = "\n\n".join(text.strip() for text in materials.documents)
     if not source.strip():
-        raise DataError("niah: the haystack text is empty; give files with text.")
+        raise DataError("niah: the haystack text is empty; use files that contain text.")
     offset = int(rng.integers(len(source)))
     sentence = _SENTENCE_END.search(source, offset)
     offset = sentence.end() if sentence and sentence.end() < len(source) else 0
@@ -295,7 +295,7 @@ def _prose(materials: Materials, num_tokens: int, rng: np.random.Generator) -> P
 def _fit(
     prose: Prose, hidden: list[tuple[str, Needle]], config: NiahEval, tokenizer: Any, room: int
 ) -> tuple[str, np.ndarray, list[float]]:
-    """Fit as much prose as possible with the facts into `room` tokens; returns text, ids and each fact's depth."""
+    """Fit the facts and as much prose as possible into `room` tokens. Returns (text, ids, depth of each fact)."""
     best: tuple[str, np.ndarray, list[float]] | None = None
     fits, too_long = 0, room + 1
     num_tokens = room - len(encode(tokenizer, " ".join(text for text, _ in hidden)))
@@ -312,7 +312,7 @@ def _fit(
                 best = text, ids, depths
         if spare == 0:
             break
-        # Stays between what fits and what is too long, so the loop ends.
+        # Stay between the bounds, so that the loop ends.
         num_tokens = min(max(num_tokens + spare, fits + 1), too_long - 1)
         corrections += 1
     assert best is not None, "the caller checks that the facts fit"

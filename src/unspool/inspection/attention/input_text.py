@@ -85,12 +85,12 @@ def share_length(docs: Sequence[np.ndarray], length: int) -> list[np.ndarray]:
     there = sum(map(len, docs))
     if there < length:
         raise ConfigError(
-            f"--length {format_size(length)}: the text has only {there:,} tokens; give more text, raise --docs, or "
-            "omit --length."
+            f"`length={format_size(length)!r}`: the text has only {there:,} tokens; give more text, raise `docs`, or "
+            "omit `length`."
         )
     if length < len(docs):
         raise ConfigError(
-            f"--length {format_size(length)} is less than one token for each of {len(docs)} documents; raise it."
+            f"`length` {format_size(length)} is less than one token for each of {len(docs)} documents; raise it."
         )
     lens = [0] * len(docs)
     left = length
@@ -107,7 +107,7 @@ def shuffle_pieces(docs: Sequence[np.ndarray], count: int, seed: int) -> list[tu
     pieces: list[tuple[int, int, int]] = []
     for number, doc in enumerate(docs):
         if len(doc) < count:
-            raise ConfigError(f"--pieces {count}: a document has only {len(doc)} tokens; use fewer pieces.")
+            raise ConfigError(f"`pieces={count}`: a document has only {len(doc)} tokens; use fewer pieces.")
         places = np.sort(rng.choice(len(doc) - 1, size=count - 1, replace=False) + 1).tolist()
         pieces += [(number, start, stop) for start, stop in zip([0, *places], [*places, len(doc)], strict=True)]
     joined: list[tuple[int, int, int]] = []
@@ -122,11 +122,11 @@ def shuffle_pieces(docs: Sequence[np.ndarray], count: int, seed: int) -> list[tu
 
 def read_row(rows: Rows, index: int, notes: Sequence[str]) -> Text:
     if not 0 <= index < len(rows):
-        raise ConfigError(f"--row {rows.path}:{index}: the dataset has {len(rows):,} rows, numbered from 0.")
+        raise ConfigError(f"`row='{rows.path}:{index}'`: the dataset has {len(rows):,} rows, numbered from 0.")
     row = rows.row(index)
     if row.positions is not None:
         raise ConfigError(
-            f"--row {rows.path}:{index}: its position ids skip values (PoSE), so distances are not real; "
+            f"`row='{rows.path}:{index}'`: its position ids skip values (PoSE), so distances are not real; "
             "use a row of a dataset without pose."
         )
     docs = range(len(row.doc_lens)) if row.chunk_ids is None else documents_of(row.chunk_ids)
@@ -145,7 +145,7 @@ def _documents(path: Path) -> Iterator[Document]:
     """Yield the readable documents of one file."""
     place = find_data(path)
     if place.kind != "records" or path.is_dir():
-        raise ConfigError(f"--text {path}: give a file such as book.txt or books.jsonl; use --row for rows.")
+        raise ConfigError(f"`text={str(path)!r}`: give a file such as book.txt or books.jsonl; use `row` for rows.")
     for item in read_items(source_for_file(path), [path]):
         if isinstance(item, Bad):
             raise DataError(f"{path}, {item.record}: {item.detail}.")

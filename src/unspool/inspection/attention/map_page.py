@@ -12,10 +12,10 @@ from rich.text import Text
 
 from unspool import __version__
 from unspool.core.formatting import MISSING, format_signed, one_line
-from unspool.core.html import element, load_templates, svg, svg_text, write_text
+from unspool.core.html import element, load_templates, svg, svg_text
 from unspool.core.sizes import format_size
 from unspool.core.table import Entry, Table, entries, terminal_table
-from unspool.inspection.attention.maps import about_line, lines_of, render_figure, scale_svg, scale_titles, title_line
+from unspool.inspection.attention.maps import about_line, lines_of, scale_svg, scale_titles, title_line
 from unspool.inspection.attention.measure import Attention, Head, head_name, show_share, value_at
 
 _PAGE_HEADS = 20  # rows of the table on the page
@@ -86,7 +86,7 @@ def print_attention(console: Console, attention: Attention, count: int = 10) -> 
     console.print(terminal_table(table, wrap_columns=True))
     names = " ".join(f"{layer}:{head}" for layer, head in attention.heads)
     points = "; change is in points" if both else ""
-    console.print(Text(f"drawn (--head LAYER:HEAD, from 0): {names}{points}", style="dim"), soft_wrap=True)
+    console.print(Text(f"drawn heads (layer:head, from 0): {names}{points}", style="dim"), soft_wrap=True)
 
 
 def describe_text(attention: Attention) -> str:
@@ -146,15 +146,6 @@ def attention_values(attention: Attention) -> dict[str, Any]:
             for head in attention.heads
         ],
     }
-
-
-def write_attention(attention: Attention, out_file: Path) -> None:
-    write_text(out_file, render_attention(attention))
-
-
-def write_figure(attention: Attention, out_file: Path) -> None:
-    """Write the maps alone, as SVG."""
-    write_text(out_file, render_figure(attention))
 
 
 def render_attention(attention: Attention) -> str:

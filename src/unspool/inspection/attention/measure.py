@@ -223,7 +223,7 @@ def check_models(models: Sequence[ModelRef], text: Text, settings: AttentionSett
     if length <= settings.beyond + settings.first + 1:
         raise ConfigError(
             f"the text has {length:,} tokens, so no token is more than {settings.beyond:,} tokens back; "
-            "give a longer text or a smaller --beyond."
+            "give a longer text or a smaller `beyond`."
         )
     if (first.num_layers, first.num_heads) != (last.num_layers, last.num_heads):
         raise ConfigError(
@@ -266,7 +266,7 @@ def measure_attention(
         if not stats[-1].maps:
             raise ConfigError(
                 f"no head of {model.name} can attend more than {settings.beyond:,} tokens back: its sliding windows "
-                "are shorter; use a smaller --beyond."
+                "are shorter; use a smaller `beyond`."
             )
     return Attention(text=text, settings=settings, block=block, models=list(models), stats=stats[::-1], named=named)
 

@@ -1,4 +1,4 @@
-"""`mode: reference`: RULER's own procedure, draw for draw (NVIDIA/RULER c3f5e3b).
+"""`mode: reference`: RULER's own procedure with identical random draws (NVIDIA/RULER c3f5e3b).
 
 RULER's scripts take all samples of a task and length from one stream of random numbers, after a search for the size of
 the haystack that uses the same stream. This module draws the same numbers in the same order: with RULER's words, data,
@@ -31,7 +31,7 @@ from unspool.evals.suite import Ask, Question
 from unspool.evals.suites.ruler.fitting import Draft, TaskSpec, to_question
 from unspool.evals.suites.ruler.haystacks import Sources
 
-# At its smallest size RULER draws again for ever; a prompt that did not fit so often never will.
+# At its smallest size, RULER retries forever. A prompt that failed this often never fits.
 _MOST_RETRIES = 100
 
 
@@ -52,7 +52,7 @@ class Draws:
         self.numpy.set_state(state[1])
 
     def shuffled(self, items: Sequence[Any]) -> list[Any]:
-        """Shuffle by the seed alone: one permutation for all lists of a length."""
+        """Shuffle by the seed only: all lists of one length get the same permutation."""
         found = list(items)
         random.Random(self.seed).shuffle(found)
         return found
@@ -63,21 +63,21 @@ class Draws:
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """One of RULER's generators, as far as it differs from the others."""
+    """The parts in which RULER's generators differ."""
 
-    generate: Callable[[int, int], Draft]  # from index and size; ValueError where RULER's code raises
-    step: int  # what a sample that is too long loses
-    trial: int = 0  # size of the prompt that the tokens per unit are estimated from; `step` if 0
+    generate: Callable[[int, int], Draft]  # arguments: index and size; ValueError if RULER's code raises
+    step: int  # size reduction for a sample that is too long
+    trial: int = 0  # size of the prompt that estimates tokens per unit; `step` if 0
     most: Callable[[float, float], int] = lambda limit, per_unit: int(limit / per_unit * 3)
-    finish: Callable[[Draft], Draft] = lambda draft: draft  # of samples, not of prompts that the search makes
-    example_tokens: int = 0  # of what `finish` adds
-    may_exceed: bool = False  # whether a prompt of fewer than two steps is taken although it is too long
+    finish: Callable[[Draft], Draft] = lambda draft: draft  # applied to samples, not to prompts of the search
+    example_tokens: int = 0  # tokens that `finish` adds
+    may_exceed: bool = False  # whether to accept a prompt of fewer than two steps that is too long
 
 
 class Run:
     """The samples of one task and length, in order.
 
-    A sample depends on all draws before it. The state before each is kept, so that any sample can be built again.
+    A sample depends on all earlier draws. The state before each sample is kept, so that it can be rebuilt.
     """
 
     def __init__(self, draws: Draws, sample: Callable[[int], tuple[Draft, int]]) -> None:
@@ -100,7 +100,7 @@ class Run:
 
 
 def build(sources: Sources, ask: Ask, spec: TaskSpec, script: Callable[[Sources, Ask, Draws], Script]) -> Question:
-    """Build a question as RULER does; ConfigError if the length is too short."""
+    """Build a question like RULER. Raises ConfigError if the length is too short."""
 
     def start() -> Run:
         draws = Draws(ask.seed)
@@ -110,13 +110,13 @@ def build(sources: Sources, ask: Ask, spec: TaskSpec, script: Callable[[Sources,
 
 
 def build_from_run(sources: Sources, ask: Ask, spec: TaskSpec, start: Callable[[], Run]) -> Question:
-    """Build a question of a run that is started once."""
+    """Build a question of a run, which is started only once."""
     run: Run = sources.cached((spec.task, "reference", ask.length, ask.seed, ask.overhead), start)
     return to_question(ask, *run.sample(ask.index))
 
 
 def start_run(sources: Sources, ask: Ask, spec: TaskSpec, script: Script, draws: Draws) -> Run:
-    """Search the size of the haystack by binary search over random prompts, as RULER does."""
+    """Find the haystack size by binary search over random prompts, like RULER."""
     budget = spec.budget(ask)
 
     def count(draft: Draft) -> int:
@@ -138,7 +138,9 @@ def start_run(sources: Sources, ask: Ask, spec: TaskSpec, script: Script, draws:
     try:
         first_size = search()
     except ValueError as error:
-        raise ConfigError(f"ruler {spec.task}: RULER's own code fails with seed {ask.seed}; use another.") from error
+        raise ConfigError(
+            f"ruler {spec.task}: RULER's own code fails with seed {ask.seed}; use another seed."
+        ) from error
 
     def sample(index: int) -> tuple[Draft, int]:
         size, used = first_size, 0
@@ -149,7 +151,7 @@ def start_run(sources: Sources, ask: Ask, spec: TaskSpec, script: Script, draws:
                 if used <= budget.tokens or (script.may_exceed and size < 2 * script.step):
                     return draft, size
             except ValueError:
-                pass  # RULER treats it like a prompt that is too long
+                pass  # RULER treats this like a prompt that is too long
             size -= script.step if size > script.step else 0
         raise budget.too_short(used or budget.tokens + 1)
 
