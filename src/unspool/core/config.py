@@ -25,10 +25,14 @@ from pydantic_core import CoreSchema, core_schema
 from unspool.core.errors import ConfigError
 
 
-def _without_example(schema: dict[str, Any]) -> None:
-    """Examples in Python are for `help`, not for editors of recipes."""
+def _describe(schema: dict[str, Any], cls: "type[Config]") -> None:
+    """Complete the JSON schema of a class: keys described by a base class, no examples in Python."""
     if "description" in schema:
         schema["description"] = schema["description"].partition("\n\nExample:")[0]
+    for name, field in cls.model_fields.items():
+        key = schema.get("properties", {}).get(field.alias or name)
+        if key is not None and (text := key_description(cls, name)):
+            key["description"] = text
 
 
 class Config(BaseModel):
@@ -37,8 +41,17 @@ class Config(BaseModel):
         frozen=True,
         populate_by_name=True,
         allow_inf_nan=False,
-        json_schema_extra=_without_example,
+        json_schema_extra=_describe,
     )
+
+
+def key_description(cls: type[BaseModel], name: str) -> str:
+    """Return the description of a key, from the class or the nearest base class that has one; "" if there is none.
+
+    So a subclass that narrows a tag such as `kind` to one value need not describe it again.
+    """
+    fields = (base.model_fields.get(name) for base in cls.__mro__ if issubclass(base, BaseModel))
+    return next((field.description for field in fields if field and field.description), "")
 
 
 Entry = TypeVar("Entry")

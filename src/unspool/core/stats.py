@@ -12,12 +12,32 @@ Z = 1.96  # normal quantile of a two-sided 95% interval
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
     """Return Wilson's 95% score interval, which has a width even at 0 or n successes."""
-    share = successes / n
+    return _wilson(successes / n, n)
+
+
+def _wilson(share: float, n: float) -> tuple[float, float]:
     center = share + Z**2 / (2 * n)
     spread = Z * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
     scale = 1 + Z**2 / n
     # Rounding may push the bounds past the share by a last digit at 0 and 1.
     return max(0.0, min(share, (center - spread) / scale)), min(1.0, max(share, (center + spread) / scale))
+
+
+def stratified_wilson(strata: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Return a 95% interval of the mean of 0/1 scores drawn from fixed strata, such as the depths of needles.
+
+    Differences between strata are not sampling error, so the interval is Wilson's for the number of scores from one
+    population that would give the same variance. Shares inside strata are smoothed by one success and one failure;
+    without this, strata of equal scores would count as certain.
+    """
+    scores = [score for stratum in strata for score in stratum]
+    n = len(scores)
+    within = 0.0
+    for stratum in strata:
+        share = (sum(stratum) + 1) / (len(stratum) + 2)
+        within += len(stratum) * share * (1 - share) / n
+    share = (sum(scores) + 1) / (n + 2)
+    return _wilson(sum(scores) / n, n * max(1.0, share * (1 - share) / within))
 
 
 def bootstrap(scores: Sequence[float], *, draws: int = 2000) -> tuple[float, float]:

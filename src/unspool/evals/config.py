@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import Field, GetJsonSchemaHandler, TypeAdapter, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from unspool.core.config import Config, FromRegistry
 from unspool.core.sizes import Size, format_size
@@ -18,14 +20,16 @@ class EvalConfig(Config):
     """One entry of `evals`. The key `suite` selects its class."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # settings of papers' protocols, by name
-    suite: str
+    suite: str = Field(description="Name of the suite.")
     after: list[str] | None = Field(
-        None, description="stages after which it is scored, or base for the model before training; all if none"
+        None,
+        description="Stages after which the suite is scored. `base` means the model before training. Default: `base` "
+        "and every stage.",
     )
     beyond_context: BeyondContext | None = Field(
         None,
-        description="questions longer than the model's context: skip, truncate (cut the middle of the text) or ask; "
-        "if none, they are asked, on a server skipped",
+        description="What happens to questions that exceed the model's context length: `skip` them, `truncate` the "
+        "middle of their text, or `ask` them unchanged. Default: `ask`; on a server, `skip`.",
     )
 
     def asked_lengths(self, lengths: list[int], context: int | None) -> list[int]:
@@ -42,28 +46,51 @@ class EvalConfig(Config):
 class TaskEval(EvalConfig):
     """Settings common to all suites with tasks."""
 
-    preset: str | None = Field(None, description="a paper's settings by name; keys that stand beside it override them")
-    lengths: Lengths
-    samples: int = Field(100, ge=1, description="questions per task and length, spread evenly over depths and labels")
-    tasks: list[str] = Field([], description="names of tasks; all of the suite when not given")
+    preset: str | None = Field(
+        None, description="Name of a paper's settings. Keys of this entry override the preset's."
+    )
+    lengths: Lengths = Field(
+        description="Context lengths to score. Template, prompt and answer together never exceed the length. "
+        "Required unless `preset` sets them."
+    )
+    samples: int = Field(100, ge=1, description="Questions per task and length, spread evenly over depths and labels.")
+    tasks: list[str] = Field([], description="Names of the tasks to score. Default: all tasks of the suite.")
     mode: Literal["fixed", "reference"] = Field(
-        "fixed", description="reference follows the suite's own code, defects included"
+        "fixed",
+        description="`reference` follows the benchmark's own code, including its defects; `fixed` corrects them.",
     )
     chat: Literal["auto", "on", "off"] = Field(
-        "auto", description="auto: where the suite does, if the model has a template"
+        "auto",
+        description="Whether prompts use the model's chat template. `auto` does so where the benchmark does and the "
+        "model has a template.",
     )
     paths: dict[str, str] = Field(
-        {}, description="name: file or folder that the suite reads instead of what is shipped"
+        {}, description="Files or folders that replace the suite's bundled data, by data set name."
     )
     answer_tokens: int | None = Field(
-        None, ge=1, description="room for every answer, within the length; each task's own if none"
+        None,
+        ge=1,
+        description="Tokens reserved for each answer within the length. Default: the number set by each task.",
     )
     target_length: Size | None = Field(
-        None, description="adaptation rate: the score at this length ÷ that at reference_length; 128K, else the longest"
+        None,
+        description="Length whose score is divided by the score at `reference_length` to give the adaptation rate. "
+        "Default: 128K if 32K and 128K are scored, otherwise the longest.",
     )
     reference_length: Size | None = Field(
-        None, description="adaptation rate: what target_length is compared with; 32K, else the shortest"
+        None,
+        description="Length whose score divides the score at `target_length`. Default: 32K if 32K and 128K are "
+        "scored, otherwise the shortest.",
     )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Require `lengths` only of entries without a preset."""
+        found = handler.resolve_ref_schema(handler(schema))
+        if cls.presets:
+            found["required"].remove("lengths")
+            found |= {"if": {"not": {"required": ["preset"]}}, "then": {"required": ["lengths"]}}
+        return found
 
     @model_validator(mode="before")
     @classmethod
@@ -91,8 +118,8 @@ class ReferenceEval(TaskEval):
 
     reference: str | None = Field(
         None,
-        description="your clone of the benchmark's public repository, or prompt files that its scripts wrote: makes "
-        "scores comparable with published ones; our own words and data if none",
+        description="Your clone of the benchmark's public repository, or prompt files written by its scripts. Scores "
+        "are then comparable with published ones. Default: the suite's own wording and data.",
     )
 
     @model_validator(mode="before")
@@ -111,7 +138,9 @@ class WordedEval(ReferenceEval):
     """Settings of suites whose instructions a user may replace."""
 
     wording: str | None = Field(
-        None, description="YAML or JSON file with the words of tasks, such as a paper's own; our own words if none"
+        None,
+        description="YAML or JSON file with the wording of the tasks, such as a paper's. Default: the suite's own "
+        "wording.",
     )
 
 

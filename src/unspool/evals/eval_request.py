@@ -7,12 +7,13 @@ from typing import Any, Literal, TypedDict, get_args, get_origin
 
 from pydantic import ValidationError
 
-from unspool.core.config import lookup
+from unspool.core.config import did_you_mean, lookup
 from unspool.core.errors import ConfigError
 from unspool.core.sizes import parse_size
 from unspool.evals.backends.base import BACKENDS, BackendOptions, RopeOverride
 from unspool.evals.beyond_context import DONE
 from unspool.evals.config import EvalConfig
+from unspool.evals.suite import Suite
 from unspool.evals.suites import SUITES
 from unspool.models.location import model_path
 from unspool.rope.tables import RopeMethod
@@ -63,6 +64,7 @@ class EvalSettings(TypedDict, total=False):
     timeout: float  # seconds to wait for an answer from the server
     sandboxed: bool  # run code that the model writes (short: humaneval, mbpp)
     budget: str | None  # time to measure the effective length, such as 90s, 10m or 2h
+    suite_settings: Mapping[str, Any]  # further keys of the suites' entries in a recipe, such as {"needles": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +117,16 @@ def check_request(
     With `may_look`, a request without suite and lengths measures the effective length.
     """
     given = dict(settings)
+    for name in given:
+        if name not in EvalSettings.__annotations__:
+            raise ConfigError(f"evaluate: unknown setting {name!r}{did_you_mean(name, EvalSettings.__annotations__)}")
     ref = model_path(str(model), Path())
     suites = [suite] if isinstance(suite, str) else None if suite is None else list(suite)
     is_short = suites == [SHORT]
     is_look = may_look and suite is None and lengths is None
     if is_look:
         of_suites = ("tasks", "paths", "wording", "answer_tokens", "value", "preset", "beyond_context", "reference")
-        for name in of_suites:
+        for name in (*of_suites, "suite_settings"):
             if given.get(name):
                 option = {"paths": "path"}.get(name, name).replace("_", "-")
                 raise ConfigError(
@@ -150,6 +155,7 @@ def check_request(
             raise ConfigError(f"--{option} has no effect on --suite {SHORT}, which runs lm-eval tasks; remove it.")
     options = {key: given.get(key) for key in OF_SUITES}
     options |= {"samples": settings.get("samples") or SAMPLES, "tasks": list(settings.get("tasks") or [])}
+    options["suite_settings"] = dict(settings.get("suite_settings") or {})
     evals = [] if is_short else chosen_evals(chosen, wanted, **options)
     return EvalRequest(
         model=ref,
@@ -175,13 +181,26 @@ def chosen_evals(suites: Sequence[str], lengths: Sequence[Length], **options: An
         known = [name for name, suite in SUITES.items() if key in suite.config.model_fields]
         if options.get(key) and with_tasks not in [[name] for name in known]:
             raise ConfigError(f"--{key} needs exactly one suite, one of: {', '.join(known)}.")
+    own = options.pop("suite_settings", {})
+    _check_suite_settings(own, chosen)
     value = options.pop("value", None)
     takers = lookup(_suites_by_value(), value, kind="--value") if value else []
     if value and not set(takers) & set(names):
         raise ConfigError(
             f"--value {value} works only with {' and '.join(sorted(takers))}, not with {', '.join(names)}."
         )
-    return [_entry(name, sizes, options | ({"value": value} if name in takers else {})) for name in names]
+    return [_entry(name, sizes, options | ({"value": value} if name in takers else {}) | own) for name in names]
+
+
+def _check_suite_settings(own: Mapping[str, Any], suites: Mapping[str, Suite]) -> None:
+    """Refuse keys that none of the suites has, and those that options of their own set."""
+    known = {key for suite in suites.values() for key in suite.config.model_fields}
+    free = known - set(EvalSettings.__annotations__) - {"suite", "lengths", "length", "after"}
+    for key in own:
+        if key not in known:
+            raise ConfigError(f"suite_settings: {' and '.join(suites)} has no key {key!r}{did_you_mean(key, free)}")
+        if key not in free:
+            raise ConfigError(f"suite_settings: {key!r} has an option of its own; use that.")
 
 
 def _suites_by_value() -> dict[str, list[str]]:

@@ -32,7 +32,7 @@ HOST_ASSUMED = 128 * GIB  # per GPU, without --host-mem
 NODE = 8  # GPUs per machine
 # Smaller savings of step time are not worth a change of settings.
 MIN_SAVING = 0.02
-# From here on tensors reach 2³¹ elements (docs/memory.md).
+# From here on tensors reach 2³¹ elements.
 MANY_TOKENS = 512 << 10
 
 

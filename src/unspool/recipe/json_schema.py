@@ -33,11 +33,19 @@ def recipe_schema() -> Shape:
 def editor_schema() -> Shape:
     """The JSON schema of recipe files, which may also extend another recipe (extends.py)."""
     schema = recipe_schema()
-    names = {"type": "array", "items": {"type": "string"}, "description": "stages of the extended recipe to keep"}
+    names = {
+        "type": "array",
+        "items": {"type": "string"},
+        "description": "Stages of the extended recipe to keep, by name.",
+    }
     own = {
-        "extends": {"type": "string", "description": "bundled recipe or file whose values this one changes"},
-        "set": {"type": "object", "description": "path: value, such as stages.0.lr: 2e-5", "additionalProperties": {}},
-        "stages": {"anyOf": [schema["properties"]["stages"], names]},
+        "extends": {"type": "string", "description": "Bundled recipe or file whose values this recipe changes."},
+        "set": {
+            "type": "object",
+            "description": "Single values to change, by path, such as stages.0.lr: 2e-5.",
+            "additionalProperties": {},
+        },
+        "stages": {"anyOf": [schema["properties"]["stages"], names], "description": "Training stages, in order."},
     }
     needed = {"if": {"required": ["extends"]}, "else": {"required": schema["required"]}}
     return {**schema, "properties": schema["properties"] | own, "required": ["name"], **needed}
@@ -242,7 +250,7 @@ def _problem(details: ErrorDetails, place: Place, data: Any) -> Problem:
     if details["loc"][-1] == "[key]":
         return Problem(place=place, text=f"the key {place[-1]!r} must be a whole number.")
     if kind == "missing":
-        return Problem(place=place, text=f"missing; write {_wanted(shape)}.")
+        return Problem(place=place, text=f"missing; write {_wanted(shape)}")
     if kind == "union_tag_not_found" and tag:
         return Problem(place=(*place, tag[0]), text=f"missing; write one of {', '.join(tag[1])}.")
     if kind == "union_tag_invalid" and tag:
@@ -253,7 +261,7 @@ def _problem(details: ErrorDetails, place: Place, data: Any) -> Problem:
     if kind == "literal_error" and shape:
         return Problem(place=place, text=_not_one_of(value_at(place, data), _choices(shape)), show_value=True)
     hint = _quotes_hint(value_at(place, data), kind)
-    return Problem(place=place, text=f"must be {_wanted(shape)}{hint}.", show_value=True)
+    return Problem(place=place, text=f"must be {_wanted(shape, hint)}", show_value=True)
 
 
 def _allowed_keys(place: Place, data: Any) -> list[str]:
@@ -283,11 +291,12 @@ def _choices(shape: Shape) -> list[str]:
     return [str(choice) for form in forms(shape) for choice in form.get("enum", [form.get("const")])]
 
 
-def _wanted(shape: Shape | None) -> str:
+def _wanted(shape: Shape | None, hint: str = "") -> str:
+    """The allowed values and the first sentence of the key's description: `a number above 0. Peak learning rate.`"""
     if shape is None:
-        return "another value"
-    note = shape.get("description")
-    return describe(shape) + (f" ({note})" if note and "\n" not in note and "properties" not in shape else "")
+        return f"another value{hint}."
+    meaning = "" if "properties" in shape else shape.get("description", "").partition(". ")[0].rstrip(".")
+    return f"{describe(shape)}{hint}." + (f" {meaning}." if meaning and "\n" not in meaning else "")
 
 
 def _quotes_hint(value: Any, kind: str) -> str:
@@ -299,7 +308,7 @@ def misplaced_booleans(shape: Shape, value: Any, place: Place = ()) -> Iterator[
     """Refuse `true` and `false` for numbers, which pydantic reads as 1 and 0."""
     form = form_of(shape, value)
     if isinstance(value, bool) and {option.get("type") for option in forms(shape)} <= {"number", "integer"}:
-        yield Problem(place=place, text=f"must be {_wanted(shape)}.", show_value=True)
+        yield Problem(place=place, text=f"must be {_wanted(shape)}", show_value=True)
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in pairs:
         below = child(form, key)

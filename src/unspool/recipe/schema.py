@@ -34,22 +34,29 @@ RESERVED_STAGES = ("previous", "base")
 class Recipe(Config):
     """A whole run: from sources to scores."""
 
-    name: str = Field(min_length=1, description="letters, digits, '-', '_' and '.'; names the run")
-    seed: int = Field(0, ge=0)
+    name: str = Field(min_length=1, description="Name of the run: letters, digits, '-', '_' and '.'.")
+    seed: int = Field(0, ge=0, description="Seed of all random draws.")
     model: Annotated[str, Field(min_length=1)] | NewModel = Field(
-        description="Hub id, folder, .gguf file or asset:NAME; or {size, tokenizer, context_length} for a new model"
+        description="Hub id, folder, .gguf file or asset:NAME. A mapping with `size`, `tokenizer` and "
+        "`context_length` creates a model with random weights."
     )
     out: Path = Field(
         default_factory=lambda fields: Path("runs", fields.get("name", "")),
-        description="folder for everything the run makes; runs/NAME when not given",
+        description="Folder for all results. Default: runs/NAME.",
     )
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    engine: EngineConfig = EngineConfig.model_validate({})
-    sources: dict[str, AnySource] = Field(description="name: where documents come from")
-    datasets: dict[str, AnyDataset] = Field(description="name: how documents become training rows")
-    stages: list[StageConfig] = Field(description="training stages, in order")
-    evals: list[Eval] = Field([], description="suites to score before and after")
-    synth: dict[str, SynthConfig] = Field({}, description="name: conversations that `unspool synth` generates")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Device to compute on. `auto` uses a GPU if there is one."
+    )
+    engine: EngineConfig = Field(
+        EngineConfig.model_validate({}), description="Where documents are prepared, and with how many processes."
+    )
+    sources: dict[str, AnySource] = Field(description="Sources of documents, by name.")
+    datasets: dict[str, AnyDataset] = Field(description="Datasets of packed rows, by name.")
+    stages: list[StageConfig] = Field(description="Training stages, in order.")
+    evals: list[Eval] = Field([], description="Suites to score, before training and after the stages.")
+    synth: dict[str, SynthConfig] = Field(
+        {}, description="Sets of conversations that `unspool synth` generates, by name."
+    )
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Recipe":

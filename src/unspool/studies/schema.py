@@ -21,8 +21,8 @@ MAX_RUNS = 1000
 class Margin(Config):
     """Differences that do not matter: arms whose interval lies within them are equal."""
 
-    score: float = Field(0.05, gt=0, le=1)
-    loss: float = Field(0.02, gt=0)
+    score: float = Field(0.05, gt=0, le=1, description="Largest difference of scores that counts as equal.")
+    loss: float = Field(0.02, gt=0, description="Largest difference of losses that counts as equal, in nats per token.")
 
 
 def study_problems(data: Mapping[str, Any]) -> Iterator[Problem]:

@@ -33,14 +33,26 @@ _SLURM_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 class EngineConfig(Config):
     """Where document preparation runs. The result is the same bytes everywhere."""
 
-    kind: Literal["local", "slurm", "ray"] = "local"
-    workers: int = Field(2, ge=1, description="tasks at once")
-    address: str | None = Field(None, min_length=1, description="of a Ray cluster; without it one is started here")
-    partition: str | None = Field(None, pattern=r"^[A-Za-z0-9][\w.-]*$", description="Slurm partition")
-    time: str | None = Field(None, description="Slurm time limit of an entry of the job array; default 4 hours")
-    memory_gb: int | None = Field(None, ge=1, description="memory of one Slurm task; default 4")
-    cpus: int | None = Field(None, ge=1, description="processors of one Slurm task; default 1")
-    sbatch: dict[str, str | int] = Field({}, description="more sbatch options, such as {account: physics}")
+    kind: Literal["local", "slurm", "ray"] = Field(
+        "local",
+        description="Where documents are prepared: processes on this machine, a Slurm job array, or a Ray cluster.",
+    )
+    workers: int = Field(2, ge=1, description="Number of tasks that run at the same time.")
+    address: str | None = Field(
+        None,
+        min_length=1,
+        description="Address of a Ray cluster, such as ray://head:10001. Default: start one on this machine for the "
+        "run.",
+    )
+    partition: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9][\w.-]*$", description="Slurm partition. Required with `kind: slurm`."
+    )
+    time: str | None = Field(
+        None, description='Slurm time limit per entry of the job array, such as "02:00:00". Default: 4 hours.'
+    )
+    memory_gb: int | None = Field(None, ge=1, description="Memory per Slurm task, in GB. Default: 4.")
+    cpus: int | None = Field(None, ge=1, description="CPU cores per Slurm task. Default: 1.")
+    sbatch: dict[str, str | int] = Field({}, description="Additional sbatch options, such as {account: physics}.")
 
     @field_validator("time", mode="before")
     @classmethod

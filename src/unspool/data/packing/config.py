@@ -19,31 +19,48 @@ from unspool.data.strategies.utk import UtK
 class ReplaceConfig(Config):
     """Give a share of the tokens to another source, such as synthetic tasks."""
 
-    with_: str = Field(alias="with", description="the source")
-    share: float = Field(0.3, gt=0, lt=1, description="its share of tokens; the others keep their proportions")
+    with_: str = Field(alias="with", description="The other source. `from` must not name it.")
+    share: float = Field(
+        0.3,
+        gt=0,
+        lt=1,
+        description="Share of tokens that the other source gets. The remaining sources keep their proportions.",
+    )
 
 
 class DatasetConfig(Config):
     """Packed sequences of one length, made from documents."""
 
     from_: str | dict[str, float] = Field(
-        alias="from", description="a source, sources with shares of tokens, or mix:NAME for a published mixture"
+        alias="from",
+        description="A source, several sources with their shares of tokens, or `mix:NAME` for a published mixture.",
     )
-    seq_len: Size
-    packing: Literal["concat", "single_doc", "truncate", "best_fit"] = "concat"
-    utk: UtK | None = None
-    cip: CIP | None = None
-    nextlong: NExtLong | None = None
-    upsample: Upsample | None = None
-    pose: PoSE | None = None
-    replace: ReplaceConfig | None = None
+    seq_len: Size = Field(description="Tokens per packed row.")
+    packing: Literal["concat", "single_doc", "truncate", "best_fit"] = Field(
+        "concat",
+        description="How documents fill rows. `concat`: end to end, cut documents continue in the next row; "
+        "`truncate`: end to end, the rest of a cut document is dropped; `single_doc`: one document per "
+        "row; `best_fit`: whole documents with the least padding.",
+    )
+    utk: UtK | None = Field(None, description="Untie the Knots: split documents and scatter their chunks over the row.")
+    cip: CIP | None = Field(None, description="CIP: interleave the chunks of a row's documents.")
+    nextlong: NExtLong | None = Field(
+        None, description="NExtLong: insert similar text from other documents between the chunks of a document."
+    )
+    upsample: Upsample | None = Field(None, description="Use long documents more often, or short ones less often.")
+    pose: PoSE | None = Field(None, description="PoSE: give short rows the positions of a longer context.")
+    replace: ReplaceConfig | None = Field(
+        None, description="Give a share of the tokens to another source, such as synthetic tasks."
+    )
     attention: Literal["intra_document", "full"] | None = Field(
         None,
-        description="intra_document: each document sees only itself; full: the row is one; by default what the "
-        "strategy needs",
+        description="`intra_document` applies a document mask; `full` is causal attention over the whole row. "
+        "Default: `full` with `utk`, `cip` and `nextlong`, otherwise `intra_document`.",
     )
-    limit: Size | None = Field(None, description="stop after about this many tokens of rows")
-    max_epochs: int = Field(1, ge=1, description="how often a source may be used until it has run out")
+    limit: Size | None = Field(
+        None, description="Stop after about this many tokens of rows. Default: use every source until one runs out."
+    )
+    max_epochs: int = Field(1, ge=1, description="How often each source may be read from start to end.")
 
     @property
     def strategies(self) -> list[StrategyConfig]:

@@ -89,7 +89,7 @@ class Source(Config):
     A subclass narrows `kind` to a Literal with one name and implements `units`, `divide`, `read` and `estimate`.
     """
 
-    kind: str
+    kind: str = Field(description="Kind of source.")
 
     path_keys: ClassVar[tuple[str, ...]] = ()  # keys that hold paths, which recipes resolve and check
     file_endings: ClassVar[tuple[str, ...]] = ()  # endings of single files that are recognized as this kind
@@ -187,9 +187,11 @@ class Source(Config):
 class FileSource(Source):
     """The common settings of sources that are read from files. A subclass implements `read_units`."""
 
-    path: str
-    limit: Size | None = Field(None, description="stop after about this many tokens")
-    max_bad: float = Field(0.001, ge=0, le=1, description="share of unreadable records above which the run stops")
+    path: str = Field(description="A file, a folder or a glob pattern.")
+    limit: Size | None = Field(None, description="Stop after about this many tokens. Default: read everything.")
+    max_bad: float = Field(
+        0.001, ge=0, le=1, description="Largest share of unreadable records. Above it, the run stops."
+    )
 
     path_keys: ClassVar[tuple[str, ...]] = ("path",)
     endings: ClassVar[tuple[str, ...]] = ("",)  # of the files that are taken from a folder

@@ -44,11 +44,13 @@ class ChatSource(FileSource):
     """Conversations, one per record, rendered with the model's chat template; only the assistant is trained on."""
 
     kind: Literal["chat"]
-    path: str = Field(description="JSONL (plain, .gz or .zst) or Parquet files, a folder of them or a pattern")
+    path: str = Field(description="JSONL (plain, .gz or .zst) or Parquet files: one file, a folder or a glob pattern.")
     messages: str | None = Field(
-        None, description="the field that holds the messages; null: messages, conversations, conversation or data"
+        None,
+        description="Field that holds the messages. Default: the first of `messages`, `conversations`, `conversation` "
+        "and `data` that exists.",
     )
-    template: str | None = Field(None, description="a Jinja file, for models that have no chat template of their own")
+    template: str | None = Field(None, description="Jinja file with a chat template. Required if the model has none.")
 
     path_keys: ClassVar[tuple[str, ...]] = ("path", "template")
     endings: ClassVar[tuple[str, ...]] = (*ENDINGS, ".parquet")

@@ -19,9 +19,9 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 class GeneratedSource(Source):
     """The common settings of generated sources."""
 
-    tokens: Size = Field(description="how many tokens to generate")
-    length: tuple[Size, Size] = Field(description="shortest and longest document, in tokens")
-    prose: str | None
+    tokens: Size = Field(description="Number of tokens to generate, approximately.")
+    length: tuple[Size, Size] = Field(description="Shortest and longest document, in tokens.")
+    prose: str | None = Field(description="JSONL or text files that supply ordinary text.")
 
     path_keys: ClassVar[tuple[str, ...]] = ("prose",)
     seeded: ClassVar[bool] = True

@@ -51,11 +51,15 @@ class HfSource(FileSource):
     """A Hugging Face dataset: a Hub id, or a folder with its Parquet, JSONL or `save_to_disk` files."""
 
     kind: Literal["hf"]
-    path: str = Field(description="Hub id such as org/name, or a folder")
-    config: str | None = Field(None, description="the dataset's configuration, where it has several")
-    split: str = Field("train", description="which split")
-    text: str = Field("text", description="the column that holds the text")
-    revision: str | None = Field(None, description="a commit of the dataset, to read the same bytes again")
+    path: str = Field(description="Hub id such as org/name, or a folder.")
+    config: str | None = Field(
+        None, description="Configuration of the dataset. Required if the dataset has several and no default."
+    )
+    split: str = Field("train", description="Split to read.")
+    text: str = Field("text", description="Column that holds the text.")
+    revision: str | None = Field(
+        None, description="Commit of the dataset, so that later runs read the same bytes. Default: the newest."
+    )
 
     def may_be_remote(self, path: str) -> bool:
         return _HUB_ID.fullmatch(path) is not None

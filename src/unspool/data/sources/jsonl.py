@@ -21,7 +21,7 @@ class JsonlSource(FileSource):
     """JSON lines (plain, .gz or .zst); one document per line."""
 
     kind: Literal["jsonl"]
-    text: str = Field("text", description="the field that holds the text")
+    text: str = Field("text", description="Field that holds the text.")
 
     endings: ClassVar[tuple[str, ...]] = ENDINGS
     file_endings: ClassVar[tuple[str, ...]] = ENDINGS

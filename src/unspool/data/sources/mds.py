@@ -64,9 +64,11 @@ class MdsSource(FileSource):
     """Folders in MosaicML's MDS format, tokenized already, such as ProLong's public data."""
 
     kind: Literal["mds"]
-    tokens: str = Field("input_ids", description="the column that holds the tokens")
+    tokens: str = Field("input_ids", description="Column that holds the token ids.")
     mask: str | None = Field(
-        "mask", description="the column that holds the loss mask, where shards have it; null trains on all tokens"
+        "mask",
+        description="Column that holds the loss mask (1: trained on, 0: not), in shards that have it. `null` trains "
+        "on all tokens.",
     )
 
     endings: ClassVar[tuple[str, ...]] = (INDEX,)

@@ -38,11 +38,18 @@ class RecallSource(GeneratedSource):
     """Generated documents that state facts and ask for them again."""
 
     kind: Literal["recall"]
-    prose: str = Field(description="JSONL or text files that the facts are hidden in")
-    pairs: float = Field(0.5, ge=0, le=1, description="share of JSON key-value documents; the rest are facts in prose")
-    repeats: float = Field(0.0, ge=0, le=1, description="share of repeated word lists, which teach copying first")
+    prose: str = Field(description="JSONL or text files whose text surrounds the facts.")
+    pairs: float = Field(
+        0.5, ge=0, le=1, description="Share of documents that are JSON key-value objects. The rest are facts in prose."
+    )
+    repeats: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of documents that are repeated word lists, from which a model first learns to copy.",
+    )
     asked: float = Field(
-        1.0, gt=0, description="questions for each key of the largest objects; less leaves room for larger objects"
+        1.0, gt=0, description="Questions per key of the largest objects. Values below 1 leave room for larger objects."
     )
 
     min_length: ClassVar[int] = 48

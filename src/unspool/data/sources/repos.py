@@ -48,7 +48,9 @@ class ReposSource(FileSource):
     """Code repositories, one document each: folders, .tar.gz, .zip, source distributions, wheels."""
 
     kind: Literal["repos"]
-    path: str = Field(description="a folder of repositories and archives, one archive, or a pattern")
+    path: str = Field(
+        description="A folder of repositories and archives, one repository or archive, or a glob pattern."
+    )
 
     file_endings: ClassVar[tuple[str, ...]] = (".tar.gz", ".tgz", ".tar", ".zip", ".whl")
     seeded: ClassVar[bool] = True

@@ -65,12 +65,12 @@ class StackSource(FileSource):
     """Parquet with one code file per record, as in The Stack; one document per repository."""
 
     kind: Literal["stack"]
-    path: str = Field(description="a folder of Parquet files, one file, or a pattern")
-    repo: str = Field("max_stars_repo_name", description="the column that names the repository")
-    file: str = Field("max_stars_repo_path", description="the column that holds the file's path in the repository")
-    text: str = Field("content", description="the column that holds the file's text")
+    path: str = Field(description="A folder of Parquet files, one file, or a glob pattern.")
+    repo: str = Field("max_stars_repo_name", description="Column that names the repository.")
+    file: str = Field("max_stars_repo_path", description="Column that holds the file's path in the repository.")
+    text: str = Field("content", description="Column that holds the file's text.")
     filter: bool = Field(
-        True, description="leave out vendored, generated, minified, lock and large data files, as kind repos does"
+        True, description="Skip vendored, generated, minified, lock and large data files, as `kind: repos` does."
     )
 
     endings: ClassVar[tuple[str, ...]] = (".parquet",)

@@ -44,14 +44,16 @@ class TextbooksSource(FileSource):
     """Chapters (one JSONL or Parquet record each) joined to books, and the books of one subject to one document."""
 
     kind: Literal["textbooks"]
-    text: str = Field("text", description="the field that holds a chapter's text")
-    book: str = Field("book", description="the field that names the book")
+    text: str = Field("text", description="Field that holds a chapter's text.")
+    book: str = Field("book", description="Field that names the book.")
     subject: str | None = Field(
         "subject",
-        description="the field that names the subject, or FIELD/N for folder N (from 0) of a path in a field; null: "
-        "one document per book",
+        description="Field that names the subject. `FIELD/N` takes folder N (from 0) of a path in that field; `null` "
+        "makes one document per book.",
     )
-    chapter: str | None = Field("chapter", description="the field chapters are ordered by; null: file order")
+    chapter: str | None = Field(
+        "chapter", description="Field by which chapters are sorted. `null` keeps the order of the file."
+    )
 
     endings: ClassVar[tuple[str, ...]] = (*ENDINGS, ".parquet")
     seeded: ClassVar[bool] = True

@@ -38,9 +38,13 @@ class CIP(StrategyConfig):
     title: ClassVar[str] = "interleaved (CIP)"
     moves_chunks: ClassVar[bool] = True
 
-    pieces: int = Field(default=2, ge=2, le=64, description="chunks per document")
-    split: Split = Field(default="random", description="where documents are split; equal: chunks of one length")
-    longest: Size | None = Field(default=None, description="longer documents are first cut into several of this length")
+    pieces: int = Field(default=2, ge=2, le=64, description="Chunks per document.")
+    split: Split = Field(
+        default="random", description="Where documents are split: at random points, or into chunks of equal length."
+    )
+    longest: Size | None = Field(
+        default=None, description="Documents longer than this are first cut into several. Default: no limit."
+    )
 
     def summary(self) -> str:
         return f"interleaved in {self.pieces} chunks"

@@ -10,7 +10,12 @@ A negative that repeats the row (half of its sampled stretches of 8 tokens) is l
 document that repeats this one: they would be right answers. Documents above `longest` (by default a quarter of the
 row) are cut into equal parts, a row each, or only the first under `packing: truncate`. Dropped are documents of one
 chunk (`short`) and those whose row the rest of the corpus cannot fill (`alone`); both still serve as negatives.
-docs/nextlong.md lists the differences from the paper.
+
+The authors' repository (Gao et al., arXiv 2501.12766) holds the function that cuts documents and names the embedding
+model. The program that fills rows is not in it. Known are the place of negatives (after their chunk), top-k retrieval
+and the loss on every token. Decided here: chunks of 512 tokens instead of 2,048 characters of whole lines; as many
+negatives as fill the row, spread evenly; BM25 by default instead of embeddings; no negatives from the document or its
+copies, and none twice in a row; no separators; `longest` a quarter of the row, since the paper uses short documents.
 """
 
 import logging
@@ -52,14 +57,19 @@ class NExtLong(StrategyConfig):
     moves_chunks: ClassVar[bool] = True
     path_keys: ClassVar[tuple[str, ...]] = ("model",)
 
-    chunk: Size = Field(default=512, description="tokens of a chunk, at most")
-    retriever: Literal["bm25", "embeddings"] = "bm25"
+    chunk: Size = Field(default=512, description="Longest chunk, in tokens. At most half of `seq_len`.")
+    retriever: Literal["bm25", "embeddings"] = Field(
+        default="bm25",
+        description="How similar chunks are found: `bm25` compares rare words, `embeddings` compares vectors of "
+        "`model`.",
+    )
     model: str | None = Field(
-        default=None, description="embeddings: folder or Hub id of the model whose states are compared"
+        default=None,
+        description="Folder or Hub id of the model that computes embeddings. Required with `retriever: embeddings`.",
     )
     longest: Size | None = Field(
         default=None,
-        description="longer documents are first cut into several of this length; by default a quarter of the row",
+        description="Documents longer than this are first cut into several. Default: a quarter of `seq_len`.",
     )
 
     def check(self, dataset: "DatasetConfig") -> None:

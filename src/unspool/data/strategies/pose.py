@@ -38,8 +38,13 @@ class PoSE(StrategyConfig):
     title: ClassVar[str] = "with position skips (PoSE)"
     sets_positions: ClassVar[bool] = True
 
-    target: Size = Field(description="the context length whose positions are shown")
-    chunks: int = Field(default=2, ge=2, le=64, description="stretches without a jump")
+    target: Size = Field(description="Context length whose positions the rows cover. Must be above `seq_len`.")
+    chunks: int = Field(
+        default=2,
+        ge=2,
+        le=64,
+        description="Number of stretches of consecutive positions per attended unit (row or document).",
+    )
 
     def check(self, dataset: "DatasetConfig") -> None:
         if self.target <= dataset.seq_len:

@@ -4,8 +4,9 @@ Results are exact for the scores of the method, and equal scores are ordered by 
 words; its index takes about 4 bytes per token, and 20 bytes while it is built.
 
 A query is a whole chunk, and most of its words say little. Only `QUERY_TERMS` of those that also occur in another
-chunk are looked up, chosen by their count in the chunk times their rarity. docs/nextlong.md compares this with looking
-up all of them.
+chunk are looked up, chosen by their count in the chunk times their rarity. On 300 queries over 165 books (50,751
+chunks), 86% of the ten best chunks were of the same book, against 87% with all words, in 2.3 ms instead of 8.8 ms per
+query.
 """
 
 import sys

@@ -27,9 +27,13 @@ class Upsample(StrategyConfig):
     name: ClassVar[str] = "upsample"
     title: ClassVar[str] = "long documents upsampled"
 
-    above: Size = Field(description="documents of at least this many tokens are long")
-    times: float = Field(default=5.0, ge=1, description="how often a long document is used")
-    keep: float = Field(default=1.0, ge=0, le=1, description="share of the other documents that is used")
+    above: Size = Field(description="Length in tokens from which a document counts as long.")
+    times: float = Field(
+        default=5.0,
+        ge=1,
+        description="How often each long document is used. The fraction is the chance of one more use.",
+    )
+    keep: float = Field(default=1.0, ge=0, le=1, description="Share of the shorter documents that is used.")
 
     def summary(self) -> str:
         return f"documents from {format_size(self.above)} upsampled"

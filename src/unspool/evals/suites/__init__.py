@@ -7,12 +7,26 @@ datatrove or pyarrow.
 from unspool.core.config import lookup, register
 from unspool.evals.config import EvalConfig
 from unspool.evals.suite import Suite
-from unspool.evals.suites import helmet, infbench, key_value, lveval, niah, nocha, perplexity, ruler, short_suite
+from unspool.evals.suites import (
+    helmet,
+    infbench,
+    key_value,
+    longppl,
+    lveval,
+    mrcr,
+    niah,
+    nocha,
+    perplexity,
+    ruler,
+    short_suite,
+)
 
 SUITES: dict[str, Suite] = {
     "niah": niah.SUITE,
     "key_value": key_value.SUITE,
     "perplexity": perplexity.SUITE,
+    "longppl": longppl.SUITE,
+    "mrcr": mrcr.SUITE,
     "ruler": ruler.SUITE,
     "helmet": helmet.SUITE,
     "lveval": lveval.SUITE,

@@ -35,10 +35,14 @@ class KeyValueEval(EvalConfig):
     """JSON key-value recall: one object that fills the context, with questions about several keys."""
 
     suite: Literal["key_value"]
-    lengths: Lengths
-    samples: int = Field(20, ge=1, description="questions per length")
-    questions: int = Field(4, ge=1, description="questions per object")
-    value: Literal["uuid", "words"] = "uuid"
+    lengths: Lengths = Field(
+        description="Context lengths to score; prompt and answer together never exceed the length."
+    )
+    samples: int = Field(20, ge=1, description="Questions per length.")
+    questions: int = Field(4, ge=1, description="Questions per JSON object.")
+    value: Literal["uuid", "words"] = Field(
+        "uuid", description="Type of the values to recall: UUIDs or single words. Words suit small models."
+    )
 
 
 def prompt(config: KeyValueEval, materials: Materials, *, length: int, seed: int, index: int) -> Prompt:

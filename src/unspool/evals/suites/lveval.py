@@ -396,7 +396,10 @@ class LvEval(WordedEval):
     }
     suite: Literal["lveval"]
     shots: int = Field(
-        0, ge=0, le=20, description="solved questions of the same set before the question, without articles"
+        0,
+        ge=0,
+        le=20,
+        description="Number of solved questions of the same set that precede the question, without their articles.",
     )
 
 

@@ -25,9 +25,11 @@ class PerplexityEval(EvalConfig):
     """Loss by position on held-out text."""
 
     suite: Literal["perplexity"]
-    length: Size
-    samples: int = Field(8, ge=1, description="windows")
-    text: str | None = Field(None, description="JSONL or text files; the shipped held-out book if none")
+    length: Size = Field(description="Length of each window in tokens.")
+    samples: int = Field(8, ge=1, description="Number of windows.")
+    text: str | None = Field(
+        None, description="JSONL or text files to read windows from. Default: the bundled held-out book."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,12 +62,17 @@ class ShortEval(EvalConfig):
     """lm-eval tasks with short prompts. Needs `pip install 'unspool[eval]'`."""
 
     suite: Literal["short"]
-    preset: str | None = Field(None, description="a paper's tasks and shots: prolong or utk; tasks override it")
-    tasks: list[str] = Field([], description="lm-eval's tasks, NAME or NAME:SHOTS; ProLong's five when not given")
-    samples: int | None = Field(None, ge=1, description="questions per task; all if none")
-    paths: dict[Literal["tasks"], str] = Field({}, description="tasks: a folder with more task files of lm-eval")
+    preset: str | None = Field(None, description="A paper's tasks and shots: `prolong` or `utk`. `tasks` overrides it.")
+    tasks: list[str] = Field(
+        [], description="Tasks of lm-eval, as `NAME` or `NAME:SHOTS`, such as `gsm8k:4`. Default: ProLong's five tasks."
+    )
+    samples: int | None = Field(None, ge=1, description="Questions per task. Default: all.")
+    paths: dict[Literal["tasks"], str] = Field(
+        {}, description="`tasks`: a folder with additional task files for lm-eval."
+    )
     sandboxed: bool = Field(
-        False, description="this machine is a sandbox: run code that the model writes (humaneval, mbpp)"
+        False,
+        description="Allow tasks that run code written by the model (humaneval, mbpp). Set it only inside a sandbox.",
     )
 
     @model_validator(mode="after")

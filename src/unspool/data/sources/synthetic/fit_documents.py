@@ -65,9 +65,12 @@ class SyntheticSource(GeneratedSource):
     """Generated documents of tasks whose answers can be checked."""
 
     kind: Literal["synthetic"]
-    prose: str | None = Field(None, description="JSONL or text files whose sentences are put between the facts")
+    prose: str | None = Field(
+        None, description="JSONL or text files whose sentences are inserted between the facts. Default: no other text."
+    )
     tasks: dict[TaskName, float] = Field(
-        {"sorting": 1, "hops": 1, "states": 1, "similar": 1, "attributes": 1}, description="tasks with their shares"
+        {"sorting": 1, "hops": 1, "states": 1, "similar": 1, "attributes": 1},
+        description="Tasks and their shares of documents. Only the proportions count.",
     )
 
     min_length: ClassVar[int] = 512

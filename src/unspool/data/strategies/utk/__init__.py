@@ -31,22 +31,41 @@ class UtK(StrategyConfig):
     moves_chunks: ClassVar[bool] = True
     uses_tokenizer: ClassVar[bool] = True
 
-    probability: float = Field(default=0.8, ge=0, le=1, description="share of documents, or of rows, that are split")
-    per: Literal["document", "row"] = Field(default="document", description="unit that probability applies to")
+    probability: float = Field(default=0.8, ge=0, le=1, description="Share of documents, or of rows, that are split.")
+    per: Literal["document", "row"] = Field(
+        default="document",
+        description="Unit that `probability` applies to. With `row`, all documents of a chosen row are split.",
+    )
     hops: dict[int, float] = Field(
-        default={2: 0.5, 3: 0.5}, description="chunks per split document: share of those documents"
+        default={2: 0.5, 3: 0.5},
+        description="Number of chunks per split document, from 2 to 8, and the share of documents with that number.",
     )
     chunk: Size | None = Field(
-        default=None, description="chunks of one length, at most this, instead of hops; at most 8 per document"
+        default=None,
+        description="Split documents into chunks of equal length, at most this long, instead of by `hops`. At most 8 "
+        "chunks per document.",
     )
-    split: Split = Field(default="random", description="where documents are split")
-    min_split: Size = Field(default=512, description="shorter documents stay whole (tokens)")
-    longest: Size | None = Field(default=None, description="longer documents are first cut into several of this length")
-    preserve_order: bool = Field(default=True, description="chunks of one document keep their order")
-    backtrace: bool = Field(default=True, description="after the last chunk, list the labels of all chunks")
+    split: Split = Field(
+        default="random", description="Where documents are split: at random points, or into chunks of equal length."
+    )
+    min_split: Size = Field(
+        default=512,
+        description="Documents shorter than this many tokens are never split. At most a quarter of `seq_len`.",
+    )
+    longest: Size | None = Field(
+        default=None, description="Documents longer than this are first cut into several. Default: no limit."
+    )
+    preserve_order: bool = Field(
+        default=True, description="Keep the chunks of a document in their original order within the row."
+    )
+    backtrace: bool = Field(
+        default=True,
+        description="After a document's last chunk, list the labels of all its chunks for the model to predict.",
+    )
     mask: Literal["paper", "released"] = Field(
         default="paper",
-        description="tokens without loss; released: also the first token of text after a head knot or label",
+        description="Which tokens have no loss. `paper`: knots, labels and the token that asks for the labels; "
+        "`released`: also the first token of text after a head knot or label, as in the paper's code.",
     )
 
     @field_validator("hops")

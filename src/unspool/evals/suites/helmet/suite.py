@@ -171,7 +171,9 @@ class HelmetEval(WordedEval):
     }
     suite: Literal["helmet"]
     average_of: dict[str, Lengths] = Field(
-        {}, description="task: lengths that the average is over, also of other entries; if none, all of this entry"
+        {},
+        description="Lengths that each task's average covers, by task; they may belong to other entries. Default: all "
+        "lengths of this entry.",
     )
 
     @field_validator("average_of")

@@ -2,7 +2,22 @@
 
 RULER's scripts draw all samples of a task and length from one random stream, after a search for the haystack size that
 uses the same stream. This module draws the same numbers in the same order. With RULER's words, data, tokenizer and
-seed, its prompts equal those of RULER's scripts. docs/ruler.md lists what `fixed` mode does instead.
+seed, its prompts equal those of RULER's scripts.
+
+Differences of `fixed` mode (tests/evals/ruler/test_defects.py and test_scoring.py show both modes):
+
+- Depths. RULER shuffles documents and needles with one seed, so gold texts stay at one depth. It draws the depths of
+  single needles at random, and puts common words of `cwe` and `fwe` at the same places. `fixed` spreads gold texts
+  evenly over 40 depths and draws a new order for every question.
+- Length. RULER determines the haystack size once, on random prompts, and shortens prompts that are too long (at 4K by
+  up to half). It retries lengths that are too short forever. `fixed` fills the length within 1%, and refuses lengths
+  that are too short.
+- Questions. RULER uses file order, and repeats the gold document when documents run out. `fixed` draws from the whole
+  file and repeats only distractors.
+- Keys and values. RULER draws with repetition, renames the example of `vt` by search and replace, and the example of
+  `cwe` may share words with the list. In `fixed`, all are distinct, and every question has its own example.
+- In RULER, `vt` ends in a space, which most tokenizers join with the next word. `fixed` has no trailing space.
+- Scores. RULER accepts any substring: "no" is found in "I do not know". `fixed` counts whole words.
 """
 
 import random
