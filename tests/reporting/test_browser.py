@@ -26,7 +26,7 @@ FLAGS = [
     "--disable-sync",
 ]
 
-MILLISECONDS = 300_000  # of each thing that is asked of it; a busy machine starts it slowly
+MILLISECONDS = 300_000  # timeout of each browser operation; a busy machine starts the browser slowly
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is not installed (apt install chromium)")
 
 

@@ -23,7 +23,7 @@ class ContextSuite(Suite):
     labels_of: Callable[[Any, int], dict[str, Any]] = lambda config, index: {}
     """Further fields of the sample with this index, such as its wording."""
     cells_of: Callable[[Any, Sequence[Sample]], list[Cell]] | None = None
-    """Cells of the summary; by default one per length and one per depth."""
+    """Cells of the summary. Default: one per length and one per depth."""
 
     def plan(self, config: Any, inputs: PlanInputs) -> "PlannedContexts":
         return PlannedContexts(self, config, inputs)

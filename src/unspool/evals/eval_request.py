@@ -193,14 +193,14 @@ def chosen_evals(suites: Sequence[str], lengths: Sequence[Length], **options: An
 
 
 def _check_suite_settings(own: Mapping[str, Any], suites: Mapping[str, Suite]) -> None:
-    """Refuse keys that none of the suites has, and those that options of their own set."""
+    """Refuse keys that no suite has, and keys that have their own option."""
     known = {key for suite in suites.values() for key in suite.config.model_fields}
     free = known - set(EvalSettings.__annotations__) - {"suite", "lengths", "length", "after"}
     for key in own:
         if key not in known:
             raise ConfigError(f"suite_settings: {' and '.join(suites)} has no key {key!r}{did_you_mean(key, free)}")
         if key not in free:
-            raise ConfigError(f"suite_settings: {key!r} has an option of its own; use that.")
+            raise ConfigError(f"suite_settings: {key!r} has its own option; use that.")
 
 
 def _suites_by_value() -> dict[str, list[str]]:
