@@ -36,8 +36,8 @@ MISTAKES = {
     ),
     "missing extra": (
         ["--backend", "vllm", "--suite", "niah", "--lengths", "128"],
-        "--backend vllm: vllm is not installed; pip install vllm, or start its server elsewhere and use --backend "
-        "openai --url ADDRESS.",
+        "--backend vllm: vllm is not installed; run `pip install vllm`, or start a vLLM server and use --backend "
+        "openai --url.",
     ),
     "endpoint without a server": (
         ["--suite", "niah", "--lengths", "128", "--endpoint", "chat"],
@@ -49,8 +49,8 @@ MISTAKES = {
     ),
     "task that does not fit its length": (
         ["--suite", "ruler", "--tasks", "vt", "--lengths", "256", "--samples", "1"],
-        "ruler vt: length 256 is too short: with this tokenizer the smallest prompt and its answer need about 674 "
-        "tokens. Use a greater length or leave this task out.",
+        "ruler vt: length 256 is too short: with this tokenizer, the smallest prompt and its answer need about 674 "
+        "tokens. Use a larger length or remove this task.",
     ),
     "file where the results should go": (
         ["--suite", "niah", "--lengths", "64", "--out", "taken/results"],

@@ -50,7 +50,7 @@ def command():
         (("m", "--reference", "."), "--reference"),
     ],
 )
-def test_what_cannot_be_used_is_one_sentence(command, arguments, message):
+def test_invalid_references_are_refused_in_one_sentence(command, arguments, message):
     result = command(*arguments)
 
     assert result.exit_code == 2

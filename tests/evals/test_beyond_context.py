@@ -93,7 +93,7 @@ def test_truncated_prompts_lose_the_middle_of_their_text_and_say_so(scoring, tok
     assert suite["effective_length"] == 256  # the prompts at 512 had no 512 tokens
 
 
-def test_a_server_is_not_asked_what_it_would_refuse(scoring, tokenizer):
+def test_a_server_gets_no_prompt_that_it_would_refuse(scoring, tokenizer):
     backend = Counting(tokenizer, ContextLimit(300, "as the server lists it"), kind="openai")
 
     score(replace(scoring, evals=[niah()]), backend)
@@ -117,7 +117,7 @@ def test_a_window_of_text_is_marked_by_position_and_cut_at_its_end(scoring, toke
     assert sum(cell["n"] for cell in cut["cells"]) == 2 * 299
 
 
-def test_nothing_left_to_ask_is_refused(scoring, tokenizer):
+def test_skipping_every_question_is_refused(scoring, tokenizer):
     evals = [niah(lengths=[512], beyond_context="skip")]
     with pytest.raises(ConfigError, match=r"every question is longer than .* context of 300 tokens .* skipped"):
         score(replace(scoring, evals=evals), Counting(tokenizer))

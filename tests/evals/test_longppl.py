@@ -126,7 +126,7 @@ def test_key_tokens_of_other_windows_are_refused(tmp_path):
     unspool.evaluate("asset:tiny-base", "longppl", out=tmp_path / "first", **SMALL)
     with pytest.raises(ConfigError, match="lacks 3 of 3 windows; score its model with the same tokenizer"):
         on_key_tokens_of(tmp_path / "first", seed=1)
-    with pytest.raises(ConfigError, match=r"there is no samples\.jsonl"):
+    with pytest.raises(ConfigError, match=r"samples\.jsonl is missing"):
         on_key_tokens_of(tmp_path / "nowhere")
 
 

@@ -99,7 +99,7 @@ def test_a_model_that_never_forgets_keeps_all_of_its_context(look, tokenizer):
 
 
 @pytest.mark.parametrize("pace", [0.001, 0.01, 0.1])
-def test_the_budget_is_kept_and_what_was_left_out_is_named(look, tokenizer, pace):
+def test_the_budget_is_kept_and_skipped_lengths_are_named(look, tokenizer, pace):
     backend = Reader(tokenizer, pace=pace, context=8192)
     facts = look(backend, budget=60.0, samples=40)["look"]
 
@@ -142,7 +142,7 @@ def test_a_server_that_refuses_a_length_ends_the_search_there(look, tokenizer):
     assert any("claimed context is unknown" in note for note in facts["notes"])
 
 
-def test_an_interrupted_look_asks_for_nothing_twice(look, scoring, tokenizer):
+def test_an_interrupted_measurement_repeats_no_question(look, scoring, tokenizer):
     whole = look(Reader(tokenizer, pace=0.001))
     first, second = Reader(tokenizer, pace=0.001, dies_after=7), Reader(tokenizer, pace=0.001)
     scoring.out_dir.rename(scoring.out_dir.with_name("whole"))
@@ -192,7 +192,7 @@ def test_a_budget_is_a_time(text, seconds):
 
 
 @pytest.mark.parametrize("text", ["10", "ten", "-5m", "0s", "1d", "1e9h", ""])
-def test_a_budget_that_is_no_time_is_refused(text):
+def test_an_invalid_budget_is_refused(text):
     with pytest.raises(ConfigError, match="write for example 90s, 10m or 2h"):
         parse_duration(text)
 

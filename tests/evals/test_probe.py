@@ -110,9 +110,7 @@ def run(*arguments: str) -> Any:
     ],
     indirect=["styled"],
 )
-def test_the_best_way_that_the_server_answers_is_chosen_and_printed(
-    styled, endpoint, logprobs, requests, tokenizer, caplog
-):
+def test_the_best_endpoint_of_the_server_is_chosen_and_printed(styled, endpoint, logprobs, requests, tokenizer, caplog):
     caplog.set_level(logging.INFO)
     found = probe(served(styled), tokenizer, None)
 

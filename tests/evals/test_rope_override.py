@@ -84,5 +84,5 @@ def test_a_method_alone_or_with_settings():
         (["--rope", "yarn", "--backend", "oracle"], "--rope works only with --backend transformers"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(args, says):
+def test_invalid_options_are_refused_in_one_sentence(args, says):
     assert says in refused(*args)

@@ -33,7 +33,7 @@ def prompt_of(made: PlannedTasks, question: QuestionId):
     return made.prepare(Unit(planned=made, length=length, index=question.index, tokens=length, questions=(question,)))
 
 
-def test_questions_on_one_context_are_asked_together(scoring, tokenizer):
+def test_questions_on_one_context_run_together(scoring, tokenizer):
     asked = []
 
     class Watched(Oracle):
@@ -168,7 +168,7 @@ def test_a_common_prefix_leaves_something_to_ask():
     assert common_prefix(rows[:1]) == 3
 
 
-def test_what_belongs_together_is_asked_whole_or_not_at_all(scoring, tokenizer, monkeypatch):
+def test_groups_are_drawn_whole_or_not_at_all(scoring, tokenizer, monkeypatch):
     labelled = TOY.tasks["labelled"]
     pairs = replace(labelled, together=2, stratum=None)
     endless = replace(TOY.tasks["lone"], together=3)

@@ -83,7 +83,7 @@ def test_other_words_reach_every_prompt_and_break_none(suite: TaskSuite, mode, t
         assert task.score(oracle(asked), asked) in (pytest.approx(1), None), name
 
 
-def test_passages_are_worded_and_numbered_as_told(tmp_path: Path, english):
+def test_passages_follow_the_wording_file(tmp_path: Path, english):
     form = {"passage": "#{id}# {title} -- {text}"}
     tasks = {"asqa": form, "msmarco": {**form, "passage_untitled": "#{id}# {text}"}, "nq": {"passage": "* {text}"}}
     sources = helmet.SUITE.load(
@@ -192,7 +192,7 @@ def test_a_broken_file_is_refused_with_everything_that_is_wrong(content, message
             read_wording(str(path), "ruler", ruler.SUITE.wording)
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path):
+def test_all_mistakes_are_reported_together(tmp_path: Path):
     path = written(tmp_path / "w.yaml", "helmet", {"nqq": {"demo": "x"}, "msmarco": {"passage": "{text} {id}"}})
 
     with pytest.raises(ConfigError) as refused:

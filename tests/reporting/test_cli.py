@@ -51,7 +51,7 @@ def test_json_holds_the_cells_under_their_names_and_writes_no_page(fake_run: Pat
     assert not (fake_run / "report.html").exists()
 
 
-def test_markdown_is_written_beside_the_page_and_both_are_named(fake_run: Path, app: typer.Typer):
+def test_markdown_is_written_next_to_the_page_and_both_are_named(fake_run: Path, app: typer.Typer):
     out = fake_run.parent / "deep" / "mine.md"
     result = CliRunner().invoke(app, [str(fake_run), "--markdown", str(out)])
 

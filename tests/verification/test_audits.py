@@ -117,7 +117,7 @@ def failing():
         ("missing", 2, "no function 'missing'"),
     ],
 )
-def test_the_command_probes_what_a_function_of_a_file_returns(function, code, wanted, tmp_path):
+def test_the_command_probes_the_setup_that_a_function_returns(function, code, wanted, tmp_path):
     (tmp_path / "my_training.py").write_text(SETUP)
     found = CliRunner().invoke(build_app(), ["audit", f"{tmp_path}/my_training.py:{function}"])
 

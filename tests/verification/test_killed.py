@@ -30,7 +30,7 @@ def test_kills_on_a_gpu_change_no_bit(built):
     assert [(result.quantity, result.status) for result in found] == [("bits", "passed"), ("ledger", "passed")], found
 
 
-def test_nothing_wakes_cuda_before_runs_are_forked(tmp_path, monkeypatch):
+def test_cuda_is_not_initialized_before_runs_are_forked(tmp_path, monkeypatch):
     """Processes that are forked after that could not use it."""
 
     def woken():

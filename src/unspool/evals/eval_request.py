@@ -63,7 +63,7 @@ class EvalSettings(TypedDict, total=False):
     requests: int  # concurrent requests to the server
     timeout: float  # seconds to wait for an answer from the server
     sandboxed: bool  # run code that the model writes (short: humaneval, mbpp)
-    budget: str | None  # time for finding the effective length, such as 90s, 10m or 2h
+    budget: str | None  # time to measure the effective length, such as 90s, 10m or 2h
     suite_settings: Mapping[str, Any]  # further keys of the suites' entries in a recipe, such as {"needles": 4}
 
 
@@ -191,7 +191,7 @@ def chosen_evals(suites: Sequence[str], lengths: Sequence[Length], **options: An
 
 
 def _check_suite_settings(own: Mapping[str, Any], suites: Mapping[str, Suite]) -> None:
-    """Refuse keys that none of the suites has, and those that options of their own set."""
+    """Refuse keys that no suite has, and keys that have their own option."""
     known = {key for suite in suites.values() for key in suite.config.model_fields}
     free = known - set(EvalSettings.__annotations__) - {"suite", "lengths", "length", "after"}
     for key in own:

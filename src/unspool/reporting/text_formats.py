@@ -99,21 +99,21 @@ FORMAT = 1
 
 
 def report_values(runs: Sequence[RunResults]) -> dict[str, Any]:
-    """The values that `--json` prints. Numbers are not rounded; what was not measured is None.
+    """The values that `--json` prints. Numbers are not rounded; None means not measured.
 
-    Scores are shares from 0 to 1, losses nats per token. `format` rises when a key changes its meaning or goes.
+    Scores are in [0, 1], losses in nats per token. `format` increases when a key is removed or changes its meaning.
     `unspool` is the version, `runs` has one object per run, and `together`, for several runs, has `models`,
     `measures`, `comparisons` and `not_paired` over all of them.
 
     A run:
         `name`, `base_model`, `original_context`, `target_context`: from the recipe and run.json.
-        `headline`, `notes`: the first sentences of the page, and what is missing.
-        `measures`: the main numbers: `title`, `suite`, `lengths`, `positions` (of a loss), `higher_is_better`, `cells`.
-        `models`: `model`, `context_length`, `asked` (backend and server), `cells`, `short` (lm-eval's results),
+        `headline`, `notes`: the first sentences of the page, and notes on missing parts.
+        `measures`: the key measures: `title`, `suite`, `lengths`, `positions` (of a loss), `higher_is_better`, `cells`.
+        `models`: `model`, `context_length`, `asked` (backend and server), `cells`, `short` (results of lm-eval),
             `holds_until` (effective length by suite), `comparability` (with published numbers) and `samples`.
         `comparisons`: `first`, `second`, `measure`, `unit`, `difference` (second − first), `low`, `high`, `n`, `better`
             (None: no difference shown), `told_apart_without_pairing`.
-        `not_paired`: a sentence for each pair of models with different prompts.
+        `not_paired`: one sentence for each pair of models whose settings differ.
         `stages`: `name`, `starts_from`, `context_length`, `planned_tokens`, `tokens`, `finished`, `rope`, `mix_asked`,
             `mix_came`, `rows_trained_on`, `seconds`, `steps`, `validation`.
         `positions`: per set of RoPE frequencies `models`, `summary`, `context_length`, `frequencies`,
@@ -121,10 +121,10 @@ def report_values(runs: Sequence[RunResults]) -> dict[str, Any]:
         `data`: `counts` and `lengths` by folder, `problems`.
         `recipe`, `versions`, `seconds`, `artifacts` (`path`, `kind`, `version`, `inputs`, `settings`, `content_hash`,
             `num_files`, `num_bytes`).
-    A cell: `suite`, `metric`, `length`, `value`, `n`, `low`, `high`, then `depth`, or `from` and `to`; of a mean over
-        tasks `tasks` and `of_tasks`; `unscored` where answers wait for a judge.
+    A cell: `suite`, `metric`, `length`, `value`, `n`, `low`, `high`, then `depth`, or `from` and `to`; for a mean over
+        tasks also `tasks` and `of_tasks`; `unscored` if answers still need a judge.
     A sample: `suite`, `length`, `depth`, `index`, `hash`, `prompt_tokens`, `reference`, `output`, `score`, `prompt`
-        (`init`, `end`, `cut_tokens`).
+        (`start`, `end`, `cut_tokens`).
     """
     values = {
         "format": FORMAT,

@@ -15,15 +15,14 @@ two effects cause most of the error:
   The gradient that enters all layers then has an error of 5e-5 to 1e-4 instead of 4e-7. Training computes logits only
   at targets, which can be one to four per row of 16 tokens. So the reference does the same (`logits_to_keep`), one
   document at a time.
-- One rounding. Where a single channel has a huge activation, terms cancel in the norms, and one rounding of it affects
-  all layers before. Another order of sums rounds it differently. So the reference also runs a step of several rows as a
-  padded batch, and a model with a noticeable error also with the sums of all its products in random orders
+- One rounding. If a single channel has a huge activation, terms cancel in the norms, and rounding that activation
+  affects all earlier layers. Another order of sums rounds it differently. So the reference also runs a step of several
+  rows as a padded batch. A model with a noticeable error also runs with all its products summed in random orders
   (`ReorderedSums`).
 
-Measured with SmolLM2-135M (ten seeds, one or two threads, torch 2.13, x86): the worst weight is off by 3.7e-5 to 1.9e-3
-in plain `transformers`, depending on how the step is computed. In 16 cases our error was at most 1.13 times the largest
-of these measurements. Without random orders it would have been too large in 2 cases, and without logits of targets only
-in 7.
+Measured with SmolLM2-135M (ten seeds, one or two threads, torch 2.13, x86): plain `transformers` has an error of 3.7e-5
+to 1.9e-3 in the worst weight, depending on how the step is computed. In 16 cases, our error was at most 1.13 times the
+largest of these measurements. Without random orders, 2 cases would have failed; without logits only at targets, 7.
 
 A bug (a leaked token, wrongly weighted rows) changes almost all weights by 1e-3 or more, while terms cancel only in a
 few norms. So the median over weights must be within 1e-3, whatever the reference measures, and the worst weight within

@@ -196,9 +196,7 @@ def test_labels_keep_their_numbers_and_are_shuffled_by_the_text(clone: Path):
     assert all(numbers[int(text[1:]) % 6] == int(label) for text, label in shown)
 
 
-def test_long_texts_are_cut_by_tokens_of_the_tokenizer_that_stands_for_llama_2(
-    clone: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_long_texts_are_cut_by_tokens_of_the_llama_2_tokenizer(clone: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(clone_books.LONGER_THAN, "infbench_qa", 5000)
     words = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -263,7 +261,7 @@ def test_keys_are_generated_with_the_clones_words_where_its_file_is_missing(
         ("nq", {"length": 5000}, "HELMET has no length 5000; use 4K, 8K, 16K, 32K, 64K, 128K"),
     ],
 )
-def test_what_is_missing_is_said_in_one_sentence(clone: Path, task: str, settings: dict[str, Any], said: str):
+def test_missing_data_is_reported_in_one_sentence(clone: Path, task: str, settings: dict[str, Any], said: str):
     with pytest.raises(ConfigError, match=said):
         plan(clone, task, **settings)
 

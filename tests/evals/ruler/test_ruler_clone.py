@@ -121,7 +121,7 @@ def test_line_ends_of_a_checkout_do_not_matter(clone: Path) -> None:
     assert SUITE.chosen_reference(entry(clone, "niah_multikey_3"), Path()).differs == ()
 
 
-def test_prompt_files_are_asked_as_they_are(
+def test_prompt_files_are_used_unchanged(
     clone: Path, tmp_path: Path, shipped_tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = write_prompts(clone, tmp_path / "prompts", shipped_tokenizer, monkeypatch, "vt", "niah_multiquery")

@@ -1,12 +1,12 @@
 """HELMET's data: questions with passages (from files or generated), distractor pools, and the suite's sources.
 
-Questions are read in the formats of HELMET's released files, lost-in-the-middle, HotpotQA, PopQA and MS MARCO. Of the
-fields below, the first that a record has is used. A record that lacks a field is refused with file, line and the fields
-that it has.
+Questions can have the formats of HELMET's released files, lost-in-the-middle, HotpotQA, PopQA and MS MARCO. The first
+field below that a record has is used. A record without a required field is refused; the error names file, line and the
+record's fields.
 
 rag, cite: `question`, `query` or `input`; `answers` or `answer`, `aliases`; gold passages `gold`, `pos`, `gold_passage`
-with `gold_title`, or `ctxs` with `has_answer`; others `neg`, `retrieved`; ALCE's ranked `docs`; `s_pop` (PopQA leaves
-out log10 ≥ 3); ASQA `qa_pairs` with `short_answers`.
+with `gold_title`, or `ctxs` with `has_answer`; others `neg`, `retrieved`; ALCE's ranked `docs`; `s_pop` (PopQA drops
+log10 ≥ 3); ASQA `qa_pairs` with `short_answers`.
 rerank: `query`; `ctxs` with `label`, `passages` with `is_selected`, or `pos` and `neg`.
 longqa, summ: `context`, `document`, `text`, `passage` or `sources`; `question` or `input`; `answer`, `answers`,
 `summary/short` or `summary`; `options` for `infbench_mc`; `key_points` for a judge.

@@ -1,21 +1,22 @@
 """`mode: reference`: RULER's own procedure with identical random draws (NVIDIA/RULER c3f5e3b).
 
-RULER's scripts take all samples of a task and length from one stream of random numbers, after a search for the size of
-the haystack that uses the same stream. This module draws the same numbers in the same order: with RULER's words, data,
-tokenizer and seed its prompts are those that RULER's scripts write.
+RULER's scripts draw all samples of a task and length from one random stream, after a search for the haystack size that
+uses the same stream. This module draws the same numbers in the same order. With RULER's words, data, tokenizer and
+seed, its prompts equal those of RULER's scripts.
 
-What `fixed` mode does instead (tests/evals/ruler/test_defects.py and test_scoring.py show both modes):
+Differences of `fixed` mode (tests/evals/ruler/test_defects.py and test_scoring.py show both modes):
 
-- Depths. RULER shuffles documents and needles by one seed, so gold stays at one depth; it draws depths of single
-  needles, and puts common words of `cwe` and `fwe` at the same places. `fixed` spreads gold evenly over 40 depths and
-  draws a new order for every question.
-- Length. RULER sizes the haystack once, on random prompts, and shortens prompts that are too long, at 4K by up to half;
-  it tries lengths that are too short for ever. `fixed` fills the length within 1%, and refuses what is too short.
-- Questions. RULER takes them in the order of the file and repeats the gold document when documents run out. `fixed`
-  draws from the whole file and repeats distractors only.
-- Keys and values. RULER draws with repetition, renames the example of `vt` by search and replace, and lets the example
-  of `cwe` share words with the list. In `fixed` all differ, and examples are made anew.
-- `vt` ends in a space in RULER, which most tokenizers join with the next word; not in `fixed`.
+- Depths. RULER shuffles documents and needles with one seed, so gold texts stay at one depth. It draws the depths of
+  single needles at random, and puts common words of `cwe` and `fwe` at the same places. `fixed` spreads gold texts
+  evenly over 40 depths and draws a new order for every question.
+- Length. RULER determines the haystack size once, on random prompts, and shortens prompts that are too long (at 4K by
+  up to half). It retries lengths that are too short forever. `fixed` fills the length within 1%, and refuses lengths
+  that are too short.
+- Questions. RULER uses file order, and repeats the gold document when documents run out. `fixed` draws from the whole
+  file and repeats only distractors.
+- Keys and values. RULER draws with repetition, renames the example of `vt` by search and replace, and the example of
+  `cwe` may share words with the list. In `fixed`, all are distinct, and every question has its own example.
+- In RULER, `vt` ends in a space, which most tokenizers join with the next word. `fixed` has no trailing space.
 - Scores. RULER accepts any substring: "no" is found in "I do not know". `fixed` counts whole words.
 """
 
