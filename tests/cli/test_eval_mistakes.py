@@ -37,7 +37,7 @@ MISTAKES = {
     "missing extra": (
         ["--backend", "vllm", "--suite", "niah", "--lengths", "128"],
         "--backend vllm: vllm is not installed; run `pip install vllm`, or start a vLLM server and use --backend "
-        "openai --url.",
+        "openai --url ADDRESS.",
     ),
     "endpoint without a server": (
         ["--suite", "niah", "--lengths", "128", "--endpoint", "chat"],
