@@ -25,6 +25,7 @@ from unspool.core.artifacts import read_manifest
 from unspool.core.errors import ConfigError, UnspoolError
 from unspool.data.strategies.utk.special_tokens import ALL_KNOTS, add_knots, trained_ids
 from unspool.models.attention.interface import NAME, register
+from unspool.models.attention.padding import skip_masks
 from unspool.models.checks import check_attention, check_finite
 from unspool.models.config import SIZES, NewModel, build_plain_config, check_values, read_config_file
 from unspool.models.fuse import require_exact_fp32
@@ -73,7 +74,7 @@ def load_model(ref: str, *, device: torch.device, dtype: torch.dtype) -> Any:
     check_attention(model, NAME)
     if bases is not None:
         apply_head_bases(model, bases)
-    model.base_model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
+    skip_masks(model)
     return model
 
 
@@ -87,16 +88,6 @@ def _check_files(ref: str) -> Iterator[None]:
             yield
         finally:
             digests.result()
-
-
-def _refuse_padding(backbone: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse padded batches from other code, such as `generate`: our attention builds no mask, and would ignore it."""
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and backbone.config._attn_implementation == NAME and not bool(mask.all()):
-        raise ConfigError(
-            f"attn_implementation={NAME!r} does not support padding; give one text at a time, or packed documents with "
-            "doc_lens and position_ids."
-        )
 
 
 @contextmanager
@@ -188,6 +179,7 @@ def build_new(new: NewModel, tokenizer: Any, *, seed: int) -> Any:
     )
     model = LlamaForCausalLM(config)
     decide_by_document(model)
+    skip_masks(model)
     return model
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from unspool.core.errors import ConfigError, DataError
 from unspool.data.packing.row import IGNORE, Row, position_ids
+from unspool.models.attention.padding import skip_masks
 from unspool.models.checks import check_attention, check_trainable
 from unspool.models.rotary import OWN_ATTENTION, decides_by_document, depends_on_length, head_bases
 from unspool.training.batch import Batch, build_batch
@@ -152,4 +153,6 @@ def _check_model(model: Any) -> str:
         check_trainable(model)
     finally:
         model.train(was_training)
+    if name == OWN_ATTENTION:
+        skip_masks(model)
     return name

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from unspool.core.errors import ConfigError
 from unspool.models.attention import cuda
+from unspool.models.attention.padding import attend_rows, needs_rows, padding_mask
 from unspool.models.attention.reference import AttentionInputs, reference_attention
 from unspool.models.attention.self_extend import self_extend_attention
 from unspool.models.checks import attention_of
@@ -38,9 +39,10 @@ def register() -> None:
         >>> config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
         >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="unspool")
     """
-    # It has no mask function, so `transformers` builds no mask.
     cuda.initialize_kernel_order()
     AttentionInterface.register(NAME, attend)
+    # Without it, `transformers` would drop every attention_mask, and padding would count as text.
+    AttentionMaskInterface.register(NAME, padding_mask)
 
 
 def attend(
@@ -59,6 +61,11 @@ def attend(
             "This model's RoPE frequencies depend on the length of the input, which must be each document's own; load "
             "the model with unspool.load."
         )
+    if attention_mask is not None and not attention_mask.numel():  # NO_MASK
+        attention_mask = None
+    if attention_mask is not None and needs_rows(module, attention_mask):
+        heads = query, key, value
+        return attend_rows(attend, module, heads, attention_mask, scaling=scaling, **kwargs), None
     inv_freq = getattr(module, "head_inv_freq", None)
     if getattr(module, "self_extend", None) is not None:
         return self_extend_attention(module, query, key, value, scaling, kwargs), None
@@ -66,7 +73,7 @@ def attend(
         query, key = rotate_heads(query, key, inv_freq, kwargs.get("position_ids"))
     # Per-head rotation and mixed precision leave queries and keys in fp32; the kernels need one dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    doc_lens = kwargs.get("doc_lens") or _packed_lens(query, key, kwargs.get("position_ids"))
+    doc_lens = kwargs.get("doc_lens") or _packed_lens(query, key, kwargs.get("position_ids"), attention_mask)
     inputs = AttentionInputs(
         query=query,
         key=key,
@@ -98,8 +105,13 @@ def compute_attention(inputs: AttentionInputs) -> Tensor:
 
 
 def _check_supported(module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-    if mask is not None:
-        raise ConfigError("This model builds its own attention masks, which is not supported yet; use another model.")
+    if mask is not None and mask.numel() and mask.dim() != 2:
+        raise ConfigError(
+            f"attn_implementation={NAME!r} does not support {mask.dim()}D attention masks, from a batch or from the "
+            "model's own code; give an attention_mask [batch, tokens], or packed rows of unspool.Collator."
+        )
+    if mask is not None and mask.numel() and kwargs.get("doc_lens") is not None:
+        raise ConfigError("A batch with doc_lens is one packed row, which needs no padding; leave attention_mask out.")
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise ConfigError("This model attends to later tokens, so it does not predict text; use a causal model.")
     found = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
@@ -107,23 +119,27 @@ def _check_supported(module: nn.Module, mask: Tensor | None, kwargs: dict[str, A
         raise ConfigError(f"This model's attention uses {found[0]}, which is not supported yet; use another model.")
 
 
-def _packed_lens(query: Tensor, key: Tensor, position_ids: Tensor | None) -> tuple[int, ...] | None:
+def _packed_lens(
+    query: Tensor, key: Tensor, position_ids: Tensor | None, mask: Tensor | None
+) -> tuple[int, ...] | None:
     """Lengths of documents that other collators pack with nothing but positions that restart; None if there is one."""
     if position_ids is None or query.shape[2] != key.shape[2] or query.shape[2] < 2 or torch.compiler.is_compiling():
         return None
     version = None if position_ids.is_inference() else position_ids._version
-    known, found = getattr(position_ids, _PACKED, (-1, None))
-    if known != version:  # once, in the first layer, because it waits for the device
+    known, known_mask, found = getattr(position_ids, _PACKED, (-1, None, None))
+    if known != version or known_mask is not mask:  # once, in the first layer, because it waits for the device
         starts = torch.diff(position_ids) <= 0
+        if mask is not None:  # positions of padding are arbitrary
+            starts = starts & mask[:, 1:]
         is_packed = bool(starts.any())
-        if is_packed and len(position_ids) > 1:
+        if is_packed and len(starts) > 1:
             raise ConfigError(
                 f"attn_implementation={NAME!r} needs packed rows as one sequence, and this batch has "
-                f"{len(position_ids)} rows with positions that restart; use unspool.Collator."
+                f"{len(starts)} rows with positions that restart; use unspool.Collator."
             )
         ends = [0, *(starts[0].nonzero()[:, 0] + 1).tolist(), position_ids.shape[1]] if is_packed else []
         found = tuple(end - start for start, end in pairwise(ends)) or None
-        setattr(position_ids, _PACKED, (version, found))
+        setattr(position_ids, _PACKED, (version, mask, found))
     lens: tuple[int, ...] | None = found
     return lens
 

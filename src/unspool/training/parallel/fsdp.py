@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from unspool.core.errors import ConfigError
 from unspool.models.attention.interface import NAME, register
+from unspool.models.attention.padding import skip_masks
 from unspool.models.checks import layers_of
 from unspool.models.rotary import apply_head_bases, decide_by_document, head_bases, plain_config
 from unspool.models.weight_files import weight_files
@@ -101,6 +102,7 @@ def build_empty(config: Any, *, dtype: torch.dtype = torch.float32) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
     decide_by_document(model)
+    skip_masks(model)
     return model.eval()
 
 
