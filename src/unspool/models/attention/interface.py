@@ -1,7 +1,7 @@
-"""Exact causal attention in which each document sees only itself, registered with `transformers`.
+"""Exact causal attention with document masks, registered with `transformers`.
 
-It builds no S×S mask, and it refuses a layer whose attention needs anything beyond `AttentionInputs`. reference.py
-computes on any device and in any dtype; cuda.py calls the fast kernels.
+It builds no S×S mask. It refuses a layer whose attention needs anything that `AttentionInputs` does not hold.
+reference.py computes on any device and in any dtype; cuda.py calls the fast kernels; padding.py cuts off padding.
 """
 
 import copy
@@ -23,7 +23,7 @@ from unspool.models.memory import kept
 from unspool.models.rotary import OWN_ATTENTION, depends_on_length, rotate_heads
 
 NAME = OWN_ATTENTION
-# Attribute of `position_ids` that holds the documents found in them.
+# Attribute of `position_ids` that caches the document lengths found in them.
 _PACKED = "unspool_doc_lens"
 # Arguments of attention functions that change the scores in ways we do not compute.
 _UNSUPPORTED = ("position_bias", "indices", "block_indices")
@@ -54,11 +54,11 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that `transformers` calls in every layer: returns [B, Q, H, D]."""
+    """Return [B, Q, H, D]: the attention function that `transformers` calls in every layer."""
     _check_supported(module, attention_mask, kwargs)
     if kwargs.get("rope_spans") is not None and depends_on_length(module):
         raise ConfigError(
-            "This model's RoPE frequencies depend on the length of the input, which must be each document's own; load "
+            "This model's RoPE frequencies depend on the input length, which must be each document's own length; load "
             "the model with unspool.load."
         )
     if attention_mask is not None and not attention_mask.numel():  # NO_MASK
@@ -84,14 +84,14 @@ def attend(
         sinks=kwargs.get("s_aux"),
         doc_lens=doc_lens,
     )
-    # Context parallelism, batched decoding and measurements replace the kernel by a function of their own.
+    # Context parallelism, batched decoding and measurements replace the kernel with their own function.
     exchange = getattr(module, "exchange", None)
     out = compute_attention(inputs) if exchange is None else exchange(compute_attention, inputs)
     return out.contiguous(), None
 
 
 def compute_attention(inputs: AttentionInputs) -> Tensor:
-    """Return [B, Q, H, D], by the fastest kernel that supports the inputs."""
+    """Compute [B, Q, H, D] with the fastest kernel that supports the inputs."""
     doc_lens, (query, key, _) = inputs.doc_lens, inputs.heads
     if doc_lens is not None and (len(query), sum(doc_lens)) != (1, key.shape[2]):
         raise ConfigError(
@@ -122,7 +122,8 @@ def _check_supported(module: nn.Module, mask: Tensor | None, kwargs: dict[str, A
 def _packed_lens(
     query: Tensor, key: Tensor, position_ids: Tensor | None, mask: Tensor | None
 ) -> tuple[int, ...] | None:
-    """Lengths of documents that other collators pack with nothing but positions that restart; None if there is one."""
+    """Return the document lengths of a row packed by another collator, found by restarting positions; None if not
+    packed."""
     if position_ids is None or query.shape[2] != key.shape[2] or query.shape[2] < 2 or torch.compiler.is_compiling():
         return None
     version = None if position_ids.is_inference() else position_ids._version
@@ -149,7 +150,7 @@ def _window(longest: int, sliding_window: int | None) -> int | None:
     return None if sliding_window is None or longest <= sliding_window else int(sliding_window)
 
 
-# Memory settings: the registered function called for some heads at a time, or with its kernels' results kept.
+# Memory settings: call the registered function for some heads at a time, or keep the results of its kernels.
 
 
 HEAD_CHUNKS_NAME = "unspool-head-chunks"
@@ -165,8 +166,8 @@ def apply_head_chunks(layers: list[nn.Module], *, heads_at_once: int | None) -> 
         inner = module.config._attn_implementation
         if inner not in ALL_ATTENTION_FUNCTIONS:
             raise ConfigError(
-                f"attention {inner!r} is not a registered function, so its results cannot be kept and it cannot be "
-                "computed some heads at a time; load the model with Unspool's attention."
+                f"attention {inner!r} is not a registered function, so Unspool can neither keep its results nor call "
+                "it for some heads at a time; load the model with unspool.load."
             )
         assert inner != HEAD_CHUNKS_NAME, "memory settings are applied once"
         # A copy, because the model's own config is saved with it and must not change.
@@ -179,7 +180,7 @@ def apply_head_chunks(layers: list[nn.Module], *, heads_at_once: int | None) -> 
 def attend_in_head_chunks(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """The attention function of layers with memory settings."""
+    """Call the layer's own attention function, for some heads at a time: attention of layers with memory settings."""
     attend = ALL_ATTENTION_FUNCTIONS[module.inner_attention]
     at_once = min(module.heads_at_once or key.shape[1], key.shape[1])
     if at_once == key.shape[1]:
@@ -187,7 +188,7 @@ def attend_in_head_chunks(
     groups = query.shape[1] // key.shape[1]
     sinks = kwargs.pop("s_aux", None)
     outs = []
-    # Split and not sliced: the gradients of all chunks are joined into one tensor instead of one full tensor each.
+    # Split, not sliced: split joins the gradients of all chunks into one tensor; each slice would make a full one.
     chunks = [
         torch.split(tensor, size, dim=1)
         for tensor, size in ((query, at_once * groups), (key, at_once), (value, at_once))
@@ -215,7 +216,7 @@ def _call_inner(attend: Any, module: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class _HeadsView:
-    """An attention module restricted to some KV heads: slices its tensors named head_…, which have one row per head."""
+    """A view of an attention module for some KV heads: slices its `head_…` tensors, which have one row per KV head."""
 
     def __init__(self, module: Any, heads: slice) -> None:
         self._module = module
@@ -227,9 +228,9 @@ class _HeadsView:
 
 
 def _compact(heads: Tensor) -> Tensor:
-    """Copy a slice of heads [B, H, S, D] if it spans 2³¹ elements or more of the tensor that it was cut from.
+    """Copy a slice of heads [B, H, S, D] if it spans 2³¹ or more elements of its tensor.
 
-    The copy is laid out by token, as models do it, so that the kernel's output needs no further copy.
+    The copy is laid out by token, as in models, so the kernel's output needs no other copy.
     """
     span = sum((size - 1) * stride for size, stride in zip(heads.shape, heads.stride(), strict=True))
     return heads.transpose(1, 2).contiguous().transpose(1, 2) if span >= MAX_ELEMENTS else heads

@@ -21,7 +21,7 @@ NO_MASK = torch.empty(0, 0, 0, 0)
 _SPANS = "unspool_spans"
 _ROWS = "unspool_rows"
 
-Rows = list[tuple[slice, slice, Tensor | None]]  # of every row: keys, queries and positions that are not padding
+Rows = list[tuple[slice, slice, Tensor | None]]  # per row: real keys, real queries, positions of real queries
 
 
 def padding_mask(
@@ -47,7 +47,7 @@ def padding_mask(
             f"attn_implementation={OWN_ATTENTION!r} computes causal attention and sliding windows, and this model "
             "builds other attention masks, which are not supported; load it with another attn_implementation."
         )
-    # Queries are the last keys, and a static cache has room behind them; its later offsets are tensors.
+    # Queries must be the last keys, but a static cache has unused memory after them. Its later offsets are tensors.
     if isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length:
         raise ConfigError(
             f"attn_implementation={OWN_ATTENTION!r} does not support static KV caches, nor an attention_mask of "
@@ -113,7 +113,7 @@ def _rows(mask: Tensor, num_queries: int, position_ids: Tensor | None) -> Rows:
         rows = []
         for number, (start, end) in enumerate(real_spans(mask)):
             queries = slice(max(0, start - before), max(0, end - before))
-            # Cached keys have no positions of their own: without these, queries are at the end of the keys.
+            # Cached keys have no position_ids. Without position_ids, attention places queries at the end of the keys.
             positions = None
             if position_ids is not None and before == 0:
                 positions = position_ids[number if len(position_ids) > 1 else 0, queries][None]
