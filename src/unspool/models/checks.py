@@ -175,8 +175,7 @@ def attention_of(layer: nn.Module) -> Any:
 
 @contextmanager
 def intercept_attention(model: Any, exchange_of: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:
-    """Inside the context, call `exchange_of(layer)` instead of a layer's attention kernel, with the kernel as first
-    argument."""
+    """Inside the context, call `exchange_of(layer)` in place of a layer's kernel, with the kernel as first argument."""
     attentions = [attention_of(layer) for layer in layers_of(model)]
     assert all(getattr(one, "exchange", None) is None for one in attentions), "attention is intercepted already"
     for number, one in enumerate(attentions):

@@ -30,8 +30,7 @@ class PaddedAttention:
     """The attention kernel of every layer while a batch of answers is generated."""
 
     def __init__(self, lengths: Tensor, capacity: int) -> None:
-        """`lengths`, int64 [B], counts the keys of each prompt without the new token's; it may change from step to
-        step."""
+        """`lengths`, int64 [B]: keys of each prompt without the new token's. It may change from step to step."""
         self._lengths = lengths
         self._num_keys = lengths.to(torch.int32) + 1
         self._places = torch.arange(capacity, device=lengths.device)
@@ -58,8 +57,7 @@ def padding_mask(num_keys: Tensor, places: Tensor, window: int | None) -> Tensor
 
 
 def masked_attention(inputs: AttentionInputs, mask: Tensor) -> Tensor:
-    """Compute attention on any device and in any dtype, a few prompts at a time because their keys are copied to
-    fp32."""
+    """Compute attention on any device and in any dtype, a few prompts at a time: their keys are copied to fp32."""
     query, key, value = inputs.heads
     batch, num_heads, _, dim = query.shape
     num_kv, capacity = key.shape[1], key.shape[2]

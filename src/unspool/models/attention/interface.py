@@ -122,8 +122,7 @@ def _check_supported(module: nn.Module, mask: Tensor | None, kwargs: dict[str, A
 def _packed_lens(
     query: Tensor, key: Tensor, position_ids: Tensor | None, mask: Tensor | None
 ) -> tuple[int, ...] | None:
-    """Return the document lengths of a row packed by another collator, found by restarting positions; None if not
-    packed."""
+    """Return the document lengths of a row, found by restarting positions; None if it holds one document."""
     if position_ids is None or query.shape[2] != key.shape[2] or query.shape[2] < 2 or torch.compiler.is_compiling():
         return None
     version = None if position_ids.is_inference() else position_ids._version

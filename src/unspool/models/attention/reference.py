@@ -108,8 +108,7 @@ def _attend_with_scores(inputs: AttentionInputs) -> Tensor:
 
 
 def _in_blocks(inputs: AttentionInputs, size: int, block: Callable[[AttentionInputs, int], Tensor]) -> Tensor:
-    """Call `block` with `size` queries at a time, the keys that they see, and the first query's index among these
-    keys."""
+    """Call `block` with `size` queries at a time, the keys that they see, and the first query's index among these."""
     query, key, value = inputs.heads
     num_queries, num_keys = query.shape[2], key.shape[2]
     outs = []
