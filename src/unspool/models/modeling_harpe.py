@@ -107,9 +107,7 @@ def apply_head_bases(model: Any, config: Any) -> None:
     by_layer = bases if isinstance(bases[0], list) else [bases] * num_layers
     counts = {len(of_layer) for of_layer in by_layer}
     if len(by_layer) != num_layers or counts != {num_kv_heads or config.num_attention_heads}:
-        raise ValueError(
-            "head_bases in config.json must be a list with a base per key/value head, or one such list per layer."
-        )
+        raise ValueError("head_bases in config.json must hold a base per key/value head, or one such list per layer.")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     partial = config.rope_parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
     rotary_dim = int(head_dim * (partial or 1.0))

@@ -67,8 +67,8 @@ def apply_rope(model: Any, method: RopeMethod, context_len: int) -> None:
         scaling = global_parameters(model.config.to_dict())["rope_type"]
         if scaling != "default" or head_bases(model) is not None:
             raise ConfigError(
-                f"rope {method.method}: the model's RoPE scaling is {scaling}, which this method cannot keep; use a model "
-                "with plain RoPE."
+                f"rope {method.method}: the model's RoPE scaling is {scaling}, which this method cannot keep; use "
+                "a model with plain RoPE."
             )
     if head_bases(model) is None:
         _check_rotation(model)
@@ -266,9 +266,7 @@ def apply_head_bases(model: Any, bases: np.ndarray | Sequence[Any]) -> None:
     by_layer = np.atleast_2d(np.asarray(bases, dtype=np.float64))
     num_bases, num_layers = by_layer.shape[-1], len(backbone.layers)
     if num_bases != shape.num_kv_heads:
-        raise ConfigError(
-            f"rope harpe: {num_bases} bases for {shape.num_kv_heads} KV heads; give one base per KV head."
-        )
+        raise ConfigError(f"rope harpe: {num_bases} bases for {shape.num_kv_heads} KV heads; give one per head.")
     if len(by_layer) not in (1, num_layers):
         raise ConfigError(f"rope harpe: bases for {len(by_layer)} layers, and the model has {num_layers}.")
     device = next(model.parameters()).device

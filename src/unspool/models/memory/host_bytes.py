@@ -36,8 +36,7 @@ class LayerWidths:
         )
 
     def kept(self, element_bytes: int) -> tuple[int, ...]:
-        """Return bytes per token of each tensor kept by a layer with kept products, including attention's
-        log-sum-exp."""
+        """Return bytes per token of each tensor that a layer with kept products keeps, log-sum-exp included."""
         widths = (self.queries, self.queries, self.keys, self.keys, self.hidden, self.inner, self.inner)
         return (*(element_bytes * width for width in widths), _FP32_BYTES * self.num_heads)
 
