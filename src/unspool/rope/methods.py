@@ -278,7 +278,7 @@ class Llama3(Factor):
         limits = {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
         return RopeSettings(
             parameters=scaled("llama3", rope, factor, original, **limits),
-            # Meta's own factor is half of context ÷ original, so max_positions is the context length, not factor × original.
+            # Meta's own factor is half of context ÷ original, so max_positions is not factor × original.
             max_positions=context_len,
         )
 
