@@ -84,9 +84,7 @@ class HARPE(RopeMethod):
         """Return the base of each KV head."""
         count = rope.num_kv_heads
         if count == 1 and not self.shared:
-            raise ConfigError(
-                "rope harpe: this model has a single KV head, so only one base; use method abf."
-            )
+            raise ConfigError("rope harpe: this model has a single KV head, so only one base; use method abf.")
         if self.bases == "printed":
             chosen = _printed(count)
         else:

@@ -224,9 +224,7 @@ def _longrope(p: Mapping[str, Any], dim: int, max_positions: int, seq_len: int |
     is_long = seq_len and seq_len > p["original_max_position_embeddings"]
     factors = p["long_factor"] if is_long else p["short_factor"]
     if len(factors) != dim // 2:
-        raise ConfigError(
-            f"longrope: {len(factors)} factors for {dim // 2} frequencies; give one each."
-        )
+        raise ConfigError(f"longrope: {len(factors)} factors for {dim // 2} frequencies; give one each.")
     inv_freq = plain_frequencies(float(p["rope_theta"]), dim) / np.asarray(factors, dtype=np.float64)
     return inv_freq, _longrope_attention(p, max_positions)
 
