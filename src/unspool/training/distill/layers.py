@@ -285,9 +285,7 @@ def _run_to_attention(layer: nn.Module, call: _Call) -> _AttentionReachedError:
         type(layer).forward(layer, *call.args, **call.kwargs)
     except _AttentionReachedError as reached:
         return reached.with_traceback(None)
-    raise ConfigError(
-        f"attention_distillation: {type(layer).__name__} has attention code of its own; remove the key."
-    )
+    raise ConfigError(f"attention_distillation: {type(layer).__name__} has attention code of its own; remove the key.")
 
 
 @contextmanager

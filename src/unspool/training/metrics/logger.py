@@ -319,7 +319,7 @@ def build_logger(
     validation: Path | None,
     dist_context: DistContext | None = None,
 ) -> MetricsLogger:
-    """Build the logger; `rows` are the training datasets, `validation` the held-out one. Ranks share a step's documents."""
+    """Build the logger of a stage; `rows` are the training datasets, `validation` the held-out dataset."""
     device = compute_device(model)
     is_leader = dist_context is None or dist_context.is_leader
     devices = 1 if dist_context is None else dist_context.ranks.world_size
