@@ -16,7 +16,7 @@ from unspool.core.errors import ConfigError
 from unspool.models.rotary import OWN_ATTENTION
 
 # A 4D mask: `transformers` returns it as it is, instead of looking for packed documents, which waits for the device.
-NO_MASK = torch.empty(0, 0, 0, 0)
+NO_MASK = torch.empty(0, 0, 0, 0, dtype=torch.bool)
 # Attributes of a mask [B, K], so that only the first layer waits for the device.
 _SPANS = "unspool_spans"
 _ROWS = "unspool_rows"
