@@ -20,6 +20,12 @@ from .audit_setups import RIGHT, packed, plain_step, right_accelerate_loop, smal
 # The others take as long each, and run with `-m slow`.
 FAST = (
     "right_sliding_windows",
+    "right_left_padding_with_our_attention",
+    "right_trl_packing",
+    "right_lightning",
+    "packing_with_context_parallelism",
+    "mask_dropped_with_left_padding",
+    "mean_of_means_in_lightning",
     "mask_of_ones_beside_positions",
     "labels_shifted_by_the_collator",
     "mean_of_means_in_trainer",
