@@ -1,12 +1,13 @@
-# docker build -t unspool .
-# docker run --rm --gpus all -v "$PWD":/work unspool run my.yaml
+# Build and run:
+#   docker build -t unspool .
+#   docker run --rm --gpus all -v "$PWD":/work unspool run my.yaml
 FROM python:3.12-slim
 
-# A CUDA build of torch by default; for a smaller image without GPUs:
+# The default installs a CUDA build of torch. For a smaller image without GPU support:
 # --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG TORCH_INDEX=https://pypi.org/simple
 
-# Triton compiles kernels with the C compiler when training starts. Debian removes old versions, so none is pinned.
+# Triton needs a C compiler to compile kernels when training starts. Debian removes old versions, so none is pinned.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \

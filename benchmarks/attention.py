@@ -1,11 +1,11 @@
-"""How fast our attention is beside the kernels that torch has, forward and backward, in bf16.
+"""Time of our attention against torch's kernels, forward and backward, in bf16.
 
     python benchmarks/attention.py [--save] [--crossover] [--no-flex]
 
 Document mixes in a row of 64K tokens: one document; 64 of 1K; rows as ProLong has them (63% one document, 37% short
 ones, here 5 rows and 3, one after another). Peers compute the same documents; a kernel that only takes equal lengths
-is left out where they differ. `--crossover` prints from which length a document is worth a cuDNN call of its own:
-the numbers of DENSE_FROM in unspool/model/attention_cuda.py. Without a GPU it says so and ends with code 2.
+is skipped if they differ. `--crossover` prints the length from which a document is faster in its own cuDNN call: the
+numbers of DENSE_FROM in unspool/models/attention. Without a GPU it exits with code 2.
 """
 
 import argparse
@@ -36,8 +36,8 @@ Way = Callable[[list[Tensor], Documents], Tensor]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--save", action="store_true", help="write results/attention.json")
-    parser.add_argument("--crossover", action="store_true", help="measure where cuDNN calls start to pay")
-    parser.add_argument("--no-flex", action="store_true", help="leave FlexAttention out, which compiles for long")
+    parser.add_argument("--crossover", action="store_true", help="measure from which length cuDNN calls are faster")
+    parser.add_argument("--no-flex", action="store_true", help="skip FlexAttention, which takes long to compile")
     args = parser.parse_args()
     require_gpu()
     print(machine())
@@ -60,7 +60,7 @@ def mixes() -> dict[str, list[Documents]]:
 
 
 def short_documents(rng: np.random.Generator) -> Documents:
-    """Lengths as text has them: log-normal, cut at the end of the row."""
+    """Log-normal lengths, as in real text, cut at the end of the row."""
     ends = np.cumsum(rng.lognormal(np.log(SHORT_MEAN) - 0.5, 1.0, size=4 * ROW // SHORT_MEAN).astype(np.int64) + 1)
     return tuple(np.diff(np.minimum(ends[: int(np.searchsorted(ends, ROW)) + 1], ROW), prepend=0).tolist())
 
@@ -76,7 +76,7 @@ def measure(name: str, shape: tuple[int, int, int], mix: str, rows: list[Documen
         if way in ("cudnn", "flash") and any(len(set(row)) > 1 for row in rows):
             times[way] = None
             continue
-        # Equal rows take equal time; each kind is measured once.
+        # Equal rows take equal time, so each kind is measured once.
         kinds = {row: rows.count(row) for row in rows}
         try:
             times[way] = sum(count * timed(function, heads, grad, row) for row, count in kinds.items())
@@ -102,7 +102,7 @@ def timed(
 
 
 def random_heads(num_heads: int, num_kv_heads: int, dim: int, length: int = ROW) -> tuple[list[Tensor], Tensor]:
-    """Queries, keys, values [1, H, S, D] as projections lay them out, and the gradient of the output [1, S, H, D]."""
+    """Queries, keys, values [1, H, S, D] in the memory layout of projections, and the output gradient [1, S, H, D]."""
     torch.manual_seed(0)
     counts = (num_heads, num_kv_heads, num_kv_heads, num_heads)
     *heads, grad = (torch.randn(1, length, count, dim, device="cuda", dtype=torch.bfloat16) for count in counts)
@@ -146,7 +146,7 @@ def flex_documents() -> Way:
 
 
 def measure_crossover(num_heads: int, num_kv_heads: int, dim: int) -> dict[str, Any]:
-    """For each length: a 64K row of such documents, all by cuDNN calls of their own against one `varlen_attn`."""
+    """Time a 64K row per document length: one cuDNN call per document against one `varlen_attn`."""
     heads, grad = random_heads(num_heads, num_kv_heads, dim)
     ratios = {}
     for length in SWEEP:

@@ -1,6 +1,6 @@
 """The headline cases of training, as recipes: train.py measures them, gate.py runs them with fewer layers.
 
-Imports no torch, so that a part of the gate that only starts `unspool` starts at once.
+Does not import torch, so that parts of the gate that only call `unspool` start quickly.
 """
 
 import io
@@ -38,7 +38,7 @@ LARGE = {
     "compile": True,
     "lr": 2e-5,  # random weights of this size diverge within three steps at 1e-4
 }
-SHORT_MEAN = 600  # tokens of a short document; lengths are log-normal, as text has them
+SHORT_MEAN = 600  # tokens of a short document; lengths are log-normal, as in real text
 NEVER = 1_000_000  # steps between checkpoints
 # For tests on a CPU: 1K is 8 tokens.
 SMALL_UNIT = 8
@@ -63,7 +63,7 @@ class Case:
     timed: int = 2  # steps, after one of each kind of row
     checkpoint_every: int = NEVER
     goal: int = 0  # tokens per second of the product
-    # The case whose peer counts here as well, since it costs the peer the same.
+    # The case whose peer result is used here, because it takes the peer the same time.
     same_peer: str | None = None
     small: bool = False
 
@@ -73,22 +73,22 @@ class Case:
 
     @property
     def profiled(self) -> int:
-        """Steps under the profiler, after those that count."""
+        """Steps under the profiler, after the measured steps."""
         return 1 if self.timed < 5 else 2
 
     @property
     def tokens(self) -> int:
-        """Per step."""
+        """Tokens per step."""
         return self.rows_per_step * self.length
 
     def with_layers(self, layers: int) -> "Case":
-        """The same share of layers keeps its products."""
+        """Keep products in the same share of layers."""
         share = layers / self.shape["num_hidden_layers"]
         kept = {key: round(self.settings[key] * share) for key in ("keep_products", "keep_on_host")}
         return replace(self, shape=self.shape | {"num_hidden_layers": layers}, settings=self.settings | kept)
 
     def as_small(self) -> "Case":
-        """Shapes for a CPU."""
+        """The case with shapes for a CPU."""
         few = {key: 2 for key in ("keep_products", "keep_on_host") if key in self.settings}
         return replace(
             self,
@@ -100,7 +100,7 @@ class Case:
 
 
 KEPT_64K = {"offload": True, "keep_products": 30, "keep_on_host": 15}
-# The most important first.
+# Most important first.
 CASES = {
     "135m-32k": Case(
         shape=SMOLLM2_135M,
@@ -129,21 +129,21 @@ CASES = {
         settings=LARGE | {"offload": True, "keep_products": 8, "keep_on_host": 5},
     ),
 }
-# What plan.py predicts, besides: one row of 8K, nothing recomputed.
+# Only for plan.py: one row of 8K, no recomputation.
 PLANNED = {
     "8b-8k": Case(shape=LLAMA_8B, length=8 << 10, settings=LARGE | {"activation_checkpointing": "none"}),
 }
 
 
 def tokens_per_second(case: Case, samples: list[tuple[str, float]]) -> float:
-    """Each kind of row has its share of the mix; a column that was ended before it saw a kind has none of it."""
+    """Tokens per second, each kind of row weighted by its share of the mix; unmeasured kinds are skipped."""
     means = {kind: float(np.mean([seconds for own, seconds in samples if own == kind])) for kind, _ in samples}
     step = sum(case.mix[kind] * mean for kind, mean in means.items()) / sum(case.mix[kind] for kind in means)
     return case.tokens / step
 
 
 def plan_steps(case: Case) -> list[tuple[str, bool]]:
-    """The kind of each step's rows, and whether it counts: after each kind has come once."""
+    """Kind of row of each step, and whether the step counts: steps count once each kind has occurred."""
     from unspool.data.mixture import Mix
 
     mix = Mix(case.mix, dict.fromkeys(case.mix, 1), dict.fromkeys(case.mix, case.length), case.length, seed=0)
@@ -155,7 +155,7 @@ def plan_steps(case: Case) -> list[tuple[str, bool]]:
 
 
 def write_model_files(case: Case, folder: Path, *, context: int = 8 << 10) -> None:
-    """Config and tokenizer of a model folder, without weights."""
+    """Write config and tokenizer of a model folder, without weights."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -172,7 +172,7 @@ def write_model_files(case: Case, folder: Path, *, context: int = 8 << 10) -> No
 
 
 def write_recipe(case: Case, folder: Path, name: str, *, model: Path, steps: int, **settings: Any) -> Path:
-    """`folder/name.yaml`, a recipe of one stage whose run is `folder/name`. JSON is YAML."""
+    """Write `folder/name.yaml`, a recipe of one stage with the run folder `folder/name`. JSON is valid YAML."""
     folder.mkdir(parents=True, exist_ok=True)
     sources = {"books": {"kind": "jsonl", "path": "asset:demo/train.jsonl.zst"}}
     datasets: dict[str, dict[str, Any]] = {"whole": {"from": "books", "seq_len": case.length, "attention": "full"}}
@@ -205,7 +205,7 @@ def write_recipe(case: Case, folder: Path, name: str, *, model: Path, steps: int
 
 
 def write_pieces(path: Path, case: Case) -> Path:
-    """Short documents: the demo's books, cut into pieces."""
+    """Write short documents: the demo's books, cut into pieces."""
     if path.exists():
         return path
     characters = 3.3 * SHORT_MEAN * case.length / (64 << 10)

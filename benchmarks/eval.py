@@ -1,16 +1,16 @@
-"""How fast prompts are read and answered at the shape of Llama-3-8B, beside plain `generate` of transformers.
+"""Speed of reading and answering prompts at the shape of Llama-3-8B, against plain `generate` of transformers.
 
     python benchmarks/eval.py [--save] [--dry]
 
 Prefill of one prompt at 128K, ours and stock `generate` with `attn_implementation="sdpa"`, in tokens per second and as
-a share of what 8B can reach where attention is computed by cuDNN; one question and ten on one context of 64K; and many
-prompts that have nothing in common. Ours is fused as an evaluation of many prompts is, the stock model is not.
+a share of the rate that 8B can reach with cuDNN attention; one question and ten on one context of 64K; and many
+unrelated prompts. Ours is fused as in an evaluation of many prompts; the stock model is not.
 
-Which kernel stock SDPA takes depends on the GPU, torch and the version of cuDNN: on Hopper with cuDNN after 9.15 it is
-cuDNN's, as ours, elsewhere FlashAttention-2's. Both are timed: as torch chooses, and FlashAttention-2.
+Stock SDPA selects its kernel by GPU, torch and cuDNN version: cuDNN on Hopper with cuDNN after 9.15, as ours, else
+FlashAttention-2. Both are timed: torch's selection, and FlashAttention-2.
 
-Each is run on a short prompt first and then twice, of which the faster counts. `--dry` does the same with a tiny model
-on whatever device there is, to see that it runs; without it and without a GPU it says so and ends with code 2.
+Each runs on a short prompt first and then twice; the faster run counts. `--dry` does the same with a tiny model on any
+device, to test the script. Without `--dry` and without a GPU it exits with code 2.
 """
 
 import argparse
@@ -43,21 +43,21 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-# Tokens per second of an 8B model on one H200 if nothing but its FLOPs took time, attention at cuDNN's speed, at 128K.
+# Upper bound in tokens per second at 128K: an 8B model on one H200 if only FLOPs took time, attention at cuDNN's speed.
 CEILING = 12_000
 QUESTION, ANSWER, QUESTIONS = 48, 32, 10
-# Prompts as RULER's at 4K, about equally long.
+# Like RULER's prompts at 4K, about equally long.
 PROMPTS, PROMPT_SPREAD, PROMPT_ANSWER = 32, 7, 128
-# What an evaluation reads that is worth compiling for: RULER at 128K, 100 prompts of each of 13 tasks.
+# Tokens of an evaluation that is long enough to compile for: RULER at 128K, 100 prompts of each of 13 tasks.
 PLANNED_TOKENS = 13 * 100 << 17
-# What is wanted of each number: at least, or at most.
+# Goals: at least, or at most.
 GOALS = {
     "share_of_ceiling": (">=", 0.85),
     "times_generate": (">=", 1.5),
     "times_flash": (">=", 1.5),
     "times_one": ("<=", 1.3),
 }
-WARM_SHARE = 8  # of a prompt is read before anything is timed, so that libraries are loaded and kernels chosen
+WARM_SHARE = 8  # of a prompt is read before timing starts, so that libraries are loaded and kernels selected
 REPEATS = 2
 
 
@@ -72,7 +72,7 @@ def main() -> None:
     prompt, context = (4 << 10, 2 << 10) if args.dry else (128 << 10, 64 << 10)
     began = time.perf_counter()
     model = build(TINY if args.dry else LLAMA_3_8B)
-    # Before anything of the model is changed, and before any context of ours has been entered.
+    # Before the model is changed, and before any context manager of ours is entered.
     stock = stock_prefill(model, prompt)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
         flash = stock_prefill(model, prompt)
@@ -83,7 +83,7 @@ def main() -> None:
         "questions": questions(model, context),
         "prompts": prompts(model, (1 << 10 if args.dry else 4 << 10) - PROMPT_ANSWER),
     }
-    # What a tiny model does says nothing of them.
+    # Goals do not apply to a tiny model.
     results["goals"] = {} if args.dry else goals({**results["prefill"], **results["questions"]})
     show(results)
     print(f"{time.perf_counter() - began:.0f} s in all")
@@ -108,7 +108,7 @@ def build(shape: dict[str, Any]) -> Any:
 
 
 def stock_prefill(model: Any, length: int) -> tuple[float, float]:
-    """Seconds and GiB of what a user of transformers has without us."""
+    """Seconds and GiB of plain transformers."""
     ids = tokens(model, length)
 
     def plain(some: np.ndarray) -> None:
@@ -123,7 +123,7 @@ def stock_prefill(model: Any, length: int) -> tuple[float, float]:
 
 
 def prefill(model: Any, length: int, stock: tuple[float, float], flash: tuple[float, float]) -> dict[str, Any]:
-    """One prompt, of which one token is generated."""
+    """One prompt, one generated token."""
     ids = tokens(model, length)
 
     def ours(some: np.ndarray) -> None:
@@ -164,7 +164,7 @@ def questions(model: Any, length: int) -> dict[str, Any]:
 
 
 def prompts(model: Any, length: int) -> dict[str, Any]:
-    """Prompts that have nothing in common: the seconds of reading them, and of every token that all of them write."""
+    """Unrelated prompts: seconds to read them, and seconds per token that all of them generate."""
     asked = [tokens(model, length - at % PROMPT_SPREAD, seed=at + 1) for at in range(PROMPTS)]
 
     def ask(max_new_tokens: int) -> float:
@@ -214,12 +214,12 @@ def tokens(model: Any, count: int, seed: int = 0) -> np.ndarray:
 
 
 def timed(model: Any, work: Callable[[], Any], *, warm: Callable[[], Any]) -> tuple[float, float]:
-    """The shortest time, and the most memory that the device held (0 on a CPU)."""
+    """Shortest time, and peak device memory (0 on a CPU)."""
     cuda = model.device.type == "cuda"
     warm()
     times = []
     if cuda:
-        # What another way of attending has left behind must not be what this one runs out of.
+        # Free the memory of the previous kernel, so that this one does not run out of it.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     for _ in range(REPEATS):

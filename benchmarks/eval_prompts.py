@@ -1,8 +1,8 @@
-"""How fast RULER's prompts are made.
+"""Speed of generating RULER's prompts.
 
     python benchmarks/eval_prompts.py TOKENIZER [--length 102400] [--prompts 40] [--workers 2] [--mode fixed]
 
-Prints prompts per second of every task over all workers, after each worker has loaded its sources and made one prompt.
+Prints prompts per second of each task over all workers, after each worker has loaded its sources and made one prompt.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def sources(tokenizer: str) -> Any:
 
 
 def make(job: tuple[str, str, int, str, int, int]) -> float:
-    """Seconds per prompt in this process, the first of its task left out."""
+    """Seconds per prompt in this process, without the first prompt of the task."""
     tokenizer, task, length, mode, first, count = job
     loaded, build = sources(tokenizer), SUITE.tasks[task].build
     build(loaded, Ask(length=length, seed=42, index=first, mode="reference" if mode == "reference" else "fixed"))

@@ -1,15 +1,16 @@
-"""The GPU gate: does everything that runs on a GPU still work? It needs one GPU and installs nothing.
+"""The GPU gate: check everything that runs on a GPU. Needs one GPU; installs nothing.
 
     python benchmarks/gate.py --commit HASH    run all parts and write results/gate.json
     python benchmarks/gate.py --only verify    run some parts, write nothing
-    python benchmarks/gate.py --check          say whether the code changed since the gate passed; needs no GPU
+    python benchmarks/gate.py --check          print whether GPU code changed since the gate passed; needs no GPU
 
-The parts are in gate_parts.py. Each is a process of its own, so that nothing one part has cached hides a fault from the
-next; parts whose speed is not measured run beside each other. gate_faults.py shows that the gate sees faults.
+The parts are in gate_parts.py. Each runs in its own process, so that caches of one part cannot hide a fault from the
+next. Parts whose speed is not measured run in parallel. gate_faults.py checks that the gate detects faults.
 """
 
 import argparse
 import hashlib
+import io
 import json
 import re
 import shutil
@@ -17,9 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import tokenize
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from tokenize import TokenInfo
 from typing import Any
 
 from gate_parts import ALONE, NEEDS, PARTS, Gate, run_part
@@ -27,10 +30,10 @@ from processes import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "gate.json"
-# What runs on a GPU: these packages, and every other file that imports torch. The rest is tested on CPUs.
+# GPU code: these packages, and every other file that imports torch. Tests on CPUs cover the rest.
 GPU_SOURCES = ("rope", "models", "training", "verification", "evals/backends", "inspection/attention")
 IMPORTS_TORCH = re.compile(r"^\s*(import|from) (torch|triton)\b", re.MULTILINE)
-LOG_LINES = 60  # shown of a part that failed
+LOG_LINES = 60  # printed for a part that failed
 
 
 def main() -> None:
@@ -69,7 +72,7 @@ def run_all(args: argparse.Namespace) -> int:
     def note(name: str, result: dict[str, Any]) -> None:
         results[name] = result
         print(describe(name, result), flush=True)
-        if not args.only and not args.small:  # after each part, so that a gate that is stopped leaves what it saw
+        if not args.only and not args.small:  # after each part, so that a stopped gate leaves its results
             _write_result(args.commit, results, seconds=round(time.monotonic() - began, 1))
 
     with tempfile.TemporaryDirectory(prefix="gate-", dir=args.work or roomy_folder()) as folder:
@@ -82,7 +85,7 @@ def run_all(args: argparse.Namespace) -> int:
 def run_in_order(
     names: list[str], run: Callable[[str], dict[str, Any]], note: Callable[[str, dict[str, Any]], None]
 ) -> None:
-    """Run parts as soon as what they need is done; one of ALONE when no other runs, and before those after it."""
+    """Run each part once the parts it needs are done. A part of ALONE runs alone, before the parts listed after it."""
     waiting, running = list(names), dict[Future[dict[str, Any]], str]()
     with ThreadPoolExecutor(len(names)) as pool:
         while waiting or running:
@@ -102,7 +105,7 @@ def _write_result(commit: str | None, results: dict[str, dict[str, Any]], *, sec
     from gpu import machine
 
     passed = len(results) == len(PARTS) and all(result["passed"] for result in results.values())
-    # The digest counts, not the commit: notes and pages may be committed later.
+    # The digest decides, not the commit: later commits may change pages only.
     facts = {"commit": commit, "sources": digest_sources(), "passed": passed, "seconds": seconds}
     not_run = [name for name in PARTS if name not in results]
     content = {**facts, "machine": machine(), "parts": results, "not_run": not_run}
@@ -110,7 +113,7 @@ def _write_result(commit: str | None, results: dict[str, dict[str, Any]], *, sec
 
 
 def needed(name: str) -> list[str]:
-    """The parts whose files this part reads."""
+    """Parts whose files this part reads."""
     return [] if name not in NEEDS else [NEEDS[name], *needed(NEEDS[name])]
 
 
@@ -122,15 +125,15 @@ def with_needed(names: list[str]) -> list[str]:
 def in_own_process(script: Path, name: str, work: Path, *options: str, small: bool) -> dict[str, Any]:
     began = time.monotonic()
     command = [sys.executable, script, "--part", name, "--work", work, *options, *(["--small"] if small else [])]
-    # Parts that share the machine do not take all of its cores each.
+    # Parts that run in parallel must not use all cores each.
     threads = {"OMP_NUM_THREADS": "1"} if small else {} if name in ALONE else {"OMP_NUM_THREADS": "2"}
     done = subprocess.run(command, capture_output=True, text=True, env=threads | environment(), check=False)
     lines = done.stdout.splitlines()
     if done.returncode or not lines or not lines[-1].startswith("{"):
-        reason = (done.stderr.strip().splitlines() or ["without a word"])[-1]
+        reason = (done.stderr.strip().splitlines() or ["no error output"])[-1]
         result: dict[str, Any] = {
             "passed": False,
-            "reason": f"its process ended with code {done.returncode}: {reason}",
+            "reason": f"its process exited with code {done.returncode}: {reason}",
         }
     else:
         result = json.loads(lines[-1])
@@ -140,7 +143,7 @@ def in_own_process(script: Path, name: str, work: Path, *options: str, small: bo
 
 
 def roomy_folder() -> str | None:
-    """Memory, if it has room for the largest part; its files are written and read at once."""
+    """Return a RAM disk if the largest part fits; its files are written and read at once."""
     shared = Path("/dev/shm")
     return str(shared) if shared.is_dir() and shutil.disk_usage(shared).free > 48 * 2**30 else None
 
@@ -163,22 +166,58 @@ def describe(name: str, result: dict[str, Any]) -> str:
     return f"{'passed' if result['passed'] else 'FAILED'}  {name:<11} {result['seconds']:5.0f} s  {', '.join(facts)}"
 
 
-# Whether the gate is older than the code
+# Whether the code changed since the gate ran
 
 
 def digest_sources(root: Path = ROOT) -> str:
-    """One digest over the source files that run on a GPU."""
+    """Return one digest over the GPU code, without comments and docstrings."""
     found = hashlib.sha256()
     base = root / "src" / "unspool"
     for path in sorted(base.rglob("*.py")):
-        content, name = path.read_bytes(), path.relative_to(base).as_posix()
-        if name.startswith(tuple(f"{folder}/" for folder in GPU_SOURCES)) or IMPORTS_TORCH.search(content.decode()):
-            found.update(f"{name}\0".encode() + content + b"\0")
+        code, name = code_only(path.read_text(encoding="utf-8")), path.relative_to(base).as_posix()
+        if name.startswith(tuple(f"{folder}/" for folder in GPU_SOURCES)) or IMPORTS_TORCH.search(code):
+            found.update(f"{name}\0{code}\0".encode())
     return found.hexdigest()
 
 
+def code_only(source: str) -> str:
+    """Return source text without comments, docstrings and blank lines outside of strings.
+
+    The rest of the text stays as it is, because Python versions split it into different tokens.
+    """
+    lines = source.split("\n")  # not splitlines, which also splits at form feeds
+    spans: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    statement: list[TokenInfo] = []
+    depth = 0  # of f-strings, which are several tokens from Python 3.12 on and one before
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        kind = tokenize.tok_name[token.type]
+        depth += kind.endswith("STRING_START") - kind.endswith("STRING_END")
+        if depth:
+            statement.append(token)
+        elif kind == "COMMENT":
+            spans.append((token.start, token.end))
+        elif kind == "NL" and not lines[token.start[0] - 1].strip():
+            spans.append((token.start, token.start))
+        elif kind in ("NEWLINE", "INDENT", "DEDENT"):
+            if statement and all(_is_plain_string(one) for one in statement):
+                spans.append((statement[0].start, statement[-1].end))
+            statement = []
+        elif kind != "NL":
+            statement.append(token)
+    for (first, start), (last, stop) in reversed(spans):
+        before, after = lines[first - 1][:start].rstrip(), lines[last - 1][stop:].strip()
+        lines[first - 1 : last] = [before + after] if before or after else []
+    return "\n".join(lines)
+
+
+def _is_plain_string(token: TokenInfo) -> bool:
+    """True if the token is a string that is no f-string: as a statement it has no effect."""
+    prefix = re.match("[a-z]*", token.string.lower())
+    return token.type == tokenize.STRING and prefix is not None and "f" not in prefix[0]
+
+
 def freshness(root: Path = ROOT) -> str:
-    """One line: whether the gate has passed on the code as it is."""
+    """Return one line: whether the gate passed on the current code."""
     path = root / RESULT.relative_to(ROOT)
     run = "run `make gpu` on a machine with a GPU"
     if not path.is_file():

@@ -1,9 +1,9 @@
-"""Plants faults that were made once, or easily could be, and shows that the gate's part fails because of them.
+"""Plant faults and check that a part of the GPU gate fails because of each.
 
     python benchmarks/gate_faults.py [--only kept-region mask optimizer-state]
 
-The product knows nothing of this: the part calls this file in place of `unspool`, which changes a function of the
-product and then runs the command. The faults run beside each other; exit code 1 if one of them is not seen.
+The product is unchanged: the part calls this file instead of `unspool`; it replaces a function of the product and then
+runs the command. The faults run in parallel. Exit code 1 if the gate misses one.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from gate import describe, in_own_process, needed, roomy_folder
 
 
 def call_sdpa_in_kept_region() -> None:
-    """The first attention whose result is kept calls SDPA once more, as a warm-up did (commit 7d8bb82)."""
+    """Call SDPA once more in the first attention whose result is kept, as a warm-up did (commit 7d8bb82)."""
     import torch
     import torch.nn.functional as F
 
@@ -46,7 +46,7 @@ def call_sdpa_in_kept_region() -> None:
 
 
 def forget_documents() -> None:
-    """Documents of a packed row see those before them."""
+    """Let documents of a packed row attend to earlier documents."""
     from dataclasses import replace
 
     from unspool.models.attention import cuda, interface
@@ -62,7 +62,7 @@ def forget_documents() -> None:
 
 
 def lose_optimizer_state() -> None:
-    """A resume takes over the weights and nothing of the optimizer."""
+    """Resume with the weights but without the optimizer state."""
     from unspool.training.optim.updater import Updater
 
     right = Updater.load_optimizer
@@ -77,7 +77,7 @@ def lose_optimizer_state() -> None:
 class Fault:
     plant: Callable[[], None]
     part: str
-    reason: str  # in what the part says
+    reason: str  # must occur in the part's reason
 
 
 FAULTS = {
@@ -101,7 +101,10 @@ def main() -> None:
     if args.part:
         if args.part == FAULTS[args.fault].part:
             gate_parts.UNSPOOL = [sys.executable, __file__, "--run", args.fault]
-            gate_parts.VERIFIED_MODELS, gate_parts.VERIFIED_CHECKS = ("llama",), ("packing",)  # what sees the mask
+            gate_parts.VERIFIED_MODELS, gate_parts.VERIFIED_CHECKS = (
+                ("llama",),
+                ("packing",),
+            )  # these detect it
         gate_parts.run_part(gate_parts.Gate(args.work, small=args.small), args.part)
         return
     if not args.small:
@@ -127,7 +130,7 @@ def run_with_fault(name: str, *arguments: str) -> None:
 
 
 def is_seen(name: str, work: Path, *, small: bool) -> bool:
-    """Run the part with the fault, after the parts that it needs without it."""
+    """Run the part with the fault; run the parts that it needs without it."""
     fault = FAULTS[name]
     work.mkdir(parents=True)
     for part in [*reversed(needed(fault.part)), fault.part]:

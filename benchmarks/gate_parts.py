@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 UNSPOOL = [sys.executable, "-m", "unspool.cli.main"]
 LAYERS = 8  # of the 8B shape
 STEPS = 3
-# Cases that run to the end of their stage: a checkpoint of the last step and the export. The others end after a step.
+# Cases that run to the end of their stage, with checkpoint and export. The others are stopped after a step.
 WHOLE_STAGES = ("135m-32k", "8b-64k")
 RESUME_STEPS, STOP_AFTER = 8, 2
-# Weights after a resume, against those of an uninterrupted run, as a share of what training changed. A GPU does not
-# add in the same order twice: 0.012 on an H200. Without the optimizer's state the share was 0.38 (tiny shapes, CPU).
+# Difference of weights between a resumed and an uninterrupted run, as a share of what training changed. A GPU does not
+# add in the same order twice: 0.012 on an H200. Without the optimizer state the share was 0.38 (tiny shapes, CPU).
 RESUME_TOLERANCE = 0.1
 LOGIT_TOLERANCE = 0.25  # bf16 logits of standard deviation 1
 TEST_WORKERS = 6
@@ -34,18 +34,18 @@ VERIFIED_CHECKS: tuple[str, ...] = ()  # all of them
 
 
 class FailedError(Exception):
-    """A part did not pass; the text says why."""
+    """Raised by a part that did not pass; the text says why."""
 
 
 class Gate:
-    """What the parts share: a work folder, and whether shapes are small enough for a CPU."""
+    """Settings that the parts share: the work folder, and whether to use shapes for a CPU."""
 
     def __init__(self, work: Path, *, small: bool) -> None:
         self.work, self.small = work, small
         self.device = "cpu" if small else "cuda"
 
     def case(self, name: str, **changes: Any) -> Case:
-        """A headline case, of the 8B shape with fewer layers."""
+        """The headline case `name`; the 8B shape has fewer layers."""
         case = replace(CASES[name], **changes)
         if case.shape["hidden_size"] == 4096:
             case = case.with_layers(LAYERS)
@@ -64,7 +64,7 @@ class Gate:
 
 
 def unspool(*arguments: str | Path, codes: tuple[int, ...] = (0,)) -> str:
-    """Run a command of the product; its standard output. It must end with one of `codes`."""
+    """Run a command of the product and return its standard output; its exit code must be one of `codes`."""
     done = subprocess.run([*UNSPOOL, *map(str, arguments)], capture_output=True, text=True, check=False)
     sys.stderr.write(done.stderr)
     if done.returncode not in codes:
@@ -73,7 +73,7 @@ def unspool(*arguments: str | Path, codes: tuple[int, ...] = (0,)) -> str:
 
 
 class Started:
-    """`unspool train` beside this process."""
+    """Start `unspool train` as a child process."""
 
     def __init__(self, recipe: Path, stage: Path) -> None:
         self._log = recipe.with_suffix(".log")
@@ -89,7 +89,7 @@ class Started:
             raise FailedError(_ended("train", self._process.returncode, text))
 
     def stop_after(self, steps: int, how: signal.Signals, *, code: int) -> list[dict[str, Any]]:
-        """Send a signal as soon as so many steps are in the metrics; the metrics."""
+        """Send a signal once the metrics hold this many steps; return the metrics."""
         while self._process.poll() is None and len(read_metrics(self._work)) < steps:
             time.sleep(0.01)
         if self._process.poll() is None:
@@ -99,9 +99,9 @@ class Started:
 
 
 def _ended(command: str | Path, code: int, log: str) -> str:
-    """How a command ended, with the last line that it printed: its error."""
+    """Describe the end of a command: exit code and last line of its error output."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return f"`unspool {command}` ended with code {code}: {lines[-1] if lines else 'without a word'}"
+    return f"`unspool {command}` ended with code {code}: {lines[-1] if lines else 'no error output'}"
 
 
 def read_metrics(stage: Path) -> list[dict[str, Any]]:
@@ -147,7 +147,7 @@ def run_tests(gate: Gate) -> dict[str, Any]:
 
 
 def run_verify(gate: Gate) -> dict[str, Any]:
-    """Visit every promise of `unspool verify` on models of five kinds."""
+    """Run every check of `unspool verify` on models of five kinds."""
     models = [f"--model={name}" for name in VERIFIED_MODELS]
     few = [f"--only={name}" for name in VERIFIED_CHECKS or (("packing", "export") if gate.small else ())]
     options = ["--device", gate.device, "--kills", "1", "--json", *models, *few]
@@ -155,7 +155,7 @@ def run_verify(gate: Gate) -> dict[str, Any]:
     bad = dict.fromkeys(f"{one['check']} on {one['model']}" for one in found if one["status"] == "failed")
     promises = {one["promise"] for one in found if one["status"] == "passed"}
     if bad or (promises != {1, 2, 3, 4, 5} and not gate.small):
-        raise FailedError(f"failed: {', '.join(bad) or 'nothing'}; promises that passed: {sorted(promises)}")
+        raise FailedError(f"failed: {', '.join(bad) or 'nothing'}; checks that passed: {sorted(promises)}")
     return {"checks": len(found)}
 
 
@@ -171,7 +171,7 @@ def run_case(gate: Gate, name: str) -> dict[str, Any]:
         steps = Started(recipe, stage).stop_after(STEPS, signal.SIGKILL, code=-signal.SIGKILL)
     losses = [step["loss"] for step in steps]
     expected = math.log(case.shape["vocab_size"])
-    # Random weights know nothing: the first loss is that of a guess, and it falls.
+    # With random weights the first loss is that of a uniform guess; then it must fall.
     if len(losses) < STEPS or abs(losses[0] - expected) > 1.5 or not losses[-1] < losses[0]:
         raise FailedError(
             f"losses {losses} over {STEPS} steps; the first should be near {expected:.2f}, the last lower"
@@ -183,7 +183,7 @@ def run_case(gate: Gate, name: str) -> dict[str, Any]:
             "peak_gib": max(step["memory_gib"] for step in steps),
         }
     if name not in NEEDS.values():
-        shutil.rmtree(gate.work / "runs" / name)  # gigabytes, perhaps in memory
+        shutil.rmtree(gate.work / "runs" / name)  # gigabytes, possibly on a RAM disk
     return measured
 
 
@@ -192,7 +192,7 @@ def run_resume(gate: Gate) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     case = gate.case("135m-32k", length=4 << 10)
-    # A constant learning rate, so that what follows the resume weighs as much as what precedes it.
+    # A constant learning rate, so that steps after the resume weigh as much as steps before it.
     settings = {"model": "135m", "steps": RESUME_STEPS, "compile": False, "warmup_ratio": 0, "min_lr_ratio": 1}
     whole, cut = (gate.write_recipe(case, name, **settings) for name in ("whole-run", "resumed"))
     uninterrupted = Started(whole, gate.stage("whole-run"))
@@ -222,7 +222,7 @@ def run_export(gate: Gate) -> dict[str, Any]:
 
 
 def run_generation(gate: Gate) -> dict[str, Any]:
-    """Generate after 32K tokens; every token must be plain transformers' best one, up to rounding."""
+    """Generate after 32K tokens; every token must have plain transformers' best logit, up to rounding."""
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
@@ -275,7 +275,7 @@ PARTS: dict[str, Callable[[Gate], dict[str, Any]]] = {
     "8b-prolong": partial(run_case, name="8b-prolong"),
     "8b-128k": partial(run_case, name="8b-128k"),
 }
-# Measured, so that nothing else runs meanwhile.
+# Measured parts run alone.
 ALONE = ("135m-32k", "8b-64k", "8b-prolong", "8b-128k")
 NEEDS = {
     "135m-32k": "model-135m",
@@ -290,7 +290,7 @@ NEEDS = {
 
 
 def run_part(gate: Gate, name: str) -> None:
-    """In the part's own process: its result as the last line of standard output."""
+    """Run a part in this process and print its result as the last line of standard output."""
     try:
         print(json.dumps({"passed": True, **PARTS[name](gate)}))
     except FailedError as reason:

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: timing, peak memory, and the machine that was measured."""
+"""Timing, peak memory and machine description for the GPU benchmarks."""
 
 import json
 import platform
@@ -20,7 +20,7 @@ def require_gpu() -> None:
 
 
 def milliseconds(work: Callable[[], Any], *, repeats: int = 5, warmup: int = 2) -> float:
-    """Median time on the device, kernels warmed up."""
+    """Median time on the device, after warm-up."""
     for _ in range(warmup):
         work()
     times = []
@@ -35,7 +35,7 @@ def milliseconds(work: Callable[[], Any], *, repeats: int = 5, warmup: int = 2) 
 
 
 def peak_gib(work: Callable[[], Any]) -> float:
-    """What `work` allocates at most, beyond what was there before, its results included."""
+    """Peak memory that `work` allocates, its results included."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

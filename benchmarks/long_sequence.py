@@ -1,14 +1,14 @@
-"""How long a sequence goes through an 8B model on one GPU: forward and backward, with memory settings.
+"""Longest sequence that fits an 8B model on one GPU: forward and backward, with memory settings.
 
     python benchmarks/long_sequence.py [--lengths 256K 512K 1M] [--layers 32] [--seconds 600] [--save]
 
 Llama-3-8B's shape with random bf16 weights, no optimizer: weights and gradients take 30 GiB. Layers are recomputed,
 their inputs wait in host memory, norms and MLPs run over tiles, attention over a few heads at a time. How many layers
-share a checkpoint follows from the host memory there is. Each length is a process of its own; what it ran out of
-(memory, or the seconds it had) and how far it got is a result like any other.
+share a checkpoint follows from the available host memory. Each length runs in its own process. A length that runs out
+of memory or time is recorded with the layer that it reached.
 Attention grows with the square of the length. At 600 TFLOP/s (550 backward) and full recomputation expect 3 minutes
-for 256K, 10 for 512K and 40 for 1M; `--layers 8` takes a quarter of that and all but the weights' part of the memory.
-`--dry` runs a toy through the same path, on any device; so does a machine without a GPU.
+for 256K, 10 for 512K and 40 for 1M; `--layers 8` takes a quarter of that and of the weights' memory.
+`--dry`, or a machine without a GPU, runs a toy model through the same code.
 """
 
 import argparse
@@ -42,7 +42,7 @@ TOY = {
     "num_key_value_heads": 4,
 }
 GIB = 1 << 30
-# Of the host memory that is available: the rest is for the process itself and the file cache.
+# Share of the available host memory; the rest is for the process itself and the file cache.
 HOST_SHARE = 0.7
 TILE = 16 << 10
 # Of 8: a quarter of attention's workspace, and far from 2³¹ elements up to 2M tokens.
@@ -55,13 +55,13 @@ def main() -> None:
     parser.add_argument("--lengths", type=parse_size, nargs="+", help="tokens of one sequence")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--seconds", type=float, default=600, help="for each length, without building the model")
-    parser.add_argument("--dry", action="store_true", help="a toy, to try the path")
+    parser.add_argument("--dry", action="store_true", help="a toy model, to test the script")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     dry = args.dry or not torch.cuda.is_available()
     if dry and not args.dry:
-        print("no GPU: a toy instead")
+        print("no GPU: running a toy model")
     shape = (TOY if dry else LLAMA_8B) | ({"num_hidden_layers": args.layers} if args.layers else {})
     lengths = args.lengths or ([256, 512] if dry else [256 << 10, 512 << 10, 1 << 20])
     if dry or args.one:
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def merged(about: dict[str, Any], results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With the saved results of other lengths and layers, if they were measured alike: one may take half an hour."""
+    """Merge with saved results of other lengths and layers that had the same settings; one may take half an hour."""
     saved = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     alike = all(saved.get(key) == value for key, value in about.items())
     by_case = {(one["length"], one["layers"]): one for one in [*(saved["lengths"] if alike else []), *results]}
@@ -97,7 +97,7 @@ def in_process(length: int, layers: int | None, seconds: float) -> dict[str, Any
 
 
 def measure(shape: dict[str, Any], length: int, device: torch.device, seconds: float) -> dict[str, Any]:
-    """One forward and backward pass; prints as it goes."""
+    """Run one forward and backward pass and print progress."""
     name, num_layers = format_size(length), shape["num_hidden_layers"]
     policy = choose_policy(shape, length, host_available())
     print(f"{name}: {describe(policy)}; expected {expected_seconds(shape, length):.0f} s on an H200", flush=True)
@@ -150,7 +150,7 @@ def step(model: Any, length: int, device: torch.device, progress: "Progress") ->
 
 @dataclass
 class Progress:
-    """How far a pass has come, by the device's clock and not by what is merely queued."""
+    """Progress of a pass on the device, not of the queued work."""
 
     name: str
     num_layers: int
@@ -183,7 +183,7 @@ class Progress:
         self._say("forward done")
 
     def reach(self, where: str) -> None:
-        """Waits for the layer before the last one, so that the next two are always queued."""
+        """Wait for the layer before the last one, so that the next two are always queued."""
         if self.device.type == "cuda":
             self._events.append(torch.cuda.current_stream().record_event())
             if len(self._events) > 2:
@@ -201,7 +201,7 @@ class Progress:
 
 
 def choose_policy(shape: dict[str, Any], length: int, host_bytes: int) -> MemoryPolicy:
-    """As few layers to a checkpoint as host memory allows, since those of a group are all held at once."""
+    """Fewest layers per checkpoint that host memory allows; all layers of a group are held at once."""
     num_layers = shape["num_hidden_layers"]
     checkpoint = length * shape["hidden_size"] * 2
     every = next(
@@ -212,7 +212,7 @@ def choose_policy(shape: dict[str, Any], length: int, host_bytes: int) -> Memory
         ),
         num_layers,
     )
-    # A toy gets tiles and heads to divide as well.
+    # The toy model also gets tiles and heads to divide.
     return MemoryPolicy(
         activation_checkpointing="full",
         layers_per_checkpoint=every,
@@ -234,7 +234,7 @@ def expected_seconds(shape: dict[str, Any], length: int) -> float:
 
 
 def build(shape: dict[str, Any], length: int, device: torch.device) -> Any:
-    """Made on the device itself: on the host it would take minutes."""
+    """Create the model on the device; on the host it takes minutes."""
     register()
     config = LlamaConfig(**shape, max_position_embeddings=length, rope_parameters={"rope_theta": 5e8})
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -257,7 +257,7 @@ def device_peak(device: torch.device) -> int:
 
 
 def host_available() -> int:
-    """Bytes, of the machine or of what its container may use."""
+    """Host memory in bytes, of the machine or its container."""
     memory = measure_host_memory()
     assert memory is not None, "this benchmark needs /proc/meminfo"
     return memory.available

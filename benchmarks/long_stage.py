@@ -2,15 +2,15 @@
 
     python benchmarks/long_stage.py [--length 512K] [--layers 4 12] [--seconds 550] [--folder DIR] [--save]
 
-Llama-3-8B's shape with random weights, of which `--layers` layers; bf16 weights with 8-bit states, layers recomputed
-two by two, their inputs in host memory, norms and MLPs in tiles, two KV heads at a time. A row of the demo's books is
-one document. Everything is the product's: packing, loader, step, checkpoint, export. `unspool plan` says beforehand
-what is expected. With several numbers of layers it prints what each takes per layer, and what 32 would take.
+Llama-3-8B's shape with random weights and `--layers` layers: bf16 weights with 8-bit moments, two layers per
+activation checkpoint, their inputs in host memory, norms and MLPs in tiles, two KV heads at a time. A row of the demo's
+books is one document. Packing, loader, step, checkpoint and export are the product's. `unspool plan` prints the
+expectation first. With several numbers of layers it prints time and memory per layer, and an estimate for 32.
 
 Attention grows with the square of the length: expect 22 s per layer of 512K on an H200. The folder holds the model,
-its checkpoint and its export, each about 4 GB for 8 layers; on a RAM disk they count as host memory. A run that is
-longer than `--seconds` is ended, and how far it got is printed. `--small` is a tiny model with a sliding window on a
-CPU, which goes through 512K tokens in minutes.
+its checkpoint and its export, each about 4 GB for 8 layers; on a RAM disk they count as host memory. A run longer
+than `--seconds` is stopped, and its progress is printed. `--small` is a tiny model with a sliding window on a CPU; it
+reads 512K tokens in minutes.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=550, help="for all runs together")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the stage, as JSON")
     parser.add_argument("--folder", type=Path, help="where models and runs are written; default: a temporary one")
-    parser.add_argument("--small", action="store_true", help="a tiny model on a CPU, to try the path")
+    parser.add_argument("--small", action="store_true", help="a tiny model on a CPU, to test the script")
     parser.add_argument("--save", action="store_true", help=f"write results/{RESULTS.name}")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, layers: int, folder: Path, deadline: float) -> dict[str, Any]:
-    """Make the model, train, and remove everything again, because disks are small."""
+    """Write the model, train, and delete everything, because disks are small."""
     began = time.monotonic()
     model, out = folder / f"model-{layers}", folder / f"run-{layers}"
     making = [sys.executable, __file__, "--make", str(model), "--layers", str(layers), *["--small"] * args.small]
@@ -178,7 +178,7 @@ def unspool(*arguments: object) -> list[str]:
 
 @dataclass
 class Watched:
-    """Peaks of a process while it runs: its own memory, and what it and its files take from machine and container."""
+    """Peak memory of a running process: its own, and with its files on the machine and in the container."""
 
     before: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
@@ -227,7 +227,7 @@ def train(recipe: Path, seconds: float) -> Watched:
 
 
 def read_metrics(out: Path) -> dict[str, Any]:
-    """From the finished stage, or from one that was ended after its first steps."""
+    """Read the results of a stage that finished, or was stopped after its first steps."""
     for folder in (out / "stages" / "long", out / "stages" / "long.work"):
         path = folder / "metrics.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
@@ -254,7 +254,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def scaling(results: list[dict[str, Any]]) -> list[str]:
-    """What a layer adds, from the smallest and the largest run that finished, and what all layers would take."""
+    """Cost per layer, from the smallest and the largest finished run, and an estimate for all layers."""
     done = sorted((one for one in results if one["steps"]), key=lambda one: one["layers"])
     if len(done) < 2:
         return []

@@ -1,11 +1,11 @@
-"""How fast and how large head and cross-entropy are, ours beside Liger's, torch's own and plain logits, in bf16.
+"""Time and memory of head and cross-entropy in bf16: ours, Liger's, torch's and plain logits.
 
     python benchmarks/loss.py [--tokens 64K] [--words 128256] [--hidden 4096] [--save]
 
-Forward and backward, gradients of hidden states and of the weight. Liger is measured where `liger_kernel` can be
-imported; it is pure Python: `pip download --no-deps liger-kernel`, unzip the wheel, name the folder in PYTHONPATH.
-torch's is `F.linear_cross_entropy`, from 2.13 on. Plain logits are measured on fewer tokens, which is said.
-Without a GPU it says so and ends with code 2.
+Forward and backward, gradients of hidden states and of the weight. Liger is measured if `liger_kernel` can be
+imported; it is pure Python: `pip download --no-deps liger-kernel`, unzip the wheel, add the folder to PYTHONPATH.
+torch's is `F.linear_cross_entropy`, from 2.13 on. Plain logits are measured on fewer tokens, and the output says so.
+Without a GPU it exits with code 2.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def ways() -> dict[str, Loss]:
     try:
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Liger
     except ImportError as error:
-        print(f"liger: left out ({error})")
+        print(f"liger: not measured ({error})")
     else:
         # Bias and class weights, then ignored label, z-loss, smoothing and reduction.
         found["liger"] = lambda hidden, weight, labels: Liger.apply(
@@ -72,7 +72,7 @@ def ways() -> dict[str, Loss]:
             hidden, weight, labels, reduction="sum", options=options
         )
     else:
-        print("torch: left out (F.linear_cross_entropy comes with 2.13)")
+        print("torch: not measured (F.linear_cross_entropy needs torch 2.13)")
     return found
 
 

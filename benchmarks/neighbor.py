@@ -1,17 +1,17 @@
-"""How much longer the demo takes beside busy processes.
+"""Slowdown of the demo next to busy processes.
 
     python benchmarks/neighbor.py [--busy 0 1 2] [--times 3] [--recipe tiny] [--stage abf] [--variant NAME=VALUE ...]
         [--save | --out FILE]
-    python benchmarks/neighbor.py --add FILE ... --save   put runs of several processes together
+    python benchmarks/neighbor.py --add FILE ... --save   combine the results of several calls
 
-On two cores (`taskset -c 0,1` on a larger machine), fair shares would give 1.5 times the idle time beside one busy
-process, and 2.0 beside two. Torch's threads wait for each other at every operator, so that a thread which spins while
-it waits takes the time of the one that has the work; `unspool` lets them sleep
-(`src/unspool/core/process_environment.py`). Rounds alternate between the numbers of busy processes. Each run has its
-own folder. `--stage NAME` trains only that stage, which is quicker, after tokenizing and packing once; a `--variant` is
-a run with environment variables of its own, such as `spin=GOMP_SPINCOUNT=300000`. Busy processes compute in Python,
-belong to the same session as the demo (Linux shares cores between sessions first), and end with it. What others took of
-the same cores meanwhile is printed: results count only if that is near 0.
+On two cores (`taskset -c 0,1` on a larger machine), fair shares would give 1.5 times the idle time next to one busy
+process, and 2.0 next to two. Torch's threads wait for each other at every operator; a thread that spins while it waits
+takes CPU time from the thread that works. `unspool` lets them sleep (`src/unspool/core/process_environment.py`).
+Rounds alternate between the numbers of busy processes. Each run has its own folder. `--stage NAME` trains only that
+stage, after tokenizing and packing once. `--variant` runs with additional environment variables, such as
+`spin=GOMP_SPINCOUNT=300000`. Busy processes compute in Python, belong to the same session as the demo (Linux shares
+cores between sessions first), and stop with it. The output includes CPU time of other processes on the same cores:
+results are valid only if it is near 0.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="neighbor-", dir=args.folder) as folder:
         prepared = prepare(args, Path(folder)) if args.stage else None
         for number in range(args.times):
-            # Every other round backwards, so that no case is always the first.
+            # Reverse every other round, so that no case is always first.
             cases = [(busy, name) for busy in args.busy for name in variants]
             for busy, name in cases if number % 2 == 0 else cases[::-1]:
                 runs.append(measure(args, Path(folder), prepared, busy, name, variants[name]))
@@ -122,7 +122,7 @@ def measure(
 
 
 def machine_seconds() -> float:
-    """Seconds that the cores of this process have computed so far."""
+    """Busy seconds so far of the cores that this process may use."""
     own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     total = 0
     for name, *ticks in map(str.split, Path("/proc/stat").read_text().splitlines()):
@@ -144,7 +144,7 @@ def describe(run: dict[str, Any]) -> str:
 
 
 def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Medians of every case, and how many times the idle time of the same variant they are."""
+    """Median of each case, and its ratio to the idle time of the same variant."""
     seconds: dict[tuple[str, int], list[float]] = {}
     for run in runs:
         seconds.setdefault((run["variant"], run["busy"]), []).append(run["seconds"])

@@ -1,11 +1,11 @@
-"""How long the optimizer's update of an 8B model takes on one GPU, by mode.
+"""Time of the optimizer update of an 8B model on one GPU, by mode.
 
     python benchmarks/optimizers.py [--layers 32] [--save]
 
-Llama-3-8B's parameters with random gradients, no model around them. `time_update` is what another script calls. The
-bound is memory: bytes that an update must read and write ÷ the bandwidth of a plain copy, measured first. fp32 masters
-with fp32 moments take 18 bytes per parameter, so fewer layers are used where they do not fit.
-`--dry` runs a toy through the same path, on any device; so does a machine without a GPU.
+Llama-3-8B's parameters with random gradients, without a model. Other scripts call `time_update`. The limit is memory
+bandwidth: bytes that an update reads and writes ÷ the bandwidth of a plain copy, which is measured first. fp32 master
+weights with fp32 moments take 18 bytes per parameter, so fewer layers are used if they do not fit.
+`--dry`, or a machine without a GPU, runs a toy model through the same code.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main() -> None:
     dry = given.dry or not torch.cuda.is_available()
     device = torch.device("cpu" if dry else "cuda")
     if dry and not given.dry:
-        print("There is no GPU, so a toy goes through instead.")
+        print("no GPU: running a toy model")
     bandwidth = 0.0 if dry else copy_bandwidth(device)
     results = []
     for weights, states in MODES:
@@ -52,7 +52,7 @@ def main() -> None:
 def time_update(
     weights: str, states: str, *, layers: int, device: torch.device, toy: bool = False, repeats: int = 5
 ) -> dict[str, float | str]:
-    """Median seconds of one update of all parameters, kernels warmed; as many layers as fit."""
+    """Median seconds of one update of all parameters after warm-up, with as many layers as fit."""
     shapes = (TOY_ENDS if toy else ENDS) + (TOY_LAYER if toy else LAYER) * layers
     if device.type == "cuda":
         shapes = _fitting(shapes, 12 if weights == "bf16" else 18, torch.cuda.mem_get_info(device)[0] * 0.9)
@@ -84,7 +84,7 @@ def time_update(
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written."""
+    """Copy bandwidth in bytes per second, read and written."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = []
@@ -116,7 +116,7 @@ def _fitting(shapes: list[tuple[int, ...]], per_parameter: int, room: float) -> 
 
 
 def _bytes(optimizer: AdamW, param: ParamState) -> int:
-    """Weight and moments are read and written, the gradient is read, the bf16 copy written."""
+    """Bytes per parameter: weight and moments read and written, gradient read, bf16 copy written."""
     both = [param.weight, *(tensor for tensor in optimizer.state_tensors(param).values() if tensor.dim())]
     once = [tensor for tensor in (param.grad, param.bf16_copy) if tensor is not None]
     return sum(2 * part.numel() * part.element_size() for part in both) + sum(

@@ -1,10 +1,10 @@
-"""How fast rows are packed, and how evenly ranks work on them.
+"""Packing speed, and how evenly work is spread over ranks.
 
     python benchmarks/packing.py [--tokens 64M] [--save]
 
-Made-up documents: short ones of about 600 tokens, long ones of about 100K. `pack` is packing alone, `build` is
-everything that `unspool pack` does after the corpus: shuffling, reading, packing, Arrow files, checksums. Both count
-tokens of the corpus. With `--save`, the numbers go to benchmarks/results/packing.json.
+Generated documents: short ones of about 600 tokens, long ones of about 100K. `pack` is packing alone, `build` is
+everything that `unspool pack` does with the corpus: shuffling, reading, packing, Arrow files, checksums. Both count
+tokens of the corpus. `--save` writes benchmarks/results/packing.json.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def measure_packing(folder: Path, tokens: int) -> Any:
     print(f"{'mode':8}{'rows':>6}  {'documents':12}{'pack':>10}{'build':>10}   million tokens per second")
     for mode in PACKERS:
         for row_len in (2 << 10, 64 << 10):
-            # Short documents give no whole rows of 64K.
+            # Short documents cannot fill rows of 64K alone.
             for sources in (["long"],) if mode == "whole" else (["short"], ["short", "long"]):
                 line = measure(mode, row_len, {name: corpora[name] for name in sources}, folder / "rows")
                 print(
@@ -94,7 +94,7 @@ def measure(mode: str, row_len: int, corpora: dict[str, Path], out: Path) -> dic
 
 
 def draw_lens(mean: int, tokens: int, rng: np.random.Generator) -> np.ndarray:
-    """Lengths as text has them: log-normal, a few of them many times the mean."""
+    """Log-normal lengths, as in real text; a few are many times the mean."""
     spread = 1.0
     count = 2 * tokens // mean + 10
     lens = rng.lognormal(np.log(mean) - spread**2 / 2, spread, size=count).astype(np.int64) + 1

@@ -1,11 +1,11 @@
-"""How near the planner comes to what is measured: peak memory and time of a step, on one GPU.
+"""Planner against measurement: peak memory and time of a step, on one GPU.
 
     python benchmarks/plan.py [--cases 8b-8k 8b-64k 8b-128k 135m-32k] [--again] [--calibrate] [--save]
 
-What `benchmarks/train.py --save` has measured is taken from its results; cases that are not in there, and all of them
-with --again, take one step to warm up and one or two that count, by the same code, each in a process of its own: about
-15 seconds for 8K, 45 for 64K, 100 for 128K and 15 for the small model. --calibrate also takes the few layers that
-`unspool plan --measure` would, and shows what is predicted then. Without a GPU only what is there is compared.
+Uses the results of `benchmarks/train.py --save`. Missing cases, and all cases with --again, run a warm-up step and one
+or two measured steps with the same code, each in its own process: about 15 seconds for 8K, 45 for 64K, 100 for 128K and
+15 for the small model. --calibrate also measures the few layers that `unspool plan --measure` would, and prints the
+prediction from them. Without a GPU only existing results are compared.
 The goal: memory within 10%, time within 15%.
 """
 
@@ -52,7 +52,7 @@ def main() -> None:
         require_gpu()
         print(json.dumps(measured_layers(args.cases[0])))
         return
-    print(machine() if torch.cuda.is_available() else "no GPU: only what train.py has measured is compared", flush=True)
+    print(machine() if torch.cuda.is_available() else "no GPU: comparing only the results of train.py", flush=True)
     results = {}
     for name in args.cases:
         found = compared(name, known_step(name, again=args.again), calibrate=args.calibrate)
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def known_step(name: str, *, again: bool) -> dict[str, Any] | None:
-    """What was measured, here or by train.py; None where that cannot be had."""
+    """Measurement of a case, from this run or from train.py; None if there is none."""
     path = RESULTS / "train.json"
     if not again and path.is_file():
         found = json.loads(path.read_text())["cases"].get(name, {}).get("loop", {})
@@ -97,7 +97,7 @@ def own_gpu() -> Gpu:
 
 def compared(name: str, measured: dict[str, Any] | None, *, calibrate: bool) -> dict[str, Any]:
     gpu = own_gpu() if torch.cuda.is_available() else REFERENCE
-    # Under the settings that were measured, which need not be today's.
+    # The settings of the measurement, which may differ from the current ones.
     settings = (measured or {}).get("settings", PLANNED[name].settings)
     case = replace(PLANNED[name], settings=settings)
     found: dict[str, Any] = {"predicted": vars(predicted(case, gpu)), "measured": measured}
@@ -114,7 +114,7 @@ def compared(name: str, measured: dict[str, Any] | None, *, calibrate: bool) -> 
 
 
 def ratios(wanted: dict[str, Any], measured: dict[str, Any]) -> dict[str, float]:
-    """Predicted ÷ measured."""
+    """Ratio of predicted to measured."""
     return {
         "memory": wanted["peak_gib"] / measured["peak_gib"],
         "time": wanted["step_seconds"] / measured["step_seconds"],

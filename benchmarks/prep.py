@@ -1,11 +1,11 @@
-"""From text to rows: speed and memory of the whole preparation, and of tokenising against `tokenizers`.
+"""Speed and memory of `unspool tokenize`, and of tokenization against `tokenizers`.
 
     python benchmarks/prep.py [--tokenizers FOLDER...] [--texts BOOKS.jsonl.zst...] [--sizes 64M 256M] [--save]
 
-For every tokenizer: tokenising speed of the chosen route against `tokenizers` in this process, then `unspool tokenize`
-as a user runs it, with two workers, over as much text as each size says (the texts are repeated, each time cut at
-other places). Speed is text over wall-clock time from start to end of the command, imports included; memory is the
-largest sum of all its processes' resident sets, sampled 20 times a second; file pages that two of them map count twice.
+For each tokenizer: speed of the selected tokenizer library against `tokenizers` in this process, then `unspool
+tokenize` with two workers over as much text as each size (texts are repeated and cut at different places). Speed is
+text over wall-clock time of the command, imports included. Memory is the largest sum of the resident sets of all its
+processes, sampled 20 times a second; file pages that two of them map count twice.
 Targets: 15 MB/s, 15 times `tokenizers`, below 1.5 GiB and flat in the size. Packing speed: benchmarks/packing.py.
 """
 
@@ -33,7 +33,7 @@ RESULTS = Path(__file__).parent / "results" / "prep.json"
 
 
 def write_corpus(texts: list[str], folder: Path, num_bytes: int) -> int:
-    """JSONL files with about `num_bytes` of text; returns the exact number of bytes of text."""
+    """Write JSONL files with about `num_bytes` of text; return the exact number of bytes of text."""
     written, turn, part = 0, 0, 0
     while written < num_bytes:
         lines: list[str] = []
@@ -53,7 +53,7 @@ def write_corpus(texts: list[str], folder: Path, num_bytes: int) -> int:
 
 
 def tree_memory(pid: int) -> int:
-    """Bytes resident in a process and all below it."""
+    """Resident bytes of a process and its descendants."""
     total = 0
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -67,7 +67,7 @@ def tree_memory(pid: int) -> int:
 
 
 def timed(command: list[str]) -> tuple[float, int]:
-    """Seconds, and the largest resident memory of the command with its children."""
+    """Seconds and peak resident memory of the command with its children."""
     begun = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     peak = 0

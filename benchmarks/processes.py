@@ -1,4 +1,4 @@
-"""Benchmarks in processes of their own. Imports no torch."""
+"""Run benchmarks in separate processes. Does not import torch."""
 
 import json
 import os
@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# Memory freed in one size can be used in another; and host memory is pinned by several threads, a second a GiB by one.
+# Freed memory is reusable for other sizes. Several threads pin host memory; one thread takes a second per GiB.
 ALLOCATOR = "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 
 
 def environment() -> dict[str, str]:
-    """Of a process that runs this tree's code, installed or not."""
+    """Environment of a process that imports this tree's code, installed or not."""
     paths = [str(ROOT / "src"), str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR}
 
 
 def in_own_process(*arguments: str, seconds: float | None = None) -> dict[str, Any] | int:
-    """Run a benchmark once more with other arguments: the last JSON line, or the code that it ended with.
+    """Run a benchmark in a new process with other arguments; return its last JSON line, or its exit code.
 
-    So that nothing of an attempt that failed is left for the next, and each has the whole memory. What else it prints
-    is passed on. The system ends a process that takes too much host memory without a word of its own. A process that
-    is not done after `seconds` is ended, and what it has printed counts.
+    A new process has all memory, and nothing of a failed attempt remains. Other output is passed on. The operating
+    system kills a process that takes too much host memory, without a message. A process that runs longer than
+    `seconds` is killed, and the lines that it printed count.
     """
     with subprocess.Popen(
         [sys.executable, *arguments], stdout=subprocess.PIPE, text=True, env=environment()

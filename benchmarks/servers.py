@@ -1,9 +1,9 @@
-"""Ask real servers and the same model in this process the same questions, and write the answers beside each other.
+"""Compare the answers of servers with those of the same model in this process.
 
     python benchmarks/servers.py MODEL OUT --server NAME=URL=MODEL_NAME [--server …] [--lengths 1K] [--samples 2]
 
 MODEL is the folder whose weights the servers run. OUT gets one JSONL file per server and endpoint, with the answers of
-both sides, and `replies-*.jsonl`: an interrupted run asks for nothing twice. Prints one line per suite and endpoint.
+both sides, and `replies-*.jsonl`, so that an interrupted run repeats no question. Prints a line per suite and endpoint.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ENDPOINTS = ("text", "chat")
 
 
 class Remembered:
-    """Answers of the model in this process, by what it reads; servers with equal templates share them."""
+    """Answers of the local model by prompt; servers with equal templates share them."""
 
     def __init__(self, model: str, path: Path) -> None:
         self._backend = ModelBackend(model, device=torch.device("cpu"), dtype=torch.float32)

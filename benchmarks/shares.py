@@ -1,9 +1,9 @@
-"""Whether the shares of sources inside one dataset hold in trained tokens, for documents of very different lengths.
+"""Check that shares of sources hold in trained tokens, for documents of very different lengths.
 
     python benchmarks/shares.py [--tokens 16M] [--seq-len 64K] [--save]
 
-Made-up documents whose tokens tell their source. What is counted are the labels of the rows on disk, not what the
-manifest says. With `--save`, the numbers go to benchmarks/results/shares.json.
+Generated documents whose tokens identify their source. The script counts labels in the rows on disk and ignores the
+manifest. `--save` writes benchmarks/results/shares.json.
 """
 
 import argparse
@@ -61,12 +61,12 @@ def main() -> None:
     logging.disable(logging.WARNING)
     tokenizer = load_tokenizer(resolve_path("asset:tiny-base", Path()))
     results = []
-    print("| packing | strategy | documents | rows | a | b | c | off by at most |")
+    print("| packing | strategy | documents | rows | a | b | c | largest error |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
         for name, means in LENGTHS.items():
             for number, source in enumerate(SHARES):
-                # Several times what the dataset takes: truncation drops most of a long document.
+                # Several times the dataset's tokens, because truncation drops most of a long document.
                 tokens = args.tokens * SHARES[source] * (1.3 if means[source] < 0.5 else 8)
                 write_corpus(Path(folder) / name / source, means[source] * args.seq_len, tokens, number)
         for number, (name, options) in enumerate(COMBINATIONS):
@@ -102,7 +102,7 @@ def write_corpus(out: Path, mean: float, tokens: float, number: int) -> None:
 
 
 def count_labels(folder: Path) -> tuple[int, dict[str, float]]:
-    """Rows of a dataset, and each source's share of their labels."""
+    """Number of rows of a dataset, and each source's share of their labels."""
     rows = open_rows(folder)
     found = np.zeros(1 + len(SHARES), dtype=np.int64)
     for row in (rows[index] for index in range(len(rows))):

@@ -1,12 +1,12 @@
-"""How fast each strategy makes rows, beside plain packing of the same documents in the same process.
+"""Speed of each strategy against plain packing of the same documents in the same process.
 
     python benchmarks/strategies.py [--tokens 32M] [--save]
 
-Made-up documents: short ones of about 600 tokens, long ones of about 100K, words as frequent as Zipf's law has them.
-`alone` fills rows from documents in memory; `build` is everything that `unspool pack` does after the corpus. Both are
-million tokens of rows per second of processor time, the best of several runs, and `×` is the time per token over that
-of plain packing. Negatives are measured on fewer tokens, and what their index and their retrieval take is told apart.
-With `--save`, the numbers go to benchmarks/results/strategies.json.
+Generated documents: short ones of about 600 tokens, long ones of about 100K, word frequencies by Zipf's law. `alone`
+fills rows from documents in memory; `build` is everything that `unspool pack` does with the corpus. Both are million
+tokens of rows per second of processor time, the best of several runs, and `×` is the time per token over that of plain
+packing. NExtLong is measured on fewer tokens, with index and retrieval timed separately. `--save` writes
+benchmarks/results/strategies.json.
 """
 
 import argparse
@@ -56,7 +56,7 @@ REPEATS = 3
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=parse_size, default=parse_size("32M"), help="tokens of each corpus")
-    parser.add_argument("--retrieval-tokens", type=parse_size, default=parse_size("2M"), help="the same for negatives")
+    parser.add_argument("--retrieval-tokens", type=parse_size, default=parse_size("2M"), help="the same for NExtLong")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     args = parser.parse_args()
     tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(ASSETS / "tiny-base")
@@ -121,7 +121,7 @@ def measure(
 
 
 def run_alone(config: DatasetConfig, means: PackingInputs) -> int:
-    """Fill rows from documents in memory, and count them."""
+    """Fill rows from documents in memory and count the rows."""
     strategy = build_strategy(config, means)
     rng = rng_for(0, "skips")
     rows = strategy.pack(documents(config, means.readers), config.seq_len, Tally())
@@ -142,7 +142,7 @@ def documents(config: DatasetConfig, readers: dict[str, CorpusReader]) -> Iterat
 
 
 def measure_negatives(folder: Path, tokens: int, tokenizer: PreTrainedTokenizerFast) -> Iterator[dict[str, Any]]:
-    """Where the time goes: the index, finding the chunks, and the rest, which is to be compared with plain packing."""
+    """Print the time of index, retrieval and the rest; compare the rest with plain packing."""
     for row_len in (4 << 10, 32 << 10):
         name = f"negatives-{row_len}"
         write_corpus(folder / name, draw_lens(row_len, tokens, rng_for(0, "strategies", name)))
@@ -175,7 +175,7 @@ def measure_negatives(folder: Path, tokens: int, tokenizer: PreTrainedTokenizerF
 
 
 class Timed:
-    """A function that adds up the time it takes."""
+    """Wrap a function so that its time is summed."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call

@@ -1,7 +1,7 @@
-"""How fast texts become tokens: the chosen route against `tokenizers`, in one process, on the same texts.
+"""Tokenization speed of the selected library against `tokenizers`, in one process, on the same texts.
 
-`tokenizers` uses all cores that the process may use, a fast route one; so the ratio is what one worker process
-gains over the whole machine with the plain library. Loading is not timed; nothing of the texts was seen before.
+`tokenizers` uses all cores of the process, a fast library one. The ratio compares one worker with the whole machine.
+Loading is not timed, and caches are empty.
 
     python benchmarks/tokenising.py [TOKENIZER_JSON...] [--texts BOOKS.jsonl.zst...] [--megabytes 20]
 """
@@ -22,7 +22,7 @@ import zstandard
 
 from unspool.data.tokenize.encoder import Encoder, choose_route, load_checked
 
-# Compared and timed with `tokenizers`, which would take minutes for all of it.
+# Bytes compared and timed with `tokenizers`, which would take minutes for all texts.
 _REFERENCE_BYTES = 6_000_000
 _SAMPLE_CHARS = 1_000_000
 ASSETS = Path(str(files("unspool"))) / "assets"
@@ -38,11 +38,11 @@ class TokenisingSpeed:
     megabytes_per_second: float
     tokenizers_megabytes_per_second: float
     ratio: float
-    equal_documents: str  # of those that both have tokenised
+    equal_documents: str  # of the texts that both tokenized
 
 
 def measure_tokenising(encoder: Encoder, texts: Sequence[str]) -> TokenisingSpeed:
-    """Times the route that `choose_route` takes for a spread sample of `texts`."""
+    """Time the library that `choose_route` selects, on an evenly spread sample of `texts`."""
     begun = time.perf_counter()
     chosen = choose_route(encoder, _spread_sample(texts))
     choosing = time.perf_counter() - begun
@@ -77,7 +77,7 @@ def measure_tokenising(encoder: Encoder, texts: Sequence[str]) -> TokenisingSpee
 
 
 def _spread_sample(texts: Sequence[str]) -> list[str]:
-    """The same share of every text, from its middle."""
+    """Return the same share of every text, from its middle."""
     share = min(1.0, _SAMPLE_CHARS / max(1, sum(map(len, texts))))
     return [text[(start := int(len(text) * (1 - share) / 2)) : start + int(len(text) * share)] for text in texts]
 
@@ -103,14 +103,14 @@ def read_texts(path: Path) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tokenising speed of the chosen route against `tokenizers`.")
+    parser = argparse.ArgumentParser(description="Tokenization speed of the selected library against `tokenizers`.")
     parser.add_argument("tokenizers", nargs="*", type=Path, default=[ASSETS / "tiny-base/tokenizer.json"], help="files")
     parser.add_argument("--texts", nargs="+", type=Path, default=[ASSETS / "demo/train.jsonl.zst"], help="JSONL files")
     parser.add_argument("--megabytes", type=float, default=20)
     options = parser.parse_args()
     texts = at_least([text for path in options.texts for text in read_texts(path)], int(options.megabytes * 1e6))
     for path in options.tokenizers:
-        # Beginning and end of documents cost nothing worth measuring, so any ids will do.
+        # BOS and EOS cost no measurable time, so any ids will do.
         speed = measure_tokenising(Encoder(path.read_text(encoding="utf-8"), (), 0), texts)
         print(json.dumps({"tokenizer": str(path), **asdict(speed)}, indent=2, ensure_ascii=False))
 

@@ -2,20 +2,20 @@
 
     python benchmarks/train.py [--cases 135m-32k 8b-64k 8b-prolong 8b-128k] [--columns product loop peer]
         [--budget 400] [--rounds 2] [--layers 16] [--profile] [--save]
-    python benchmarks/train.py --add FILE   add what a run on another machine wrote with --out
+    python benchmarks/train.py --add FILE   add the results that --out wrote on another machine
 
-- product: `unspool train` with a recipe. A step lasts from the end of the one before, on the device, to its own, so
-  that the loader, metrics, logs and checkpoints (135M: one every eight steps; 8B: none, for host memory) count. Weights
-  are drawn on the device instead of read, and the process is ended after its last step that counts.
-- loop: optimizer steps of the same stage on the same rows, and nothing else. The product should reach 97% of it.
+- product: `unspool train` with a recipe. A step is timed on the device from the end of the previous step to its own
+  end, so the loader, metrics, logs and checkpoints count (135M: a checkpoint every eight steps; 8B: none, to save host
+  memory). Weights are initialized on the device, and the process is killed after its last measured step.
+- loop: optimizer steps of the same stage on the same rows, and nothing else. Goal: the product reaches 97% of it.
 - peer: Liger's kernels, SDPA, gradient checkpointing (8B), torch's fused AdamW in bf16. It has no document mask, so
-  that ProLong's mix (five rows of one document to three of short ones) costs it what 64K costs.
+  ProLong's mix (five rows of one document to three of short ones) takes it as long as 64K.
 
 Ours has bf16 weights with stochastic rounding and 8-bit moments at 8B (Llama-3's shape) and fp32 masters at 135M
-(SmolLM2's shape, four rows of 32K a step). Each case and column is a process of its own; every other case and round
-goes through the columns backwards. In a budget the peer is last, and when the budget is spent, what there is counts.
-With `--save`, results/train.json gets every step's seconds; cases that were not run keep what they had.
-Liger is pure Python: `pip download --no-deps liger-kernel`, unzip it, name the folder in PYTHONPATH.
+(SmolLM2's shape, four rows of 32K per step). Each case and column runs in its own process; every other case and round
+runs the columns in reverse order. With a budget the peer runs last, and the results so far count when it is spent.
+`--save` writes every step's seconds to results/train.json; cases that were not run keep their results.
+Liger is pure Python: `pip download --no-deps liger-kernel`, unzip it, add the folder to PYTHONPATH.
 """
 
 import argparse
@@ -41,14 +41,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS))
-    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="stop after that long")
-    parser.add_argument("--rounds", type=int, default=1, help="times that everything is measured")
+    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="stop after this time")
+    parser.add_argument("--rounds", type=int, default=1, help="how often to measure everything")
     parser.add_argument("--layers", type=int, help="fewer layers of the 8B shape, in every column")
-    parser.add_argument("--profile", action="store_true", help="also record where the time of a step goes")
+    parser.add_argument("--profile", action="store_true", help="also record how the time of a step is divided")
     parser.add_argument("--save", action="store_true", help=f"write results/{RESULTS.name}")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="another file to write")
-    parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU, to try the benchmark itself")
-    parser.add_argument("--add", nargs="+", type=Path, metavar="FILE", help="add what --out wrote, run nothing")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="write results to this file instead")
+    parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU, to test the benchmark itself")
+    parser.add_argument("--add", nargs="+", type=Path, metavar="FILE", help="add results that --out wrote; run nothing")
     args = parser.parse_args()
     if args.add:
         for path in args.add:
@@ -70,8 +70,9 @@ def main() -> None:
 
 
 def order(cases: list[str], columns: list[str], rounds: int, *, in_budget: bool) -> list[tuple[str, str]]:
-    """Cases as given. Columns alternate, so that none is always the one on a warm machine; in a budget the peer, whose
-    rate changes least, is the last in the first round, and only the others alternate.
+    """Return the order of cases and columns. Columns alternate, so that no column always runs on a warm machine.
+
+    With a budget the peer runs last in the first round, because its rate changes least; only the others alternate.
     """
     found = []
     for turn in range(rounds):
@@ -87,8 +88,8 @@ def order(cases: list[str], columns: list[str], rounds: int, *, in_budget: bool)
 
 def measure(case: str, column: str, folder: Path, seconds: float, args: argparse.Namespace) -> dict[str, Any]:
     if seconds < LEAST_SECONDS:
-        print(f"{case} {column}: not run, the budget is spent", flush=True)
-        return {"error": "not run, the budget was spent"}
+        print(f"{case} {column}: not run, budget spent", flush=True)
+        return {"error": "not run, budget spent"}
     began = time.monotonic()
     options = ["--small"] * args.small + ["--profile"] * (args.profile and column != "peer")
     options += ["--layers", str(args.layers)] if args.layers else []
@@ -112,7 +113,7 @@ def measure(case: str, column: str, folder: Path, seconds: float, args: argparse
 
 
 def add_column(case: dict[str, Any], column: str, found: dict[str, Any]) -> None:
-    """A later round adds its steps; the rate is then the mean of the rounds'."""
+    """Add the steps of a later round; the rate is then the mean over rounds."""
     known = case.get(column, {})
     if "step_seconds" in known and "step_seconds" in found:
         rates = [*known["rounds"], found["tokens_per_second"]]
@@ -125,20 +126,20 @@ def add_column(case: dict[str, Any], column: str, found: dict[str, Any]) -> None
 
 
 def ratios(columns: dict[str, Any], peer: dict[str, Any]) -> dict[str, float]:
-    """Of the product's rate to the others'."""
+    """Ratios of the product's rate to those of the other columns."""
     product = columns.get("product", {}).get("tokens_per_second")
     rates = {name: side.get("tokens_per_second") for name, side in (("loop", columns.get("loop", {})), ("peer", peer))}
     return {f"product_to_{name}": round(product / rate, 4) for name, rate in rates.items() if product and rate}
 
 
 def peer_of(case: str, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What the case's rates are compared with, perhaps measured for another case."""
+    """The peer's result for a case; a case may use that of another one."""
     candidates = [results.get(name or "", {}).get("peer", {}) for name in (case, CASES[case].same_peer)]
     return next((found for found in candidates if "tokens_per_second" in found), {})
 
 
 def read_columns(path: Path) -> dict[str, dict[str, Any]]:
-    """The columns of each case in a file of results; none if there is no file."""
+    """Read the columns of each case from a results file; empty if there is no file."""
     cases = json.loads(path.read_text())["cases"] if path.is_file() else {}
     return {case: {name: found[name] for name in COLUMNS if name in found} for case, found in cases.items()}
 
@@ -173,7 +174,7 @@ def _rate(column: dict[str, Any]) -> str:
 
 
 def profile_lines(case: str, columns: dict[str, Any]) -> list[str]:
-    """Where the time of a step goes, per column."""
+    """Print how the time of a step is divided, per column."""
     lines = []
     logged = columns.get("product", {}).get("logged")
     if logged:

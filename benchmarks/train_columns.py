@@ -1,6 +1,6 @@
-"""The columns of train.py, each in a process of its own: the product, its bare loop, and the peer.
+"""The columns of train.py, each in its own process: the product, its bare loop, and the peer.
 
-A column prints what it has measured as a line of JSON after every step, so that one that is ended early still counts.
+A column prints its measurements as a line of JSON after every step, so that a column stopped early still counts.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from unspool.training.metrics.flops import FlopCount, count_flops, peak_flops
 from unspool.training.optim.updater import build_updater
 from unspool.training.step import train_step
 
-STAGE_STEPS = 100  # more than are run: the stage is ended before it would save and export
+STAGE_STEPS = 100  # more than are run: the stage is stopped before it saves and exports
 STARTED = time.perf_counter()
 KINDS = {
     "attention": ("sdpa", "flash", "fmha", "cudnn::fusion"),
@@ -47,7 +47,7 @@ KINDS = {
 
 
 class Report:
-    """Seconds of the steps that count, by the kind of their rows."""
+    """Seconds of the measured steps, by kind of row."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -72,12 +72,12 @@ class Report:
 
 
 def write_case(case: Case, folder: Path) -> Path:
-    """The recipe of a case. The weights of its model are a hole in a file."""
+    """Write the recipe of a case, and a model whose weights are a sparse file."""
     write_model_files(case, folder / "model", context=case.length // 8)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(folder / "model"))
     header, size = {}, 0
-    for name, tensor in model.named_parameters():  # tied weights once
+    for name, tensor in model.named_parameters():  # count tied weights once
         begin, size = size, size + 2 * tensor.numel()
         header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begin, size]}
     text = json.dumps(header).encode()
@@ -88,7 +88,7 @@ def write_case(case: Case, folder: Path) -> Path:
 
 
 def draw_weights(device: str) -> None:
-    """From here on weights are drawn on the device, not read or hashed: 16 GB of them are not what is measured."""
+    """Initialize weights on the device from here on, so that reading and hashing 16 GB is not measured."""
 
     def draw(
         pretrained_model_name_or_path: str, *, dtype: torch.dtype, attn_implementation: str, **options: Any
@@ -105,7 +105,7 @@ def draw_weights(device: str) -> None:
 
 
 def product(case: Case, folder: Path, *, profile: bool) -> None:
-    """`unspool train`, ended after the last step that counts."""
+    """Run `unspool train` and stop it after the last measured step."""
     from unspool.cli.main import main
 
     recipe = write_case(case, folder)
@@ -119,7 +119,7 @@ def product(case: Case, folder: Path, *, profile: bool) -> None:
 
 
 class Watched:
-    """When the product's steps begin, and when the device has finished them; the product logs them later."""
+    """Times at which the product's steps begin, and at which the device finishes them."""
 
     def __init__(self, case: Case) -> None:
         self.began: list[float] = []
@@ -142,7 +142,7 @@ class Watched:
         return watched
 
     def wait(self, step: int) -> float:
-        """The time when step 1, 2, … has ended."""
+        """End times of steps 1, 2, …"""
         while len(self._ends) < step or (self._ends[step - 1] is not None and not self._ends[step - 1].query()):
             time.sleep(0.001)
         return time.perf_counter()
@@ -158,7 +158,7 @@ def watch(case: Case, watched: Watched, work: Path, profile: bool) -> None:
 
 
 def watch_steps(case: Case, watched: Watched, work: Path, *, profile: bool) -> None:
-    """A step lasts from the end of the one before to its own, so that all between two steps counts."""
+    """Seconds per step, from the end of the previous step, so that everything between two steps counts."""
     report = Report(case)
     before = STARTED
     for step, (kind, counts) in enumerate(plan_steps(case), start=1):
@@ -176,7 +176,7 @@ def watch_steps(case: Case, watched: Watched, work: Path, *, profile: bool) -> N
 
 
 def logged_facts(work: Path) -> dict[str, Any]:
-    """What the stage has logged of its steps; the last one may be missing."""
+    """Read the metrics that the stage logged; the last step may be missing."""
     lines = (work / "metrics.jsonl").read_text().splitlines()[1:]
     steps = [json.loads(line) for line in lines]
     last = {key: steps[-1][key] if steps else None for key in ("mfu", "memory_gib", "loss")}
@@ -187,7 +187,7 @@ def logged_facts(work: Path) -> dict[str, Any]:
 
 
 def loop(case: Case, folder: Path, *, profile: bool) -> None:
-    """Optimizer steps on the product's own rows and nothing else: no loader, no metrics, no log, no checkpoint."""
+    """Run optimizer steps on the product's rows, without loader, metrics, log or checkpoint."""
     loaded = load_recipe(write_case(case, folder))
     context = prepare.open_data_run(loaded)
     prepare.tokenize(context)
@@ -217,7 +217,7 @@ def loop(case: Case, folder: Path, *, profile: bool) -> None:
 
 
 def peer(case: Case, folder: Path, *, profile: bool) -> None:
-    """Stock `transformers` with Liger's kernels."""
+    """Run stock `transformers` with Liger's kernels."""
     if not case.small:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
@@ -257,7 +257,7 @@ def peer(case: Case, folder: Path, *, profile: bool) -> None:
 
 
 def time_steps(case: Case, flops: FlopCount, step: Callable[[int], Callable[[], float]], *, profile: bool) -> None:
-    """The steps of `plan_steps`, one after another, with rows that are ready before."""
+    """Run the steps of `plan_steps` one after another, with prepared rows."""
     report, used = Report(case), set[str]()
     for number, (kind, counts) in enumerate(plan_steps(case), start=1):
         run = step(number)
@@ -300,7 +300,7 @@ def _use(case: Case, flops: FlopCount, seconds: float) -> dict[str, Any]:
 
 
 class Recorded:
-    """The device's time by kernel, of all threads; empty without a GPU."""
+    """Device time by kernel over all threads; empty without a GPU."""
 
     def __enter__(self) -> "Recorded":
         self.times: Counter[str] = Counter()
@@ -318,7 +318,7 @@ class Recorded:
                 self.times[event.key] += event.self_device_time_total
 
     def describe(self, seconds: float, steps: int) -> dict[str, Any]:
-        """Seconds per step: of the clock, of each kind of kernel, and of the kernels that took longest."""
+        """Seconds per step: wall clock, each kind of kernel, and the slowest kernels."""
         kinds: Counter[str] = Counter()
         for name, microseconds in self.times.items():
             kinds[_kind_of(name)] += microseconds
@@ -341,10 +341,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("column", choices=COLUMNS)
     parser.add_argument("case", choices=CASES | PLANNED)
-    parser.add_argument("folder", type=Path, help="for its recipe and run; columns of one case share it")
+    parser.add_argument("folder", type=Path, help="folder for recipe and run; columns of one case share it")
     parser.add_argument("--layers", type=int, help="of the 8B shape")
     parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU")
-    parser.add_argument("--profile", action="store_true", help="also record kernels, after the steps that count")
+    parser.add_argument("--profile", action="store_true", help="also record kernels, after the measured steps")
     args = parser.parse_args()
     case = (CASES | PLANNED)[args.case]
     if args.layers and case.settings.get("keep_products"):

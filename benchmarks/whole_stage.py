@@ -1,10 +1,10 @@
-"""A whole stage of the 135M shape at 32K through `unspool train`: how long it takes, and where its time goes.
+"""Time one whole stage of the 135M shape at 32K through `unspool train`, by phase.
 
     python benchmarks/whole_stage.py [--tokens 10M] [--out FILE | --save]
 
-The first command trains two steps and so fills the compile cache, as an earlier stage of the run would. The second
-trains `--tokens` tokens with a checkpoint every eight steps. Start-up is everything before the first step that is not
-compiled anew: imports, checks, packed rows, weights, first step. Weights are random (SmolLM2's shape). `--small` is a
+The first command trains two steps and fills the compile cache, as an earlier stage of the run would. The second
+trains `--tokens` tokens with a checkpoint every eight steps. Start-up is everything up to the first step that compiles
+nothing: imports, checks, packed rows, weights, first step. Weights are random (SmolLM2's shape). `--small` is a
 tiny model on a CPU.
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def run(gate: Gate, steps: int) -> dict[str, Any]:
-    """`unspool pack`, then `unspool train` of the packed rows; the packed rows and the compile cache stay."""
+    """Run `unspool pack`, then `unspool train`; keep the packed rows and the compile cache."""
     case = gate.case(CASE)
     recipe = gate.write_recipe(case, "whole", model="135m", steps=steps, checkpoint_every=case.checkpoint_every)
     unspool("pack", recipe)

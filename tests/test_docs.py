@@ -1,71 +1,30 @@
-"""The documents name only what exists, and leave out nothing they promise to hold."""
+"""The documents name only what exists: paths, links, commands, make targets and packages."""
 
 import re
-import shlex
+import sys
 import tomllib
-from itertools import pairwise
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 import yaml
-from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
-from typer.testing import CliRunner
 
 from test_imports import BESIDE, ORDER, PACKAGES
 from unspool.cli.main import build_app
-from unspool.core.config import Config
-from unspool.data.corpus.config import EngineConfig
-from unspool.data.packing.config import DatasetConfig, ReplaceConfig
-from unspool.data.sources.registry import SOURCES
-from unspool.data.strategies.cip import CIP
-from unspool.data.strategies.nextlong import NExtLong
-from unspool.data.strategies.pose import PoSE
-from unspool.data.strategies.upsample import Upsample
-from unspool.data.strategies.utk import UtK
-from unspool.evals.suites.helmet import HelmetEval
-from unspool.evals.suites.infbench import InfbenchEval
-from unspool.evals.suites.key_value import KeyValueEval
-from unspool.evals.suites.lveval import LvEval
-from unspool.evals.suites.niah import NiahEval
-from unspool.evals.suites.nocha import NochaEval
-from unspool.evals.suites.perplexity import PerplexityEval
-from unspool.evals.suites.ruler import RulerEval
-from unspool.evals.suites.short_suite import ShortEval
-from unspool.models.config import NewModel
-from unspool.recipe.load import load_recipe
-from unspool.recipe.paths import bundled_recipes
-from unspool.recipe.schema import Recipe
-from unspool.rope.harpe import HARPE
-from unspool.rope.methods import ABF, NTK, PI, Dynamic, Llama3, LongRoPE, NTKByParts, SelfExtend, Unchanged, YaRN
-from unspool.synthesis.config import (
-    ChecksConfig,
-    DecontaminateConfig,
-    LocalGenerator,
-    MockGenerator,
-    ServerGenerator,
-    SynthConfig,
-)
-from unspool.training.config import (
-    AttentionDistillationConfig,
-    GuardConfig,
-    ReportedHours,
-    SamplesConfig,
-    StageConfig,
-    ValidationConfig,
-)
-from unspool.training.optim.config import AdamWConfig
-from unspool.training.parallel.config import ParallelConfig
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from reference.build import PAGES  # noqa: E402
+
 PACKAGE = ROOT / "src" / "unspool"
-ARCHITECTURE = ROOT / "docs" / "architecture.md"
-RECIPES = ROOT / "docs" / "recipes.md"
+DOCS = ROOT / "docs"
+ARCHITECTURE = DOCS / "architecture.md"
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(DOCS.rglob("*.md")),
     *sorted((PACKAGE / "assets").rglob("*.md")),
 ]
 # Where a path written in a document begins, as opposed to a path of the reader's.
@@ -105,19 +64,84 @@ def test_every_path_named_exists(document):
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+def test_every_page_that_the_code_names_exists():
+    named = {
+        (by_name(path), page)
+        for path in PACKAGE.rglob("*")
+        if path.suffix in (".py", ".yaml", ".j2")
+        for page in re.findall(r"docs/([\w/-]+\.md)", path.read_text())
+    }
+    assert [(path, page) for path, page in sorted(named) if page not in PAGES and not (DOCS / page).exists()] == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
 def test_every_link_leads_somewhere(document):
-    links = re.findall(r"\]\(([^)\s]+)\)", document.read_text())
-    for link in (link for link in links if "://" not in link):
+    assert broken_links(document.parent, document.read_text()) == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_link_of_a_generated_page_leads_somewhere(name):
+    assert broken_links((DOCS / name).parent, generated(name)) == []
+
+
+def test_a_broken_link_is_found(tmp_path):
+    (tmp_path / "page.md").write_text('# Title\n\n## What it is { #what }\n\n<span id="cell"></span>\n')
+    links = ("page.md#title", "page.md#what", "page.md#cell", "page.md#where", "other.md", "https://example.org/x")
+    assert broken_links(tmp_path, " ".join(f"[x]({link})" for link in links)) == ["page.md#where", "other.md"]
+
+
+@cache
+def generated(name: str) -> str:
+    return PAGES[name]()
+
+
+def broken_links(folder: Path, text: str) -> list[str]:
+    """Links to files and anchors that do not exist; pages that the site generates count as files of docs/."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = link.partition("#")
-        target = (document.parent / path) if path else document
-        assert target.exists(), link
-        if anchor:
-            assert anchor in {_anchor(heading) for heading in sections(target)}, link
+        if "://" in link:
+            continue
+        target = (folder / path).resolve()
+        name = target.relative_to(DOCS).as_posix() if target.is_relative_to(DOCS) else ""
+        if not path:
+            content = text
+        elif name in PAGES:
+            content = generated(name)
+        elif target.exists():
+            content = target.read_text() if anchor else ""
+        else:
+            broken.append(link)
+            continue
+        if anchor and anchor not in anchors(content):
+            broken.append(link)
+    return broken
+
+
+def anchors(text: str) -> set[str]:
+    """What a link to a page may name: headings, and ids written out."""
+    given = re.findall(r"\{ #([\w.-]+) \}|id=\"([\w.-]+)\"", text)
+    headings = re.findall(r"^#+ (.+?)(?: \{ #.*)?$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {name for pair in given for name in pair if name} | {_anchor(heading) for heading in headings}
 
 
 def _anchor(heading: str) -> str:
-    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", re.sub(r"[`*]", "", heading)).strip().lower())
+
+
+def test_the_navigation_holds_every_page_and_only_pages():
+    found = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
+    assert sorted(_nav(_settings()["nav"])) == sorted([*found, *PAGES])
+
+
+def _settings() -> Any:
+    return yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+
+def _nav(entry: Any) -> list[str]:
+    if isinstance(entry, str):
+        return [entry]
+    return [page for below in (entry.values() if isinstance(entry, dict) else entry) for page in _nav(below)]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
@@ -163,128 +187,3 @@ def test_the_map_shows_the_import_order_that_is_enforced():
 
 def test_the_map_fits_two_screens():
     assert len(ARCHITECTURE.read_text().split()) < 1200
-
-
-def test_every_command_is_named_in_some_document():
-    named = {name for path in DOCUMENTS for name in re.findall(r"\bunspool ([a-z]+)\b", code(path.read_text()))}
-    assert verbs() <= named
-
-
-# The recipe file
-
-TABLES: dict[str, type[Config]] = {
-    "Top level": Recipe,
-    "model": NewModel,
-    "engine": EngineConfig,
-    **{f"kind: {kind}": source for kind, source in SOURCES.items()},
-    "datasets": DatasetConfig,
-    "datasets: utk": UtK,
-    "datasets: cip": CIP,
-    "datasets: nextlong": NExtLong,
-    "datasets: upsample": Upsample,
-    "datasets: pose": PoSE,
-    "datasets: replace": ReplaceConfig,
-    "stages": StageConfig,
-    "stages: attention_distillation": AttentionDistillationConfig,
-    "stages: optimizer": AdamWConfig,
-    "stages: parallel": ParallelConfig,
-    "stages: guard": GuardConfig,
-    "stages: validation": ValidationConfig,
-    "stages: reported": ReportedHours,
-    "stages: samples": SamplesConfig,
-    "method: unchanged": Unchanged,
-    "method: abf": ABF,
-    "method: ntk": NTK,
-    "method: pi": PI,
-    "method: dynamic": Dynamic,
-    "method: ntk-by-parts": NTKByParts,
-    "method: yarn": YaRN,
-    "method: longrope": LongRoPE,
-    "method: llama3": Llama3,
-    "method: harpe": HARPE,
-    "method: self-extend": SelfExtend,
-    "suite: niah": NiahEval,
-    "suite: key_value": KeyValueEval,
-    "suite: perplexity": PerplexityEval,
-    "suite: ruler": RulerEval,
-    "suite: helmet": HelmetEval,
-    "suite: lveval": LvEval,
-    "suite: infbench": InfbenchEval,
-    "suite: nocha": NochaEval,
-    "suite: short": ShortEval,
-    "synth": SynthConfig,
-    "synth: openai": ServerGenerator,
-    "synth: transformers": LocalGenerator,
-    "synth: mock": MockGenerator,
-    "synth: checks": ChecksConfig,
-    "synth: decontaminate": DecontaminateConfig,
-}
-
-
-def table(text: str) -> dict[str, str]:
-    """Key and default of each line of a section's table."""
-    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", text, re.MULTILINE)
-    assert len(rows) == len(dict(rows)), "a key stands twice"
-    return dict(rows)
-
-
-def default_of(config: type[Config], name: str) -> Any:
-    """A default as a recipe would spell it; "required" and "none" where there is no value to spell."""
-    field = config.model_fields[name]
-    if field.default_factory is not None:
-        return "runs/NAME" if (config, name) == (Recipe, "out") else field.default_factory
-    if field.default is PydanticUndefined or (name == "method" and config is not Unchanged):
-        # Without a method, a recipe does not know the class.
-        return "required"
-    if field.default is None:
-        return "none"
-    if isinstance(field.default, BaseModel):
-        # What it sets; options without a value stand in the table of their own.
-        return {key: value for key, value in field.default.model_dump(mode="json").items() if value}
-    return list(field.default) if isinstance(field.default, tuple) else field.default
-
-
-@pytest.mark.parametrize("heading", TABLES)
-def test_every_key_is_described_with_its_default(heading):
-    config = TABLES[heading]
-    described = {
-        key: yaml.safe_load(cell.strip("`")) if cell.startswith("`") else cell
-        for key, cell in table(sections(RECIPES)[heading]).items()
-    }
-    expected = {field.alias or name: default_of(config, name) for name, field in config.model_fields.items()}
-    assert described == expected
-
-
-def test_every_part_of_a_recipe_has_its_table():
-    # What pydantic's schema of a recipe is made of, apart from the recipe itself and datasets, which stand inline.
-    parts = {*Recipe.model_json_schema()["$defs"], "Recipe", "DatasetConfig"}
-    assert {config.__name__ for config in TABLES.values()} == parts
-
-
-def test_every_bundled_recipe_is_listed():
-    names = re.findall(r"^\| `([\w-]+)` \| [^|]+ \|$", sections(RECIPES)["The recipe file"], re.MULTILINE)
-    assert sorted(names) == sorted(bundled_recipes())
-
-
-def test_the_example_recipe_is_valid(tmp_path):
-    (example,) = re.findall(r"```yaml\n(name: .*?)```", RECIPES.read_text(), re.DOTALL)
-    (tmp_path / "example.yaml").write_text(example)
-    assert load_recipe(tmp_path / "example.yaml").recipe.name == "books-8k"
-
-
-def test_what_the_console_shows_is_what_the_command_says():
-    (shown,) = re.findall(r"```console\n(.*?)```", RECIPES.read_text(), re.DOTALL)
-    examples = re.findall(r"^\$ unspool (.+)\n((?:(?!\$ ).+\n)+)", shown, re.MULTILINE)
-    assert examples
-    for command, output in examples:
-        done = CliRunner().invoke(build_app(), command.split())
-        assert (done.exit_code, done.stderr) == (2, output)
-
-
-def test_the_example_overrides_are_taken():
-    (shown,) = re.findall(r"```sh\n(.*?)```", RECIPES.read_text(), re.DOTALL)
-    for line in shown.splitlines():
-        words = shlex.split(line)
-        given = [value for option, value in pairwise(words) if option == "--set"]
-        assert given, line
-        load_recipe("tiny", given)

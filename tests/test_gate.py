@@ -1,5 +1,6 @@
 """The GPU gate: when it calls itself outdated, and its parts on tiny shapes."""
 
+import ast
 import importlib
 import json
 import shutil
@@ -47,14 +48,114 @@ def test_a_change_of_a_gpu_file_makes_the_result_old_and_another_does_not(gate: 
     write_result(gate, tree)
     assert gate.freshness(tree) == "GPU gate: passed on this code (commit 0123456789ab)."
     page = tree / "src" / "unspool" / "reporting" / "page.py"
-    page.write_text(page.read_text() + "\n# more\n")
+    page.write_text(page.read_text() + "\nmore = 1\n")
     assert "passed on this code" in gate.freshness(tree)
     path = tree / "src" / "unspool" / changed
     path.write_text(path.read_text() + "\n# more\n")
+    assert "passed on this code" in gate.freshness(tree)
+    path.write_text(path.read_text() + "\nmore = 1\n")
     assert gate.freshness(tree) == (
         "GPU gate: WARNING: files that run on a GPU changed since it ran (commit 0123456789ab); run `make gpu` on a "
         "machine with a GPU."
     )
+
+
+SOURCE = '''"""A module."""
+
+import torch  # the only one
+
+
+def halve(values, text="a # b"):
+    """Return half.
+
+    In two paragraphs.
+    """
+    # Exact in floats.
+    return values / 2, text, f"{text!r:>9} # {values}", """x
+
+# kept
+"""
+
+
+class Fault(Exception):
+    "A docstring without a second line."
+'''
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("# Exact in floats.", "# Division by two is exact."),
+        ("    # Exact in floats.\n", ""),
+        ("  # the only one", ""),
+        ('b"):', 'b"):  # why # twice'),
+        ('"""A module."""', '"""A module, with \'quotes\' and é."""'),
+        ('    """Return half.\n\n    In two paragraphs.\n    """\n', ""),
+        ("In two paragraphs.", "In three # paragraphs."),
+        ('"A docstring without a second line."', '"""A docstring\n\n    with one.\n    """'),
+        ("\n\n\nclass", "\n\nclass"),
+    ],
+)
+def test_comments_docstrings_and_blank_lines_are_not_code(gate: Any, before: str, after: str) -> None:
+    assert before in SOURCE
+    assert gate.code_only(SOURCE.replace(before, after)) == gate.code_only(SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("values / 2", "values / 3"),
+        ("a # b", "a # c"),
+        ("# {values}", "# {text}"),
+        ("# kept", "# changed"),
+        ("x\n\n#", "x\n#"),
+        ("    return values", "    if text:\n        return values"),
+        ("(Exception)", "(OSError)"),
+        ("import torch  #", "# import torch"),
+        ('"A docstring without', 'f"A docstring without'),
+    ],
+)
+def test_statements_and_strings_are_code(gate: Any, before: str, after: str) -> None:
+    assert before in SOURCE
+    assert gate.code_only(SOURCE.replace(before, after)) != gate.code_only(SOURCE)
+
+
+def test_the_code_that_counts_is_exactly_this(gate: Any) -> None:
+    """The same text under every Python version, so that a digest of one is valid under another."""
+    assert (
+        gate.code_only(SOURCE)
+        == '''import torch
+def halve(values, text="a # b"):
+    return values / 2, text, f"{text!r:>9} # {values}", """x
+
+# kept
+"""
+class Fault(Exception):
+'''
+    )
+
+
+def test_no_code_of_the_package_is_lost(gate: Any) -> None:
+    """What is left has the tree of the source, apart from docstrings."""
+    checked = 0
+    for path in sorted((ROOT / "src" / "unspool").rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        try:
+            left = ast.parse(gate.code_only(source))
+        except IndentationError:  # a body that was only a docstring
+            continue
+        assert _without_docstrings(left) == _without_docstrings(ast.parse(source)), path
+        checked += 1
+    assert checked > 200
+
+
+def _without_docstrings(tree: ast.Module) -> str:
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            kept = [one for one in body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))]
+            node.body = kept  # type: ignore[attr-defined]
+    return ast.dump(tree)
 
 
 def test_a_gate_that_failed_says_so(gate: Any, tree: Path) -> None:

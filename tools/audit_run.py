@@ -1,12 +1,12 @@
-"""Check a run's corpora and rows from the outside: reads the Arrow files and manifests, imports nothing of unspool.
+"""Check corpora and packed rows of a run without importing unspool: reads Arrow files and manifests only.
 
     python tools/audit_run.py RUN_FOLDER [--samples 40] [--same-as OTHER_RUN_FOLDER]
 
-Confirms that
+Checks that
   records   = documents + quarantined + filtered                      (every corpus)
-  tokens in + added = tokens in rows + tokens dropped, by reason      (every rows set)
-  every piece of a sampled row stands in a corpus, and decodes to text of the source file it names
-  two runs hold the same bytes in every Arrow file                    (--same-as)
+  tokens in + added = tokens in rows + tokens dropped, by reason      (every dataset)
+  every piece of a sampled row is in a corpus, and decodes to text of its source file
+  two runs have the same bytes in every Arrow file                    (--same-as)
 """
 
 import argparse
@@ -108,7 +108,7 @@ def check_decoding(run: Path, folder: Path, recipe: dict, tokenizer: Tokenizer, 
     drawn = manifest["settings"]["dataset"]["from"]
     sources = [drawn] if isinstance(drawn, str) else list(drawn)
     if not {recipe["sources"][source]["kind"] for source in sources} & {"jsonl", "repos", "textbooks"}:
-        print(f"      rows {folder.name}: how to read its sources again is not known here")
+        print(f"      rows {folder.name}: this tool cannot read its sources again")
         return
     documents = [
         (source, name, tokens) for source in sources for name, tokens in corpus_documents(run / "corpus" / source)
@@ -121,14 +121,14 @@ def check_decoding(run: Path, folder: Path, recipe: dict, tokenizer: Tokenizer, 
     for tokens, doc_lens in random.Random(0).sample(rows, min(samples, len(rows))):
         for piece in np.split(tokens, np.cumsum(doc_lens)[:-1]):
             if len(piece) < 12:
-                continue  # too short to be told from others
+                continue  # too short to identify
             wanted = piece.tobytes()
             at = data.find(wanted)
             while at >= 0 and at % 4:
                 at = data.find(wanted, at + 1)
             if at < 0 and len(set(piece.tolist())) == 1:
                 continue  # padding
-            assert at >= 0, f"a piece of {folder.name} stands in no corpus"
+            assert at >= 0, f"a piece of {folder.name} is in no corpus"
             source, name, _ = documents[int(np.searchsorted(ends, at // 4, side="right"))]
             config = recipe["sources"][source]
             text = tokenizer.decode(piece.tolist(), skip_special_tokens=True).strip("\ufffd")
@@ -148,12 +148,12 @@ def check_decoding(run: Path, folder: Path, recipe: dict, tokenizer: Tokenizer, 
                 compared += len(lines)
     expect(
         compared > 0,
-        f"rows {folder.name}: {compared:,} pieces or lines of {min(samples, len(rows))} rows stand in their source",
+        f"rows {folder.name}: {compared:,} pieces or lines of {min(samples, len(rows))} rows are in their source",
     )
 
 
 def archive_lines(place: Path, name: str) -> set[str]:
-    """Every line of a repository: a folder, a zip or a tar in `place`, or `place` itself."""
+    """Return every line of a repository: a folder, zip or tar in `place`, or `place` itself."""
     name = name.rpartition(":")[0]
     path = place if place.name == name else place / name
     if path.is_dir():

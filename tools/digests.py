@@ -1,15 +1,15 @@
-"""Digest everything that a finished run computed, whatever its files and fields are called.
+"""Digest everything that a finished run computed, independent of names of files and fields.
 
     .venv/bin/unspool run tiny
     .venv/bin/python tools/digests.py runs/tiny --json before.json
     .venv/bin/python tools/digests.py runs/tiny --compare before.json
 
-Packed datasets and corpora are digested by column, trained models by tensor, scores by prompt, answer and score. To
-these come the golden loss, trained again, and the numbers of `unspool verify` on the CPU; --skip leaves them out. A
-column, folder or suite may be renamed as long as both names stand in the tables below. --root names the checkout whose
-code runs, this one by default. Exits with 1 if --compare finds a difference.
+Packed datasets and corpora are digested by column, trained models by tensor, scores by prompt, answer and score. The
+tool also trains the golden loss again and digests the numbers of `unspool verify` on the CPU; --skip disables both. A
+column, folder or suite may be renamed if the tables below list both names. --root names the checkout whose code runs,
+by default this one. Exits with 1 if --compare finds a difference.
 
-Run the demo and this tool with the same number of threads every time: sums of floating-point numbers depend on it.
+Always use the same number of threads for the demo and this tool: floating-point sums depend on it.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 
 ROOT = Path(__file__).resolve().parents[1]
-# Every group is one thing under its old and new names; it is digested under the first.
+# Each group lists old and new names of one thing; it is digested under the first.
 CORPUS_FOLDERS = ("corpus", "corpora")
 DATASET_FOLDERS = ("datasets", "rows")
 UNFINISHED = (".partial", ".work", ".old", ".tmp")
@@ -37,10 +37,10 @@ COLUMNS = (
     ("chunk_ids", "chunk_ids", "chunk_docs", "chunk_labels", "chunk_documents"),
     ("positions", "position_ids"),
 )
-# Names, which are no numbers. Their values may be reworded, and what they say shows in the trained weights.
+# Names may be reworded; their effect shows in the trained weights.
 COLUMNS_LEFT_OUT = {"id", "source", "attention", "doc_id", "document_id", "attends", "sources"}
 SUITES = {"kv": "key_value", "loss": "perplexity"}
-# What a sample says, by the digest that it belongs to; no field holds a time or a version.
+# Fields of a sample, by digest; no field holds a time or a version.
 FIELDS = {
     "prompts": (
         ("suite",),
@@ -58,7 +58,7 @@ FIELDS = {
     "answers": (("reference", "gold", "expected"), ("output", "answer")),
     "scores": (("score",), ("losses", "loss_by_position", "losses_by_position")),
 }
-FIELDS_LEFT_OUT = {"wording", "judge"}  # the hash of a user's file, the words that a judge is asked with
+FIELDS_LEFT_OUT = {"wording", "judge"}  # the hash of a user's file, the judge's prompt
 COMMANDS = ("unspool.cli.main", "unspool.cli.app", "unspool.cli", "unspool.__main__")
 GOLDEN = ("training.golden", "train.golden")
 
@@ -66,12 +66,12 @@ Digests = dict[str, str]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Digest what a finished run computed, whatever things are called.")
+    parser = argparse.ArgumentParser(description="Digest what a finished run computed, independent of names.")
     parser.add_argument("run", type=Path, help="the folder of a finished run, such as runs/tiny")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the digests to this file")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="compare with digests that --json wrote")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout whose code is run")
-    parser.add_argument("--skip", nargs="*", default=[], choices=("golden", "verify"), help="leave these out")
+    parser.add_argument("--skip", nargs="*", default=[], choices=("golden", "verify"), help="skip these")
     args = parser.parse_args()
     if not args.run.is_dir():
         sys.exit(f"{args.run}: no such folder")
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def differences(before: Digests, after: Digests) -> Iterator[str]:
-    """A line for every digest that is not the same in both."""
+    """Return a line for each digest that differs."""
     for name, value in before.items():
         if name not in after:
             same = [other for other in after if after[other] == value and other not in before]
@@ -114,7 +114,7 @@ def run_digests(run: Path) -> Iterator[tuple[str, str]]:
 
 
 def finished(run: Path, names: Iterable[str]) -> list[Path]:
-    """The folders of finished results in the one of these folders that exists."""
+    """Return the folders of finished results inside the first of these folders that exists."""
     found = [run / name for name in names if (run / name).is_dir()]
     if len(found) != 1:
         sys.exit(f"{run}: expected one of these folders: {', '.join(names)}")
@@ -123,7 +123,7 @@ def finished(run: Path, names: Iterable[str]) -> list[Path]:
 
 
 def arrow_digests(folder: Path) -> Digests:
-    """The values of each column, and how many each record has; independent of files and batches."""
+    """Digest the values of each column and their number per record, independent of files and batches."""
     sums: dict[str, tuple[Any, Any]] = {}
     for path in sorted(folder.glob("*.arrow")):
         file = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -148,7 +148,7 @@ def as_integers(array: Any) -> bytes:
 
 
 def tensors_digest(paths: list[Path]) -> str:
-    """Name, type, shape and bytes of every tensor, by name; independent of how they are spread over files."""
+    """Digest name, type, shape and bytes of every tensor, independent of how files divide them."""
     entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}
     for path in paths:
         with path.open("rb") as file:
@@ -156,7 +156,7 @@ def tensors_digest(paths: list[Path]) -> str:
             header = json.loads(file.read(size))
         entries |= {name: (path, 8 + size, said) for name, said in header.items() if name != "__metadata__"}
     if not entries:
-        sys.exit("a stage without tensors")
+        sys.exit("stage without tensors")
     total = hashlib.sha256()
     for name, (path, start, said) in sorted(entries.items()):
         first, end = said["data_offsets"]
@@ -166,7 +166,7 @@ def tensors_digest(paths: list[Path]) -> str:
 
 
 def score_digests(folder: Path) -> Digests:
-    """One digest each of prompts, answers and scores, in the order they were asked in."""
+    """Digest prompts, answers and scores, in the order of the questions."""
     known = {name for groups in FIELDS.values() for group in groups for name in group} | FIELDS_LEFT_OUT
     found: dict[str, list[Any]] = {kind: [] for kind in FIELDS}
     for file in ("samples.jsonl", "prompts.jsonl"):
@@ -182,14 +182,14 @@ def score_digests(folder: Path) -> Digests:
 
 
 def leaves(value: Any) -> Any:
-    """The same without the names of fields."""
+    """Return the value without field names."""
     if isinstance(value, dict):
         return [leaves(inner) for inner in value.values()]
     return [leaves(inner) for inner in value] if isinstance(value, list) else value
 
 
 def golden_digests(root: Path) -> Digests:
-    """The losses of tests/…/golden.py, trained again on one thread, and those that are written down."""
+    """Return the losses of tests/…/golden.py, trained again on one thread, and the recorded ones."""
     program = f"""
 import importlib, importlib.util, json, sys, tempfile, pathlib
 sys.path.insert(0, {str(root / "tests")!r})
@@ -204,7 +204,7 @@ print(json.dumps([losses, json.loads(golden.GOLDEN.read_text())["losses"]]))
 
 
 def verify_digests(root: Path) -> Digests:
-    """The numbers of `unspool verify`, in order and without the names of checks, seconds and details."""
+    """Return the numbers of `unspool verify` in order, without names of checks, seconds and details."""
     program = f"""
 import importlib, importlib.util, sys
 names = [name for name in {COMMANDS!r} if importlib.util.find_spec(name.rpartition('.')[0]) is not None]
@@ -222,7 +222,7 @@ main()
 
 
 def run_python(root: Path, program: str) -> str:
-    """What a program prints that runs with the code of a checkout, on one thread."""
+    """Run a program with the code of a checkout on one thread; return its output."""
     env = os.environ | {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"}
     check = f"import unspool; assert unspool.__file__.startswith({str(root)!r}), unspool.__file__\n"
     done = subprocess.run(
@@ -234,7 +234,7 @@ def run_python(root: Path, program: str) -> str:
 
 
 def digest(value: Any) -> str:
-    # repr of a float, which json writes, gives back the same float.
+    # json writes the repr of a float, which reads back as the same float.
     return hashlib.sha256(json.dumps(value, ensure_ascii=True, separators=(",", ":")).encode()).hexdigest()
 
 

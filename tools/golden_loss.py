@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 .venv/bin/python tools/golden_loss.py
 
-A test trains the same again and compares. Run this only after a change that is meant to move the loss, and say in the
-commit by how much it moved: the old and the new last loss are printed.
+A test repeats the training and compares. Run this only after a change that should change the loss. Give both values in
+the commit: the script prints the old and the new last loss.
 """
 
 import json

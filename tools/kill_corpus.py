@@ -1,11 +1,11 @@
-"""Kill a run's preparation at random moments and see whether it ends with the same bytes; imports nothing of unspool.
+"""Kill `unspool pack` at random times and check that it ends with the same bytes. Does not import unspool.
 
     python tools/kill_corpus.py RECIPE WORK_FOLDER [--kills 10] [--seed 0] [--set sources.books.limit=1M ...]
 
-Runs `unspool pack RECIPE --set out=WORK_FOLDER/whole` once, undisturbed. Then runs it with out=WORK_FOLDER/killed-0
-again and again, each time killing the whole process group with SIGKILL at a random moment of the time the first run
-was at work. A run that ends before its moment closes its folder, and the next kills go to killed-1 and so on. When all
-kills are done the last folder is finished, and the Arrow files of every folder are compared with those of the first.
+Runs `unspool pack RECIPE --set out=WORK_FOLDER/whole` once without a kill. Then runs it repeatedly with
+out=WORK_FOLDER/killed-0 and kills its process group with SIGKILL at a random time within the duration of the first run.
+A run that finishes before the kill completes its folder; the next kills go to killed-1, and so on. At the end the last
+folder is finished, and the Arrow files of every folder are compared with those of the first.
 """
 
 import argparse
@@ -22,7 +22,7 @@ Span = tuple[float, float]
 
 
 def start(command: list[str], out: Path, log: Path) -> subprocess.Popen[bytes]:
-    """In a process group of its own, so that the workers can be killed with it."""
+    """Start the command in its own process group, so that its workers can be killed too."""
     with log.open("ab") as file:
         return subprocess.Popen([*command, "--set", f"out={out}"], stdout=file, stderr=file, start_new_session=True)
 
@@ -36,13 +36,13 @@ def arrow_files(folder: Path) -> dict[str, str]:
 
 
 def progress(folder: Path) -> str:
-    """Where a killed run stopped, as far as its folder tells."""
+    """Return where a killed run stopped, according to its folder."""
     unfinished = sorted(path for path in folder.glob("*/*.partial"))
     done = sum(1 for path in folder.glob("*/*/manifest.json") if path.parent.suffix != ".partial")
     inside = [
         f"{path.relative_to(folder).with_suffix('')} ({len(list(path.glob('*.arrow')))} files)" for path in unfinished
     ]
-    return f"{done} parts done" + (f", in the midst of {', '.join(inside)}" if inside else "")
+    return f"{done} parts done" + (f", during {', '.join(inside)}" if inside else "")
 
 
 def fail(what: str, log: Path) -> None:
@@ -51,14 +51,14 @@ def fail(what: str, log: Path) -> None:
 
 
 def run_whole(command: list[str], work: Path) -> Span:
-    """Seconds until the work begins (before that, Python imports), and until it ends."""
+    """Return the seconds until the work begins (after Python's imports) and until it ends."""
     began = time.monotonic()
     running = start(command, work / "whole", work / "whole.log")
     while not (work / "whole" / "corpus").exists() and running.poll() is None:
         time.sleep(0.01)
     first = time.monotonic() - began
     if running.wait() != 0:
-        fail("the run that is not disturbed", work / "whole.log")
+        fail("the run without kills", work / "whole.log")
     last = time.monotonic() - began
     print(f"never killed: work from {first:.1f} s to {last:.1f} s, {len(arrow_files(work / 'whole'))} Arrow files")
     return first, last
@@ -67,7 +67,7 @@ def run_whole(command: list[str], work: Path) -> Span:
 def kill_runs(
     command: list[str], work: Path, *, kills: int, span: tuple[float, float], rng: random.Random
 ) -> list[Path]:
-    """Kill and repeat; returns the folders that were finished in the end."""
+    """Kill and repeat; return the folders that were finished."""
     folders: list[Path] = []
     killed = 0
     while True:
@@ -85,7 +85,7 @@ def kill_runs(
             killed += 1
             print(f"kill {killed:3}: after {moment:5.1f} s, {out.name}: {progress(out)}")
         elif code:
-            fail(f"a run that was repeated ended with {code}", log)
+            fail(f"a repeated run ended with {code}", log)
         else:
             folders.append(out)
             print(f"{out.name}: ran to its end")
@@ -103,7 +103,7 @@ def main() -> None:
     options = parser.parse_args()
     work = options.work.resolve()
     if work.exists() and any(work.iterdir()):
-        sys.exit(f"{work} is not empty; name a new folder.")
+        sys.exit(f"{work} is not empty; give a new folder.")
     work.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "unspool.cli.main", "pack", options.recipe]
     for change in options.set:

@@ -1,6 +1,6 @@
 """Write src/unspool/assets/ruler_words.txt: English words that two or more of the shipped books share.
 
-Lower-case words of 4 to 9 letters, no names; only from authors whose words can stand alone in a list today.
+Lower-case words of 4 to 9 letters, no names. Only authors whose vocabulary is inoffensive without context.
 """
 
 import io
@@ -13,7 +13,7 @@ import zstandard
 
 ASSETS = Path(__file__).parents[1] / "src" / "unspool" / "assets"
 AUTHORS = ("Austen", "Bront", "Eliot", "Gaskell", "Wilde", "Shelley", "Carroll")
-# Words that should not stand alone in a list of today.
+# Words that are offensive without context.
 NOT_THESE = re.compile("bosom|breast|chink|damned|heathen|hell|idiot|queer|savages?|slaves?")
 WORD = re.compile(r"(?<![\w'’-])[a-z]{4,9}(?![\w'’-])")
 

@@ -1,21 +1,17 @@
-"""Write the tables of docs/scaling.md between their marks: `python tools/scaling_tables.py`; `--check` changes nothing.
+"""Print tables of memory and speed on several GPUs: `python tools/scaling_tables.py`.
 
-Everything in them is computed from a model's shape, the rates measured on one H200, and link speeds. Layers compute in
+All numbers are computed from a model's shape, rates measured on one H200, and stated link speeds. Layers compute in
 bf16 and are recomputed in the backward pass, ranks keep fp32 shards of weights, moments and gradients, and one row is
 one micro-batch. The allocator's gaps, NCCL's buffers (about 1 GiB) and the CUDA context (about 0.5) are not included.
 """
 
-import re
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from unspool.core.sizes import format_size
 from unspool.planning.cost import FULL, HALF, LOGITS_BYTES, Links, Shape, kv_slices, own_tokens, sent
 from unspool.training.parallel.config import Layout, fits_heads
 
-PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 MODELS = {
     "8B": Shape(
         num_layers=32, hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8, head_dim=128, vocabulary=128256
@@ -27,7 +23,7 @@ MODELS = {
 CONTEXTS = [1 << power for power in range(16, 23)]
 DEVICES = (8, 16, 32, 64, 128, 256, 512)
 GIB = 1 << 30
-# Of a device with 80 GB, what is left for tensors after the CUDA context, NCCL and the allocator's gaps.
+# Available for tensors on a device of 80 GB, after the CUDA context, NCCL and the allocator's gaps.
 ROOM = 68 * GIB
 HOST_ROOM = 128 * GIB  # for one device: half of what machines with eight of them usually have
 BATCH = 8 << 20  # tokens of a step, ProLong's
@@ -35,7 +31,7 @@ BATCH = 8 << 20  # tokens of a step, ProLong's
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Memory settings of a stage (docs/memory.md)."""
+    """Memory settings of a stage (docs/concepts/memory.md)."""
 
     offload: bool = True
     layers_per_checkpoint: int = 1
@@ -44,19 +40,19 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device, at the moment of the backward pass when a layer is computed again; and on its host."""
+    """Bytes on one device while the backward pass recomputes a layer, and on its host."""
 
     states: float  # this rank's parts of masters, moments and gradients
-    gathered: float  # layers that are whole: the one at work, the next, and its gradient on the way
-    head: float  # the head, whole throughout a step, and its gradient
+    gathered: float  # gathered layers: the current one, the next, and its gradient in flight
+    head: float  # the head, gathered for the whole step, and its gradient
     checkpoints: float  # inputs of layers
-    layer: float  # what one layer has at once
+    layer: float  # tensors of one layer
     loss: float  # a chunk of logits, gradients of states
-    host: float  # checkpoints that wait there; of this rank
+    host: float  # offloaded activation checkpoints of this rank
 
     @property
     def device(self) -> float:
-        """The loss is computed when no layer is at work."""
+        """Peak bytes; the loss is computed while no layer is."""
         return self.states + self.gathered + self.head + self.checkpoints + max(self.layer, self.loss)
 
 
@@ -71,7 +67,7 @@ class Rates(Links):
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """Of one row on one rank; weights travel beside computing, keys beside attention, heads beside nothing."""
+    """Seconds of one row on one rank; weights overlap with computation, keys with attention, heads with nothing."""
 
     matmul: float
     attention: float
@@ -81,13 +77,13 @@ class Seconds:
 
     @property
     def row(self) -> float:
-        """With all that can be hidden hidden."""
+        """Seconds with full overlap."""
         computing = self.matmul + max(self.attention, self.keys)
         return max(computing, self.weights) + self.heads
 
 
 def memory(shape: Shape, layout: Layout, row: int, settings: Settings | None = None) -> Memory:
-    """Of a rank that trains rows of `row` tokens, one at a time."""
+    """Return the memory of a rank that trains rows of `row` tokens, one at a time."""
     settings = settings or Settings()
     parts = layout.shard * layout.sequence_ranks
     tokens = own_tokens(layout, row)
@@ -96,7 +92,7 @@ def memory(shape: Shape, layout: Layout, row: int, settings: Settings | None = N
     alone = parts * layout.replicate == 1
     return Memory(
         states=4 * FULL * shape.params / parts,
-        # One at work, one coming, and the gradient of one as it was computed and as it is summed.
+        # The current layer, the next one, and one gradient as computed and as summed.
         gathered=HALF * shape.params if alone else (2 * HALF + HALF + FULL) * together,
         head=0 if alone else (HALF + FULL) * shape.table_params,
         checkpoints=0 if settings.offload else checkpoints,
@@ -107,16 +103,16 @@ def memory(shape: Shape, layout: Layout, row: int, settings: Settings | None = N
 
 
 def _layer(shape: Shape, layout: Layout, tokens: int, settings: Settings) -> float:
-    """The larger of attention's backward pass and the MLP's, and four states: input, gradient, norm, residual."""
+    """Return the larger of the backward passes of attention and MLP, plus input, gradient, norm and residual."""
     queries = shape.num_heads * shape.head_dim
     keys = 2 * kv_slices(shape, layout.ulysses) * shape.head_dim
     # Queries, keys, values and output with their gradients; the kernel sums the queries' gradient in fp32.
     attention = HALF * 2 * (2 * queries + keys) + FULL * queries
     if layout.ulysses > 1:
-        # What is sent and what is received of the larger message.
+        # The larger message, sent and received.
         attention += HALF * 2 * (queries + keys)
     if layout.ring > 1:
-        # Keys and values of two ranks, and their gradients in fp32, each coming and going.
+        # Keys and values of two ranks, and their gradients in fp32, each sent and received.
         attention += 2 * (HALF + FULL) * keys
     # Gate, up, their product, and the gradients of all three.
     inside = HALF * 6 * shape.intermediate * min(tokens, settings.mlp_tiles or tokens)
@@ -130,7 +126,7 @@ def seconds(shape: Shape, layout: Layout, row: int, rates: Rates | None = None) 
     forward = attention_flops(shape, row) / layout.sequence_ranks
     bytes_sent = sent(shape, layout, row)
     parts = layout.shard * layout.sequence_ranks
-    # Rings over whole nodes use all their cards at once; keys go from one device to one other.
+    # Rings over whole nodes use all network cards; keys go from one device to one other.
     collective = rates.inside if parts <= rates.node else min(rates.inside, rates.node * rates.between)
     return Seconds(
         matmul=8 * shape.matmul_params * tokens / rates.matmul,
@@ -143,12 +139,12 @@ def seconds(shape: Shape, layout: Layout, row: int, rates: Rates | None = None) 
 
 
 def attention_flops(shape: Shape, row: int) -> float:
-    """Of the forward pass over one causal row: scores and sums of values, half of them."""
+    """Return the FLOPs of the forward pass over one causal row: half of all scores and sums of values."""
     return 2.0 * row * row * shape.num_heads * shape.head_dim * shape.num_layers
 
 
 def choose(shape: Shape, context: int, devices: int, *, ring: bool = True) -> Layout | None:
-    """The fewest ranks for a row that fit in the room there is, with a row for each group; None if there are none."""
+    """Return the smallest layout in which a row fits, with a row for each group; None if there is none."""
     node = Rates().node
     for ranks in (1 << power for power in range(10)):
         ulysses = min(ranks, node)
@@ -201,14 +197,14 @@ def model_table(name: str) -> str:
     for context in CONTEXTS:
         fitting = {devices: choose(MODELS[name], context, devices) for devices in DEVICES}
         chosen = [(devices, layout) for devices, layout in fitting.items() if layout is not None]
-        # The fewest that are enough, and 64 and 512 of them.
+        # The smallest sufficient number, 64 and 512.
         wanted = {chosen[0][0], 64, 512} if chosen else set()
         lines += [line(MODELS[name], context, devices, layout) for devices, layout in chosen if devices in wanted]
     return "\n".join([HEADER, *lines])
 
 
 def parts_table() -> str:
-    """Where the memory is, of some of the lines."""
+    """Return the table of memory by part."""
     rows = ["| model | row | layout | states | layers gathered | head | one layer | loss | GiB |", "| --- " * 9 + "|"]
     for name, context, devices in (("8B", 1 << 16, 8), ("8B", 1 << 19, 8), ("8B", 1 << 22, 64), ("70B", 1 << 19, 64)):
         layout = choose(MODELS[name], context, devices)
@@ -221,7 +217,7 @@ def parts_table() -> str:
 
 
 def prolong_table() -> str:
-    """The recipe prolong-512k: 8M tokens a step, documents masked, so no ring; a row's worst case is one document."""
+    """Return the table of recipe prolong-512k: 8M tokens a step, no ring (document masks), one document per row."""
     rows = [
         "| GPUs | `parallel` | micro-batches of each group in a step | GiB on a GPU | host GiB for it | "
         "s for a step, at most | tokens a second and GPU, at least |",
@@ -250,20 +246,9 @@ def tables() -> dict[str, str]:
     return {"8B": model_table("8B"), "70B": model_table("70B"), "parts": parts_table(), "prolong": prolong_table()}
 
 
-def filled(page: str) -> str:
-    for name, table in tables().items():
-        begin, end = f"<!-- table: {name} -->\n", f"\n<!-- end: {name} -->"
-        assert begin in page and end in page, name
-        page = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: begin + table + end, page, flags=re.DOTALL)  # noqa: B023
-    return page
-
-
 def main() -> None:
-    page = PAGE.read_text()
-    new = filled(page)
-    if "--check" in sys.argv:
-        sys.exit(0 if new == page else "docs/scaling.md is not what tools/scaling_tables.py writes; run it.")
-    PAGE.write_text(new)
+    for name, table in tables().items():
+        print(f"{name}\n\n{table}\n")
 
 
 if __name__ == "__main__":

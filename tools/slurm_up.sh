@@ -1,12 +1,12 @@
 #!/bin/bash
-# Bring up a Slurm of one node on loopback, for tests, and take it down again.
+# Start and stop a Slurm of one node on loopback, for tests.
 #
-#   tools/slurm_up.sh up DIR      start munged, slurmctld and slurmd; prints the line that points commands to them
+#   tools/slurm_up.sh up DIR      start munged, slurmctld and slurmd; print the line that configures commands to use them
 #   tools/slurm_up.sh down DIR    cancel all jobs and stop the three
 #
 # Needs root and Debian's packages: apt-get install slurmctld slurmd slurm-client munge
-# DIR holds everything: settings, keys, state, logs and process ids. Nothing outside of it is changed, and only
-# processes that it started are stopped.
+# DIR holds settings, keys, state, logs and process ids. The script changes nothing outside of it, and stops only
+# processes that it started.
 set -euo pipefail
 
 command=${1:?up or down}
@@ -52,7 +52,7 @@ SchedulerParameters=sched_min_interval=100000
 NodeName=localhost NodeAddr=127.0.0.1 CPUs=$(nproc) State=UNKNOWN
 PartitionName=one Nodes=localhost Default=YES MaxTime=INFINITE State=UP
 CONF
-  # No cgroups: containers seldom allow them.
+  # No cgroups, because containers rarely allow them.
   echo "CgroupPlugin=cgroup/v1" > "$dir/cgroup.conf"
   head -c 1024 /dev/urandom > "$dir/munge.key"
   chmod 600 "$dir/munge.key"

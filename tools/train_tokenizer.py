@@ -2,9 +2,8 @@
 
     python tools/train_tokenizer.py OUT_DIR BOOKS.jsonl.zst …
 
-Every word of the shipped list becomes one token, with and without a space before it, so that recalling
-a word is recalling one token; so do the words that facts are stated in. The knot tokens of UtK are part of
-the vocabulary from the start.
+Each word of the shipped list becomes one token, with and without a leading space, so that recalling a word takes one
+token. The same holds for the words of stated facts. The vocabulary includes UtK's knot tokens.
 """
 
 import sys
@@ -22,7 +21,7 @@ from unspool.data.strategies.utk.special_tokens import KNOTS
 
 VOCABULARY = 4096
 END = "<|endoftext|>"
-# As GPT-2 splits text, but digits stand alone and the marks between JSON strings stay together.
+# Like GPT-2's pattern, but each digit is a token, and the marks between JSON strings stay together.
 SPLIT = r""""[:,] "|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 CHARS_PER_BOOK = 400_000
 WORD_LISTS = 1500

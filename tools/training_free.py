@@ -1,10 +1,10 @@
-"""Loss by position of a model as it is and under every method that needs no training: a table, a picture, numbers.
+"""Measure loss by position of a model unchanged and with each RoPE method, without training.
 
     python tools/training_free.py MODEL OUT_DIR BOOKS.jsonl.zst … [--context 32K] [--windows 16]
 
-MODEL is a folder, a Hub id or a GGUF file. Books shorter than the context are passed over; each gives one window from
-its middle, without the title page. LongRoPE is left out, whose factors come from a search for one model.
-`python tools/training_free.py --draw OUT_DIR` writes table and picture anew from the numbers.
+Writes a table, a picture and numbers. MODEL is a folder, a Hub id or a GGUF file. Books shorter than the context are
+skipped; each other book gives one window from its middle. LongRoPE is excluded, because its factors come from a search
+for one model. `python tools/training_free.py --draw OUT_DIR` rewrites table and picture from the numbers.
 """
 
 import argparse
@@ -48,7 +48,7 @@ FIRST = 2048
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draw", type=Path, metavar="OUT_DIR", help="table and picture of numbers that are there")
+    parser.add_argument("--draw", type=Path, metavar="OUT_DIR", help="draw table and picture from existing numbers")
     parser.add_argument("model", nargs="?")
     parser.add_argument("out_dir", nargs="?", type=Path)
     parser.add_argument("books", nargs="*", type=Path)
@@ -65,7 +65,7 @@ def main() -> None:
     results = []
     for method in METHODS:
         model = load_model(args.model, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
-        # `unchanged` must not be told of the longer context: nothing is changed for it.
+        # `unchanged` gets no context length, because it changes nothing.
         if method["method"] != "unchanged":
             apply_rope(model.eval(), TypeAdapter(AnyRopeMethod).validate_python(method), args.context)
         losses = np.stack([window_losses(model, window) for window in windows])
@@ -88,7 +88,7 @@ def middle_windows(paths: list[Path], tokenizer: Any, context: int, count: int) 
     found = []
     for path in paths:
         for document in read_strictly(JsonlSource(kind="jsonl", path=str(path)), [path]):
-            # Some tokens more than needed, at four characters or so each.
+            # More tokens than needed, at about four characters each.
             start = len(document.text) // 4
             ids = encode(tokenizer, document.text[start : start + 8 * context])
             if len(ids) >= context:
@@ -99,7 +99,7 @@ def middle_windows(paths: list[Path], tokenizer: Any, context: int, count: int) 
 
 
 def buckets(losses: np.ndarray, context: int) -> list[dict[str, Any]]:
-    """Means over windows of the mean loss at positions [0, 2K), [2K, 4K), [4K, 8K), …, with 95% intervals."""
+    """Return means over windows of the mean loss at positions [0, 2K), [2K, 4K), [4K, 8K), …, with 95% intervals."""
     edges = [0, *(FIRST << step for step in range(int(math.log2(context // FIRST)) + 1))]
     out = []
     for start, stop in pairwise(edges):
@@ -123,7 +123,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def page(results: list[dict[str, Any]]) -> str:
-    """Two pictures, with the report's colours: what leaves the others behind would flatten them in one."""
+    """Draw two charts in the report's colors, because an outlier would flatten the other lines in one."""
     last = sorted(result["buckets"][-1]["value"] for result in results)
     middle = last[len(last) // 2]
     apart = [one for one in results if max(b["value"] for b in one["buckets"]) > middle + 0.5]

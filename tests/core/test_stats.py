@@ -6,7 +6,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from unspool.core.stats import bootstrap, score_interval, sign_test, t_p_value, t_quantile, wilson
+from unspool.core.stats import bootstrap, score_interval, sign_test, stratified_wilson, t_p_value, t_quantile, wilson
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_right_or_wrong_scores_get_wilsons_interval_and_one_graded_score_tells_n
     assert score_interval([0.5]) == (0.0, 1.0)
 
 
-def test_a_bootstrap_covers_the_true_mean_about_as_often_as_it_says():
+def test_a_bootstrap_covers_the_true_mean_about_as_often_as_claimed():
     rng = np.random.default_rng(1)
     hits = 0
     for _ in range(200):
@@ -80,3 +80,21 @@ def test_t_p_values_are_integrals_of_the_density(degrees):
 @pytest.mark.parametrize(("wins", "losses", "wanted"), [(4, 0, 0.125), (5, 0, 0.0625), (9, 1, 22 / 1024), (3, 3, 1.0)])
 def test_the_sign_test_counts_the_tails_of_fair_coins(wins, losses, wanted):
     assert sign_test(wins - losses, wins + losses) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("shares", [[0.0, 0.2, 0.5, 0.9, 1.0], [0.5] * 5, [0.02] * 5, [0.0, 0.0, 1.0, 1.0]])
+def test_stratified_intervals_cover_the_mean_and_are_no_wider_than_unstratified_ones(shares):
+    rng = np.random.default_rng(0)
+    covered, widths = [], []
+    for _ in range(400):
+        strata = [(rng.random(20) < share).astype(float).tolist() for share in shares]
+        scores = [score for stratum in strata for score in stratum]
+        low, high = stratified_wilson(strata)
+        plain = wilson(sum(scores), len(scores))
+        covered.append(low <= fmean(shares) <= high)
+        widths.append((high - low) / (plain[1] - plain[0]))
+
+    assert fmean(covered) >= 0.93
+    assert max(widths) <= 1 + 1e-9
+    if len(set(shares)) > 1:
+        assert fmean(widths) < 0.8

@@ -1,4 +1,4 @@
-"""The tool that writes the tables of docs/scaling.md, as a module."""
+"""`tools/scaling_tables.py` as a module."""
 
 import importlib.util
 import sys

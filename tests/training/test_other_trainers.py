@@ -326,7 +326,7 @@ def test_harpe_with_stock_attention_is_refused():
 
 @pytest.mark.slow
 def test_accelerate_on_two_processes_averages_over_the_tokens_of_both(tmp_path):
-    """By the loop of docs/trainers.md."""
+    """By the loop of docs/how-to/other-trainers.md."""
     rows = build_rows("sft", 8)
     wanted = our_run(build_model(), rows, 8)[1][0]
 

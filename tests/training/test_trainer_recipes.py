@@ -1,4 +1,4 @@
-"""The recipes of docs/trainers.md run as printed."""
+"""The recipes of docs/how-to/other-trainers.md run as printed."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from unspool.data.facts import word_list
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "trainers.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "other-trainers.md"
 BLOCKS = re.findall(r"^## (.+?)$.*?^```python\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
 PRELUDE = re.search(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
 NEEDS = {"TRL SFTTrainer": ("trl", "datasets"), "PyTorch Lightning": ("lightning",)}

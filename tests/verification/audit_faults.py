@@ -1,4 +1,4 @@
-"""Training set-ups with a planted mistake, each in the code path of a real trainer."""
+"""Training setups with a planted mistake, each in the code path of a real trainer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -298,14 +298,14 @@ FAULTS = {
         Fault(wrapped_packing, "isolation", "boundaries from end-of-text", also=("first_token", "positions")),
         Fault(labels_shifted_by_the_collator, "labels", "shifted twice"),
         Fault(labels_not_shifted, "labels", "not shifted"),
-        Fault(mean_of_means_in_trainer, "token_mean", "mean of the means"),
-        Fault(mean_of_means_in_accelerate, "token_mean", "mean of the means"),
-        Fault(mean_of_means_in_lightning, "token_mean", "mean of the means"),
+        Fault(mean_of_means_in_trainer, "token_mean", "mean of micro-batch means"),
+        Fault(mean_of_means_in_accelerate, "token_mean", "mean of micro-batch means"),
+        Fault(mean_of_means_in_lightning, "token_mean", "mean of micro-batch means"),
         Fault(ignored_tokens_in_the_divisor, "token_mean", ""),
-        Fault(padding_counted, "padding", "padding tokens are trained"),
+        Fault(padding_counted, "padding", "padding tokens are prediction targets"),
         Fault(mask_dropped_with_left_padding, "gradient", "cosine"),
-        Fault(positions_not_reset, "positions", "not at 0"),
-        Fault(first_tokens_predicted, "first_token", "predicted from the one before"),
+        Fault(positions_not_reset, "positions", "instead of 0"),
+        Fault(first_tokens_predicted, "first_token", "targets of the previous document"),
         Fault(last_micro_batch_dropped, "coverage", "is dropped"),
         Fault(gradients_cleared_in_every_micro_batch, "gradient", "cosine"),
         Fault(config_of_the_base_model_saved, "checkpoint", "rope_parameters"),

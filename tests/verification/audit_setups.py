@@ -1,4 +1,4 @@
-"""Training set-ups that are right, for `unspool.audit`, and what set-ups with mistakes are built from."""
+"""Training setups that are right, for `unspool.audit`, and what setups with mistakes are built from."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain

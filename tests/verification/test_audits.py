@@ -1,4 +1,4 @@
-"""`unspool.audit` on correct set-ups and on planted mistakes, in the code paths of real trainers."""
+"""`unspool.audit` on correct setups and on planted mistakes, in the code paths of real trainers."""
 
 import json
 import time
@@ -123,7 +123,7 @@ def failing():
         ("missing", 2, "no function 'missing'"),
     ],
 )
-def test_the_command_probes_what_a_function_of_a_file_returns(function, code, wanted, tmp_path):
+def test_the_command_probes_the_setup_that_a_function_returns(function, code, wanted, tmp_path):
     (tmp_path / "my_training.py").write_text(SETUP)
     found = CliRunner().invoke(build_app(), ["audit", f"{tmp_path}/my_training.py:{function}"])
 

@@ -1,11 +1,11 @@
-"""HELMET's own code beside `reference: CLONE`: are prompts the same bytes, and scores the same numbers?
+"""Compare `suite: helmet, reference: CLONE` with HELMET's own code: prompts by bytes, scores by value.
 
     python tools/parity/helmet.py CLONE [--length 4K] [--answers 500] [--tasks nq,json_kv] [--tokenizer FOLDER]
 
-CLONE is a clone of princeton-nlp/HELMET; its loaders, `tokenize` and metrics are run, on stand-in data in the public
-layout (standins.py) that both sides read. Needs datasets, rouge_score, pytrec_eval and nltk. Replaced here: the Hub
-(stand-ins), Llama 2's tokenizer (splits at spaces), the sentence splitter and the entailment model of citations (ours
-and a random function), worker processes, and the seeds that HELMET does not set (ours).
+CLONE is a clone of princeton-nlp/HELMET. Its loaders, `tokenize` and metrics run on stand-in data in the public layout
+(standins.py); both sides read the same files. Needs datasets, rouge_score, pytrec_eval and nltk. Replaced: the Hub
+(stand-ins), Llama 2's tokenizer (splits at spaces), the sentence splitter (ours), the entailment model of citations (a
+random function), worker processes, and seeds that HELMET does not set (ours).
 """
 
 import argparse
@@ -80,7 +80,7 @@ def entails(premise: str, claim: str) -> bool:
 
 
 class Recorder:
-    """A tokenizer that remembers the prompt it was last given."""
+    """Tokenizer that records its last prompt."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.text = tokenizer, ""
@@ -95,14 +95,14 @@ class Recorder:
 
 
 def space_tokenizer(folder: Path) -> None:
-    """Stands in for Llama 2's: every word and mark is a token."""
+    """Replacement for Llama 2's tokenizer: every word and mark is a token."""
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
 
 
 def import_clone(clone: Path, folder: Path, hub: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Import HELMET's data.py, model_utils.py and eval_alce.py with what cannot be had here replaced."""
+    """Import HELMET's data.py, model_utils.py and eval_alce.py with their unavailable imports replaced."""
     import datasets
     import nltk
 
@@ -168,7 +168,7 @@ def dataset_name(task: str, length: int) -> str:
 
 
 class Beside:
-    """One length of both implementations."""
+    """Both implementations at one length."""
 
     def __init__(self, clone: Path, folder: Path, length: int, tokenizer: str) -> None:
         self.length, self.root = length, folder / "clone"
@@ -191,7 +191,7 @@ class Beside:
         self.tokenizer.chat_template = TEMPLATE
 
     def theirs(self, task: str, *, chat: bool) -> Iterator[tuple[str, list[int], dict[str, Any], dict[str, Any]]]:
-        """HELMET's prompts: text, token ids, row and what its loader returned."""
+        """Return HELMET's prompts: text, token ids, row and its loader's result."""
         limit = 500 if task in LABELS else 100
         shots = 0 if task in LABELS else 2
         args = SimpleNamespace(max_test_samples=limit, shots=shots, seed=42)
@@ -260,7 +260,7 @@ class Beside:
         path = self.root / f"{task}.json"
         path.write_text(json.dumps({"data": [{**row, "output": said}]}))
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")  # means of nothing
+            warnings.simplefilter("ignore")  # mean of an empty list
             self.eval_alce.main(["--f", str(path), "--citations", "--no_rouge"])
         found = json.loads(Path(f"{path}.score").read_text())
         score = "str_em" if task == "asqa" else "qampari_rec_top5"
@@ -273,7 +273,7 @@ class Beside:
         return dict(zip(("recall", "precision"), (0.0, 0.0) if found is None else astuple(found), strict=True))
 
     def drawn_demos(self, draws: int) -> float:
-        """p of a chi-square test that our examples and HELMET's unseeded ones are drawn alike (NarrativeQA)."""
+        """Return p of a chi-square test of our examples against HELMET's unseeded ones (NarrativeQA)."""
         from scipy.stats import chi2_contingency
 
         rows, rng = 40, np.random.default_rng()
@@ -282,7 +282,7 @@ class Beside:
         return float(chi2_contingency([theirs, np.bincount(ours, minlength=rows)]).pvalue)
 
     def own_draws(self, count: int) -> str:
-        """What we draw where JSON-KV's file is missing: number of keys, and p of a test that positions are uniform."""
+        """Return our draws for JSON-KV without its file: number of keys, and p of a test for uniform positions."""
         from scipy.stats import kstest
 
         Clone(self.root, {}).file("json_kv", self.length).unlink()
@@ -330,7 +330,7 @@ def main() -> None:
                 failed |= any(found.get(name) for name in ("text differs", "ids differ", "scores differ"))
                 print(f"{task}{' chat' if chat else ''}: {found}", flush=True)
         print(beside.own_draws(300))
-        print(f"examples of NarrativeQA and Multi-LexSum drawn alike: chi-square p = {beside.drawn_demos(4000):.2f}")
+        print(f"examples of NarrativeQA and Multi-LexSum: chi-square p = {beside.drawn_demos(4000):.2f}")
     sys.exit(int(failed))
 
 

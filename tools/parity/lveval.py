@@ -1,11 +1,11 @@
-"""LV-Eval's own code beside `reference: CLONE`: are prompts the same bytes, and scores the same numbers?
+"""Compare `reference: CLONE` with LV-Eval's or ∞Bench's own code: prompts by bytes, scores by value.
 
     python tools/parity/lveval.py CLONE [--length 16K] [--answers 500] [--tokenizer FOLDER]
     python tools/parity/lveval.py CLONE --infbench
 
-CLONE is a clone of infinigence/LVEval, or with --infbench of OpenBMB/InfiniteBench; its `truncate_prompt` and metrics
-are run on stand-in files in the public format that both sides read. Needs jieba and rouge. Replaced here: datasets and
-evaluate, which these parts do not use, and vllm.
+CLONE is a clone of infinigence/LVEval, or with --infbench of OpenBMB/InfiniteBench. Its `truncate_prompt` and metrics
+run on stand-in files in the public format; both sides read the same files. Needs jieba and rouge. Replaced: datasets,
+evaluate and vllm, which these parts do not use.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def chinese(rng: random.Random, count: int) -> str:
 
 
 def rows(task: str, words: int) -> list[dict[str, Any]]:
-    """Rows as LV-Eval releases them: some without keywords, some answers only of blacklisted words."""
+    """Return rows in LV-Eval's format: some without keywords, some with answers of blacklisted words only."""
     found = []
     for number in range(ROWS):
         rng = random.Random(f"{task} {number}")
@@ -48,7 +48,7 @@ def rows(task: str, words: int) -> list[dict[str, Any]]:
         answers = [write(rng, rng.randint(2, 9)), write(rng, 3)]
         if number % 7 == 6:
             answers[0] = "and of the" if is_english else "的和是"
-        # Never only marks: its code divides by zero then.
+        # Never only marks, because its code would divide by zero.
         keywords = None if number % 5 == 4 else answers[0][: rng.randint(2, 20)] + (" kelan" if is_english else "上海")
         context = write(rng, words + 300 * number)
         row = {"input": f"{write(rng, 6)}?", "answers": answers, "context": context, "length": words}
@@ -72,7 +72,7 @@ def ours(suite: TaskSuite, task: str, length: int, tokenizer: Any, **settings: A
 
 
 def report(task: str, pairs: list[tuple[str, str, Any, Question]], score: Any, answers: int) -> bool:
-    """Print how many prompts and scores differ; `pairs` are ours, theirs, the row and the question."""
+    """Print how many prompts and scores differ; `pairs` hold our prompt, theirs, the row and the question."""
     differ, points, rng = 0, 0.0, random.Random(task)
     for number in range(answers):
         _, _, row, asked = pairs[number % len(pairs)]

@@ -1,4 +1,4 @@
-"""Answers for comparisons of scores: right ones, damaged in the ways in which models damage them."""
+"""Answers for comparing scores: correct ones, damaged in the ways models damage them."""
 
 import random
 
@@ -20,7 +20,7 @@ _AFTER = ("", ".", "\n", ", ", "\n\nQuestion: and then?\nAnswer: no", " [1][2]."
 
 
 def mutated(rng: random.Random, question: Question) -> str:
-    """An output that may or may not contain a reference; lists and rankings stay lists and rankings."""
+    """Return an output that may contain a reference; lists and rankings keep their form."""
     if "relevance" in question.meta:
         return _ranking(rng, list(question.meta["relevance"]))
     if "answers" in question.meta:

@@ -1,10 +1,10 @@
-"""Compare `suite: ruler, reference: CLONE` with RULER's own scripts, run as they are.
+"""Compare `suite: ruler, reference: CLONE` with RULER's own unchanged scripts.
 
 python tools/parity/ruler.py CLONE [--lengths 4096,16384,65536] [--samples 20] [--words FOLDER] [--data NAME=FILE ...]
 
-CLONE is a clone of https://github.com/NVIDIA/RULER. Its scripts run in a copy, through its own prepare.py. Where public
-data are missing, the same stand-in files go to both sides; where a package is missing, RULER's process and this one
-import the same small stand-in for it. Both are named in the output. Three comparisons, by task and length:
+CLONE is a clone of https://github.com/NVIDIA/RULER. Its scripts run in a copy, through its own prepare.py. If public
+data are missing, both sides read the same stand-in files. If a package is missing, RULER's process and this one import
+the same small replacement. The output names both. Three comparisons, by task and length:
 
 prompts  with the same seed, prompts and references byte for byte, built from the clone and read from RULER's files
 own      with random draws of our own at RULER's haystack size and permutation: two-sample Kolmogorov-Smirnov tests of
@@ -42,7 +42,7 @@ from unspool.evals.suites.ruler.qa_data import QuestionSet, generate_hotpotqa, g
 
 SEED, OWN_SEED = 42, "own draws"
 JSON = "data/synthetic/json"
-# What RULER imports and what stands for it if it is not installed.
+# RULER's imports and their replacements if they are not installed.
 STUBS = {
     "wonderwords": (
         "import os\nfrom types import SimpleNamespace as N\n"
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def prepare(copy: Path, folder: Path, words: Path | None, given: dict[str, Path]) -> tuple[Path | None, list[str]]:
-    """Complete a clone and the imports; return the folder of word lists and what had to be replaced."""
+    """Complete a clone and its imports; return the folder of word lists and the list of replacements."""
     stand_ins = []
     own = Sources(AutoTokenizer.from_pretrained(str(files("unspool") / "assets" / "tiny-base")), {}, None)  # type: ignore[arg-type]
     made = {
@@ -126,7 +126,7 @@ def prepare(copy: Path, folder: Path, words: Path | None, given: dict[str, Path]
 
 
 def released_squad(questions: QuestionSet) -> dict[str, Any]:
-    """Write questions in SQuAD's released form; one paragraph of each article stands in it twice."""
+    """Write questions in SQuAD's released form; one paragraph of each article occurs twice."""
     articles: dict[tuple[int, ...], list[dict[str, Any]]] = {}
     for query in questions.queries:
         number = query.golds[0]
@@ -218,7 +218,7 @@ def compare(
 
 
 def run_ruler(copy: Path, out: Path, task: str, length: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run RULER's prepare.py as it is, and read what it wrote."""
+    """Run RULER's unchanged prepare.py and read its output files."""
     options = {
         "save_dir": out / str(length) / "data",
         "benchmark": "synthetic",
@@ -250,7 +250,7 @@ def same(asked: Question, row: dict[str, Any]) -> bool:
 
 
 def own_draws(sources: Sources, task: str, length: int, count: int) -> list[Question]:
-    """Prompts of RULER's haystack size and permutation, with random draws of our own."""
+    """Make prompts with RULER's haystack size and permutation, and random draws of our own."""
     (run,) = (one for key, one in sources._cache.items() if key[0] == task and isinstance(one, published.Run))
     name = f"{OWN_SEED} {task} {length}"
     run._draws.random.seed(name)
@@ -272,7 +272,7 @@ def measures(task: str, sources: Sources, texts: list[str], references: list[Any
 
     return {
         "tokens": [float(sources.count(text)) for text in texts],
-        # Where each reference occurs first, as a share of the text.
+        # Position of each reference's first occurrence, as a share of the text.
         "places": [
             text.find(one) / len(text)
             for text, each in zip(texts, references, strict=True)
@@ -290,7 +290,7 @@ def ks(first: list[float], second: list[float]) -> tuple[float, float, int]:
 
 
 def rulers_metric(copy: Path) -> dict[str, Any]:
-    """RULER's post-processing and metric for each task; its imports that only read and write files are replaced."""
+    """Return RULER's post-processing and metric for each task; imports that only read and write files are replaced."""
     metrics = runpy.run_path(str(copy / "scripts/eval/synthetic/constants.py"))["TASKS"]
     with stubbed(
         "nltk",
@@ -338,7 +338,7 @@ def stubbed(*names: str) -> Iterator[None]:
 
 
 def mutated_answers(rows: list[dict[str, Any]], count: int, seed: str) -> Iterator[tuple[int, str]]:
-    """Right answers, and answers that were cut, lengthened, recased, reordered, mixed with others or damaged."""
+    """Return correct answers, and answers cut, lengthened, recased, reordered, mixed with others or damaged."""
     rng = random.Random(seed)
     noise = [" ", "\n", "\t", "\x00", "\x1f", ", ", ". ", " and ", "İ", "ß", "–", "no", "1", "\u2028"]
     for number in range(count):

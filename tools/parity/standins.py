@@ -1,4 +1,4 @@
-"""Stand-in data in the public layout of HELMET's files and Hub data sets, for comparisons without a network."""
+"""Stand-in data in the public layout of HELMET's files and Hub datasets, for comparisons without network."""
 
 import json
 import random
@@ -16,7 +16,7 @@ LABELS = {"trec_coarse": 6, "trec_fine": 50, "banking77": 77, "clinc150": 151, "
 
 
 def say(rng: random.Random, count: int) -> str:
-    """Words, some with characters that templates and tokenizers may stumble over."""
+    """Return words, some with characters that are difficult for templates and tokenizers."""
     return " ".join(rng.choice(CURSED) if rng.random() < 0.03 else rng.choice(WORDS) for _ in range(count))
 
 
@@ -152,7 +152,7 @@ def story(rng: random.Random, words: int) -> str:
 
 
 def hub_sets() -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Rows of the Hub data sets that HELMET loads, by name and split; long texts are longer than it asks for."""
+    """Return rows of the Hub datasets that HELMET loads, by name and split; long texts are longer than needed."""
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     coarse = {"train": labeled(1, 6, 900), "test": labeled(2, 6, 500)}
     fine = {"train": labeled(3, 50, 900), "test": labeled(4, 50, 500)}

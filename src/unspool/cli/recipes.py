@@ -56,7 +56,7 @@ def _print_table(entries: list[dict[str, Any]]) -> None:
     print("\nunspool recipes show NAME > my.yaml   copies one to edit.")
 
 
-def show(name: Annotated[str, typer.Argument(help="A bundled recipe.")]) -> None:
+def show(name: Annotated[str, typer.Argument(help="Name of a bundled recipe.")]) -> None:
     """Print a bundled recipe."""
     from unspool.recipe.paths import find_bundled
 
@@ -64,9 +64,9 @@ def show(name: Annotated[str, typer.Argument(help="A bundled recipe.")]) -> None
 
 
 def check(
-    recipe: Annotated[str, typer.Argument(help="A recipe file or a bundled recipe.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a bundled recipe.")],
     overrides: Override = None,
-    inputs: Annotated[bool, typer.Option("--inputs", help="Also check that its files and its model exist.")] = False,
+    inputs: Annotated[bool, typer.Option("--inputs", help="Also check that the files and the model exist.")] = False,
 ) -> None:
     """Check a recipe without running it."""
     from unspool.recipe.load import check_inputs, load_recipe
@@ -82,13 +82,17 @@ def check(
 
 
 def schema() -> None:
-    """Print the JSON schema of recipes, for editors.
+    """Print the JSON schema of recipes, with which editors complete keys.
 
-    Save it with `unspool recipes schema > unspool.schema.json` and start a recipe with the line
+    Save the schema next to your recipe:
 
-    # yaml-language-server: $schema=unspool.schema.json
+        unspool recipes schema > unspool.schema.json
 
-    Editors with a YAML language server (VS Code, Neovim, …) then complete keys and mark errors.
+    Then begin the recipe with this line:
+
+        # yaml-language-server: $schema=unspool.schema.json
+
+    Editors with a YAML language server, such as VS Code, then complete keys, show their descriptions and mark errors.
     """
     from unspool.recipe.json_schema import editor_schema
 

@@ -12,7 +12,10 @@ Z = 1.96  # normal quantile of a two-sided 95% interval
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
     """Return Wilson's 95% score interval, which has a width even at 0 or n successes."""
-    share = successes / n
+    return _wilson(successes / n, n)
+
+
+def _wilson(share: float, n: float) -> tuple[float, float]:
     center = share + Z**2 / (2 * n)
     spread = Z * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
     scale = 1 + Z**2 / n
@@ -20,8 +23,25 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     return max(0.0, min(share, (center - spread) / scale)), min(1.0, max(share, (center + spread) / scale))
 
 
+def stratified_wilson(strata: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Return a 95% interval of the mean of 0/1 scores drawn from fixed strata, such as the depths of needles.
+
+    Differences between strata are not sampling error, so the interval is Wilson's for the number of scores from one
+    population that would give the same variance. Shares inside strata are smoothed by one success and one failure;
+    without this, strata of equal scores would count as certain.
+    """
+    scores = [score for stratum in strata for score in stratum]
+    n = len(scores)
+    within = 0.0
+    for stratum in strata:
+        share = (sum(stratum) + 1) / (len(stratum) + 2)
+        within += len(stratum) * share * (1 - share) / n
+    share = (sum(scores) + 1) / (n + 2)
+    return _wilson(sum(scores) / n, n * max(1.0, share * (1 - share) / within))
+
+
 def bootstrap(scores: Sequence[float], *, draws: int = 2000) -> tuple[float, float]:
-    """Return the middle 95% of bootstrap means, with a fixed seed."""
+    """Return the 95% percentile bootstrap interval of the mean, with a fixed seed."""
     values = np.asarray(scores, dtype=np.float64)
     rng = np.random.default_rng(len(values))
     means = values[rng.integers(len(values), size=(draws, len(values)))].mean(axis=1)
@@ -31,12 +51,12 @@ def bootstrap(scores: Sequence[float], *, draws: int = 2000) -> tuple[float, flo
 
 
 def could_tell(n: int, comparisons: int = 1) -> bool:
-    """Whether n prompts could show a difference at all, even if all of them agreed: by a sign test, from n = 6 on."""
+    """Return whether n prompts can show a difference if all of them agree: by a sign test, for n of at least 6."""
     return 2.0 ** (1 - n) * max(1, comparisons) < ALPHA
 
 
 def score_interval(scores: Sequence[float]) -> tuple[float, float]:
-    """Return Wilson's interval for scores of 0 and 1, else a bootstrap; a few graded scores tell nothing of others."""
+    """Return Wilson's interval for scores of 0 and 1, else a bootstrap interval. Too few graded scores give 0 to 1."""
     if all(score in (0.0, 1.0) for score in scores):
         return wilson(sum(scores), len(scores))
     return bootstrap(scores) if could_tell(len(scores)) else (0.0, 1.0)
@@ -51,8 +71,8 @@ def standard_error(values: np.ndarray) -> tuple[float, float]:
 def agresti_min(differences: np.ndarray) -> tuple[float, float]:
     """Return mean and standard error of paired differences in [-1, 1] by Agresti and Min.
 
-    Half an observation is added to each of the four outcomes of a pair. Without this, n pairs that all agree would
-    count as certainty, however few they are.
+    Half an observation is added to each of the four outcomes of a pair. Without this, a few pairs that all agree would
+    count as certain.
     """
     n = len(differences)
     mean = float(differences.sum()) / (n + 2)
@@ -84,7 +104,7 @@ def t_p_value(statistic: float, degrees: int) -> float:
 
 
 def sign_test(lead: int, n: int) -> float:
-    """Return the two-sided p-value of n coin flips in which heads lead tails by `lead`."""
+    """Return the two-sided p-value of n coin flips with `lead` more heads than tails."""
     from scipy.stats import binomtest
 
     return float(binomtest((n + lead) // 2, n).pvalue)

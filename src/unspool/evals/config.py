@@ -1,9 +1,11 @@
-"""Base classes of the entries of a recipe's `evals`. Every suite has its own class, beside its code."""
+"""Base classes of the entries in a recipe's `evals`. Each suite defines its own class next to its code."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import Field, GetJsonSchemaHandler, TypeAdapter, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from unspool.core.config import Config, FromRegistry
 from unspool.core.sizes import Size, format_size
@@ -15,55 +17,80 @@ BeyondContext = Literal["skip", "truncate", "ask"]
 
 
 class EvalConfig(Config):
-    """One entry of `evals`; `suite` decides which class it has."""
+    """One entry of `evals`. The key `suite` selects its class."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # settings of papers' protocols, by name
-    suite: str
+    suite: str = Field(description="Name of the suite.")
     after: list[str] | None = Field(
-        None, description="stages after which it is scored, or base for the model before training; all if none"
+        None,
+        description="Stages after which the suite is scored. `base` means the model before training. Default: `base` "
+        "and every stage.",
     )
     beyond_context: BeyondContext | None = Field(
         None,
-        description="questions longer than the model's context: skip, truncate (cut the middle of the text) or ask; "
-        "if none, they are asked, on a server skipped",
+        description="What happens to questions that exceed the model's context length: `skip` them, `truncate` the "
+        "middle of their text, or `ask` them unchanged. Default: `ask`; on a server, `skip`.",
     )
 
     def asked_lengths(self, lengths: list[int], context: int | None) -> list[int]:
-        """The lengths whose questions are asked of a model with a context of so many tokens."""
+        """The lengths to run for a model with this context length."""
         if context is None or self.beyond_context != "skip":
             return lengths
         return [length for length in lengths if length <= context]
 
     def cut_to(self, context: int | None) -> int | None:
-        """Tokens that longer prompts are cut to; None if they are not cut."""
+        """Number of tokens to which longer prompts are cut; None if they are not cut."""
         return context if self.beyond_context == "truncate" else None
 
 
 class TaskEval(EvalConfig):
-    """Settings that all suites with tasks share."""
+    """Settings common to all suites with tasks."""
 
-    preset: str | None = Field(None, description="a paper's settings by name; keys that stand beside it override them")
-    lengths: Lengths
-    samples: int = Field(100, ge=1, description="questions per task and length, spread evenly over depths and labels")
-    tasks: list[str] = Field([], description="names of tasks; all of the suite when not given")
+    preset: str | None = Field(
+        None, description="Name of a paper's settings. Keys of this entry override the preset's."
+    )
+    lengths: Lengths = Field(
+        description="Context lengths to score. Template, prompt and answer together never exceed the length. "
+        "Required unless `preset` sets them."
+    )
+    samples: int = Field(100, ge=1, description="Questions per task and length, spread evenly over depths and labels.")
+    tasks: list[str] = Field([], description="Names of the tasks to score. Default: all tasks of the suite.")
     mode: Literal["fixed", "reference"] = Field(
-        "fixed", description="reference follows the suite's own code, defects included"
+        "fixed",
+        description="`reference` follows the benchmark's own code, including its defects; `fixed` corrects them.",
     )
     chat: Literal["auto", "on", "off"] = Field(
-        "auto", description="auto: where the suite does, if the model has a template"
+        "auto",
+        description="Whether prompts use the model's chat template. `auto` does so where the benchmark does and the "
+        "model has a template.",
     )
     paths: dict[str, str] = Field(
-        {}, description="name: file or folder that the suite reads instead of what is shipped"
+        {}, description="Files or folders that replace the suite's bundled data, by data set name."
     )
     answer_tokens: int | None = Field(
-        None, ge=1, description="room for every answer, within the length; each task's own if none"
+        None,
+        ge=1,
+        description="Tokens reserved for each answer within the length. Default: the number set by each task.",
     )
     target_length: Size | None = Field(
-        None, description="adaptation rate: the score at this length ÷ that at reference_length; 128K, else the longest"
+        None,
+        description="Length whose score is divided by the score at `reference_length` to give the adaptation rate. "
+        "Default: 128K if 32K and 128K are scored, otherwise the longest.",
     )
     reference_length: Size | None = Field(
-        None, description="adaptation rate: what target_length is compared with; 32K, else the shortest"
+        None,
+        description="Length whose score divides the score at `target_length`. Default: 32K if 32K and 128K are "
+        "scored, otherwise the shortest.",
     )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Require `lengths` only of entries without a preset."""
+        found = handler.resolve_ref_schema(handler(schema))
+        if cls.presets:
+            found["required"].remove("lengths")
+            found |= {"if": {"not": {"required": ["preset"]}}, "then": {"required": ["lengths"]}}
+        return found
 
     @model_validator(mode="before")
     @classmethod
@@ -91,8 +118,8 @@ class ReferenceEval(TaskEval):
 
     reference: str | None = Field(
         None,
-        description="your clone of the benchmark's public repository, or prompt files that its scripts wrote: makes "
-        "scores comparable with published ones; our own words and data if none",
+        description="Your clone of the benchmark's public repository, or prompt files written by its scripts. Scores "
+        "are then comparable with published ones. Default: the suite's own wording and data.",
     )
 
     @model_validator(mode="before")
@@ -101,9 +128,9 @@ class ReferenceEval(TaskEval):
         if not isinstance(data, dict) or data.get("reference") is None:
             return data
         if data.get("mode", "reference") != "reference":
-            raise ValueError("reference asks as the benchmark's own code does; leave mode out, or set mode: reference")
+            raise ValueError("reference follows the benchmark's own code; remove mode, or set mode: reference")
         if data.get("wording") is not None:
-            raise ValueError("reference and wording both give the words of tasks; keep one of them")
+            raise ValueError("reference and wording both set the wording of tasks; keep one of them")
         return {**data, "mode": "reference"}
 
 
@@ -111,12 +138,14 @@ class WordedEval(ReferenceEval):
     """Settings of suites whose instructions a user may replace."""
 
     wording: str | None = Field(
-        None, description="YAML or JSON file with the words of tasks, such as a paper's own; our own words if none"
+        None,
+        description="YAML or JSON file with the wording of the tasks, such as a paper's. Default: the suite's own "
+        "wording.",
     )
 
 
 class _SuiteConfigs(FromRegistry):
-    """Looks an entry's class up by its suite, also of suites that are registered later."""
+    """Looks up an entry's class by its suite, including suites registered later."""
 
     def classes(self) -> tuple[type[EvalConfig], ...]:
         # Import late: suites import their base classes from here.
@@ -130,5 +159,5 @@ Eval = Annotated[EvalConfig, _BY_SUITE]
 
 
 def eval_adapter() -> TypeAdapter[Any]:
-    """Validates an entry by the config class of the suite that it names."""
+    """Validate an entry with the config class of its suite."""
     return _BY_SUITE.adapter()

@@ -16,15 +16,21 @@ from unspool.evals.summary import accuracy_cells
 @dataclass(frozen=True, kw_only=True)
 class ContextSuite(Suite):
     build: Callable[..., Prompt]
-    """From config and materials, and length, seed and index by name."""
+    """Arguments: config and materials, and the keywords length, seed and index."""
     questions_per_context: Callable[[Any], int]
     depths: Callable[[Any], list[float]] = lambda config: []
-    """The depth grid; empty where depth is not measured."""
+    """The depth grid; empty if depth is not measured."""
+    labels_of: Callable[[Any, int], dict[str, Any]] = lambda config, index: {}
+    """Further fields of the sample with this index, such as its wording."""
+    cells_of: Callable[[Any, Sequence[Sample]], list[Cell]] | None = None
+    """Cells of the summary. Default: one per length and one per depth."""
 
     def plan(self, config: Any, inputs: PlanInputs) -> "PlannedContexts":
         return PlannedContexts(self, config, inputs)
 
     def cells(self, config: Any, samples: Sequence[Sample]) -> list[Cell]:
+        if self.cells_of is not None:
+            return self.cells_of(config, samples)
         return [
             cell
             for length in config.lengths
@@ -76,6 +82,7 @@ class PlannedContexts(PlannedEval):
                 "length": unit.length,
                 "depth": question.depth,
                 "index": first + at,
+                **self.suite.labels_of(self.config, first + at),
                 "hash": prepared.hash(question),
                 "prompt_tokens": prepared.prompt_tokens(question),
                 "reference": question.reference,

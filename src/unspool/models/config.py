@@ -40,10 +40,10 @@ SIZES: dict[str, dict[str, Any]] = {
 class NewModel(Config):
     """`model: {size: 4M, tokenizer: folder, context_length: 256}` starts from random weights."""
 
-    size: str = Field(description=f"one of {', '.join(SIZES)}")
-    tokenizer: str = Field(description="folder with a tokenizer")
-    context_length: Size
-    base: float = Field(10_000.0, gt=1, description="RoPE base")
+    size: str = Field(description=f"Shape of the model: {', '.join(SIZES)}.")
+    tokenizer: str = Field(description="Folder with a `tokenizer.json`.")
+    context_length: Size = Field(description="Context length of the new model, in tokens.")
+    base: float = Field(10_000.0, gt=1, description="RoPE base.")
 
     @field_validator("size")
     @classmethod

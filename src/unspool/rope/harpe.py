@@ -43,16 +43,34 @@ class HARPE(RopeMethod):
     needs_weights: ClassVar[bool] = True
 
     bases: Literal["uniform", "printed", "search"] = Field(
-        default="uniform", description="how the set of bases is chosen"
+        default="uniform",
+        description="How the bases are chosen: `uniform` spaces them evenly from `low` to `high`, `printed` takes the "
+        "paper's list for 32 KV heads, `search` runs the paper's search.",
     )
-    low: float | None = Field(default=None, gt=1, description="smallest base; not with printed")
-    high: float | None = Field(default=None, gt=1, description="largest base; not with printed")
+    low: float | None = Field(
+        default=None,
+        gt=1,
+        description="Smallest RoPE base. Required, except with `bases: printed`, which does not accept it.",
+    )
+    high: float | None = Field(
+        default=None,
+        gt=1,
+        description="Largest RoPE base. Required, except with `bases: printed`, which does not accept it.",
+    )
     order: Literal["descending", "ascending"] | None = Field(
-        default=None, description="from the first head on; if not given, descending for uniform, else ascending"
+        default=None,
+        description="Order of the bases from the first head to the last. Default: `descending` with `bases: uniform`, "
+        "otherwise `ascending`.",
     )
-    step: Size = Field(default=30_000, description="search: distance between candidates")
-    rotate_by_layer: bool = Field(default=False, description="each layer shifts the bases by one head")
-    shared: bool = Field(default=False, description="control: one base for all heads, the mean of the set")
+    step: Size = Field(
+        default=30_000, description="Distance between candidate bases in the search. Used only with `bases: search`."
+    )
+    rotate_by_layer: bool = Field(
+        default=False, description="Shift the bases by one KV head from each layer to the next."
+    )
+    shared: bool = Field(
+        default=False, description="Use one base for all heads: the mean of the set. This is the control arm for HARPE."
+    )
 
     @model_validator(mode="after")
     def _range(self) -> "HARPE":

@@ -34,7 +34,7 @@ class ABF(RopeMethod):
     """
 
     method: Literal["abf"] = "abf"
-    base: float = Field(gt=1)
+    base: float = Field(gt=1, description="The new RoPE base, such as 8e6.")
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         return RopeSettings(parameters=one_base(self.base), max_positions=max(context_len, rope.max_positions))
@@ -50,8 +50,17 @@ class ABF(RopeMethod):
 class Factor(RopeMethod):
     """A method that stretches the original length by a factor."""
 
-    factor: float | None = Field(default=None, ge=1, description="context ÷ original when not given")
-    original: Size | None = Field(default=None, description="the length to count from; from the model when not given")
+    factor: float | None = Field(
+        default=None,
+        ge=1,
+        description="Factor by which the original context length is stretched. Default: new context length ÷ "
+        "`original`.",
+    )
+    original: Size | None = Field(
+        default=None,
+        description="Context length that the factor counts from. Default: the length that the model's unscaled RoPE "
+        "base was trained for.",
+    )
 
     def original_len(self, rope: RopeShape) -> int:
         return self.original or rope.original_len
@@ -151,10 +160,18 @@ class NTKByParts(Factor):
     method: Literal["ntk-by-parts"] = "ntk-by-parts"
     uses_max_positions: ClassVar[bool] = True
     beta_fast: float = Field(
-        default=32, gt=0, description="dimensions that turn more often over the original length are kept"
+        default=32,
+        gt=0,
+        description="Dimensions that turn more often than this over the original length keep their frequency.",
     )
-    beta_slow: float = Field(default=1, gt=0, description="dimensions that turn less often are fully interpolated")
-    truncate: bool = Field(default=True, description="widen the part between them to whole dimensions")
+    beta_slow: float = Field(
+        default=1,
+        gt=0,
+        description="Dimensions that turn less often than this over the original length are fully interpolated.",
+    )
+    truncate: bool = Field(
+        default=True, description="Round the borders of the partly interpolated range outward to whole dimensions."
+    )
 
     @model_validator(mode="after")
     def _between(self) -> "NTKByParts":
@@ -186,7 +203,7 @@ class YaRN(NTKByParts):
 
     method: Literal["yarn"] = "yarn"  # type: ignore[assignment]
     attention_factor: float | None = Field(
-        default=None, gt=0, description="multiplies cos and sin; 0.1·ln(factor) + 1 if none"
+        default=None, gt=0, description="Factor that cos and sin are multiplied by. Default: 0.1·ln(factor) + 1."
     )
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
@@ -205,10 +222,24 @@ class LongRoPE(Factor):
     method: Literal["longrope"] = "longrope"
     uses_max_positions: ClassVar[bool] = True
     requirement: ClassVar[str | None] = "factors from a search: short_factor and long_factor, or file"
-    short_factor: tuple[float, ...] | None = Field(default=None, description="for inputs up to the original length")
-    long_factor: tuple[float, ...] | None = Field(default=None, description="for longer inputs")
-    file: str | None = Field(default=None, description="JSON with short_factor and long_factor, such as a config.json")
-    attention_factor: float | None = Field(default=None, gt=0, description="√(1 + ln factor / ln original) if none")
+    short_factor: tuple[float, ...] | None = Field(
+        default=None,
+        description="Divisors of the frequencies for inputs up to the original length, one per rotated pair of "
+        "dimensions.",
+    )
+    long_factor: tuple[float, ...] | None = Field(
+        default=None, description="Divisors of the frequencies for longer inputs, one per rotated pair of dimensions."
+    )
+    file: str | None = Field(
+        default=None,
+        description="JSON file with `short_factor` and `long_factor`, such as a model's config.json. Use it instead "
+        "of the two keys.",
+    )
+    attention_factor: float | None = Field(
+        default=None,
+        gt=0,
+        description="Factor that cos and sin are multiplied by. Default: √(1 + ln factor ÷ ln original).",
+    )
 
     @classmethod
     def suggest(cls, rope: RopeShape, context_len: int, base: float) -> Self | None:
@@ -263,9 +294,16 @@ class Llama3(Factor):
 
     method: Literal["llama3"] = "llama3"
     low_freq_factor: float = Field(
-        default=1, gt=0, description="dimensions that turn less often are divided by the factor"
+        default=1,
+        gt=0,
+        description="Dimensions that turn less often than this over the original length have their frequency divided "
+        "by `factor`.",
     )
-    high_freq_factor: float = Field(default=4, gt=0, description="dimensions that turn more often are kept")
+    high_freq_factor: float = Field(
+        default=4,
+        gt=0,
+        description="Dimensions that turn more often than this over the original length keep their frequency.",
+    )
 
     @model_validator(mode="after")
     def _between(self) -> "Llama3":
@@ -289,8 +327,10 @@ class SelfExtend(RopeMethod):
     method: Literal["self-extend"] = "self-extend"
     needs_weights: ClassVar[bool] = True
     trainable: ClassVar[bool] = False
-    window: Size = Field(default=1024, description="keys nearer than this have their own position")
-    group: int = Field(default=32, ge=2, description="farther keys share a position with so many neighbors")
+    window: Size = Field(default=1024, description="Distance in tokens below which every key keeps its own position.")
+    group: int = Field(
+        default=32, ge=2, description="Number of neighboring keys that share one position beyond the window."
+    )
 
     def resolve(self, rope: RopeShape, context_len: int) -> RopeSettings:
         reach = (rope.original_len - self.window) * self.group + self.window

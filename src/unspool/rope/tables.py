@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
+from pydantic import Field
 
 from unspool.core.config import Config, lookup
 from unspool.core.errors import ConfigError
@@ -298,7 +299,7 @@ class RopeMethod(Config):
     `method` is a `Literal`, and add it to `ROPE_METHODS` in methods.py or call `register_rope_method`.
     """
 
-    method: str
+    method: str = Field(description="Name of the RoPE method.")
 
     # Whether the model keeps its frequencies; such a method has no `resolve`.
     keeps_frequencies: ClassVar[bool] = False

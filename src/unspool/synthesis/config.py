@@ -18,44 +18,54 @@ REJECT_REASONS = {
     "cut_short": "the reply reached reply_tokens before its end",
     "unparsable": "the reply does not have the requested form",
     "too_long": "the answer has more than answer_words words",
-    "repeats": "the text repeats itself",
+    "repeats": "the text repeats itself too often",
     "echoes": "the answer only repeats the question",
     "refers": "the text mentions a snippet or passage that its reader does not see",
-    "unsupported": "too few words of the answer, or not all of its numbers, are in the text",
+    "unsupported": "the text lacks too many words of the answer, or one of its numbers",
     "judged_unsupported": "the judge says that the text does not support the answer",
     "judge_unparsable": "the judge's reply does not have the requested form",
-    "near_copy": "near-duplicate of a text that was kept before",
+    "near_copy": "near-duplicate of a text that was already kept",
     "contaminated": "the text shares an n-gram with an evaluation",
     "contaminated_document": "the document shares an n-gram with an evaluation",
     "does_not_fit": "the conversation is longer than length",
     "unreadable": "the chat template cannot render the conversation",
-    "surplus": "its kind already has its share of tokens",
+    "surplus": "its kind already has its full share of tokens",
 }
 
 
 class AnyGenerator(Config):
     """Settings of all generators."""
 
-    reply_tokens: Size = Field(512, description="longest reply")
-    concurrency: int = Field(8, ge=1, description="requests at a time")
+    reply_tokens: Size = Field(512, description="Longest reply, in tokens.")
+    concurrency: int = Field(8, ge=1, description="Number of requests at the same time.")
 
 
 class ServerGenerator(AnyGenerator):
     """Any server with an OpenAI-compatible API: vLLM, SGLang, llama.cpp, hosted ones."""
 
-    kind: Literal["openai"]
-    url: str = Field(min_length=1, description="such as http://localhost:8000/v1")
-    model: str = Field(min_length=1, description="model name on the server")
-    key_env: str = Field("OPENAI_API_KEY", description="environment variable with the API key, if one is needed")
-    temperature: float = Field(0.7, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    requests_per_minute: float | None = Field(None, gt=0, description="rate limit")
-    tokens_per_minute: float | None = Field(None, gt=0, description="rate limit of prompt and reply tokens together")
-    timeout: float = Field(120.0, gt=0, description="seconds until a reply begins; it must be complete 60 s later")
-    attempts: int = Field(6, ge=1, description="attempts per request")
-    pause: float = Field(1.0, gt=0, description="seconds before the second attempt; doubled after each attempt")
-    price_in: float = Field(0.0, ge=0, description="per million prompt tokens, for the estimate")
-    price_out: float = Field(0.0, ge=0, description="per million reply tokens")
+    kind: Literal["openai"] = Field(description="A server with an OpenAI-compatible API.")
+    url: str = Field(
+        min_length=1, description="Base address of the API, such as http://localhost:8000/v1, without a key."
+    )
+    model: str = Field(min_length=1, description="Model name on the server.")
+    key_env: str = Field(
+        "OPENAI_API_KEY", description="Environment variable that holds the API key, if the server needs one."
+    )
+    temperature: float = Field(0.7, ge=0, le=2, description="Sampling temperature; 0 is greedy decoding.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Nucleus sampling: smallest probability mass that is sampled from."
+    )
+    requests_per_minute: float | None = Field(None, gt=0, description="Most requests per minute. Default: no limit.")
+    tokens_per_minute: float | None = Field(
+        None, gt=0, description="Most tokens per minute, prompts and longest replies together. Default: no limit."
+    )
+    timeout: float = Field(120.0, gt=0, description="Seconds until a reply must begin. It must be complete 60 s later.")
+    attempts: int = Field(6, ge=1, description="Attempts per request.")
+    pause: float = Field(
+        1.0, gt=0, description="Seconds before the second attempt. Each further pause is twice as long."
+    )
+    price_in: float = Field(0.0, ge=0, description="Price of a million prompt tokens, for the cost estimate.")
+    price_out: float = Field(0.0, ge=0, description="Price of a million reply tokens, for the cost estimate.")
 
     @field_validator("url")
     @classmethod
@@ -70,17 +80,21 @@ class ServerGenerator(AnyGenerator):
 class LocalGenerator(AnyGenerator):
     """A model in this process, through `transformers`, with greedy decoding."""
 
-    kind: Literal["transformers"]
-    model: str = Field(min_length=1, description="Hub id, folder or .gguf file")
-    concurrency: int = Field(1, ge=1, description="requests per batch")
+    kind: Literal["transformers"] = Field(description="A model in this process, with greedy decoding.")
+    model: str = Field(min_length=1, description="Hub id, folder or .gguf file of the model.")
+    concurrency: int = Field(1, ge=1, description="Number of requests per batch.")
 
 
 class MockGenerator(AnyGenerator):
     """Replies made from the prompt by rule, to try a recipe without a model and for tests."""
 
-    kind: Literal["mock"]
-    faults: dict[Fault, Annotated[float, Field(ge=0, le=1)]] = Field({}, description="fault: share of replies")
-    seconds: float = Field(0.0, ge=0, description="seconds per reply")
+    kind: Literal["mock"] = Field(
+        description="Replies built from the prompt by fixed rules, without a model, for tests."
+    )
+    faults: dict[Fault, Annotated[float, Field(ge=0, le=1)]] = Field(
+        {}, description="Faults to simulate, with the share of replies that have each."
+    )
+    seconds: float = Field(0.0, ge=0, description="Seconds that each reply takes.")
 
 
 Generator = Annotated[ServerGenerator | LocalGenerator | MockGenerator, Field(discriminator="kind")]
@@ -89,43 +103,65 @@ Generator = Annotated[ServerGenerator | LocalGenerator | MockGenerator, Field(di
 class ChecksConfig(Config):
     """When a pair or a summary is rejected."""
 
-    support: float = Field(0.5, ge=0, le=1, description="smallest share of an answer's content words in its text")
-    near: float = Field(0.7, gt=0, le=1, description="Jaccard similarity of word triples that makes a near-duplicate")
-    answer_words: int = Field(400, ge=1, description="longest answer in words; summaries may be three times as long")
+    support: float = Field(
+        0.5, ge=0, le=1, description="Smallest share of an answer's content words that must occur in its text."
+    )
+    near: float = Field(
+        0.7, gt=0, le=1, description="Jaccard similarity of word triples from which a text counts as a near-duplicate."
+    )
+    answer_words: int = Field(400, ge=1, description="Longest answer in words. Summaries may be three times as long.")
 
 
 class DecontaminateConfig(Config):
     """Evaluation texts that must not be trained on."""
 
-    evals: bool = Field(True, description="every prompt, question and answer of the recipe's evals")
-    files: list[str] = Field([], description="text or JSONL files; of JSONL, every string in a record")
-    ngram: int = Field(13, ge=5, le=50, description="consecutive words that two texts may not share")
+    evals: bool = Field(
+        True,
+        description="Reject texts that share an n-gram with the prompts, questions or answers of the recipe's `evals`.",
+    )
+    files: list[str] = Field(
+        [], description="Text or JSONL files to decontaminate against. Every string of a JSONL record counts."
+    )
+    ngram: int = Field(13, ge=5, le=50, description="Length of the n-gram in words.")
 
 
 class SynthConfig(Config):
     """One set of generated conversations."""
 
-    from_: str | list[str] = Field(alias="from", description="source or sources of documents")
-    generator: Generator
-    judge: Generator | None = Field(None, description="a second model that checks whether the text supports an answer")
-    shares: dict[Kind, Annotated[float, Field(ge=0)]] = Field(
-        {"qa": 0.4, "rag": 0.3, "summary": 0.3}, description="kind: share of tokens"
+    from_: str | list[str] = Field(alias="from", description="Source or sources of the documents.")
+    generator: Generator = Field(description="The language model that writes the conversations.")
+    judge: Generator | None = Field(
+        None, description="A second model that checks whether the text supports each answer. Default: no such check."
     )
-    tokens: Size | None = Field(None, description="tokens to generate; as many as the documents allow if none")
-    documents: Size | None = Field(None, description="documents to use; all if none")
-    per_document: int = Field(1, ge=1, description="conversations per document; RAG reuses their pairs")
-    length: Size = Field(32768, description="longest conversation, in tokens")
-    min_tokens: Size = Field(4096, description="shorter documents are skipped")
-    chunk: Size = Field(1024, description="tokens of the part that a question is about, and of a RAG passage")
-    passages: int = Field(32, ge=2, description="most passages in a RAG conversation")
-    summary_chunk: Size = Field(4096, description="tokens per part that is summarized")
-    summary_group: int = Field(8, ge=2, description="summaries that are joined into one")
-    templates: str | None = Field(None, description="YAML file with your own templates")
-    chat_template: str | None = Field(None, description="Jinja file, for tokenizers without a chat template")
-    seed: int | None = Field(None, ge=0, description="the recipe's if none")
-    ahead: int = Field(64, ge=1, description="conversations in progress at a time")
-    checks: ChecksConfig = ChecksConfig.model_validate({})
-    decontaminate: DecontaminateConfig = DecontaminateConfig.model_validate({})
+    shares: dict[Kind, Annotated[float, Field(ge=0)]] = Field(
+        {"qa": 0.4, "rag": 0.3, "summary": 0.3},
+        description="Share of tokens for each kind of conversation. Only the proportions count.",
+    )
+    tokens: Size | None = Field(None, description="Tokens to generate. Default: as many as the documents allow.")
+    documents: Size | None = Field(None, description="Most documents to use. Default: all.")
+    per_document: int = Field(
+        1,
+        ge=1,
+        description="Conversations per document, each about another part. RAG conversations reuse their questions.",
+    )
+    length: Size = Field(32768, description="Longest conversation, in tokens.")
+    min_tokens: Size = Field(4096, description="Documents shorter than this are skipped. At least twice `chunk`.")
+    chunk: Size = Field(1024, description="Tokens of the part that a question is about, and of a RAG passage.")
+    passages: int = Field(32, ge=2, description="Most passages in a RAG conversation.")
+    summary_chunk: Size = Field(4096, description="Tokens per part that is summarized at once.")
+    summary_group: int = Field(8, ge=2, description="Number of summaries that are merged into one.")
+    templates: str | None = Field(
+        None, description="YAML file with your own prompt templates. Default: the bundled templates."
+    )
+    chat_template: str | None = Field(
+        None, description="Jinja file with a chat template. Required if the tokenizer has none."
+    )
+    seed: int | None = Field(None, ge=0, description="Random seed. Default: the recipe's `seed`.")
+    ahead: int = Field(64, ge=1, description="Number of conversations in progress at the same time.")
+    checks: ChecksConfig = Field(ChecksConfig.model_validate({}), description="When a generated text is rejected.")
+    decontaminate: DecontaminateConfig = Field(
+        DecontaminateConfig.model_validate({}), description="Evaluation texts that generated text must not contain."
+    )
 
     @property
     def sources(self) -> list[str]:

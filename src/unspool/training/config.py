@@ -19,17 +19,21 @@ TrackerName = Literal["tensorboard", "wandb"]
 class ValidationConfig(Config):
     """Held-out loss by position."""
 
-    dataset: str = Field(min_length=1, description="dataset that is not in the mix of this stage")
-    every: int | None = Field(None, ge=1, description="steps; default: a tenth of the stage")
-    samples: int = Field(8, ge=1, description="rows, drawn by the seed")
+    dataset: str = Field(min_length=1, description="Dataset that is not in the `mix` of this stage.")
+    every: int | None = Field(None, ge=1, description="Steps between validations. Default: a tenth of the stage.")
+    samples: int = Field(
+        8, ge=1, description="Number of rows. The seed draws them once, so every validation uses the same rows."
+    )
 
 
 class SamplesConfig(Config):
     """Continuations of prompts that the model writes while it trains."""
 
-    prompts: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
-    every: int | None = Field(None, ge=1, description="steps; default: a tenth of the stage")
-    tokens: Size = Field(64, description="maximum per continuation")
+    prompts: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] = Field(
+        description="Texts that the model continues."
+    )
+    every: int | None = Field(None, ge=1, description="Steps between samples. Default: a tenth of the stage.")
+    tokens: Size = Field(64, description="Longest continuation, in tokens.")
 
 
 def is_due(every: int | None, step: int, steps: int) -> bool:
@@ -40,14 +44,22 @@ def is_due(every: int | None, step: int, steps: int) -> bool:
 class GuardConfig(Config):
     """Handling of bad steps. A skipped step changes no weight, and its rows are not used again."""
 
-    nan: Literal["stop", "skip"] = Field("stop", description="the loss or gradient is not finite")
-    spike: Literal["off", "stop", "skip"] = Field(
-        "off", description="the loss or gradient norm is far above its median"
+    nan: Literal["stop", "skip"] = Field(
+        "stop", description="What to do if the loss or the gradient is not finite: stop the stage, or skip the step."
     )
-    factor: float = Field(2.0, gt=1, description="a loss above this multiple of its median is a spike")
-    grad_factor: float = Field(10.0, gt=1, description="a gradient norm above this multiple of its median is a spike")
-    window: int = Field(64, ge=2, description="good steps in the median; nothing is a spike before there are as many")
-    most_skips: int = Field(10, ge=1, description="skipped steps in a row that stop the stage")
+    spike: Literal["off", "stop", "skip"] = Field(
+        "off",
+        description="What to do if the loss or the gradient norm is far above its median: nothing, stop the stage, or "
+        "skip the step.",
+    )
+    factor: float = Field(2.0, gt=1, description="A loss above this multiple of its median is a spike.")
+    grad_factor: float = Field(10.0, gt=1, description="A gradient norm above this multiple of its median is a spike.")
+    window: int = Field(
+        64,
+        ge=2,
+        description="Number of good steps that the median covers. Spikes are detected only after that many steps.",
+    )
+    most_skips: int = Field(10, ge=1, description="Number of consecutive skipped steps that stop the stage.")
 
 
 # Rows per step of attention distillation, by default.
@@ -58,18 +70,25 @@ class AttentionDistillationConfig(Config):
     """Fit queries and keys so that each layer attends as in the stage's starting model."""
 
     datasets: str | dict[str, float] = Field(
-        description="dataset, or datasets with shares of tokens; rows within the old context length"
+        description="Dataset, or datasets with shares of tokens. Their rows must not exceed the context length before "
+        "the stage."
     )
-    before: int = Field(0, ge=0, description="steps before the first step of training")
-    during: float = Field(0.0, ge=0, description="weight of this loss beside the training loss, in every training step")
-    after: int = Field(0, ge=0, description="steps after the last step of training")
-    batch_tokens: Size | None = Field(None, description="tokens per step; default: 8 rows")
+    before: int = Field(
+        0, ge=0, description="Distillation steps before the first training step. Needs a `rope` other than `unchanged`."
+    )
+    during: float = Field(
+        0.0, ge=0, description="Weight of the distillation loss in every training step. 0 turns it off."
+    )
+    after: int = Field(0, ge=0, description="Distillation steps after the last training step, before the export.")
+    batch_tokens: Size | None = Field(None, description="Tokens per distillation step. Default: 8 rows.")
     during_batch_tokens: Size | None = Field(
-        None, description="tokens per training step for `during`; default: batch_tokens"
+        None, description="Tokens of `datasets` per training step, used with `during`. Default: `batch_tokens`."
     )
-    lr: float | None = Field(None, gt=0, description="peak learning rate of Adam, for before and after")
+    lr: float | None = Field(
+        None, gt=0, description="Peak learning rate of Adam in the steps of `before` and `after`. Required by `before`."
+    )
     after_lr: float | None = Field(
-        None, gt=0, description="peak learning rate after training; default: a quarter of lr"
+        None, gt=0, description="Peak learning rate of Adam in the steps of `after`. Default: a quarter of `lr`."
     )
 
     @field_validator("datasets")
@@ -104,72 +123,112 @@ class AttentionDistillationConfig(Config):
 class ReportedHours(Config):
     """Hours that a paper reports for a stage; `unspool plan` prints them next to its own estimate."""
 
-    source: str = Field(min_length=1, description="paper and table")
-    gpu: str = Field(min_length=1, description="device of these hours, such as H100")
-    gpu_hours: float = Field(gt=0, description="hours of all devices together")
-    tokens: Size = Field(description="tokens trained on in this time")
-    why: str | None = Field(None, description="what may explain a difference to the plan")
+    source: str = Field(min_length=1, description="Paper and table.")
+    gpu: str = Field(min_length=1, description="Device that the hours refer to, such as H100.")
+    gpu_hours: float = Field(gt=0, description="Hours of all devices together.")
+    tokens: Size = Field(description="Tokens that were trained on in this time.")
+    why: str | None = Field(None, description="Possible reason for a difference from the plan.")
 
 
 class StageConfig(Config):
     """One training stage: a mix of rows at one context length under one schedule."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)
-    init: str = Field("previous", description="previous | base | the name of an earlier stage")
-    context_length: Size
-    export_context_length: Size | None = Field(
-        None, description="value written to max_position_embeddings on export; default: context_length"
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100, description="Name of the stage, and of its folder."
     )
-    rope: AnyRopeMethod = Unchanged()
+    init: str = Field(
+        "previous",
+        description="Model to start from: `previous` (the stage before), `base` (the recipe's model) or the name of "
+        "an earlier stage.",
+    )
+    context_length: Size = Field(
+        description="Context length of the training, in tokens. A multiple of `seq_len` of every dataset in `mix`."
+    )
+    export_context_length: Size | None = Field(
+        None, description="Value written to `max_position_embeddings` on export. Default: `context_length`."
+    )
+    rope: AnyRopeMethod = Field(Unchanged(), description="RoPE method that extends the context length.")
     attention_distillation: AttentionDistillationConfig | None = Field(
-        None, description="fit queries and keys to the attention before the RoPE change"
+        None, description="Fit queries and keys so that each layer attends as before the RoPE change."
     )
     attention: Literal["intra_document", "full"] = Field(
         "intra_document",
-        description="intra_document: document mask, except in rows of utk, cip or nextlong; full: causal over the row",
+        description="`intra_document` applies a document mask, except in rows of `utk`, `cip` and `nextlong`; `full` "
+        "is causal attention over the whole row.",
     )
-    mix: dict[str, float] = Field(description="dataset: share of tokens")
-    tokens: Size
-    batch_tokens: Size = Field(description="tokens per optimizer step")
-    micro_batch_tokens: Size | None = Field(None, description="tokens per forward pass; default: context_length")
-    lr: float = Field(gt=0)
+    mix: dict[str, float] = Field(description="Datasets and their shares of tokens. Only the proportions count.")
+    tokens: Size = Field(description="Tokens to train on, rounded down to whole steps.")
+    batch_tokens: Size = Field(description="Tokens per optimizer step. A multiple of `context_length`.")
+    micro_batch_tokens: Size | None = Field(
+        None,
+        description="Tokens per forward pass. A multiple of `context_length` that divides `batch_tokens`. Default: "
+        "`context_length`.",
+    )
+    lr: float = Field(gt=0, description="Peak learning rate.")
     lr_overrides: dict[str, float] = Field(
-        {}, description="substring of parameter names: their lr; 0 freezes them, as in {mlp: 0, q_proj: 1e-4}"
+        {},
+        description="Learning rates by substring of a parameter name; the first match counts. 0 freezes the "
+        "parameter, as in {mlp: 0, q_proj: 1e-4}.",
     )
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate of the cosine ÷ lr")
-    warmup_ratio: float = Field(0.1, ge=0, lt=1, description="share of steps with linear warm-up")
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(0.1, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    optimizer: AnyOptimizer = AdamWConfig()
+    min_lr_ratio: float = Field(
+        0.1, ge=0, le=1, description="Final learning rate of the cosine schedule ÷ `lr`. 1 keeps the rate constant."
+    )
+    warmup_ratio: float = Field(0.1, ge=0, lt=1, description="Share of steps with linear warm-up.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates of the first and second moment.")
+    weight_decay: float = Field(0.1, ge=0, description="Weight decay of matrices. Norms and biases are not decayed.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm above which gradients are clipped.")
+    optimizer: AnyOptimizer = Field(
+        AdamWConfig(), description="Optimizer, and the precision of its weights and states."
+    )
     optimizer_state: Literal["keep", "reset"] = Field(
-        "keep",
-        description="AdamW's moments of the stage that this one starts from: keep them, or start from zero",
+        "keep", description="Whether to keep or reset the optimizer state of the stage that this one starts from."
     )
     activation_checkpointing: Recompute = Field(
-        "none", description="full: recompute layers in the backward pass; keep-attention: recompute all but attention"
+        "none",
+        description="What the backward pass recomputes: nothing, all but attention (`keep-attention`), or whole "
+        "layers (`full`).",
     )
-    layers_per_checkpoint: int = Field(1, ge=1, description="layers per activation checkpoint")
-    offload: bool = Field(False, description="keep activation checkpoints in host memory")
+    layers_per_checkpoint: int = Field(1, ge=1, description="Layers per activation checkpoint.")
+    offload: bool = Field(False, description="Keep activation checkpoints in host memory.")
     keep_products: int = Field(
         0,
         ge=0,
-        description="last layers that also keep matrix products; needs activation_checkpointing: keep-attention",
+        description="Number of last layers that also keep their matrix products. Needs `activation_checkpointing: "
+        "keep-attention`.",
     )
-    keep_on_host: int = Field(0, ge=0, description="how many of these layers keep them in host memory")
-    mlp_tiles: Size | None = Field(None, description="tokens per tile of norms and MLPs")
-    attention_heads_at_once: int | None = Field(None, ge=1, description="KV heads per call of the attention kernel")
-    parallel: ParallelConfig = ParallelConfig()
-    compile: bool = Field(False, description="fuse norms and MLPs with torch.compile; faster on a GPU")
-    checkpoint_every: int | None = Field(None, ge=1, description="steps; default: a tenth of the stage")
+    keep_on_host: int = Field(
+        0, ge=0, description="Number of the layers of `keep_products` that keep everything in host memory."
+    )
+    mlp_tiles: Size | None = Field(None, description="Tokens per tile of norms and MLPs. Default: no tiling.")
+    attention_heads_at_once: int | None = Field(
+        None, ge=1, description="KV heads per call of the attention kernel. Default: all."
+    )
+    parallel: ParallelConfig = Field(ParallelConfig(), description="How the ranks of a run share the work.")
+    compile: bool = Field(False, description="Fuse norms and MLPs with torch.compile, which is faster on a GPU.")
+    checkpoint_every: int | None = Field(
+        None, ge=1, description="Steps between checkpoints. Default: a tenth of the stage."
+    )
     eval_every: int | None = Field(
-        None, ge=1, description="steps; export the model this often, and score these too when the stage has ended"
+        None,
+        ge=1,
+        description="Steps between exports that are also scored, after the stage has ended. Default: score only the "
+        "final model.",
     )
-    guard: GuardConfig = GuardConfig()
-    validation: ValidationConfig | None = Field(None, description="held-out loss by position")
-    samples: SamplesConfig | None = Field(None, description="continuations of prompts while the stage trains")
-    reported: ReportedHours | None = Field(None, description="what the stage took in a paper, for unspool plan")
-    loggers: list[TrackerName] = Field([], description="trackers that get the metrics besides metrics.jsonl")
+    guard: GuardConfig = Field(GuardConfig(), description="What to do about steps whose loss or gradient is wrong.")
+    validation: ValidationConfig | None = Field(
+        None, description="Measure held-out loss by position during the stage. Default: no validation."
+    )
+    samples: SamplesConfig | None = Field(
+        None, description="Let the model continue prompts during the stage. Default: no samples."
+    )
+    reported: ReportedHours | None = Field(
+        None, description="Time that a paper reports for this stage. `unspool plan` prints it next to its own estimate."
+    )
+    loggers: list[TrackerName] = Field(
+        [],
+        description="Trackers that get the metrics in addition to `metrics.jsonl`. Needs `pip install "
+        "'unspool[track]'`.",
+    )
 
     @field_validator("mix")
     @classmethod

@@ -1,4 +1,4 @@
-"""The `datasets` of a recipe: how documents become packed sequences."""
+"""The `datasets` of a recipe: how documents become packed rows."""
 
 from typing import Annotated, Any, Literal, get_args
 
@@ -19,45 +19,62 @@ from unspool.data.strategies.utk import UtK
 class ReplaceConfig(Config):
     """Give a share of the tokens to another source, such as synthetic tasks."""
 
-    with_: str = Field(alias="with", description="the source")
-    share: float = Field(0.3, gt=0, lt=1, description="its share of tokens; the others keep their proportions")
+    with_: str = Field(alias="with", description="The other source. `from` must not name it.")
+    share: float = Field(
+        0.3,
+        gt=0,
+        lt=1,
+        description="Share of tokens that the other source gets. The remaining sources keep their proportions.",
+    )
 
 
 class DatasetConfig(Config):
-    """Packed sequences of one length, made from documents."""
+    """Packed rows of one length, made from documents."""
 
     from_: str | dict[str, float] = Field(
-        alias="from", description="a source, sources with shares of tokens, or mix:NAME for a published mixture"
+        alias="from",
+        description="A source, several sources with their shares of tokens, or `mix:NAME` for a published mixture.",
     )
-    seq_len: Size
-    packing: Literal["concat", "single_doc", "truncate", "best_fit"] = "concat"
-    utk: UtK | None = None
-    cip: CIP | None = None
-    nextlong: NExtLong | None = None
-    upsample: Upsample | None = None
-    pose: PoSE | None = None
-    replace: ReplaceConfig | None = None
+    seq_len: Size = Field(description="Tokens per packed row.")
+    packing: Literal["concat", "single_doc", "truncate", "best_fit"] = Field(
+        "concat",
+        description="How documents fill rows. `concat`: end to end, cut documents continue in the next row; "
+        "`truncate`: end to end, the rest of a cut document is dropped; `single_doc`: one document per "
+        "row; `best_fit`: whole documents with the least padding.",
+    )
+    utk: UtK | None = Field(None, description="Untie the Knots: split documents and scatter their chunks over the row.")
+    cip: CIP | None = Field(None, description="CIP: interleave the chunks of a row's documents.")
+    nextlong: NExtLong | None = Field(
+        None, description="NExtLong: insert similar text from other documents between the chunks of a document."
+    )
+    upsample: Upsample | None = Field(None, description="Use long documents more often, or short ones less often.")
+    pose: PoSE | None = Field(None, description="PoSE: give short rows the positions of a longer context.")
+    replace: ReplaceConfig | None = Field(
+        None, description="Give a share of the tokens to another source, such as synthetic tasks."
+    )
     attention: Literal["intra_document", "full"] | None = Field(
         None,
-        description="intra_document: each document sees only itself; full: the row is one; by default what the "
-        "strategy needs",
+        description="`intra_document` applies a document mask; `full` is causal attention over the whole row. "
+        "Default: `full` with `utk`, `cip` and `nextlong`, otherwise `intra_document`.",
     )
-    limit: Size | None = Field(None, description="stop after about this many tokens of rows")
-    max_epochs: int = Field(1, ge=1, description="how often a source may be used until it has run out")
+    limit: Size | None = Field(
+        None, description="Stop after about this many tokens of rows. Default: use every source until one runs out."
+    )
+    max_epochs: int = Field(1, ge=1, description="How often each source may be read from start to end.")
 
     @property
     def strategies(self) -> list[StrategyConfig]:
-        """The strategies that are set, in the order of the registry."""
+        """Return the strategies that are set, in the order of the registry."""
         return [found for name in STRATEGIES if (found := getattr(self, name, None)) is not None]
 
     @property
     def chunk_strategy(self) -> StrategyConfig | None:
-        """The strategy that puts chunks of one document in several places, if one is set."""
+        """Return the strategy that moves chunks of documents, if one is set."""
         return next((strategy for strategy in self.strategies if strategy.moves_chunks), None)
 
     @property
     def shares(self) -> dict[str, float]:
-        """Each source's share of tokens, in arbitrary units."""
+        """Return each source's share of tokens, in arbitrary units."""
         shares = {self.from_: 1.0} if isinstance(self.from_, str) else self.from_
         if self.replace is None:
             return shares
@@ -66,7 +83,7 @@ class DatasetConfig(Config):
 
     @property
     def max_doc_len(self) -> int | None:
-        """Longer documents are cut into several before anything else."""
+        """Return the length above which documents are first cut into several."""
         return self.chunk_strategy.max_doc_len if self.chunk_strategy else None
 
     @field_validator("from_", mode="before")
@@ -85,27 +102,29 @@ class DatasetConfig(Config):
     def _fits_together(self) -> "DatasetConfig":
         chosen = [strategy.name for strategy in self.strategies if strategy.moves_chunks]
         if len(chosen) > 1:
-            raise ValueError(f"{' and '.join(chosen)} both decide where chunks go; keep one, or use two datasets")
+            raise ValueError(f"{' and '.join(chosen)} both move chunks; keep one, or use two datasets")
         if chosen and self.packing == "single_doc":
             raise ValueError(
-                f"packing: single_doc puts one document in a row, so {chosen[0]} has nothing to mix; use concat or "
+                f"packing: single_doc puts one document in a row, so {chosen[0]} has no chunks to mix; use concat or "
                 "truncate"
             )
         if chosen and self.packing == "best_fit":
-            raise ValueError(f"packing: best_fit leaves padding, which {chosen[0]} cannot use; use concat or truncate")
+            raise ValueError(
+                f"packing: best_fit leaves padding, which {chosen[0]} does not support; use concat or truncate"
+            )
         if chosen and self.attention == "intra_document":
             raise ValueError(
-                f"attention: intra_document hides the earlier chunks of a document, which {chosen[0]} makes the model "
-                f"look back at; leave attention out, or pack without {chosen[0]}"
+                f"attention: intra_document hides the earlier chunks of a document, but {chosen[0]} trains the model "
+                f"to attend to them; remove attention, or pack without {chosen[0]}"
             )
         for strategy in self.strategies:
             strategy.check(self)
         if self.replace and self.replace.with_ in ([self.from_] if isinstance(self.from_, str) else self.from_):
-            raise ValueError(f"replace.with is {self.replace.with_!r}, which from names already; name another source")
+            raise ValueError(f"replace.with is {self.replace.with_!r}, which is already in from; use another source")
         return self
 
 
-# A strategy is a field of `DatasetConfig`; these are all of them, and those that were registered later.
+# A strategy is a field of `DatasetConfig`. These are the built-in ones; registered ones are added.
 STRATEGIES: dict[str, type[StrategyConfig]] = {
     option.name: option
     for field in DatasetConfig.model_fields.values()
@@ -115,7 +134,7 @@ STRATEGIES: dict[str, type[StrategyConfig]] = {
 
 
 def register_strategy(strategy: type[StrategyConfig]) -> type[StrategyConfig]:
-    """Add a strategy, so that the datasets of recipes may have its key; usable as a class decorator."""
+    """Register a strategy, so that datasets may have its key; usable as a class decorator."""
     register(STRATEGIES, strategy.name, strategy, kind="strategy")
     annotation: Any = strategy | None
     DatasetConfig.__pydantic_fields__[strategy.name] = FieldInfo(annotation=annotation, default=None)
@@ -123,5 +142,5 @@ def register_strategy(strategy: type[StrategyConfig]) -> type[StrategyConfig]:
     return strategy
 
 
-# A dataset with the strategies that are registered when it is read.
+# A dataset with all strategies that are registered at validation.
 AnyDataset = Annotated[DatasetConfig, Current(DatasetConfig)]

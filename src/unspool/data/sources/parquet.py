@@ -13,7 +13,7 @@ class ParquetSource(FileSource):
     """Parquet files; one document per record."""
 
     kind: Literal["parquet"]
-    text: str = Field("text", description="the column that holds the text")
+    text: str = Field("text", description="Column that holds the text. `a.b` is field `b` of struct `a`.")
 
     endings: ClassVar[tuple[str, ...]] = (".parquet",)
     file_endings: ClassVar[tuple[str, ...]] = (".parquet",)

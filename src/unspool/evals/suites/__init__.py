@@ -1,4 +1,4 @@
-"""The suites, by the name that a recipe gives them. A new suite is one file or folder here and one line in `SUITES`.
+"""Registry of suites by recipe name. A new suite is one file or folder here and one line in `SUITES`.
 
 Recipes are checked against the suites' config classes, so importing a suite must not import torch, transformers,
 datatrove or pyarrow.
@@ -7,12 +7,26 @@ datatrove or pyarrow.
 from unspool.core.config import lookup, register
 from unspool.evals.config import EvalConfig
 from unspool.evals.suite import Suite
-from unspool.evals.suites import helmet, infbench, key_value, lveval, niah, nocha, perplexity, ruler, short_suite
+from unspool.evals.suites import (
+    helmet,
+    infbench,
+    key_value,
+    longppl,
+    lveval,
+    mrcr,
+    niah,
+    nocha,
+    perplexity,
+    ruler,
+    short_suite,
+)
 
 SUITES: dict[str, Suite] = {
     "niah": niah.SUITE,
     "key_value": key_value.SUITE,
     "perplexity": perplexity.SUITE,
+    "longppl": longppl.SUITE,
+    "mrcr": mrcr.SUITE,
     "ruler": ruler.SUITE,
     "helmet": helmet.SUITE,
     "lveval": lveval.SUITE,
@@ -23,9 +37,9 @@ SUITES: dict[str, Suite] = {
 
 
 def register_suite(suite: Suite) -> None:
-    """Make a suite available in recipes, on the command line and in reports.
+    """Register a suite for recipes, the command line and reports.
 
-    A suite of the same name is replaced.
+    Replaces a suite of the same name.
     """
     register(SUITES, suite.name, suite, kind="suite", replace=True)
 

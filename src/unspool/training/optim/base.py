@@ -21,13 +21,16 @@ BF16_BYTES, FP32_BYTES = 2, 4
 class OptimizerConfig(Config):
     """Base class of optimizer configs. Subclasses give the planner memory and traffic in bytes per parameter."""
 
-    name: str
+    name: str = Field(description="Name of the optimizer.")
     weights: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="fp32: master weights beside the bf16 copy; bf16: no masters, updates are rounded stochastically",
+        description="`fp32` keeps fp32 master weights beside the bf16 copy; `bf16` keeps none and rounds updates "
+        "stochastically.",
     )
     step: Literal["after", "in-backward"] = Field(
-        "after", description="in-backward: update each parameter as soon as its gradient exists, then free the gradient"
+        "after",
+        description="`in-backward` updates each parameter as soon as its gradient exists, then frees the gradient; "
+        "`after` updates all parameters after the backward pass.",
     )
 
     def build(self) -> "Optimizer":

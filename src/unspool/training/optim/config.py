@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 
 
 class AdamWConfig(OptimizerConfig):
-    """AdamW, its moments in fp32 or in 8 bits. docs/memory.md lists the bytes per parameter of each setting."""
+    """AdamW, with moments in fp32 or 8 bits. docs/concepts/memory.md lists the bytes per parameter."""
 
     name: Literal["adamw"] = "adamw"
-    states: Literal["fp32", "8bit"] = Field("fp32", description="AdamW's moments; 8bit: in blocks of 256 with a scale")
+    states: Literal["fp32", "8bit"] = Field(
+        "fp32",
+        description="Precision of AdamW's moments. `8bit` stores them in blocks of 256 values with one scale each.",
+    )
 
     def build(self) -> "AdamW":
         from unspool.training.optim.adamw import AdamW

@@ -21,12 +21,19 @@ class ParallelConfig(Config):
     """`parallel: {shard: auto, ulysses: 8, ring: 1, replicate: 1}`; their product is the number of ranks."""
 
     shard: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        "auto", description="data ranks that shard one replica of the weights; auto: all remaining ranks"
+        "auto",
+        description="Number of data ranks that shard one replica of the weights (FSDP). `auto`: all remaining ranks.",
     )
-    ulysses: int = Field(1, ge=1, description="ranks that share a row by exchanging heads")
-    ring: int = Field(1, ge=1, description="ranks that share a row by ring attention; for rows of one document")
-    replicate: int = Field(1, ge=1, description="replicas of the weights")
-    offload: bool = Field(False, description="keep weights, gradients and optimizer state in host memory")
+    ulysses: int = Field(
+        1, ge=1, description="Number of ranks that share a row by exchanging heads. It must divide the number of heads."
+    )
+    ring: int = Field(
+        1, ge=1, description="Number of ranks that share a row by ring attention. Needs `attention: full`."
+    )
+    replicate: int = Field(1, ge=1, description="Number of replicas of the weights.")
+    offload: bool = Field(
+        False, description="Keep weights, gradients and optimizer state in host memory, and update them there."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

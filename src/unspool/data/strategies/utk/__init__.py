@@ -1,4 +1,4 @@
-"""Untie the Knots: split documents into chunks, scatter the chunks over the row, ask for the way back."""
+"""Untie the Knots: split documents into chunks, scatter them over the row, train to restore the order."""
 
 import copy
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from unspool.data.packing.config import DatasetConfig
 
 
-MOST_HOPS = 8  # every cut has knots of its own
+MOST_HOPS = 8  # every cut has its own knots
 
 
 class UtK(StrategyConfig):
-    """Untie the Knots: split documents, scatter the chunks over the row, trace them back.
+    """Untie the Knots: split documents, scatter the chunks over the row, restore their order.
 
     Example:
         >>> import unspool
@@ -31,34 +31,53 @@ class UtK(StrategyConfig):
     moves_chunks: ClassVar[bool] = True
     uses_tokenizer: ClassVar[bool] = True
 
-    probability: float = Field(default=0.8, ge=0, le=1, description="share of documents, or of rows, that are split")
-    per: Literal["document", "row"] = Field(default="document", description="unit that probability applies to")
+    probability: float = Field(default=0.8, ge=0, le=1, description="Share of documents, or of rows, that are split.")
+    per: Literal["document", "row"] = Field(
+        default="document",
+        description="Unit that `probability` applies to. With `row`, all documents of a chosen row are split.",
+    )
     hops: dict[int, float] = Field(
-        default={2: 0.5, 3: 0.5}, description="chunks per split document: share of those documents"
+        default={2: 0.5, 3: 0.5},
+        description="Number of chunks per split document, from 2 to 8, and the share of documents with that number.",
     )
     chunk: Size | None = Field(
-        default=None, description="chunks of one length, at most this, instead of hops; at most 8 per document"
+        default=None,
+        description="Split documents into chunks of equal length, at most this long, instead of by `hops`. At most 8 "
+        "chunks per document.",
     )
-    split: Split = Field(default="random", description="where documents are split")
-    min_split: Size = Field(default=512, description="shorter documents stay whole (tokens)")
-    longest: Size | None = Field(default=None, description="longer documents are first cut into several of this length")
-    preserve_order: bool = Field(default=True, description="chunks of one document keep their order")
-    backtrace: bool = Field(default=True, description="after the last chunk, list the labels of all chunks")
+    split: Split = Field(
+        default="random", description="Where documents are split: at random points, or into chunks of equal length."
+    )
+    min_split: Size = Field(
+        default=512,
+        description="Documents shorter than this many tokens are never split. At most a quarter of `seq_len`.",
+    )
+    longest: Size | None = Field(
+        default=None, description="Documents longer than this are first cut into several. Default: no limit."
+    )
+    preserve_order: bool = Field(
+        default=True, description="Keep the chunks of a document in their original order within the row."
+    )
+    backtrace: bool = Field(
+        default=True,
+        description="After a document's last chunk, list the labels of all its chunks for the model to predict.",
+    )
     mask: Literal["paper", "released"] = Field(
         default="paper",
-        description="tokens without loss; released: also the first token of text after a head knot or label",
+        description="Which tokens have no loss. `paper`: knots, labels and the token that asks for the labels; "
+        "`released`: also the first token of text after a head knot or label, as in the paper's code.",
     )
 
     @field_validator("hops")
     @classmethod
     def _hops(cls, hops: dict[int, float]) -> dict[int, float]:
         if not hops or any(not 2 <= count <= 8 or share < 0 for count, share in hops.items()) or not sum(hops.values()):
-            raise ValueError("hops needs counts of 2 to 8 with positive shares, such as {2: 0.5, 3: 0.5}")
+            raise ValueError("hops must map counts of 2 to 8 to positive shares, such as {2: 0.5, 3: 0.5}")
         return hops
 
     def check(self, dataset: "DatasetConfig") -> None:
         if dataset.seq_len < 4 * self.min_split:
-            raise ValueError(f"utk.min_split needs at most a quarter of seq_len, here {dataset.seq_len // 4}")
+            raise ValueError(f"utk.min_split must be at most a quarter of seq_len, here {dataset.seq_len // 4}")
 
     def summary(self) -> str:
         return "tangled"
@@ -69,7 +88,7 @@ class UtK(StrategyConfig):
 
     @property
     def most_hops(self) -> int:
-        """Chunks per document, at most."""
+        """Return the maximum number of chunks per document."""
         return MOST_HOPS if self.chunk else max(self.hops)
 
     @property
@@ -79,7 +98,7 @@ class UtK(StrategyConfig):
     def build(self, dataset: "DatasetConfig", inputs: PackingInputs) -> RowBuilder:
         from unspool.data.strategies.utk.tangle import build_tangler
 
-        # A copy: the caller's tokenizer belongs to a model that may never see a tangled row.
+        # Copy the tokenizer: the caller's belongs to a model that may never see a tangled row.
         tokenizer = copy.deepcopy(inputs.tokenizer)
         rng = rng_for(inputs.seed, "tangle", inputs.name)
         tangler = build_tangler(self, tokenizer, rng, keep_rest=dataset.packing == "concat")

@@ -1,4 +1,4 @@
-"""RULER's thirteen tasks at any length; docs/ruler.md compares both modes with RULER's own code."""
+"""RULER's thirteen tasks at any length; `published.py` compares both modes with RULER's own code."""
 
 from unspool.evals.suites.ruler.suite import SUITE, RulerEval
 
